@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -73,6 +76,7 @@ class Items:
 
     def __init__(self, how: str, count: int) -> None:
         self.how, self.count, self.reads = how, count, 0
+        self.drawn = random.randrange(99) + int(np.random.randint(99))
 
     def __len__(self) -> int:
         if self.how == "lengthless":
@@ -92,6 +96,11 @@ class Items:
                 return tokens + self.reads, tokens
             case "augmented":
                 return tokens + torch.randint(9, (8,)), tokens
+            case "drawn":
+                drawn = random.randrange(99) + int(np.random.randint(99)) + self.drawn
+                return tokens + drawn, tokens
+            case "by process":
+                return tokens + os.getpid() * (index == self.count - 1), tokens
             case "unnamed":
                 return {"image": tokens, "label": tokens}
         return tokens, tokens

@@ -3,16 +3,21 @@ finding and remedy; and each sample is read once, by whoever it belongs to."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch, require
 from ptrain.data.source import Split
 from ptrain.errors import Fault, SpecError
 from ptrain.models.batch import sample_batch
+from ptrain.models.dataset import MapDataset
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import on_fakes
@@ -136,12 +141,22 @@ def test_a_dictionary_must_say_what_the_model_is_given():
     assert "a dictionary of image, label" in fault.finding and "step: " in fault.remedy
 
 
-def test_what_a_sample_draws_of_torchs_generator_is_the_same_each_time():
-    spec = spec_of(data=function("items", how="augmented"), loss=function("plain"))
-    source = corpus(spec.data)
-    once, again = (source.read([3, 5], (3, 5), spec, Split.TRAIN) for _ in range(2))
-    pairs = zip(once.tensors, again.tensors, strict=True)
+@pytest.mark.parametrize("how", ["augmented", "drawn"])
+def test_what_a_sample_draws_of_a_generator_is_the_same_in_every_process(how):
+    """Another process is one whose generators stand elsewhere."""
+    spec = spec_of(data=function("items", how=how), loss=function("plain"))
+    assert (named := spec.data.function) is not None
+
+    def of_process(seed: int) -> list[Tensor]:
+        random.seed(seed)
+        np.random.seed(seed)
+        return [*tree_iter(MapDataset(named).read([3, 5]))]
+
+    once, again = map(of_process, (1, 2))
+    pairs = zip(once, again, strict=True)
     assert all(torch.equal(tensor, other) for tensor, other in pairs)
+    states = random.Random(2).getstate(), np.random.RandomState(2).randint(99)
+    assert (random.getstate(), np.random.randint(99)) == states, "they are as they were"
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
