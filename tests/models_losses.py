@@ -48,6 +48,19 @@ def wrong_step(model: nn.Module, batch: tuple[Tensor, Tensor], how: str) -> Any:
     return WRONG[how](model(batch[0]))
 
 
+def later_wrong(logits: Tensor, batch: tuple[Tensor, Tensor], how: str, by: list[int]) -> Any:
+    """A loss at the first `by[0]` calls, and then none."""
+    by[0] -= 1
+    return plain(logits, batch) if by[0] >= 0 else WRONG[how](logits)
+
+
+def backward_step(model: nn.Module, batch: tuple[Tensor, Tensor], detached: bool) -> Tensor:
+    """As in a loop of one's own."""
+    loss = plain(model(batch[0]), batch)
+    loss.backward()
+    return loss.detach() if detached else loss
+
+
 def parts_step(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     """It runs the model's modules and never the model."""
     return plain(model.head(model.embed(batch[0])), batch)

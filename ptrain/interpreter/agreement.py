@@ -1,6 +1,6 @@
 """What ranks must have in common before anything is wrapped: names, shapes and dtypes of all
-parameters, the layout, and samples of the user's own. Collectives of different sizes would hang or mix
-numbers up; here every rank ends with the same message instead."""
+parameters, the layout, and samples of the user's own. Collectives of different sizes would hang or
+mix numbers up; here every rank ends with the same message instead."""
 
 from __future__ import annotations
 

@@ -16,8 +16,10 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch, require
 from ptrain.data.source import Split
 from ptrain.errors import Fault, SpecError
+from ptrain.interpreter.program import interpret
 from ptrain.models.batch import sample_batch
 from ptrain.models.dataset import MapDataset
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import on_fakes
@@ -95,6 +97,23 @@ def test_a_step_uses_parameters_within_calls_of_the_model_alone(name, arguments,
     assert "around calls of the whole model" in fault.remedy
 
 
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_step_that_runs_backward_itself_is_refused(detached):
+    fault = fault_of(spec_of(step=function("backward_step", detached=detached)))
+    assert fault.place == "step.target" and "backward_step runs backward: " in fault.finding
+    assert fault.remedy.startswith("return the loss")
+
+
+@pytest.mark.parametrize("how", RETURNED)
+def test_what_is_no_loss_is_refused_at_a_later_call_too(how):
+    spec = spec_of(loss=function("later_wrong", how=how, by=[1]), mesh={"dp_shard": 1})
+    program = interpret(spec, world=World(), allow_import=True)
+    with pytest.raises(SpecError) as caught:
+        program.forward_backward(program.samples(0))  # four micro-batches
+    (fault,) = caught.value.faults
+    assert fault.place == "loss.target" and RETURNED[how] in fault.finding
+
+
 def test_a_step_may_call_the_model_twice_and_write_into_what_it_gave():
     assert facts_of(spec_of(step=function("twice_step")), allow_import=True).numel > 0
 
@@ -145,7 +164,8 @@ def test_a_dictionary_must_say_what_the_model_is_given():
 def test_what_a_sample_draws_of_a_generator_is_the_same_in_every_process(how):
     """Another process is one whose generators stand elsewhere."""
     spec = spec_of(data=function("items", how=how), loss=function("plain"))
-    assert (named := spec.data.function) is not None
+    named = spec.data.function
+    assert named is not None
 
     def of_process(seed: int) -> list[Tensor]:
         random.seed(seed)
