@@ -17,7 +17,7 @@ from ptrain.models.boundary import boundary, said
 from ptrain.models.described import kind_of
 from ptrain.models.external import raised
 from ptrain.models.graph import ModelCalls
-from ptrain.models.objective import Objective, objective_of
+from ptrain.models.objective import AROUND_CALLS, Objective, objective_of
 from ptrain.models.roles import named_in_spec
 from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import Spec
@@ -28,9 +28,6 @@ NEEDED = (
 )
 _OTHERWISE = "; for another output write loss: {target: package.module:function}, which is given it"
 _OTHER_INPUTS = "let it take what the data give, or write step: {target: …}, which calls it"
-_AROUND_CALLS = (
-    "parameters are gathered, and their gradients reduced, around calls of the whole model"
-)
 _WITHIN = (
     "compute it within the model's forward, which may return it too (or, where it is to keep "
     "weights small, write optimizer.weight_decay)"
@@ -134,13 +131,10 @@ def _loss_of_step(
         calls.watching(),
     ):
         loss = objective.run(model, samples)
-    if not calls.count:
-        finding = f"{function.target} does not call the model"
-        raise refused(function.place, finding, f"write model(…) in it: {_AROUND_CALLS}")
     if names := calls.used_beside(loss):
         more = f" and {len(names) - 1} more" if names[1:] else ""
         finding = f"{function.target} uses {names[0]}{more} beside the model's call"
-        raise refused(function.place, finding, f"{_WITHIN}: {_AROUND_CALLS}")
+        raise refused(function.place, finding, f"{_WITHIN}: {AROUND_CALLS}")
     return loss
 
 

@@ -14,11 +14,16 @@ from ptrain.errors import refused
 from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.models.described import kind_of
 from ptrain.models.external import resolved
+from ptrain.models.graph import ModelCalls
 from ptrain.models.loss import token_loss_sum
 from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import LossSpec
 
 _LOSS = "let it return the mean loss of the micro-batch's samples: one real number, 0-d, a Tensor"
+
+AROUND_CALLS = (
+    "parameters are gathered, and their gradients reduced, around calls of the whole model"
+)
 
 
 class Objective(Protocol):
@@ -102,6 +107,17 @@ class OfModel(OfOutput):
         self._call = resolved(function, "model", "batch")
 
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
+        """Raises SpecError where the function does without the model: hooks of what wraps it would
+        not run."""
+        calls = ModelCalls(model)
+        with calls.watching():
+            loss = self.of(model, samples)
+        if not calls.count:
+            finding = f"{self.function.target} does not call the model"
+            raise refused(self.function.place, finding, f"write model(…) in it: {AROUND_CALLS}")
+        return loss
+
+    def forward(self, model: Any, samples: SampleBatch) -> Tensor:
         return self.of(model, samples)
 
 

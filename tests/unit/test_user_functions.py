@@ -114,6 +114,14 @@ def test_what_is_no_loss_is_refused_at_a_later_call_too(how):
     assert fault.place == "loss.target" and RETURNED[how] in fault.finding
 
 
+def test_a_step_that_does_without_the_model_is_refused_in_a_loop_of_ones_own():
+    """There nobody runs it before the model is wrapped."""
+    spec = spec_of(step=function("parts_step"), mesh={"dp_shard": 1})
+    program = interpret(spec, world=World(), allow_import=True)
+    with pytest.raises(SpecError, match=r"step\.target: .*parts_step does not call the model"):
+        program.forward_backward(program.samples(0))
+
+
 def test_a_step_may_call_the_model_twice_and_write_into_what_it_gave():
     assert facts_of(spec_of(step=function("twice_step")), allow_import=True).numel > 0
 
