@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,6 +48,37 @@ def wrong_step(model: nn.Module, batch: tuple[Tensor, Tensor], how: str) -> Any:
     return WRONG[how](model(batch[0]))
 
 
+def later_wrong(logits: Tensor, batch: tuple[Tensor, Tensor], how: str, by: list[int]) -> Any:
+    """A loss at the first `by[0]` calls, and then none."""
+    by[0] -= 1
+    return plain(logits, batch) if by[0] >= 0 else WRONG[how](logits)
+
+
+def backward_step(model: nn.Module, batch: tuple[Tensor, Tensor], detached: bool) -> Tensor:
+    """As in a loop of one's own."""
+    loss = plain(model(batch[0]), batch)
+    loss.backward()
+    return loss.detach() if detached else loss
+
+
+def parts_step(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """It runs the model's modules and never the model."""
+    return plain(model.head(model.embed(batch[0])), batch)
+
+
+def regularised_step(model: Any, batch: tuple[Tensor, Tensor], every: bool = False) -> Tensor:
+    """It is of weights too, in part or all of them."""
+    weights = model.parameters() if every else [model.head.weight]
+    return plain(model(batch[0]), batch) + sum(weight.square().sum() for weight in weights)
+
+
+def twice_step(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """It writes into what one of two calls returned, and needs nothing else of the model."""
+    logits = model(batch[0])
+    logits[:, 0] += 1
+    return plain(logits + model(batch[1]).flip(0), batch)
+
+
 def step_that_raises(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     logits: Tensor = model(batch[0], batch[1])
     return logits
@@ -55,6 +89,7 @@ class Items:
 
     def __init__(self, how: str, count: int) -> None:
         self.how, self.count, self.reads = how, count, 0
+        self.drawn = random.randrange(99) + int(np.random.randint(99))
 
     def __len__(self) -> int:
         if self.how == "lengthless":
@@ -74,6 +109,11 @@ class Items:
                 return tokens + self.reads, tokens
             case "augmented":
                 return tokens + torch.randint(9, (8,)), tokens
+            case "drawn":
+                drawn = random.randrange(99) + int(np.random.randint(99)) + self.drawn
+                return tokens + drawn, tokens
+            case "by process":
+                return tokens + os.getpid() * (index == self.count - 1), tokens
             case "unnamed":
                 return {"image": tokens, "label": tokens}
         return tokens, tokens

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from ptrain.data.source import SampleSource, Split
 from ptrain.errors import SpecError, refused
-from ptrain.models.batch import SampleBatch, StepBatch, of_tokens, sample_batch
+from ptrain.models.batch import SampleBatch, StepBatch, in_dtype_of, of_tokens, sample_batch
+from ptrain.models.described import kind_of
 from ptrain.spec.spec import Spec
 
 _ROUNDS = 6
@@ -121,21 +123,32 @@ def batch(
 
 def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
     """Return what data rank `data_index` takes of a global batch: of tokens, or, where the spec's
-    data are a function of the user's, of its samples, collated. Raises SpecError where these are
-    not as the spec says."""
+    data are a function of the user's, of its samples, collated, in the dtypes of a dataset's.
+    Raises SpecError where these are not as the spec says."""
     ids = tuple(positions(spec, data_index=data_index, data_degree=spec.data_degree))
     size, sequence = spec.batch.global_samples, spec.batch.sequence
     if spec.data.function is not None:
-        rows = SampleBatch(samples)
-        if any(len(tensor) != size for tensor in rows.tensors):
-            raise _not_as_said(f"{len(rows.tensors[0])} samples", f"batch.global = {size}")
-        return DatasetBatch(samples=rows.of(list(ids)), global_samples=size, sample_ids=ids)
+        _require_samples(samples, size)
+        own = in_dtype_of(spec, SampleBatch(samples).of(list(ids)).data)
+        return DatasetBatch(samples=own, global_samples=size, sample_ids=ids)
     if tuple(samples.shape) != (size, sequence + 1):
         wanted = f"[batch.global, sequence + 1] = {[size, sequence + 1]}"
         raise _not_as_said(f"tokens {list(samples.shape)}", wanted)
     return LocalBatch(
         tokens=samples[list(ids)].long(), global_tokens=spec.batch.tokens, sample_ids=ids
     )
+
+
+def _require_samples(samples: Any, size: int) -> None:
+    """Raises SpecError unless each leaf is a tensor with `size` samples in dimension 0."""
+    wanted = f"samples, collated: tensors of batch.global = {size} rows"
+    leaves = tree_leaves_with_path(samples)
+    if not leaves:
+        raise _not_as_said(f"{type(samples).__name__} without tensors", wanted)
+    for path, leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != (size,):
+            place = f"{keystr(path)}: " if path else ""
+            raise _not_as_said(f"{place}{kind_of(leaf)}", wanted)
 
 
 def _not_as_said(finding: str, wanted: str) -> SpecError:

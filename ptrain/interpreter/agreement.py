@@ -1,6 +1,6 @@
 """What ranks must have in common before anything is wrapped: names, shapes and dtypes of all
-parameters, and the layout. Collectives of different sizes would hang or mix numbers up; here every
-rank ends with the same message instead."""
+parameters, the layout, and samples of the user's own. Collectives of different sizes would hang or
+mix numbers up; here every rank ends with the same message instead."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.errors import Fault, SpecError
+from ptrain.errors import Fault, SpecError, refused
+from ptrain.models.dataset import dataset_of
 from ptrain.rooms.world import World
+from ptrain.spec.function import UserFunction
 from ptrain.spec.precision import Layout
 
 _REMEDY = "give every rank the same spec, the same model and the same code"
+_SAMPLES_REMEDY = (
+    "let samples follow from their indices alone: what is drawn, from a generator with a seed of "
+    "its own (np.random.default_rng(0)); what is read, from the same files on every rank"
+)
 
 
 def require_equal_models(
@@ -45,6 +51,28 @@ def require_equal_models(
     for rank, other in enumerate(everyone):
         if difference := _difference(everyone[0], other, rank):
             raise SpecError(difference)
+
+
+def require_equal_samples(function: UserFunction | None, world: World) -> None:
+    """Raises SpecError on every rank if the dataset that `function` gives has another size, first
+    or last sample on any two. None: the samples are tokens."""
+    if function is None or world.size == 1 or world.backend == "fake":
+        return
+    dataset = dataset_of(function)
+    mine = {"size": dataset.size, "digests": [*dataset.digests().items()]}
+    first, *others = gather(mine, world.size, world.device)
+    for rank, other in enumerate(others, 1):
+        if finding := _difference_of_samples(first, other, rank):
+            raise refused(function.place, finding, _SAMPLES_REMEDY)
+
+
+def _difference_of_samples(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
+    if other["size"] != first["size"]:
+        return f"it has {other['size']} samples on rank {rank} and {first['size']} on rank 0"
+    for (index, digest), (_, its_digest) in zip(first["digests"], other["digests"], strict=True):
+        if digest != its_digest:
+            return f"sample {index} has other values on rank {rank} than on rank 0"
+    return ""
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch, part_of
 from ptrain.data.source import SampleSource
 from ptrain.errors import PtrainError, SpecError
-from ptrain.interpreter.agreement import require_equal_models
+from ptrain.interpreter.agreement import require_equal_models, require_equal_samples
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.execute import execute
 from ptrain.interpreter.loss import Loss, StepLoss
@@ -311,8 +311,8 @@ def interpret(
 
     `model`, if given, is wrapped instead of the spec's (`models/given.py`): any module with its own
     weights, equal on all ranks. Raises SpecError for a spec that is not legal, if the mesh needs
-    other ranks than the world has, and on every rank if the ranks' models, weights or layouts
-    differ.
+    other ranks than the world has, and on every rank if the ranks' models, weights, layouts or
+    samples differ.
     """
     if faults := (*check(spec), *executed(spec)):
         raise SpecError(*faults)
@@ -343,6 +343,7 @@ def planned(
     plan = lower(spec, facts.unit_modules, facts.roles, cut, facts.blocks, facts.fusions)
     are_given = model is not None and keeps_its_weights(module)
     require_equal_models(module, plan.update.layout, world, are_given=are_given)
+    require_equal_samples(spec.data.function, world)
     return Construction(
         spec=spec,
         plan=plan,

@@ -4,7 +4,8 @@ code shows whether it does."""
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.batch import SampleBatch, sample_batch
 from ptrain.models.boundary import boundary, said
+from ptrain.models.described import kind_of
 from ptrain.models.external import raised
-from ptrain.models.objective import Objective, objective_of
+from ptrain.models.graph import ModelCalls
+from ptrain.models.objective import AROUND_CALLS, Objective, objective_of
 from ptrain.models.roles import named_in_spec
 from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import Spec
@@ -25,7 +28,10 @@ NEEDED = (
 )
 _OTHERWISE = "; for another output write loss: {target: package.module:function}, which is given it"
 _OTHER_INPUTS = "let it take what the data give, or write step: {target: …}, which calls it"
-_LOSS = "let it return the mean loss of the micro-batch's samples: one real number, 0-d, a Tensor"
+_WITHIN = (
+    "compute it within the model's forward, which may return it too (or, where it is to keep "
+    "weights small, write optimizer.weight_decay)"
+)
 
 
 def logits_of(model: nn.Module, tokens_BT: Tensor, spec: Spec) -> Tensor:
@@ -42,7 +48,7 @@ def forward_of(model: nn.Module, inputs: Any, spec: Spec) -> AbstractContextMana
     is_of_tokens = spec.data.function is None
 
     def fault(error: BaseException) -> Fault:
-        given = f"given {'tokens ' * is_of_tokens}{_like(inputs)}, raised"
+        given = f"given {'tokens ' * is_of_tokens}{kind_of(inputs)}, raised"
         finding = f"{type(model).__name__}.forward of {name}, {given} {said(error)}"
         remedy = f"what is needed: {NEEDED}" if is_of_tokens else _OTHER_INPUTS
         return Fault(place=place, finding=finding, remedy=remedy)
@@ -56,7 +62,7 @@ def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec)
         if torch.is_grad_enabled() and not output.requires_grad:
             raise _refused(model, spec, "logits on which no trainable parameter has an influence")
         return output
-    raise _refused(model, spec, _like(output), f", given tokens {_like(tokens_BT)},")
+    raise _refused(model, spec, kind_of(output), f", given tokens {kind_of(tokens_BT)},")
 
 
 def require_takes_tokens(model: nn.Module, spec: Spec) -> None:
@@ -107,35 +113,46 @@ def loss_of(model: nn.Module, samples: SampleBatch, objective: Objective, spec: 
     function = spec.loss.user_function
     assert function is not None, "other losses are of logits"
     if spec.loss.step is not None:
-        with boundary(lambda error: raised(function, error, f", given {_like(samples.data)},")):
-            return _require_loss(objective.run(model, samples), function)
+        return _loss_of_step(model, samples, objective, function)
     inputs = samples.inputs  # which the data may not say
     with forward_of(model, inputs, spec):
         output = model(inputs)
-    with boundary(lambda error: raised(function, error, f", given {_like(output)},")):
-        return _require_loss(objective.of(output, samples), function)
+    with boundary(lambda error: raised(function, error, f", given {kind_of(output)},")):
+        return objective.of(output, samples)
 
 
-def _require_loss(loss: Any, function: UserFunction) -> Tensor:
-    """Raises SpecError for what is no loss that can be trained on."""
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        raise refused(function.place, f"{function.target} returned {_like(loss)}", _LOSS)
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        finding = f"{function.target} returned a loss on which no trainable parameter has an "
-        raise refused(function.place, f"{finding}influence", "compute it of the model's output")
+def _loss_of_step(
+    model: nn.Module, samples: SampleBatch, objective: Objective, function: UserFunction
+) -> Tensor:
+    calls = ModelCalls(model)
+    with (
+        _without_backward(model, function),
+        boundary(lambda error: raised(function, error, f", given {kind_of(samples.data)},")),
+        calls.watching(),
+    ):
+        loss = objective.run(model, samples)
+    if names := calls.used_beside(loss):
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        finding = f"{function.target} uses {names[0]}{more} beside the model's call"
+        raise refused(function.place, finding, f"{_WITHIN}: {AROUND_CALLS}")
     return loss
 
 
-def _like(value: Any) -> str:
-    """`a tuple of (float32 [2, 16, 260], NoneType)`: types and shapes, no values."""
-    match value:
-        case Tensor():
-            return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        case dict():
-            inner = ", ".join(f"{key}: {_like(item)}" for key, item in list(value.items())[:4])
-        case tuple() | list():
-            inner = ", ".join(map(_like, value[:4]))
-        case _:
-            return type(value).__name__
-    more = ", …" if len(value) > 4 else ""
-    return f"{type(value).__name__} ({inner}{more})"
+@contextmanager
+def _without_backward(model: nn.Module, function: UserFunction) -> Iterator[None]:
+    """Raises SpecError where a parameter has another gradient afterwards, whatever else is wrong:
+    what runs backward is not the step."""
+    before = [parameter.grad for parameter in model.parameters()]
+
+    def require_none() -> None:
+        for (name, parameter), grad in zip(model.named_parameters(), before, strict=True):
+            if parameter.grad is not grad:
+                finding = f"{function.target} runs backward: {name} has a gradient after it"
+                raise refused(function.place, finding, "return the loss: training runs backward")
+
+    try:
+        yield
+    except SpecError:
+        require_none()
+        raise
+    require_none()

@@ -1,17 +1,20 @@
 """A map-style dataset of the user's own: what `data: {target: …}` returns, as torch.utils.data has
 it.
 
-Its code runs with torch's generator at a seed: a sample's own index while it is read, so that what
-it draws of that generator is the same each time, on every rank and in a resumed run.
+Its code runs with the generators of torch, numpy and Python at a seed: a sample's own index while
+it is read, so that what it draws of them is the same each time, on every rank and in a resumed run.
 """
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -48,7 +51,9 @@ class MapDataset:
         self.first = self.read([0])
         if not _equal(self.first, self.read([0])):
             finding = "sample 0 has other values when it is read again"
-            remedy = "let a sample follow from its index alone, or from torch's own generator"
+            remedy = (
+                "let a sample follow from its index alone, or from generators that it does not seed"
+            )
             raise self._refused(finding, remedy)
 
     @property
@@ -62,9 +67,12 @@ class MapDataset:
         with _apart():
             return default_collate([self._sample(index) for index in indices])
 
+    def digests(self) -> dict[int, str]:
+        """Return one of the values of the first sample and of the last, by their indices."""
+        return {index: _digest(self.read([index])) for index in (0, self.size - 1)}
+
     def _opened(self) -> Readable:
-        with _apart(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with _apart(), _seeded(0):
             dataset = called(self._function)
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             finding = f"{self.name} returned {type(dataset).__name__}, not a map-style dataset"
@@ -83,8 +91,7 @@ class MapDataset:
         def fault(error: BaseException) -> Fault:
             return self._fault(f"sample {index} of {self.name} raised {said(error)}")
 
-        with torch.random.fork_rng(devices=[]), boundary(fault):
-            torch.manual_seed(index)
+        with _seeded(index), boundary(fault):
             sample = default_collate([self._samples[index]])
         form = _form(sample)
         if not form or not all(form):
@@ -118,6 +125,30 @@ def _apart() -> Iterator[None]:
     """Real tensors on the processor, whatever the model is built of."""
     with unset_fake_temporarily(), torch.device("cpu"):
         yield
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The generators that code draws of without seeding them, at this seed; as they were
+    afterwards."""
+    python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(of_numpy)
+
+
+def _digest(samples: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in tree_iter(samples):
+        digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
+        digest.update(leaf.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _form(sample: Any) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ptrain.facts.stages import is_within
 from ptrain.models.generators import OutsideDraws
+from ptrain.models.graph import uses_of_leaves
 
 _DRAWS = "the forward pass draws random numbers of its own between its layers"
 
@@ -176,20 +177,8 @@ def _outermost(names: Sequence[str]) -> list[str]:
 
 
 def _leaves_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that autograd would give gradients, if it began at `tensor`."""
-    if tensor.grad_fn is None:
-        if tensor.requires_grad:
-            yield tensor
-        return
-    seen, waiting = {tensor.grad_fn}, [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if (variable := getattr(node, "variable", None)) is not None:
-            yield variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+    """Yield the tensors that autograd would give gradients, if it began at `tensor`, once each."""
+    yield from {id(leaf): leaf for leaf, _ in uses_of_leaves(tensor)}.values()
 
 
 def _differentiable(values: Any) -> Iterator[Tensor]:

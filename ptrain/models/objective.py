@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from ptrain.errors import refused
 from ptrain.models.batch import SampleBatch, StepBatch
+from ptrain.models.described import kind_of
 from ptrain.models.external import resolved
+from ptrain.models.graph import ModelCalls
 from ptrain.models.loss import token_loss_sum
 from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import LossSpec
+
+_LOSS = "let it return the mean loss of the micro-batch's samples: one real number, 0-d, a Tensor"
+
+AROUND_CALLS = (
+    "parameters are gathered, and their gradients reduced, around calls of the whole model"
+)
 
 
 class Objective(Protocol):
@@ -64,7 +74,8 @@ class NextToken:
 
 
 class OfOutput:
-    """The mean loss that a function of the user's computes of the model's output and the batch."""
+    """The mean loss that a function of the user's computes of the model's output and the batch.
+    Raises SpecError for what is no loss, at any call."""
 
     def __init__(self, function: UserFunction) -> None:
         self.function = function
@@ -75,8 +86,8 @@ class OfOutput:
         return self.of(output, samples)
 
     def of(self, output: Any, samples: SampleBatch) -> Tensor:
-        loss: Tensor = self._call(output, samples.data, **self.function.arguments)
-        return loss
+        loss = self._call(output, samples.data, **self.function.arguments)
+        return _require_loss(loss, self.function)
 
     def forward(self, model: Any, samples: SampleBatch) -> Tensor:
         return self.run(model, samples)
@@ -96,6 +107,17 @@ class OfModel(OfOutput):
         self._call = resolved(function, "model", "batch")
 
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
+        """Raises SpecError where the function does without the model: hooks of what wraps it would
+        not run."""
+        calls = ModelCalls(model)
+        with calls.watching():
+            loss = self.of(model, samples)
+        if not calls.count:
+            finding = f"{self.function.target} does not call the model"
+            raise refused(self.function.place, finding, f"write model(…) in it: {AROUND_CALLS}")
+        return loss
+
+    def forward(self, model: Any, samples: SampleBatch) -> Tensor:
         return self.of(model, samples)
 
 
@@ -104,3 +126,13 @@ def objective_of(loss: LossSpec) -> Objective:
     if loss.step is not None:
         return OfModel(loss.step)
     return NextToken() if loss.function is None else OfOutput(loss.function)
+
+
+def _require_loss(loss: object, function: UserFunction) -> Tensor:
+    """Raises SpecError for what is no loss that can be trained on."""
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        raise refused(function.place, f"{function.target} returned {kind_of(loss)}", _LOSS)
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        finding = f"{function.target} returned a loss on which no trainable parameter has an "
+        raise refused(function.place, f"{finding}influence", "compute it of the model's output")
+    return loss

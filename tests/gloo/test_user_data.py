@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from ptrain.algebra.legality import require
+from ptrain.errors import SpecError
+from ptrain.interpreter.program import interpret
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo.matrix import run
@@ -152,3 +155,19 @@ def test_images_go_through_stages(ranks: Ranks, sections, shards):
     axis = {"mesh": {"pp": 2, "dp_shard": shards}, "placement": placement}
     result = run(ranks, vision("zero2", sections | axis))
     assert not failing((*result.checks, *result.against))
+
+
+def refusal(spec: Spec) -> str:
+    """The message with which this rank refuses."""
+    try:
+        interpret(spec, world=World.join(spec.timeout), allow_import=True)
+    except SpecError as error:
+        return str(error)
+    return ""
+
+
+def test_samples_that_differ_by_process_are_refused_on_every_rank(ranks: Ranks):
+    items = {"target": "tests.models_losses:items", "arguments": {"how": "by process"}}
+    first, *others = ranks.run(2, refusal, with_z_loss("built in", "zero2", data=items))
+    assert others == [first]
+    assert "data.target: sample 39 has other values on rank 1 than on rank 0" in first

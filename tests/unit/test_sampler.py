@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptrain.data.corpus import Corpus, corpus
-from ptrain.data.sampler import LocalBatch, batch, positions, require, sample
+from ptrain.data.sampler import LocalBatch, batch, part_of, positions, require, sample
 from ptrain.data.source import Split
-from ptrain.errors import PtrainError
+from ptrain.errors import PtrainError, SpecError
 from ptrain.spec.batch import Batch
 from ptrain.spec.job import DataSpec, EvalSpec, TrainSpec
 from ptrain.spec.spec import Spec
@@ -134,6 +134,37 @@ def test_micro_batches_are_views_of_the_batch():
         assert targets.untyped_storage().data_ptr() == storage
     assert local.tokens.dtype is torch.int64
     assert local.tokens.shape == (16, SEQUENCE + 1)
+
+
+def of_images() -> Spec:
+    """Pairs of samples of the user's own."""
+    return replace(make_spec(), data=DataSpec(corpus=None, target="mine:pairs"))
+
+
+def test_samples_that_are_handed_over_come_in_the_dtype_that_the_model_computes_in():
+    images, labels = torch.arange(32, dtype=torch.float64).view(16, 2), torch.arange(16)
+    own = part_of((images, labels), of_images(), 0)
+    image, label = own.tensors
+    assert (image.dtype, label.dtype) == (torch.float32, torch.int64)
+    assert torch.equal(image.double(), images) and torch.equal(label, labels)
+
+
+@pytest.mark.parametrize(
+    ("samples", "finding"),
+    [
+        ((torch.zeros(16, 2), torch.zeros(15)), "got [1]: float32 [15]"),
+        ({"image": torch.zeros(16, 2), "weight": torch.zeros(())}, "got ['weight']: float32 []"),
+        ((torch.zeros(16, 2), "a cat"), "got [1]: str"),
+        (torch.zeros(15), "got float32 [15]"),
+        ((), "got tuple without tensors"),
+    ],
+)
+def test_the_tensor_that_is_no_global_batch_is_named(samples, finding):
+    with pytest.raises(SpecError) as caught:
+        part_of(samples, of_images(), 0)
+    (fault,) = caught.value.faults
+    assert fault.place == "batch" and fault.finding == finding
+    assert "batch.global = 16" in fault.remedy
 
 
 def test_a_step_is_the_same_whenever_it_is_asked_for():

@@ -3,16 +3,23 @@ finding and remedy; and each sample is read once, by whoever it belongs to."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch, require
 from ptrain.data.source import Split
 from ptrain.errors import Fault, SpecError
+from ptrain.interpreter.program import interpret
 from ptrain.models.batch import sample_batch
+from ptrain.models.dataset import MapDataset
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import on_fakes
@@ -75,6 +82,50 @@ def test_a_loss_that_raises_is_named_with_its_line():
     assert fault.place == "step.target" and "raised TypeError" in fault.finding
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "finding"),
+    [
+        ("parts_step", {}, "does not call the model"),
+        ("regularised_step", {}, "uses head.weight beside the model's call"),
+        ("regularised_step", {"every": True}, "uses embed.weight and "),
+    ],
+)
+@pytest.mark.parametrize("placed", [{}, {"mesh": {"dp_shard": 1}}], ids=["zero2", "one device"])
+def test_a_step_uses_parameters_within_calls_of_the_model_alone(name, arguments, finding, placed):
+    fault = fault_of(spec_of(step=function(name, **arguments), **placed))
+    assert fault.place == "step.target" and f"{OWN}:{name} {finding}" in fault.finding
+    assert "around calls of the whole model" in fault.remedy
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_step_that_runs_backward_itself_is_refused(detached):
+    fault = fault_of(spec_of(step=function("backward_step", detached=detached)))
+    assert fault.place == "step.target" and "backward_step runs backward: " in fault.finding
+    assert fault.remedy.startswith("return the loss")
+
+
+@pytest.mark.parametrize("how", RETURNED)
+def test_what_is_no_loss_is_refused_at_a_later_call_too(how):
+    spec = spec_of(loss=function("later_wrong", how=how, by=[1]), mesh={"dp_shard": 1})
+    program = interpret(spec, world=World(), allow_import=True)
+    with pytest.raises(SpecError) as caught:
+        program.forward_backward(program.samples(0))  # four micro-batches
+    (fault,) = caught.value.faults
+    assert fault.place == "loss.target" and RETURNED[how] in fault.finding
+
+
+def test_a_step_that_does_without_the_model_is_refused_in_a_loop_of_ones_own():
+    """There nobody runs it before the model is wrapped."""
+    spec = spec_of(step=function("parts_step"), mesh={"dp_shard": 1})
+    program = interpret(spec, world=World(), allow_import=True)
+    with pytest.raises(SpecError, match=r"step\.target: .*parts_step does not call the model"):
+        program.forward_backward(program.samples(0))
+
+
+def test_a_step_may_call_the_model_twice_and_write_into_what_it_gave():
+    assert facts_of(spec_of(step=function("twice_step")), allow_import=True).numel > 0
+
+
 def test_a_function_with_other_arguments_is_refused_by_their_names():
     fault = fault_of(spec_of(loss=function("z_loss", wait=2)))
     assert fault.place == "loss.arguments"
@@ -117,12 +168,23 @@ def test_a_dictionary_must_say_what_the_model_is_given():
     assert "a dictionary of image, label" in fault.finding and "step: " in fault.remedy
 
 
-def test_what_a_sample_draws_of_torchs_generator_is_the_same_each_time():
-    spec = spec_of(data=function("items", how="augmented"), loss=function("plain"))
-    source = corpus(spec.data)
-    once, again = (source.read([3, 5], (3, 5), spec, Split.TRAIN) for _ in range(2))
-    pairs = zip(once.tensors, again.tensors, strict=True)
+@pytest.mark.parametrize("how", ["augmented", "drawn"])
+def test_what_a_sample_draws_of_a_generator_is_the_same_in_every_process(how):
+    """Another process is one whose generators stand elsewhere."""
+    spec = spec_of(data=function("items", how=how), loss=function("plain"))
+    named = spec.data.function
+    assert named is not None
+
+    def of_process(seed: int) -> list[Tensor]:
+        random.seed(seed)
+        np.random.seed(seed)
+        return [*tree_iter(MapDataset(named).read([3, 5]))]
+
+    once, again = map(of_process, (1, 2))
+    pairs = zip(once, again, strict=True)
     assert all(torch.equal(tensor, other) for tensor, other in pairs)
+    states = random.Random(2).getstate(), np.random.RandomState(2).randint(99)
+    assert (random.getstate(), np.random.randint(99)) == states, "they are as they were"
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
