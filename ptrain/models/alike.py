@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 from ptrain.errors import Fault, refused
+from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.arguments import with_first
 from ptrain.models.boundary import boundary, said
 from ptrain.models.one_pass import OnePass
+from ptrain.models.other_samples import least_embeddings
 from ptrain.spec.axis import Axis
 from ptrain.spec.role import COLUMNS, ROWS, Role
 from ptrain.spec.spec import Spec
@@ -101,10 +102,10 @@ def require_alike(
 
 def _tell_apart(once: OnePass, module: nn.Module) -> None:
     """Give each of a sample's tokens another number, as far as there are so many."""
-    tables = [child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)]
+    count = least_embeddings(module) or 1
     for tokens in once.samples.tensors:
         numbers = torch.arange(tokens.shape[-1], device=tokens.device)
-        tokens.copy_((numbers * _STRIDE % min(tables, default=1)).expand_as(tokens))
+        tokens.copy_((numbers * _STRIDE % count).expand_as(tokens))
 
 
 def _is_alike(tensor: Tensor, expected: Tensor) -> bool:
