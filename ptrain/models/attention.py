@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from ptrain.errors import refused
 from ptrain.internals.dispatch import without_modes
-from ptrain.models.numerics import widen
+from ptrain.models.numerics import capped, widen
 from ptrain.spec.model import Attention, ExternalModel, ModelShape, ModelSpec
 
 
@@ -74,10 +74,8 @@ class EagerCore(Core):
     def attend(
         self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
     ) -> Tensor:
-        scale, cap = self.scores.scale or q_BHTD.shape[-1] ** -0.5, self.scores.cap
-        scores_BHTT = (q_BHTD * scale) @ k_BHTD.transpose(-2, -1)
-        if cap is not None:
-            scores_BHTT = torch.tanh(scores_BHTT / cap) * cap
+        scale = self.scores.scale or q_BHTD.shape[-1] ** -0.5
+        scores_BHTT = capped((q_BHTD * scale) @ k_BHTD.transpose(-2, -1), self.scores.cap)
         p_BHTT = _softmax(scores_BHTT, mask_TT)
         del scores_BHTT
         if self.dropout:
@@ -170,7 +168,7 @@ def _capping(cap: float) -> Callable[..., Tensor]:
     def change(
         score: Tensor, _sample: Tensor, _head: Tensor, _query: Tensor, _key: Tensor
     ) -> Tensor:
-        return torch.tanh(score / cap) * cap
+        return capped(score, cap)
 
     return change
 

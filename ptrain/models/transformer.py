@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ptrain.facts.parameters import LOCAL, tables_of
 from ptrain.models.block import Block
 from ptrain.models.norm import norm_of
+from ptrain.models.numerics import capped
 from ptrain.models.rotary import fill_tables
 from ptrain.spec.block import Positions
 from ptrain.spec.model import ModelShape
@@ -49,11 +50,6 @@ class CappedHead(nn.Linear):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return capped(super().forward(x_BTC), self.cap)
-
-
-def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Return numbers bound by +-cap; as they are, where it is None."""
-    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 class Transformer(nn.Module):

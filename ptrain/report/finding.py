@@ -74,6 +74,11 @@ class Departure:
     def when(self) -> tuple[int, int]:
         return self.step, self.moment
 
+    @property
+    def place(self) -> str:
+        """Return the name in words: the path of the whole model is empty."""
+        return self.name or "the model"
+
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 

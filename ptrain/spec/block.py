@@ -68,6 +68,7 @@ class Dropouts(NamedTuple):
 
 
 _OF_FAMILY: Any = None  # the family says it
+UNSAID: Any = object()  # what stands in a file's section for an option that the file does not say
 _RATE = (0.0, 0.99)
 _ABOVE_0 = (0.0, 1e6)
 
@@ -140,14 +141,20 @@ class BlockOptions:
         False
     )
     own_head_dim: Annotated[
-        int | None, Whole("width of a head; without: hidden / heads", 1, 2**14, key="head_dim")
+        int | None,
+        Whole("width of a head; without: hidden / heads", 1, 2**14, key="head_dim", null=True),
     ] = None
     qk_norm: Annotated[
         bool, Truth("queries and keys are normed head by head, with a weight; without: false")
     ] = False
     attention_scale: Annotated[
         float | None,
-        Real("what scores are multiplied by; without: head_dim ** -0.5", *_ABOVE_0, open=True),
+        Real(
+            "what scores are multiplied by; without: head_dim ** -0.5",
+            *_ABOVE_0,
+            open=True,
+            null=True,
+        ),
     ] = None
     attention_soft_cap: Annotated[
         float | None,
@@ -157,6 +164,7 @@ class BlockOptions:
             *_ABOVE_0,
             open=True,
             aka=("attn_logit_softcapping",),
+            null=True,
         ),
     ] = None
     logit_soft_cap: Annotated[
@@ -166,6 +174,7 @@ class BlockOptions:
             *_ABOVE_0,
             open=True,
             aka=("final_logit_softcapping",),
+            null=True,
         ),
     ] = None
     window: Annotated[
@@ -175,11 +184,14 @@ class BlockOptions:
             1,
             2**24,
             aka=("sliding_window",),
+            null=True,
         ),
     ] = None
     global_every: Annotated[
         int | None,
-        Whole("every how many layers one has no window; without: all have it", 1, 10_000),
+        Whole(
+            "every how many layers one has no window; without: all have it", 2, 10_000, null=True
+        ),
     ] = None
     positions: Annotated[
         Positions,
@@ -222,6 +234,7 @@ class BlockOptions:
             1e12,
             open=True,
             aka=("rope_local_base_freq",),
+            null=True,
         ),
     ] = None
     rope_scaling: Annotated[
@@ -260,7 +273,7 @@ class BlockOptions:
     ] = 8192
     embedding_scale: Annotated[
         float | None,
-        Real("what embeddings are multiplied by; without: 1", *_ABOVE_0, open=True),
+        Real("what embeddings are multiplied by; without: 1", *_ABOVE_0, open=True, null=True),
     ] = None
     residual_scale: Annotated[
         float | None,
@@ -269,6 +282,7 @@ class BlockOptions:
             *_ABOVE_0,
             open=True,
             aka=("residual_multiplier",),
+            null=True,
         ),
     ] = None
     dropout: Annotated[
@@ -277,11 +291,18 @@ class BlockOptions:
     ] = 0.0
     embedding_dropout: Annotated[
         float | None,
-        Real("dropout behind the embedding; without: dropout", *_RATE, aka=("embd_pdrop",)),
+        Real(
+            "dropout behind the embedding; without: dropout", *_RATE, aka=("embd_pdrop",), null=True
+        ),
     ] = None
     attention_dropout: Annotated[
         float | None,
-        Real("dropout of attention's weights; without: dropout", *_RATE, aka=("attn_pdrop",)),
+        Real(
+            "dropout of attention's weights; without: dropout",
+            *_RATE,
+            aka=("attn_pdrop",),
+            null=True,
+        ),
     ] = None
     hidden_dropout: Annotated[
         float | None,
@@ -289,6 +310,7 @@ class BlockOptions:
             "dropout of what a sub-block adds to the stream; without: dropout",
             *_RATE,
             aka=("resid_pdrop", "residual_dropout"),
+            null=True,
         ),
     ] = None
 
@@ -308,13 +330,13 @@ OF_VALUES = (
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def with_options(kind: type[Kind]) -> type[Kind]:
-    """Declare a part of the grammar that has the options too, in front of its key `hf`: None is
-    what a file does not say."""
+    """Declare a part of the grammar that has the options too, in front of its key `hf`: UNSAID is
+    what a file does not say, and None that there is none."""
     own = dict(kind.__annotations__)
     at = list(own).index("hf")
     options = {spot.name: spot.type for spot in fields(BlockOptions)}
     rows = [*own.items()]
     kind.__annotations__ = dict([*rows[:at], *options.items(), *rows[at:]])
     for name in options:
-        setattr(kind, name, field(default=None))
+        setattr(kind, name, field(default_factory=lambda: UNSAID))
     return declared(kind)

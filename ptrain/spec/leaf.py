@@ -19,6 +19,9 @@ from ptrain.units import as_bytes
 
 Kind = TypeVar("Kind")
 
+_NULL = {"type": "null"}
+_OR_NULL = ", or null"
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def declared(kind: type[Kind]) -> type[Kind]:
@@ -123,23 +126,27 @@ class Whole(Leaf):
     low: int = field(default=1, kw_only=False)
     high: int = field(default=10**9, kw_only=False)
     words: tuple[str, ...] = ()
+    null: bool = False
 
     def takes(self) -> str:
         words = "".join(f" or {word}" for word in self.words)
-        return f"an integer in {self.low}..{self.high}{words}"
+        return f"an integer in {self.low}..{self.high}{words}{_OR_NULL * self.null}"
 
     def check(self, value: Any) -> object:
-        if isinstance(value, str) and value in self.words:
+        is_word = isinstance(value, str) and value in self.words
+        if is_word or (value is None and self.null):
             return value
         if type(value) is int and self.low <= value <= self.high:
             return value
         is_near = isinstance(value, float) and self.low <= value <= self.high
         whole = f"write {value:.0f}" if is_near and value == round(value) else ""
-        refuse(f"must be {self.takes()}; got {describe(value)}", whole or slips.unquote(value))
+        slip = whole or (slips.null(value) if self.null else "") or slips.unquote(value)
+        refuse(f"must be {self.takes()}; got {describe(value)}", slip)
 
     def schema(self) -> dict[str, Any]:
         number = {"type": "integer", "minimum": self.low, "maximum": self.high}
-        return one_of(number, *({"const": word} for word in self.words))
+        words = ({"const": word} for word in self.words)
+        return one_of(number, *words, *([_NULL] if self.null else []))
 
 
 @declared
@@ -167,14 +174,14 @@ class Real(Leaf):
     def takes(self) -> str:
         low = f"{'>' if self.open else '>='} {self.low:g}"
         high = "" if self.high == math.inf else f" and <= {self.high:g}"
-        return f"a finite number {low}{high}" + (", or null" if self.null else "")
+        return f"a finite number {low}{high}{_OR_NULL * self.null}"
 
     def schema(self) -> dict[str, Any]:
         number: dict[str, Any] = {"type": "number"}
         number["exclusiveMinimum" if self.open else "minimum"] = self.low
         if self.high != math.inf:
             number["maximum"] = self.high
-        return one_of(number, *([{"type": "null"}] if self.null else []))
+        return one_of(number, *([_NULL] if self.null else []))
 
 
 @declared
@@ -248,7 +255,7 @@ class Text(Leaf):
 
     def schema(self) -> dict[str, Any]:
         text = {"type": "string", "pattern": f"^{self.pattern}$"}
-        return one_of(text, *([{"type": "null"}] if self.null else []))
+        return one_of(text, *([_NULL] if self.null else []))
 
 
 @declared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import NamedTuple
 
 from ptrain.errors import Fault
 from ptrain.spec.block import BlockOptions, Positions, RopeScaling
@@ -17,7 +18,14 @@ _OF_LLAMA3 = ("rope_low_factor", "rope_high_factor", "rope_original")
 def misfits(shape: ModelShape) -> Iterator[Fault]:
     """Yield a fault for each field that cannot be as it is, or that would change nothing."""
     yield from _heads(shape)
-    yield from _unread(shape)
+    for void in voids(shape):
+        yield Fault(place=f"model.{void.name}", finding=void.finding, remedy=void.remedy)
+    if shape.rope_scaling is not RopeScaling.NONE and shape.rope_factor == 1.0:
+        yield Fault(
+            place="model.rope_scaling",
+            finding=f"{shape.rope_scaling}, and frequencies are divided by rope_factor: 1",
+            remedy="write a larger rope_factor, or rope_scaling: none",
+        )
     if shape.rope_scaling is RopeScaling.LLAMA3 and shape.rope_high_factor <= shape.rope_low_factor:
         yield Fault(
             place="model.rope_high_factor",
@@ -72,33 +80,41 @@ def _other_heads(shape: ModelShape) -> str:
     return f"choose from {_near(counts, shape.heads)}" if counts else "change hidden or kv_heads"
 
 
-def _unread(shape: ModelShape) -> Iterator[Fault]:
-    """What another field makes void would be ignored."""
+class Void(NamedTuple):
+    """An option that differs from its default and changes nothing, by the value of the option
+    `by`."""
+
+    name: str
+    by: str
+    finding: str
+    remedy: str
+
+
+def voids(shape: ModelShape) -> Iterator[Void]:
+    """Yield what another option makes void."""
     if shape.positions is not Positions.ROPE:
         finding = f"positions: {shape.positions}, and none that turn"
-        yield from _written(shape, _OF_ROPE, finding, "write positions: rope")
+        yield from _void(shape, _OF_ROPE, "positions", finding, "positions: rope")
     if shape.rope_scaling is RopeScaling.NONE:
         finding = "rope_scaling: none, and frequencies are divided by nothing"
-        yield from _written(shape, ("rope_factor",), finding, "write rope_scaling: linear")
+        yield from _void(shape, ("rope_factor",), "rope_scaling", finding, "rope_scaling: linear")
     if shape.rope_scaling is not RopeScaling.LLAMA3:
         finding = f"rope_scaling: {shape.rope_scaling}, which has no such number"
-        yield from _written(shape, _OF_LLAMA3, finding, "write rope_scaling: llama3")
+        yield from _void(shape, _OF_LLAMA3, "rope_scaling", finding, "rope_scaling: llama3")
     if shape.window is None:
         names = ("global_every", "window_rope_base")
-        yield from _written(shape, names, "no layer has a window", "write window")
+        yield from _void(shape, names, "window", "no layer has a window", "window")
     if shape.tied:
         finding = "a tied head is the embedding, which has no bias"
-        yield from _written(shape, ("head_bias",), finding, "write tied: false")
+        yield from _void(shape, ("head_bias",), "tied", finding, "tied: false")
 
 
-def _written(
-    shape: ModelShape, names: tuple[str, ...], finding: str, remedy: str
-) -> Iterator[Fault]:
+def _void(
+    shape: ModelShape, names: tuple[str, ...], by: str, finding: str, other: str
+) -> Iterator[Void]:
     for name in names:
         if getattr(shape, name) != _DEFAULTS[name]:
-            yield Fault(
-                place=f"model.{name}", finding=finding, remedy=f"remove {name}, or {remedy}"
-            )
+            yield Void(name, by, finding, f"remove {name}, or write {other}")
 
 
 def divisors(number: int) -> list[int]:

@@ -123,7 +123,7 @@ class ModelShape(BlockOptions):
     @property
     def has_equal_blocks(self) -> bool:
         """Whether all blocks have the same operators."""
-        return self.window is None or self.global_every in (None, 1)
+        return self.window is None or self.global_every is None
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from ptrain.errors import SpecError
 from ptrain.spec.batch import MAX_SAMPLES, Batch, BatchRaw
-from ptrain.spec.block import BlockOptions
+from ptrain.spec.block import UNSAID, BlockOptions
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.misfits import misfits
+from ptrain.spec.misfits import misfits, voids
 from ptrain.spec.model import (
     BESIDE,
     FAMILIES,
@@ -112,13 +112,11 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
     preset = _preset(raw.preset, ModelRaw, "model", report)
     if preset is None:
         return None
-    said = {spot.name: getattr(raw, spot.name) for spot in fields(raw)}
-    beside = {name: value for name, value in said.items() if value is not None}
-    shape = _shape(ModelRaw(**{**preset, **beside, "blocks": None}), report)
+    shape = _shape(preset, _said(raw), report)
     if shape is None:
         return None
     name = raw.preset or ""
-    if name and _shape(ModelRaw(**preset), report) != shape:
+    if name and (_lacking(preset) or _composed(preset) != shape):
         name = ""  # another shape by now
     return replace(shape, attention=attention or Attention.SDPA, preset=name)
 
@@ -168,38 +166,65 @@ def _folder(written: str | None, home: Path | None) -> str | None:
 
 
 def _written(raw: ModelRaw, besides: tuple[str, ...]) -> list[str]:
-    names = [f.name for f in fields(raw) if f.name not in besides]
-    return [name for name in names if getattr(raw, name) is not None]
+    return [name for name in _said(raw) if name not in besides]
 
 
-def _shape(raw: ModelRaw, report: Report) -> ModelShape | None:
-    family = Family(raw.family or Family.LLAMA)
-    options = {option.name: getattr(raw, option.name) for option in fields(BlockOptions)}
-    said = {name: value for name, value in options.items() if value is not None}
-    said = {"tied": FAMILIES[family]["tied"], **said}
-    activation = said.get("activation", FAMILIES[family]["activation"])
-    needed = ["layers", "hidden", "heads", "vocab"] + ["ffn"] * activation.is_gated
-    missing_keys = [key for key in needed if getattr(raw, key) is None]
-    if missing_keys:
-        finding = f"the model's shape is incomplete: missing {', '.join(missing_keys)}"
+def _said(raw: ModelRaw) -> dict[str, Any]:
+    """Return what a file says, by field: None where it says that there is none."""
+    values = {spot.name: (getattr(raw, spot.name), spot.default) for spot in fields(raw)}
+    return {
+        name: value
+        for name, (value, default) in values.items()
+        if value is not UNSAID and value != default
+    }
+
+
+def _shape(
+    preset: Mapping[str, Any], beside: Mapping[str, Any], report: Report
+) -> ModelShape | None:
+    """What is written beside a preset overrides it, and so takes from it what it makes void."""
+    said = {**preset, **beside}
+    if lacking := _lacking(said):
+        finding = f"the model's shape is incomplete: missing {', '.join(lacking)}"
         presets = ", ".join(listing("models"))
         report.add("model", finding, f"add them, or write a preset: {presets}")
         return None
-    assert raw.layers and raw.hidden and raw.heads and raw.vocab, "checked above"
-    shape = ModelShape(
-        family=family,
-        layers=raw.layers,
-        hidden=raw.hidden,
-        heads=raw.heads,
-        kv_heads=raw.kv_heads or raw.heads,
-        ffn=raw.ffn or 4 * raw.hidden,
-        vocab=raw.vocab,
-        **said,
-    )
+    shape = _composed(said)
+    changed = {*beside, *(FAMILIES[shape.family] if "family" in beside else ())}
+    while gone := {void.name for void in voids(shape) if void.by in changed} - {*beside}:
+        said = {name: value for name, value in said.items() if name not in gone}
+        shape, changed = _composed(said), changed | gone
     faults = tuple(misfits(shape))
     for fault in faults:
         report.add(fault.place, fault.finding, fault.remedy)
     return None if faults else shape
+
+
+def _lacking(said: Mapping[str, Any]) -> list[str]:
+    """Return the keys without which there is no shape."""
+    activation = said.get("activation", FAMILIES[_family(said)]["activation"])
+    needed = ["layers", "hidden", "heads", "vocab"] + ["ffn"] * activation.is_gated
+    return [key for key in needed if key not in said]
+
+
+def _composed(said: Mapping[str, Any]) -> ModelShape:
+    """Return the shape of fields that lack nothing."""
+    family = _family(said)
+    options = {spot.name: said[spot.name] for spot in fields(BlockOptions) if spot.name in said}
+    return ModelShape(
+        family=family,
+        layers=said["layers"],
+        hidden=said["hidden"],
+        heads=said["heads"],
+        kv_heads=said.get("kv_heads", said["heads"]),
+        ffn=said.get("ffn", 4 * said["hidden"]),
+        vocab=said["vocab"],
+        **{"tied": FAMILIES[family]["tied"], **options},
+    )
+
+
+def _family(said: Mapping[str, Any]) -> Family:
+    return Family(said.get("family", Family.LLAMA))
 
 
 def resolve_batch(raw: BatchRaw, data_degree: int, report: Report) -> Batch | None:

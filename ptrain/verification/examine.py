@@ -346,7 +346,7 @@ def _check(name: str, worst: float, failed: Departure | None) -> Check:
     why = ""
     if failed is not None:
         by = f" ({failed.told})" if failed.told else ""
-        why = f"departs at {failed.name}, step {failed.step}, rank {failed.rank}{by}"
+        why = f"departs at {failed.place}, step {failed.step}, rank {failed.rank}{by}"
     return Check(
         name=name,
         predicted=0.0,

@@ -48,7 +48,7 @@ def explain(
         state=one.subject,
         axis=cause.axis,
         factor=cause.factor,
-        place=cause.place or one.name,
+        place=cause.place or one.place,
         step=one.step,
         ranks=_ranks(scene, one),
         sentence=cause.sentence,
@@ -150,7 +150,7 @@ def _of_backward(scene: Investigation) -> tuple[Departure, Cause]:
         if is_partial or not gradients:
             return first, cause
     if gradients and (cause := gradient_cause(scene)) is not None:
-        place = first.name if first.moment is Moment.BACKWARD else gradients[0].name
+        place = first.place if first.moment is Moment.BACKWARD else gradients[0].name
         return gradients[0], Cause(cause.axis, cause.factor, cause.sentence, place)
     if first.subject is Subject.LOSS:
         return first, _loss(scene)
@@ -265,7 +265,8 @@ def _unexplained(scene: Investigation) -> Cause:
     what = "gradient of its output" if first.moment is Moment.BACKWARD else "output"
     what = what if first.subject is Subject.ACTIVATIONS else str(first.subject)
     sentence = (
-        f"{first.name} is the first to depart, by {first.difference:.3g} in its {what}: what comes "
-        "before it is that of one device, so look at how it is computed and moved between ranks"
+        f"{first.place} is the first to depart, by {first.difference:.3g} in its {what}: what "
+        "comes before it is that of one device, so look at how it is computed and moved between "
+        "ranks"
     )
     return Cause(scene.axis_of(ranks), f"differs by {first.difference:.3g}", sentence)

@@ -92,7 +92,7 @@ class Masks:
             state=Subject.RANDOM,
             axis=axes_between(ranks, between, coordinates(self.program)),
             factor=first.told,
-            place=first.name,
+            place=first.place,
             step=first.step,
             ranks=ranks if first.told == EVALUATES else between,
             sentence=_sentence(first, between),

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ptrain.interpreter.program import Program, interpret
+from ptrain.models.dropout import drops_out
 from ptrain.report.finding import Culprit, Departure
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
-from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification import invariance
@@ -177,8 +177,6 @@ def _with(result: Verification, name: str, outcome: StageOutcome, seconds: float
 def _notes(spec: Spec) -> tuple[str, ...]:
     if without_dropout(spec) is not spec:
         return ("dropout is 0 beside one device: several ranks draw other masks than one does",)
-    if not isinstance(spec.model, ModelShape):
-        return ("dropout that the model brings along is not switched off",)
     return ()
 
 
@@ -190,9 +188,13 @@ def _preconditions(context: Context) -> StageOutcome:
 
 def _examination(context: Context) -> StageOutcome:
     program = context.make(exactly(context.spec), context.world)
+    drops = any(context.exchange.gather(drops_out(program.model)))
     examination = examine(program, context.exchange)
     return StageOutcome(
-        checks=examination.checks, departures=examination.departures, culprit=examination.culprit
+        checks=examination.checks,
+        departures=examination.departures,
+        culprit=examination.culprit,
+        notes=("dropout that the model brings along is not switched off",) if drops else (),
     )
 
 

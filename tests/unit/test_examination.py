@@ -18,6 +18,7 @@ from ptrain.verification import examine as examination
 from ptrain.verification.consistency import consistency
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.examine import KEPT, examine
+from ptrain.verification.protocol import STAGES, Context, Request, interpreted
 
 TINY = (
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24",
@@ -89,3 +90,25 @@ def test_two_numbers_are_apart_relative_to_the_expected_one(
     pair: tuple[float, float], off: float
 ) -> None:
     assert examination._off(*pair) == off
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_dropout_that_a_model_brings_along_is_said_and_the_whole_model_has_a_name(rate) -> None:
+    config = {
+        "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24,
+        "num_attention_heads": 2, "vocab_size": 260, "attention_dropout": rate,
+    }  # fmt: skip
+    words = [word for word in TINY if not word.startswith("model")]
+    spec = load("zero2", [f"model={{hf: LlamaForCausalLM, config: {config}}}", *words]).spec
+    world = World()
+    outcome = STAGES["examination"](
+        Context(
+            spec=spec, world=world, exchange=Exchange(world), request=Request(), make=interpreted
+        )
+    )
+    failing = {check.name: check.why for check in outcome.checks if not check.holds}
+    if rate:
+        assert outcome.notes == ("dropout that the model brings along is not switched off",)
+        assert "departs at the model, step 0" in failing["gradients of activations"]
+    else:
+        assert (outcome.notes, failing) == ((), {})

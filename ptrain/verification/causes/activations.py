@@ -73,7 +73,7 @@ def _partial(scene: Investigation) -> Cause | None:
     axis = Counter(everyone).most_common(1)[0][0]
     what = "output" if scene.first.moment is Moment.FORWARD else "output's gradient"
     sentence = (
-        f"each rank of {axis} has its own addend of the {what} of {scene.first.name}: sum it over "
+        f"each rank of {axis} has its own addend of the {what} of {scene.first.place}: sum it over "
         f"{axis}"
     )
     return Cause(axis, f"missing all-reduce over {axis}", sentence)
@@ -102,11 +102,11 @@ def _other_weights(scene: Investigation) -> Cause | None:
     axis = scene.axis_of(ranks)
     if text.startswith("stale"):
         sentence = (
-            f"{scene.first.name} computes with parameters that the update has not reached: gather "
+            f"{scene.first.place} computes with parameters that the update has not reached: gather "
             "or copy them after it"
         )
     else:
-        sentence = f"{scene.first.name} computes with parameters in another dtype: keep one dtype"
+        sentence = f"{scene.first.place} computes with parameters in another dtype: keep one dtype"
     return Cause(axis, text, sentence)
 
 
@@ -163,7 +163,7 @@ def _multiple(scene: Investigation) -> Cause | None:
     candidates = products(ratio, scene.degrees)
     axis = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
     what = "output" if scene.first.moment is Moment.FORWARD else "output's gradient"
-    sentence = f"the {what} of {scene.first.name} is {text}: sum or divide it once"
+    sentence = f"the {what} of {scene.first.place} is {text}: sum or divide it once"
     return Cause(axis or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
 
 
@@ -204,7 +204,7 @@ def _of_slices(scene: Investigation) -> Cause | None:
     axis, order = rows[0]
     what = "output" if scene.first.moment is Moment.FORWARD else "output's gradient"
     sentence = (
-        f"the {what} of {scene.first.name} has the slices of {axis} in the order {order}: gather "
+        f"the {what} of {scene.first.place} has the slices of {axis} in the order {order}: gather "
         "them by rank"
     )
     return Cause(axis, "slices in another order", sentence)
@@ -218,5 +218,5 @@ def _rounded(scene: Investigation) -> Cause | None:
     if not everyone:
         return None
     dtype = Counter(everyone).most_common(1)[0][0]
-    sentence = f"{scene.first.name} has the rounding of {dtype}: compute in the spec's dtype"
+    sentence = f"{scene.first.place} has the rounding of {dtype}: compute in the spec's dtype"
     return Cause(scene.axis_of(scene.ranks_of(scene.first)), f"rounded to {dtype}", sentence)

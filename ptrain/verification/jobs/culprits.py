@@ -72,7 +72,7 @@ def explain_outputs(
     """Blame the first module of the model, in the order of time, that departs; `axis_factor` is the
     axis and the factor where they are known."""
     here = [departure for departure in departures if departure.name == first.name]
-    place = first.name or "the model"
+    place = first.place
     if first.told:
         dtype = first.told.replace("torch.", "")
         return culprit(
