@@ -13,12 +13,12 @@ from ptrain.models.alike import require_alike
 from ptrain.models.linear import features, is_linear
 from ptrain.models.one_pass import OnePass
 from ptrain.models.own_tokens import TokenSlices
-from ptrain.models.slices import follow, in_any_block
+from ptrain.models.slices import follow
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec import slips
 from ptrain.spec.axis import Axis
-from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits
+from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits, in_any_block
 from ptrain.spec.spec import Spec
 
 _LINEAR = (*COLUMNS, *ROWS)

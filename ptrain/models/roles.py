@@ -21,13 +21,12 @@ from ptrain.models.boundary import boundary, said
 from ptrain.models.cuttable import cutting, matching
 from ptrain.models.known_plans import KNOWN_PLANS
 from ptrain.models.linear import is_transposed
-from ptrain.models.slices import in_any_block
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import R
-from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles
+from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, in_any_block
 from ptrain.spec.spec import Spec
 
 # transformers' words (4.56 to 5). None: whole on every rank, which is how between the sub-blocks
@@ -216,9 +215,7 @@ def _head(module: nn.Module) -> nn.Module | None:
 def _shown(module: nn.Module) -> str:
     """The names of its layers, once for all blocks."""
     names = [name for name, child in module.named_modules() if isinstance(child, _LAYERS)]
-    patterns = dict.fromkeys(
-        ".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names
-    )
+    patterns = dict.fromkeys(map(in_any_block, names))
     return ", ".join(patterns) or "no linear layer and no embedding"
 
 
