@@ -169,10 +169,13 @@ def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
         is_count = word == Role.COUNT
         names = list((_counting if is_count else matching)(module, pattern))
         is_head = any(module.get_submodule(name) is _head(module) for name in names)
-        is_gathered = word in _GATHERED and not is_head
-        if word not in (*GIVEN, *_THEIRS) or is_gathered:
-            within = " of a module that is not the head" if is_gathered else ""
-            finding = f"the plan's entry {pattern}: {word}{within} is none that ptrain knows"
+        if word in _GATHERED and not is_head:
+            finding = f"the plan's entry {pattern}: {word} gathers what a module that is not the "
+            finding += "head gives, which is not done"
+            remedy = "write a tensor.plan of your own, in which a layer of several projections is "
+            raise refused(plan.place, finding, f"{remedy}fused column, and a row is behind it")
+        if word not in (*GIVEN, *_THEIRS):
+            finding = f"the plan's entry {pattern}: {word} is none that ptrain knows"
             words = (*GIVEN, *_THEIRS)
             remedy = f"known are {', '.join(words)}; write a tensor.plan of your own"
             raise refused(plan.place, finding, remedy)
