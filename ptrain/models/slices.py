@@ -141,6 +141,9 @@ class Follower(Ledger):
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._running.append(name)
             self._draws.enter(name)
+            if role in _OPERATORS and not args:  # torch's styles look at what has a place alone
+                finding = f"{name} is a {role}, and is given its input by keyword"
+                self._say(finding, "call it with its input in front: layer(x)")
             first = next(filter(_is_real, (*args, *kwargs.values())), None)
             if isinstance(first, torch.Tensor):
                 self.tokens.enter(name, _key(first))

@@ -116,6 +116,14 @@ def test_heads_of_a_written_number_are_refused_where_their_width_follows(between
     assert "-1 for the heads" in remedy
 
 
+def test_a_layer_that_is_cut_and_called_by_keyword_is_refused():
+    model = Model(halves)
+    up = model.h[0].up
+    model.h[0].forward = lambda x: model.h[0].down(halves(up(input=x)))  # type: ignore[assignment]
+    with pytest.raises(SpecError, match=r"h\.0\.up is a column, and is given its input by keyword"):
+        cutting_of_module(model, spec_of())
+
+
 @pytest.mark.parametrize("between", SOUND)
 def test_projections_and_halves_of_each_head_are_not(between):
     assert cutting_of_module(Model(between), spec_of())[0]
