@@ -2,18 +2,17 @@
 
 The pages are README.md and those of `ptrain help`. A block stands between
 `<!-- output: COMMAND -->` (or `<!-- table: NAME -->`) and `<!-- end -->`; all else is written by
-hand. Commands run as `python -m ptrain …` in an empty folder. `--check` exits 1 if a block is not
-what it would be now, but for those of `train`, `validate`, `verify` and `simulate`: they tell of a
-machine.
+hand. Commands run as `python -m ptrain …` (and `torchrun`) in a folder that has the page's own
+Python files (`_examples.py`) and nothing else. `--check` exits 1 if a block is not what it would be
+now, but for those of `train`, `validate`, `verify` and `simulate`, which tell of a machine, and of
+`torchrun`, which tests run.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import cache
 
@@ -23,13 +22,14 @@ import _keys
 import _methods
 import _pipelines
 import _rooms
-from _machine import ROOT, environment
+from _examples import printed
+from _machine import ROOT
 
 from ptrain.cli import help
 
 PAGES = ("README.md", *help.PAGES)
 BLOCK = re.compile(r"(<!-- (output|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-MEASURED = ("ptrain train", "ptrain validate", "ptrain verify", "ptrain simulate")
+MEASURED = ("ptrain train", "ptrain validate", "ptrain verify", "ptrain simulate", "torchrun")
 TABLES = {
     **_activations.TABLES,
     **_flags.TABLES,
@@ -41,20 +41,9 @@ TABLES = {
 
 
 @cache
-def output(command: str) -> str:
-    """The command and what it prints, as a code block."""
-    program, *arguments = command.split()
-    assert program == "ptrain", command
-    with tempfile.TemporaryDirectory() as folder:
-        ended = subprocess.run(
-            [sys.executable, "-m", "ptrain", *arguments],
-            cwd=folder,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    return f"```\n$ {command}\n{ended.stdout.rstrip()}\n```\n"
+def output(command: str, text: str) -> str:
+    """The command and what it prints beside the files of a page, as a code block."""
+    return f"```\n$ {command}\n{printed(command, text)}\n```\n"
 
 
 def rewritten(text: str, is_stale: Callable[[str], bool]) -> str:
@@ -64,7 +53,7 @@ def rewritten(text: str, is_stale: Callable[[str], bool]) -> str:
         head, kind, what, old, end = match.groups()
         if not is_stale(what):
             return head + old + end
-        return head + (TABLES[what]() if kind == "table" else output(what)) + end
+        return head + (TABLES[what]() if kind == "table" else output(what, text)) + end
 
     return BLOCK.sub(block, text)
 

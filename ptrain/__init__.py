@@ -1,7 +1,8 @@
 """ptrain: distributed training from a placement spec, predicted to the byte and measured.
 
-`load`, `expand`, `settled`, `derive`, `lower` are pure; `interpret`, `measure`, `run`, `verify`
-need torch. All are imported on first use, so that `import ptrain` costs nothing.
+`load`, `expand`, `settled`, `derive`, `lower` are pure; `interpret`, `measure`, `compare`, `run`,
+`verify` need torch. All are imported on first use, so that `import ptrain` costs nothing. What they
+return prints as the command line prints it (`report/printed.py`).
 """
 
 from importlib import import_module
@@ -39,15 +40,8 @@ _HOMES = {
     "Job": "ptrain.verification.jobs.job",
     "Terms": "ptrain.verification.jobs.job",
 }
-_OF_TORCH = {
-    "compare",
-    "interpret",
-    "measure",
-    "read_facts",
-    "verify",
-    "Job",
-    "Terms",
-}  # imported with it
+# Imported with torch.
+_OF_TORCH = {"compare", "interpret", "measure", "read_facts", "verify", "Job", "Terms"}
 __all__ = [
     "Job",
     "Terms",

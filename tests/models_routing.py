@@ -3,6 +3,7 @@ suffixes: B samples, T tokens, C hidden, N = B·T."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -103,13 +104,65 @@ class Padded(nn.Module):
 
 
 class Reading(Padded):
-    """A second pass where the tokens are not all alike."""
+    """A second pass where the tokens are not all alike, or, where it only `logs`, a note."""
+
+    def __init__(self, by: str, *, logs: bool) -> None:
+        super().__init__(masks=False, positions=False)
+        self.by, self.logs = by, logs
+        self.noted = False
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         logits = super().forward(tokens_BT)
-        if bool((tokens_BT != tokens_BT[0, 0]).any()):
+        self.noted = self._is_mixed(tokens_BT)
+        if self.noted and not self.logs:
             logits = logits + super().forward(tokens_BT)
         return logits
+
+    def _is_mixed(self, tokens_BT: Tensor) -> bool:
+        if self.by == "equal":
+            return not torch.equal(tokens_BT, tokens_BT[:1, :1].expand_as(tokens_BT))
+        is_other_BT = tokens_BT != tokens_BT[0, 0]
+        match self.by:
+            case "tolist":
+                return any(map(any, is_other_BT.tolist()))
+            case "numpy":
+                return bool(is_other_BT.numpy().any())
+            case "asarray":
+                return bool(np.asarray(is_other_BT).any())
+        return bool(is_other_BT.any())
+
+
+class OneHot(nn.Module):
+    """Layers, and no embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList((nn.Linear(VOCAB, HIDDEN), nn.Linear(HIDDEN, HIDDEN)))
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        if int(tokens_BT.max()) >= VOCAB:
+            raise ValueError("no such token")
+        x_BTC = F.one_hot(tokens_BT, VOCAB).to(self.head.weight.dtype)
+        for layer in self.h:
+            x_BTC = F.gelu(layer(x_BTC))
+        logits: Tensor = self.head(x_BTC)
+        return logits
+
+
+class Sentences:
+    """Tokens with their number, which is another one in each sample but for `alike` ones."""
+
+    def __init__(self, *, alike: bool) -> None:
+        self.alike = alike
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        length = 4 if self.alike else 4 + index % 4
+        tokens = (torch.arange(9) * 7 + index) % VOCAB
+        return {"inputs": tokens[:-1], "targets": tokens[1:], "length": torch.tensor(length)}
 
 
 def moe(*, by: str = "where") -> nn.Module:
@@ -120,5 +173,22 @@ def padded(*, masks: bool = False, positions: bool = False) -> nn.Module:
     return Padded(masks, positions)
 
 
-def reading() -> nn.Module:
-    return Reading(masks=False, positions=False)
+def reading(*, by: str = "any", logs: bool = False) -> nn.Module:
+    return Reading(by, logs=logs)
+
+
+def one_hot() -> nn.Module:
+    return OneHot()
+
+
+def sentences(*, alike: bool = False) -> Sentences:
+    return Sentences(alike=alike)
+
+
+def trimming(model: nn.Module, batch: dict[str, Tensor], most: int = 8) -> Tensor:
+    """A step that leaves out what no sample of the micro-batch has."""
+    length = int(batch["length"].max())
+    if length > most:
+        raise ValueError(f"a sentence of {length} tokens")
+    logits_BTV = model(batch["inputs"][:, :length])
+    return F.cross_entropy(logits_BTV.flatten(0, 1), batch["targets"][:, :length].flatten())

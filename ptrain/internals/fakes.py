@@ -5,13 +5,21 @@ from __future__ import annotations
 from torch import _guards
 from torch._guards import detect_fake_mode
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.testing._internal.distributed import fake_pg
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ptrain.internals.part import PrivatePart
 
 __all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
@@ -25,7 +33,14 @@ LOGGER = "torch._subclasses.fake_tensor"
 PARTS = (
     PrivatePart(owner=FakeTensorMode.__init__, arguments=("allow_non_fake_inputs",)),
     PrivatePart(
-        owner=fake_tensor, members=("FakeTensor", "FakeTensorMode", "unset_fake_temporarily")
+        owner=fake_tensor,
+        members=(
+            "DataDependentOutputException",
+            "DynamicOutputShapeException",
+            "FakeTensor",
+            "FakeTensorMode",
+            "unset_fake_temporarily",
+        ),
     ),
     PrivatePart(owner=_guards, members=("detect_fake_mode",)),
     PrivatePart(owner=fake_pg, members=("FakeStore",)),

@@ -63,7 +63,7 @@ class Measurement:
         self.ranks_by_axes = ranks_by_axes(axes_by_group)
         self.memory = MemoryMeter(measured, rank=self.rank, device=device, waits=waits)
         self.traffic = TrafficMeter(measured.registry, axes_by_group, device=device, **guess)
-        self.wire = WireMeter(axes_by_group, rank=self.rank, settles=self.spec is None)
+        self.wire = WireMeter(axes_by_group, rank=self.rank)
 
     def __repr__(self) -> str:
         return f"Measurement(rank {self.rank} of {self.size} on {self.device})"

@@ -13,7 +13,6 @@ import os
 import socket
 import struct
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Self
@@ -29,20 +28,14 @@ _SENT = struct.Struct("=QQ"), 200  # bytes sent, and of them retransmitted
 _LENGTH = 216
 _WORD = struct.calcsize("=Q")
 
-_STILL_SECONDS, _LONGEST_SECONDS = 0.02, 2.0
-
 Address = tuple[str, int]
 
 
 class WireMeter:
-    """Reads the counters when it is entered and when it is left. `settles`: only when they stand
-    still. A program has waited for its collectives by then; a loop of somebody else's has what it
-    receives, while gloo still hands the last of what it sends to the kernel."""
+    """Reads the counters when it is entered and when it is left."""
 
-    def __init__(
-        self, axes_by_group: Mapping[str, tuple[str, ...]], *, rank: int, settles: bool = False
-    ) -> None:
-        self._rank, self._settles = rank, settles
+    def __init__(self, axes_by_group: Mapping[str, tuple[str, ...]], *, rank: int) -> None:
+        self._rank = rank
         self.absent, self._axes_by_socket = "", {}
         try:
             self._axes_by_socket = _axes_by_socket(axes_by_group)
@@ -65,23 +58,12 @@ class WireMeter:
     def __exit__(self, *_: object) -> None:
         if self.absent:
             return
-        after = self._settled() if self._settles else self._counters()
+        after = self._counters()
         if gone := self._axes_by_socket.keys() - (self._before.keys() & after.keys()):
             self.absent = f"{len(gone)} connections were closed during the step"
             return
         for name, axes in self._axes_by_socket.items():
             self._sent[axes] = self._sent.get(axes, 0) + after[name] - self._before[name]
-
-    def _settled(self) -> dict[str, int]:
-        """Return the counters once they stand still, or after the longest that this may take."""
-        end = time.monotonic() + _LONGEST_SECONDS
-        counters = self._counters()
-        while time.monotonic() < end:
-            time.sleep(_STILL_SECONDS)
-            before, counters = counters, self._counters()
-            if before == counters:
-                break
-        return counters
 
     def _counters(self) -> dict[str, int]:
         return {

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 from ptrain.errors import Fault, refused
+from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.arguments import with_first
 from ptrain.models.boundary import boundary, said
+from ptrain.models.modes import in_mode
 from ptrain.models.one_pass import OnePass
+from ptrain.models.other_samples import least_embeddings
 from ptrain.models.sub_blocks import standing_alone
 from ptrain.spec.axis import Axis
 from ptrain.spec.role import COLUMNS, ROWS, Role
@@ -91,7 +93,7 @@ def require_alike(
         finding = f"it cannot run on a slice of the tokens: {said(error)}"
         return Fault(place=place, finding=finding, remedy=_REMEDY)
 
-    with torch.no_grad(), _evaluating(module), boundary(fault):
+    with torch.no_grad(), in_mode(module, training=False), boundary(fault):
         runs: list[_AllTokens | _Part] = [whole, *parts]
         for tensors in runs:
             with _crossing(module, named, blocks, tensors), once.prepared() as run:
@@ -102,10 +104,10 @@ def require_alike(
 
 def _tell_apart(once: OnePass, module: nn.Module) -> None:
     """Give each of a sample's tokens another number, as far as there are so many."""
-    tables = [child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)]
+    count = least_embeddings(module) or 1
     for tokens in once.samples.tensors:
         numbers = torch.arange(tokens.shape[-1], device=tokens.device)
-        tokens.copy_((numbers * _STRIDE % min(tables, default=1)).expand_as(tokens))
+        tokens.copy_((numbers * _STRIDE % count).expand_as(tokens))
 
 
 def _is_alike(tensor: Tensor, expected: Tensor) -> bool:
@@ -113,18 +115,6 @@ def _is_alike(tensor: Tensor, expected: Tensor) -> bool:
     size = float(expected.abs().max()) if expected.numel() else 0.0
     tolerance = float(torch.finfo(expected.dtype).eps ** 0.5) * size
     return tensor.shape == expected.shape and torch.allclose(tensor, expected, 0.0, tolerance)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Nothing is dropped."""
-    training = [child for child in module.modules() if child.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for child in training:
-            child.training = True
 
 
 @contextmanager

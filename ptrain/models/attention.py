@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ptrain.errors import refused
+from ptrain.internals.dispatch import without_modes
 from ptrain.models.numerics import widen
 from ptrain.spec.model import Attention, ExternalModel, ModelShape, ModelSpec
 
@@ -96,7 +96,7 @@ class FlexCore(Core):
         flex: Any = _compiled() if q_BHTD.is_cuda else flex_attention
         scores = self.scores
         change = None if scores.cap is None else _capping(scores.cap)
-        with _disable_current_modes():
+        with without_modes():
             mask = _causal_blocks(q_BHTD.shape[-2], scores.window, q_BHTD.device)
             y_BHTD: Tensor = flex(
                 q_BHTD, k_BHTD, v_BHTD, score_mod=change, block_mask=mask, scale=scores.scale

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from ptrain.models.batch import SampleBatch, TokenPair, sample_batch
 from ptrain.models.buffers import copied_buffers
 from ptrain.models.contract import outcome_of
 from ptrain.models.flow import Flow, FlowWatch
+from ptrain.models.generators import forked
+from ptrain.models.modes import in_mode
+from ptrain.models.redraws import Redraws
 from ptrain.models.roles import named_in_spec, plan_of_module
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of, unit_modules
@@ -47,7 +51,7 @@ class _Layers:
 
 def chain_of_module(module: nn.Module, spec: Spec) -> Chain | None:
     """None where pp is not in the mesh. Raises SpecError where more than hidden states goes from
-    layer to layer, or the module says something that it is not. Runs it forward once, on a few
+    layer to layer, or the module says something that it is not. Runs it forward, on a few
     tokens."""
     if spec.degree(Axis.PP) == 1:
         return None
@@ -159,24 +163,30 @@ def _require_whole_units(module: nn.Module, layers: _Layers, spec: Spec) -> None
 
 
 def _flow(module: nn.Module, layers: _Layers, samples: SampleBatch, spec: Spec) -> Flow:
-    """Run the model forward once. Raises SpecError where its code does, and where something else
-    than hidden states goes from layer to layer."""
+    """Run the model forward as in training; more than once where it draws random numbers outside of
+    its layers. Raises SpecError where its code does, and where something else than hidden states
+    goes from layer to layer."""
     watch = FlowWatch(module, layers.names)
-    with (
-        torch.enable_grad(),
-        torch.random.fork_rng(devices=[]),
-        copied_buffers(module),
-        watch.watching(),
-    ):
-        output = outcome_of(module, samples, spec)
-    flow = watch.end(output)
+    with in_mode(module, training=True):
+        with torch.enable_grad(), forked(), copied_buffers(module), watch.watching():
+            output = outcome_of(module, samples, spec)
+        flow = watch.end(output)
+        _require_flow(flow, layers)
+        if flow.draws:
+            redraws = Redraws(module, layers.names, partial(outcome_of, module, samples, spec))
+            if fault := redraws.fault(draws_itself=flow.draws_itself):
+                finding = f"{layers.plan} cannot be on several stages: {fault}"
+                raise refused(layers.place, finding, "write no pp")
+    return flow
+
+
+def _require_flow(flow: Flow, layers: _Layers) -> None:
     if flow.visited != [*layers.names]:
         finding = f"a forward pass does not go through the layers of {layers.plan} one by one"
         raise refused(layers.place, finding, "write no pp")
     if flow.faults:
         finding = f"{layers.plan} cannot be on several stages: {flow.faults[0]}"
         raise refused(layers.place, finding, "write no pp")
-    return flow
 
 
 def _hidden_states(flow: Flow, layers: _Layers, samples: SampleBatch) -> tuple[int, ...]:

@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ptrain.errors import Fault, refused
+from ptrain.internals.fakes import unset_fake_temporarily
 from ptrain.models.boundary import boundary, said
 from ptrain.spec import slips
 from ptrain.spec.function import UserFunction

@@ -3,7 +3,7 @@ which has none."""
 
 from __future__ import annotations
 
-from torch._subclasses.fake_tensor import (
+from ptrain.internals.fakes import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
 from ptrain.facts.stages import is_within
+from ptrain.models.generators import OutsideDraws
+
+_DRAWS = "the forward pass draws random numbers of its own between its layers"
 
 
 @dataclass(slots=True)
@@ -26,7 +29,9 @@ class Flow:
     `returns`: how many things each gave in a tuple, 0 for a tensor; `front` and `behind`: modules
     that were called there, outermost first; `used_in_front` and `used_behind`: names of parameters
     that the first layer's hidden states, or the output, depend on. `is_written`: the model writes
-    into what a module in front gave, or a layer. `faults`: what else goes from layer to layer."""
+    into what a module in front gave, or a layer. `draws`: random numbers are drawn outside of the
+    layers, before the last; `draws_itself`: in front of them by no module that is called there.
+    `faults`: what else goes from layer to layer."""
 
     visited: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -36,6 +41,8 @@ class Flow:
     used_in_front: set[str] = field(default_factory=set)
     used_behind: set[str] = field(default_factory=set)
     is_written: bool = False
+    draws: bool = False
+    draws_itself: bool = False
     faults: list[str] = field(default_factory=list)
 
 
@@ -50,10 +57,13 @@ class FlowWatch:
         self._leaves: dict[int, str] = {}  # by id of a layer's hidden states, the layer
         self._kept: list[Tensor] = []  # so that no other tensor gets its id
         self._versions: list[tuple[Tensor, int]] = []  # of what modules in front and layers gave
+        self._outside = OutsideDraws()
+        self._drew_between = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around the forward pass."""
+        self._outside = OutsideDraws()
         with ExitStack() as handles:
             for name, module in self._model.named_modules():
                 if name in self._layers:
@@ -61,6 +71,7 @@ class FlowWatch:
                     handles.callback(before.remove)
                     handles.callback(module.register_forward_hook(self._leaves_layer(name)).remove)
                 elif name and not self._is_around_or_in_a_layer(name):
+                    handles.callback(module.register_forward_pre_hook(self._calls).remove)
                     handles.callback(module.register_forward_hook(self._called(name)).remove)
             yield
 
@@ -78,8 +89,14 @@ class FlowWatch:
             is_within(layer, (name,)) for layer in self._layers
         )
 
+    def _calls(self, *_: Any) -> None:
+        if self._outside.enter():
+            self._drew_between |= bool(self.flow.visited)
+            self.flow.draws_itself |= not self.flow.visited
+
     def _called(self, name: str) -> Any:
         def hook(module: nn.Module, _: Any, output: Any) -> None:
+            self._outside.leave()
             if not self.flow.visited:
                 has_any = next(module.parameters(), None) is not None
                 if has_any or next(_differentiable(output), None) is not None:
@@ -92,6 +109,10 @@ class FlowWatch:
 
     def _enters(self, layer: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._calls()
+            if self._drew_between:
+                self.flow.faults.append(f"{_DRAWS}: stages would draw others")
+            self.flow.draws |= self._outside.enter_layer()
             before = self.flow.visited[-1:]
             self.flow.visited.append(layer)
             self.flow.is_written |= any(x._version != version for x, version in self._versions)
@@ -116,6 +137,8 @@ class FlowWatch:
 
     def _leaves_layer(self, layer: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
+            self._outside.leave()
+            self._outside.leave_layer()
             is_tuple = isinstance(output, tuple | list)
             self.flow.returns.append(len(output) if is_tuple else 0)
             self._watch_writes(output)

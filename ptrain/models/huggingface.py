@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 from ptrain.errors import Fault, refused
+from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.boundary import boundary
 from ptrain.models.experts import EXPERTS, experts_setting
 from ptrain.models.published_config import require_one_model, taken

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ BOUNDS = (Extent.MOST, Extent.LEAST)  # of a model whose sizes depend on data
 
 _SELECTS_BY = {"aten::nonzero": 0, "aten::masked_select": 1}  # the place of what says which
 _INDEX = "aten::index"
-_VALUE = "aten::_local_scalar_dense"  # a value that Python is given
+_VALUES = ("aten::_local_scalar_dense", "aten::equal")  # which give Python a value
 _MASKS = (torch.bool, torch.uint8)
 _OF_SHAPES = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
 
@@ -81,11 +81,15 @@ class Selection:
         self._given.discard(key)
         self._dependent.discard(key)
 
+    def read(self, tree: object) -> None:
+        """Declare tensors whose values Python is given."""
+        self._reads |= self._is_dependent(tree)
+
     def before(self, function: Any, arguments: tuple[Any, ...], module: str) -> None:
         """An operator is about to run within a module."""
         name = function._schema.name
-        if name == _VALUE:
-            self._reads |= self._is_dependent(arguments)
+        if name in _VALUES:
+            self.read(arguments)
         if torch.Tag.dynamic_output_shape not in function.tags:
             return
         masks = list(_masks(name, arguments))

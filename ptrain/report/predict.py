@@ -124,8 +124,8 @@ def prediction_of(
 
 def account(estimate: Estimate) -> str:
     """Return what one column says, a measured one too: the tables of `one` without the other."""
-    wire = [("+".join(row.axes), size(row.sent_bytes)) for row in estimate.wire]
     column = str(estimate.column)
+    wire = [("+".join(row.axes), size(row.sent_bytes)) for row in estimate.wire]
     undefined = [f"{column} has no {kind}: {why}" for kind, why in estimate.undefined.items()]
     parts = [
         _memory(estimate),

@@ -5,19 +5,19 @@ nothing is said.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-import torch
-
 from ptrain.facts.model import ModelFacts
-from ptrain.models.batch import SampleBatch, TokenPair, of_tokens
+from ptrain.models.batch import SampleBatch
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.selection import BOUNDS, Extent, Selected
 from ptrain.models.trace import Recording, to_timeline
 from ptrain.timeline import gradient_order
+
+_READS = "its code reads values"
 
 
 class Traced(Protocol):
@@ -27,10 +27,14 @@ class Traced(Protocol):
 
 
 def facts_by_data(
-    known: ModelFacts, recording: Recording, traced: Traced, samples: SampleBatch
+    known: ModelFacts,
+    recording: Recording,
+    traced: Traced,
+    samples: SampleBatch,
+    further: Callable[[], Sequence[SampleBatch]],
 ) -> ModelFacts:
     """Return the facts of a whole model with what it allocates. `recording` is what it did with
-    these samples."""
+    these samples; `further` gives others, none where nobody knows which it takes."""
     selected = recording.selected
     if selected.unbounded:
         return _unknown(known, recording, f"{_who(selected)}, of which no bound is known")
@@ -38,8 +42,8 @@ def facts_by_data(
         facts, *others = (_with(known, traced(samples, extent)) for extent in BOUNDS)
         unvisited = _unvisited(facts, _with(known, recording), traced, samples)
         return replace(facts, by_data=_who(selected), others=tuple(others), unvisited=unvisited)
-    if selected.reads and _differs(known, recording, traced, samples):
-        return _unknown(known, recording, "its code reads values, and does another thing with each")
+    if selected.reads and (why := _doubt(recording, traced, further)):
+        return _unknown(known, recording, why)
     return _with(known, recording)
 
 
@@ -70,15 +74,22 @@ def _unvisited(
     return tuple(name for name in facts.gradient_order if not all(name in names for names in seen))
 
 
-def _differs(known: ModelFacts, recording: Recording, traced: Traced, samples: SampleBatch) -> bool:
-    """Whether other tokens have the model allocate something else. Those of the first trace are all
-    alike."""
-    if known.vocabulary is None or not isinstance(samples.data, TokenPair):
-        return False
-    rows, sequence = samples.inputs.shape
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(known.vocabulary, (rows, sequence + 1), generator=generator)
-    return to_timeline(traced(of_tokens(drawn))) != to_timeline(recording)
+def _doubt(
+    recording: Recording, traced: Traced, further: Callable[[], Sequence[SampleBatch]]
+) -> str:
+    """Return why what was recorded does not say what the model allocates of other samples; empty
+    where it allocates the same of all that there are to try."""
+    samples = further()
+    if not samples:
+        return f"{_READS}, and it has no nn.Embedding that says which other tokens to try"
+    expected = to_timeline(recording)
+    try:
+        is_same = all(to_timeline(traced(other)) == expected for other in samples)
+    except CodeRaised as error:
+        return f"{_READS}, and on other samples it ends: {error.faults[0].finding}"
+    except RuntimeError as error:  # in backward
+        return f"{_READS}, and on other samples it ends: {' '.join(str(error).split())[:120]}"
+    return "" if is_same else f"{_READS}, and does another thing with each"
 
 
 def _who(selected: Selected) -> str:

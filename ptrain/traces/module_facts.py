@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from ptrain.models.initialize import cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import objective_of
+from ptrain.models.other_samples import other_samples
 from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
 from ptrain.spec.axis import Axis
@@ -58,7 +60,8 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
             vocabulary=loss.vocabulary,
             draws=known.draws or recording.draws or has_drawn,
         )
-        return facts_by_data(known, recording, traced, samples)
+        others = partial(other_samples, model, spec, loss.vocabulary)
+        return facts_by_data(known, recording, traced, samples, others)
 
 
 class _Loss:

@@ -20,7 +20,9 @@ from ptrain.axes.pipeline.run.cut import apart
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
 from ptrain.models.batch import SampleBatch
+from ptrain.models.ledger import local
 from ptrain.models.marker import Marker
+from ptrain.models.reads import seeing_reads
 from ptrain.models.recorder import Recorder
 from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
@@ -36,7 +38,8 @@ def _watching(
     recorder = Recorder(module, inputs, extent)
     marker = Marker(recorder, module, units)
     try:
-        yield recorder
+        with seeing_reads(lambda tensor: recorder.selection.read(local(tensor))):
+            yield recorder
     finally:
         marker.remove()
         module.zero_grad(set_to_none=True)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ptrain.costs import Estimate
+from ptrain.costs import Estimate, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.installed import versions
 from ptrain.meters.measure import Measurement
-from ptrain.report.record import Check, verdict
+from ptrain.report.record import Check, verdict, verdict_line
 from ptrain.report.record import compare as checks_of
 from ptrain.report.summary import summary
 from ptrain.spec.dials import UnitKind
@@ -38,6 +38,11 @@ class Comparison:
     checks: tuple[Check, ...]
     cause: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """`verdict: holds (14 of 14)`, in a line."""
+        return verdict_line(self.checks, torch=versions()["torch"], untold=self.predicted.undefined)
 
     @property
     def holds(self) -> bool:
@@ -65,16 +70,22 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
     the spec does not build it: `ptrain.read_facts(spec, model)`, before it is wrapped."""
     spec = replace(spec, device=measurement.device)  # whose kernels computed
     facts = facts or facts_of(spec)
-    exact = derive(spec, facts).exact
+    exact = _of_a_step(derive(spec, facts).exact.of_rank(measurement.rank))
+    measured = replace(measurement.estimate(), wire=())  # known as a mean over the ranks alone
     if measurement.spec is not None:
-        measured = measurement.estimate()
         checks = checks_of(exact, measured)
         return Comparison(predicted=exact, measured=measured, checks=checks)
-    measured = in_common(with_axes_of(measurement.estimate(), spec, measurement))
+    measured = in_common(with_axes_of(measured, spec, measurement))
     predicted = in_common(exact)
     checks = checks_of(predicted, measured)
     comparison = Comparison(predicted=predicted, measured=measured, checks=checks)
     return comparison if comparison.holds else _with_cause(comparison, spec, facts, measurement)
+
+
+def _of_a_step(exact: Estimate) -> Estimate:
+    """Without what happens once, before the step that was measured."""
+    steady = tuple(row for row in exact.traffic if row.key.phase is not Phase.SETUP)
+    return replace(exact, traffic=steady)
 
 
 def _with_cause(

@@ -58,7 +58,6 @@ def _renamed(estimate: Estimate, names: Mapping[Axes, Axes]) -> Estimate:
             replace(row, key=replace(row.key, axes=names.get(row.key.axes, row.key.axes)))
             for row in estimate.traffic
         ),
-        wire=tuple(replace(row, axes=names.get(row.axes, row.axes)) for row in estimate.wire),
     )
 
 

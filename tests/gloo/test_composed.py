@@ -42,14 +42,14 @@ COMPOSED: Mapping[str, Mapping[str, Any]] = {
     "grouped gpt": {"family": "gpt", "activation": "relu2"},
     "no positions": {"norm": "layer-without-bias", "positions": "none", "qk_norm": True},
 }
-BY_DEFAULT = {("sandwich", "tp-sp"), ("parallel", "pp-1f1b")}
+BY_DEFAULT = ("sandwich", "tp-sp")
 
 
 @pytest.mark.parametrize(
     ("name", "column"),
     [
         pytest.param(
-            name, column, marks=[] if (name, column) in BY_DEFAULT else pytest.mark.nightly
+            name, column, marks=[] if (name, column) == BY_DEFAULT else pytest.mark.nightly
         )
         for name in COMPOSED
         for column in COLUMNS

@@ -100,7 +100,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("model", "data"),
-    [("grouped", ""), pytest.param("grouped", "zero3", marks=NIGHTLY), ("gpt2", "")],
+    [
+        ("grouped", ""),
+        *(pytest.param(*case, marks=NIGHTLY) for case in (("grouped", "zero3"), ("gpt2", ""))),
+    ],
 )
 def test_a_state_dict_has_fused_projections_as_the_model_does(
     ranks: Ranks, model: str, data: str

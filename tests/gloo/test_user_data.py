@@ -55,7 +55,7 @@ NIGHTLY = pytest.mark.nightly
         pytest.param("ddp", BY_LOSS, marks=NIGHTLY),
         pytest.param("zero2", BY_LOSS, marks=NIGHTLY),
         ("zero3", BY_LOSS),
-        ("ddp", BY_STEP),
+        pytest.param("ddp", BY_STEP, marks=NIGHTLY),
         pytest.param("zero2", BY_STEP, marks=NIGHTLY),
         pytest.param("zero3", BY_STEP, marks=NIGHTLY),
     ],
@@ -97,17 +97,10 @@ def with_z_loss(model: str, axis: str, **more: Any) -> Spec:
     return require(load(written))
 
 
+@NIGHTLY
 @pytest.mark.parametrize(
     ("model", "axis"),
-    [
-        pytest.param(
-            model,
-            axis,
-            marks=[] if (model, axis) in {("built in", "tp"), ("built in", "pp")} else NIGHTLY,
-        )
-        for model in MODELS
-        for axis in AXES_OF_LOGITS
-    ],
+    [(model, axis) for model in MODELS for axis in AXES_OF_LOGITS],
 )
 def test_a_loss_of_the_users_is_that_of_one_device_on_every_axis(ranks: Ranks, model, axis):
     result = run(ranks, with_z_loss(model, axis))
@@ -134,9 +127,8 @@ def test_a_loss_that_the_model_computes_itself_is_given_whole_logits(ranks: Rank
     assert not failing((*result.checks, *result.against))
 
 
-@pytest.mark.parametrize(
-    "sections", [BY_LOSS, pytest.param(BY_STEP, marks=NIGHTLY)], ids=["loss", "step"]
-)
+@NIGHTLY
+@pytest.mark.parametrize("sections", [BY_LOSS, BY_STEP], ids=["loss", "step"])
 def test_images_are_trained_over_cut_operators(ranks: Ranks, sections):
     """Between the blocks a sample has nine patches and the class token."""
     axis = {"mesh": {"tp": 2}, "placement": "tp"}

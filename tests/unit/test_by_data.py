@@ -3,6 +3,7 @@ facts give, whatever it reads; a model whose sizes depend on no data is not mark
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -131,11 +132,54 @@ def test_what_cannot_be_bounded_is_unknown_with_its_reason():
     assert "unique" in exact.undefined["peak"] and "no bound is known" in exact.undefined["peak"]
 
 
-def test_code_that_reads_values_and_then_does_something_else_is_unknown():
-    spec = spec_of(own("reading"))
+LOSS = {"loss": {"target": "tests.models_losses:plain"}}
+
+
+def trimming(*, alike: bool = False, **arguments: Any) -> dict[str, Any]:
+    """A step and a dataset of one's own."""
+    return {"data": own("sentences", alike=alike), "step": own("trimming", **arguments)}
+
+
+READING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "tokens": (own("reading"), {}, "another thing with each"),
+    "tokens that are compared": (own("reading", by="equal"), {}, "another thing with each"),
+    "tokens in a list": (own("reading", by="tolist"), {}, "another thing with each"),
+    "tokens in numpy": (own("reading", by="numpy"), {}, "another thing with each"),
+    "tokens as an array": (own("reading", by="asarray"), {}, "another thing with each"),
+    "tokens, with a loss of one's own": (own("reading"), LOSS, "another thing with each"),
+    "tokens that nobody knows": (own("one_hot"), LOSS, "no nn.Embedding"),
+    "lengths in data of one's own": (own("padded"), trimming(), "another thing with each"),
+    "lengths that it refuses": (own("padded"), trimming(most=6), "ends: .* a sentence of 7 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_code_that_reads_values_and_then_does_something_else_is_unknown(name):
+    model, sections, why = READING[name]
+    spec = spec_of(model, **sections)
     facts = facts_of(spec)
-    assert facts.timeline is None and "reads values" in facts.untraced
+    assert facts.timeline is None and facts.untraced.startswith("its code reads values")
+    assert re.search(why, facts.untraced)
     assert facts.gradient_order, "which buckets DDP makes is known"
+    exact = derive(spec, facts).exact
+    assert not exact.peak and facts.untraced in exact.undefined["peak"]
+
+
+NOTING = {
+    "tokens": (own("reading", logs=True), {}),
+    "tokens, with a loss of one's own": (own("reading", logs=True), LOSS),
+    "tokens of a model without an embedding": (own("one_hot"), {}),
+    "lengths that are alike": (own("padded"), trimming(alike=True)),
+}
+
+
+@pytest.mark.parametrize("name", NOTING)
+def test_code_that_reads_values_and_does_the_same_with_all_is_exact(name):
+    model, sections = NOTING[name]
+    spec = spec_of(model, **sections)
+    facts = facts_of(spec)
+    assert facts.timeline is not None and not facts.untraced
+    assert derive(spec, facts).exact.peak
 
 
 def test_experts_without_a_gradient_are_refused_where_data_ranks_sum_gradients():

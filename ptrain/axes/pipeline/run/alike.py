@@ -7,8 +7,7 @@ that nobody needs in place of what is in front of its layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,35 +22,64 @@ from ptrain.models.batch import SampleBatch, TokenPair
 from ptrain.models.boundary import boundary, said
 from ptrain.models.buffers import copied_buffers
 from ptrain.models.chain import probe
+from ptrain.models.generators import drawn_state, forked
+from ptrain.models.modes import in_mode, without_dropout
 from ptrain.models.objective import objective_of
 from ptrain.spec.spec import Spec
+
+Forward = Callable[[Any], Any]
 
 _ROUNDINGS = 4  # of the largest logit: the operators are the same, on tensors of the same sizes
 
 
 def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec: Spec) -> None:
-    """Raises SpecError where they do not. Costs two forward passes of a few tokens, or of a
+    """Raises SpecError where they do not: in training mode without dropout, or in evaluation mode
+    where the model still draws random numbers. Costs three forward passes of a few tokens, or of a
     micro-batch of the user's."""
-    samples, forward = probe(model, spec), objective_of(spec.loss).forward
-    hidden, last = None, len(stages) - 1
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _evaluated(model):
-        with copied_buffers(model):
-            whole = forward(model, samples)
-            written = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        for index in range(len(stages)):
-            part = part_of(model, stages, index, chain)
-            called = CalledOnce(part, hidden, is_last=index == last)
-            hidden = _output(called, index, partial(forward, samples=samples))
-            _require_written_alike(part, index, written)
-            if index < last:
-                _require_shape(hidden, index, chain, samples)
-    assert hidden is not None, "there is a stage"
+    samples = probe(model, spec)
+    forward = partial(objective_of(spec.loss).forward, samples=samples)
+    with torch.no_grad(), forked(), without_dropout(model):
+        draws = _draws(model, forward)
+        with in_mode(model, training=not draws):
+            with copied_buffers(model):
+                whole = forward(model)
+                written = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            hidden = _through(model, stages, chain, samples, forward, written)
     if not _is_alike(hidden, whole):
         more = "more than hidden states goes from layer to layer (numbers without a gradient)"
         raise _unlike(f"{more}: they do not give what the model gives")
 
 
-def _output(called: CalledOnce, index: int, forward: Callable[[Any], Any]) -> Tensor:
+def _draws(model: nn.Module, forward: Forward) -> bool:
+    """Whether a forward pass in training mode draws random numbers."""
+    before = drawn_state()
+    with in_mode(model, training=True), copied_buffers(model):
+        forward(model)
+    return bool(drawn_state() != before)
+
+
+def _through(
+    model: nn.Module,
+    stages: Sequence[Stage],
+    chain: Chain,
+    samples: SampleBatch,
+    forward: Forward,
+    written: Mapping[str, Tensor],
+) -> Tensor:
+    """Return what the last stage gives, each given what the one before does. Raises SpecError for
+    other numbers than `written` in a buffer."""
+    hidden, last = None, len(stages) - 1
+    for index in range(len(stages)):
+        part = part_of(model, stages, index, chain)
+        hidden = _output(CalledOnce(part, hidden, is_last=index == last), index, forward)
+        _require_written_alike(part, index, written)
+        if index < last:
+            _require_shape(hidden, index, chain, samples)
+    assert hidden is not None, "there is a stage"
+    return hidden
+
+
+def _output(called: CalledOnce, index: int, forward: Forward) -> Tensor:
     def fault(error: BaseException) -> Fault:
         return _unlike(f"stage {index} does not run by itself: {said(error)}").faults[0]
 
@@ -84,18 +112,6 @@ def _is_alike(own: Tensor, whole: Tensor) -> bool:
         return torch.equal(own, whole)
     bound = _ROUNDINGS * torch.finfo(whole.dtype).eps * whole.abs().nan_to_num().max().item()
     return torch.allclose(own, whole, rtol=0.0, atol=bound, equal_nan=True)
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Without dropout; every module is left in the mode it was in."""
-    trained = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.training = True
 
 
 def _unlike(finding: str) -> SpecError:

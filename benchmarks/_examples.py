@@ -1,0 +1,47 @@
+"""The Python examples of a page, and what they print.
+
+A block of Python whose first line is `# NAME.py` is that file. A command that a page shows the
+output of runs in a folder that has the files of its page and nothing else, exactly as printed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from _machine import environment
+
+_FILE = re.compile(r"^```python\n(# (\w+\.py)\n.*?)^```", re.DOTALL | re.MULTILINE)
+_LAUNCHED = re.compile(r"torchrun[^`\n]*? (\w+\.py)")
+PROGRAMS = {"ptrain": "ptrain", "torchrun": "torch.distributed.run"}
+
+
+def files(text: str) -> dict[str, str]:
+    """Return the files that a page has, by name."""
+    return {name: code for code, name in _FILE.findall(text)}
+
+
+def launched(text: str) -> dict[str, str]:
+    """Return the commands by which a page starts its files, by the file's name."""
+    return {match[1]: match[0] for match in _LAUNCHED.finditer(text)}
+
+
+def printed(command: str, text: str) -> str:
+    """Run a command beside the files of a page; return what it prints. Raises CalledProcessError
+    where it fails."""
+    program, *arguments = command.split()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, code in files(text).items():
+            (Path(folder) / name).write_text(code, encoding="utf-8")
+        ended = subprocess.run(
+            [sys.executable, "-m", PROGRAMS[program], *arguments],
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return ended.stdout.rstrip()

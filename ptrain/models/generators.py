@@ -1,0 +1,67 @@
+"""The generators that a model's code on the host draws random numbers from: torch's and Python's
+own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ptrain.internals.fakes import detect_fake_mode
+
+
+def drawn_state() -> Any:
+    """Return what is another after a draw. Under fake tensors, which draw nothing, always the
+    same."""
+    if detect_fake_mode() is not None:
+        return None
+    return torch.get_rng_state().numpy().tobytes(), random.getstate()
+
+
+class OutsideDraws:
+    """Follows a forward pass: whether anything is drawn outside of its layers, and while no module
+    that is watched runs, a layer or another."""
+
+    def __init__(self) -> None:
+        self._outside = self._between = drawn_state()
+        self._depth = 0
+
+    def enter(self) -> bool:
+        """A watched module is about to run. Return whether something was drawn since the last one
+        had run."""
+        self._depth += 1
+        return self._depth == 1 and drawn_state() != self._between
+
+    def leave(self) -> None:
+        """A watched module has run."""
+        self._depth -= 1
+        if not self._depth:
+            self._between = drawn_state()
+
+    def enter_layer(self) -> bool:
+        """Return whether something was drawn since the layer before had run."""
+        return bool(drawn_state() != self._outside)
+
+    def leave_layer(self) -> None:
+        """A layer has run."""
+        self._outside = drawn_state()
+
+
+def reseed(seed: int) -> None:
+    """Set both generators to `seed`."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """What is drawn while entered is not drawn for whoever comes after."""
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(state)

@@ -1,0 +1,103 @@
+"""A module that the user built, in a program and a loop of theirs: it holds what is predicted of
+it, on every axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ptrain
+from ptrain.data.sampler import positions
+from ptrain.errors import SpecError
+from ptrain.rooms.world import World
+from ptrain.spec.spec import Spec
+from tests.models_external import pairs
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+nightly = pytest.mark.nightly
+
+SIZES = ("batch.sequence=16", "batch.global=8", "optimizer.clip=null")
+
+
+def of_transformers() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 260}
+    return transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+        transformers.LlamaConfig(**sizes, num_attention_heads=4)
+    )
+
+
+BUILT = {"own": pairs, "transformers": of_transformers}
+
+
+def spec_of(strategy: str) -> Spec:
+    return ptrain.load(strategy, SIZES).spec
+
+
+def _trained(model: str, strategy: str) -> dict[str, Any]:
+    spec = spec_of(strategy)
+    torch.manual_seed(0)
+    module = BUILT[model]()
+    facts = ptrain.read_facts(spec, module)
+    program = ptrain.interpret(spec, module, World.join(spec.timeout))
+    for step in range(3):
+        with ptrain.measure(program) as measurement:
+            program.forward_backward(program.samples(step))
+            program.step(1e-3)
+    comparison = ptrain.compare(spec, measurement, facts)
+    failing = [str(check) for check in comparison if not check.holds]
+    return {"failing": failing, "checks": len(comparison), "text": str(comparison)}
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        ("own", "pp-1f1b"),
+        pytest.param("transformers", "zero3", marks=nightly),
+        pytest.param("own", "tp", marks=nightly),
+        pytest.param("own", "ddp", marks=nightly),
+        pytest.param("transformers", "tp", marks=nightly),
+        pytest.param("transformers", "pp-1f1b", marks=nightly),
+    ],
+)
+def test_a_module_in_the_place_of_the_specs_holds(ranks: Ranks, model: str, strategy: str) -> None:
+    for told in ranks.run(2, _trained, model, strategy):
+        assert not told["failing"] and told["checks"] >= 9
+        assert "verdict: holds" in told["text"]
+
+
+def _shared() -> bool:
+    """Whether a rank's part of a global batch is what the sampler gives it."""
+    spec = spec_of("zero3")
+    program = ptrain.interpret(spec, world=World.join(spec.timeout))
+    local = program.samples(0)
+    whole = torch.zeros(spec.batch.global_samples, spec.batch.sequence + 1, dtype=torch.int64)
+    places = positions(spec, data_index=program.data_index, data_degree=spec.data_degree)
+    whole[list(places)] = local.tensors[0]
+    shared = program.share(whole)
+    with pytest.raises(SpecError, match="the whole global batch"):
+        program.share(whole[:-1])
+    return torch.equal(shared.tensors[0], local.tensors[0])
+
+
+def test_a_rank_takes_its_samples_of_a_batch_of_the_users(ranks: Ranks) -> None:
+    assert all(ranks.run(2, _shared))
+
+
+def _drawn_apart() -> str:
+    spec = spec_of("ddp")
+    world = World.join(spec.timeout)
+    torch.manual_seed(world.rank)
+    with pytest.raises(SpecError) as caught:
+        ptrain.interpret(spec, pairs(), world)
+    return str(caught.value)
+
+
+def test_weights_that_differ_between_ranks_are_told_on_every_rank(ranks: Ranks) -> None:
+    for message in ranks.run(2, _drawn_apart):
+        assert "rank 1 has other weights in it than rank 0" in message
+        assert "torch.manual_seed" in message

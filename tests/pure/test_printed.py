@@ -1,0 +1,45 @@
+"""What the API returns prints as the command line prints it, and its `repr` is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import ptrain as api
+
+SPECS = ["zero3", "8b-ddp", "pp-1f1b", "tp-sp"]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_value_prints_what_its_command_prints(ptrain: Callable[..., str], name: str) -> None:
+    document = api.load(name)
+    derivation = api.derive(document.spec)
+    assert f"{derivation}\n" == ptrain("predict", name)
+    assert f"{document}\n" == f"{document.spec}\n" == ptrain("specs", "show", name)
+    assert f"{derivation.plan}" == f"{api.lower(document.spec)}"
+    warnings = [f"warning: {warning}" for warning in derivation.exact.warnings]
+    assert "\n".join([str(derivation.plan), *warnings, ""]) == ptrain("plan", name)
+
+
+@pytest.mark.parametrize("column", ["paper", "exact"])
+def test_an_estimate_prints_its_column_alone(column: str) -> None:
+    derivation = api.derive(api.load("zero3").spec)
+    lines = str(getattr(derivation, column)).splitlines()
+    assert lines[0].split() == ["memory", "per", "rank", column]
+    sent = next(line for line in lines if line.startswith("sent per step")).split()
+    whole = next(line for line in str(derivation).splitlines() if line.startswith("sent per step"))
+    assert " ".join(sent[-2:]) in whole
+
+
+def test_a_repr_is_a_line() -> None:
+    document = api.load("70b-zero3")
+    derivation = api.derive(document.spec)
+    for value in (document, document.spec, derivation, derivation.exact, derivation.plan):
+        assert "\n" not in repr(value) and len(repr(value)) < 120
+
+
+def test_what_is_known_of_a_spec_only_to_its_models_code_is_asked_for_in_python_too() -> None:
+    spec = api.load("zero3", ["model={target: tests.models_external:necks}"]).spec
+    with pytest.raises(Exception, match=r"read_facts\(spec, allow_import=True\)"):
+        api.derive(spec)

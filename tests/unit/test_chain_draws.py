@@ -1,0 +1,77 @@
+"""Which models that draw random numbers, or train otherwise than they evaluate, the pipeline axis
+refuses: those whose stages would draw others than the model does, or train something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.interpreter.stages import stages_of_module
+from ptrain.models.facts import untraced_facts
+from ptrain.spec.spec import Spec
+from tests.unit.test_chain import OTHERS, made, refused, spec_of
+
+
+def drawing(kind: str) -> Spec:
+    return spec_of({"target": "tests.models_drawing:drawing", "arguments": {"kind": kind}})
+
+
+REFUSED = {
+    "trainsalong": "more than hidden states goes from layer to layer (numbers without a gradient)",
+    "trainsalongdropping": "more than hidden states goes from layer to layer (numbers without",
+    "masked": "what h.0 is given depends on what was drawn before",
+    "locked": "is given depends on what was drawn before, and random numbers are drawn outside",
+    "lockedbymodule": "the model's output depends on what it drew before",
+    "maskedbetween": "is given depends on what was drawn before, and random numbers are drawn",
+    "dropsbetween": "the forward pass draws random numbers of its own between its layers",
+    "dropslayers": "the forward pass draws random numbers of its own between its layers",
+}
+SOUND: dict[str, dict[str, Any]] = {
+    "modules at the ends and between": {
+        "target": "tests.models_drawing:drawing", "arguments": {"kind": "dropsatends"},
+    },
+    "nanoGPT": {"target": "tests.models_foreign:nano", "arguments": {"dropout": 0.1}},
+    "dropping": {"target": "tests.models_foreign:dropping"},
+    "by a function": {"target": "tests.models_staged:staged", "arguments": {"kind": "dropping"}},
+    "gpt2": OTHERS["gpt2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_stages_would_draw_or_train_otherwise_is_refused_by_name(kind):
+    assert REFUSED[kind] in refused(drawing(kind))[1]
+
+
+@pytest.mark.parametrize("model", SOUND)
+def test_dropout_of_hidden_states_alone_is_on_stages(model):
+    spec = spec_of(SOUND[model])
+    module = made(spec)
+    assert stages_of_module(spec, module, untraced_facts(module, spec)) is not None
+
+
+def test_layers_that_are_skipped_at_random_are_refused_whatever_the_seed():
+    spec, findings = drawing("dropslayersatonce"), []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        findings.append(refused(spec, made(spec))[1])
+    known = "does not go through the layers", "skips some at random"
+    assert all(any(words in finding for words in known) for finding in findings)
+    assert any(known[1] in finding for finding in findings)
+
+
+def test_a_step_that_draws_in_front_of_the_model_and_behind_is_refused():
+    model = {"target": "tests.models_staged:staged", "arguments": {"kind": "plain"}}
+    spec = spec_of(model, step={"target": "tests.models_drawing:noisy"})
+    assert "the model's output depends on what it drew before" in refused(spec, made(spec))[1]
+
+
+def test_what_is_drawn_to_look_at_a_model_is_drawn_for_nobody():
+    spec = drawing("dropsatends")
+    module = made(spec).eval()
+    state = torch.get_rng_state()
+    stages_of_module(spec, module, untraced_facts(module, spec))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(part.training for part in module.modules())
+    assert module.drop.p == 0.1
