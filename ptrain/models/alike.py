@@ -19,6 +19,7 @@ from ptrain.models.boundary import boundary, said
 from ptrain.models.modes import in_mode
 from ptrain.models.one_pass import OnePass
 from ptrain.models.other_samples import least_embeddings
+from ptrain.models.sub_blocks import standing_alone
 from ptrain.spec.axis import Axis
 from ptrain.spec.role import COLUMNS, ROWS, Role
 from ptrain.spec.spec import Spec
@@ -137,12 +138,11 @@ def _crossing(
 
 def _boundaries(module: nn.Module, named: Named, blocks: Sequence[str]) -> Iterator[_Boundary]:
     yield _Boundary(blocks[0], of_input=True, gathers=False)
-    opened = [name for name, role in named.items() if role is Role.WHOLE_INPUT]
+    alone = standing_alone(named.items())
     for name, role in named.items():
-        is_alone = not any(name.startswith(f"{parent}.") for parent in opened)
         if not any(name.startswith(f"{block}.") for block in blocks):
             continue
-        if role is Role.WHOLE_INPUT or (role in COLUMNS and is_alone):
+        if role is Role.WHOLE_INPUT or (role in COLUMNS and name in alone):
             yield _Boundary(name, of_input=True, gathers=True)
         elif role in ROWS:
             yield _Boundary(name, of_input=False, gathers=False)

@@ -13,12 +13,12 @@ from ptrain.models.alike import require_alike
 from ptrain.models.linear import features, is_linear
 from ptrain.models.one_pass import OnePass
 from ptrain.models.own_tokens import TokenSlices
-from ptrain.models.slices import follow, in_any_block
+from ptrain.models.slices import follow
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec import slips
 from ptrain.spec.axis import Axis
-from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits
+from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits, in_any_block
 from ptrain.spec.spec import Spec
 
 _LINEAR = (*COLUMNS, *ROWS)
@@ -128,11 +128,19 @@ def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
 def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:
     seen: dict[str, Role] = {}
     for pattern, role in roles:
-        for name in matching(module, pattern):
+        for name in _meant(module, pattern, role):
             if name in seen:
                 finding = f"{name} has two roles, {seen[name]} and {role}"
                 raise refused(place, finding, "give it one")
             seen[name] = role
+
+
+def _meant(module: nn.Module, pattern: str, role: Role) -> Iterator[str]:
+    """The names of the modules that a pattern means, or of the attributes of such that count."""
+    if role is not Role.COUNT:
+        return matching(module, pattern)
+    owner, _, attribute = pattern.rpartition(".")
+    return (f"{name}.{attribute}" for name in matching(module, owner))
 
 
 def _require_something_cut(named: dict[str, Role], place: str) -> None:

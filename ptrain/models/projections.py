@@ -31,10 +31,10 @@ class Projections:
 
     def see(self, read: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
         """An operator made `results` of what it read."""
-        whole = {storage_of(tensor)._cdata for tensor in read if self._is_whole(tensor)}
+        whole = {storage_of(tensor)._cdata for tensor in read if self.is_whole(tensor)}
         for tensor in results:
             key = storage_of(tensor)._cdata
-            if key in whole and not self._is_whole(tensor):
+            if key in whole and not self.is_whole(tensor):
                 name, features, elements = self._outputs[key]
                 number, rest = divmod(tensor.numel() * features, elements)
                 if not rest:
@@ -48,6 +48,11 @@ class Projections:
         is_tiled = [0, *ends] == [*(first for first, _ in pieces), self._features.get(name)]
         return tuple(number for _, number in pieces) if is_tiled and len(pieces) > 1 else ()
 
-    def _is_whole(self, tensor: torch.Tensor) -> bool:
+    def owner(self, tensor: torch.Tensor) -> str:
+        """Return the layer that gives a tensor, or what it is a view of; empty where none does."""
+        return self._outputs.get(storage_of(tensor)._cdata, ("", 0, -1))[0]
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a view of all that a layer gives."""
         _, _, elements = self._outputs.get(storage_of(tensor)._cdata, ("", 0, -1))
         return tensor.numel() == elements

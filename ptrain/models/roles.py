@@ -21,13 +21,12 @@ from ptrain.models.boundary import boundary, said
 from ptrain.models.cuttable import cutting, matching
 from ptrain.models.known_plans import KNOWN_PLANS
 from ptrain.models.linear import is_transposed
-from ptrain.models.slices import in_any_block
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import R
-from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles
+from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, in_any_block
 from ptrain.spec.spec import Spec
 
 # transformers' words (4.56 to 5). None: whole on every rank, which is how between the sub-blocks
@@ -170,10 +169,13 @@ def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
         is_count = word == Role.COUNT
         names = list((_counting if is_count else matching)(module, pattern))
         is_head = any(module.get_submodule(name) is _head(module) for name in names)
-        is_gathered = word in _GATHERED and not is_head
-        if word not in (*GIVEN, *_THEIRS) or is_gathered:
-            within = " of a module that is not the head" if is_gathered else ""
-            finding = f"the plan's entry {pattern}: {word}{within} is none that ptrain knows"
+        if word in _GATHERED and not is_head:
+            finding = f"the plan's entry {pattern}: {word} gathers what a module that is not the "
+            finding += "head gives, which is not done"
+            remedy = "write a tensor.plan of your own, in which a layer of several projections is "
+            raise refused(plan.place, finding, f"{remedy}fused column, and a row is behind it")
+        if word not in (*GIVEN, *_THEIRS):
+            finding = f"the plan's entry {pattern}: {word} is none that ptrain knows"
             words = (*GIVEN, *_THEIRS)
             remedy = f"known are {', '.join(words)}; write a tensor.plan of your own"
             raise refused(plan.place, finding, remedy)
@@ -216,9 +218,7 @@ def _head(module: nn.Module) -> nn.Module | None:
 def _shown(module: nn.Module) -> str:
     """The names of its layers, once for all blocks."""
     names = [name for name, child in module.named_modules() if isinstance(child, _LAYERS)]
-    patterns = dict.fromkeys(
-        ".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names
-    )
+    patterns = dict.fromkeys(map(in_any_block, names))
     return ", ".join(patterns) or "no linear layer and no embedding"
 
 

@@ -26,11 +26,10 @@ from ptrain.models.ledger import Ledger, storage_of
 from ptrain.models.linear import is_linear
 from ptrain.models.one_pass import OnePass
 from ptrain.models.own_tokens import TokenSlices
-from ptrain.models.projections import Projections
-from ptrain.spec.role import COLUMNS, ROWS, Role
+from ptrain.models.parting import Parting, Problem, ViewCalls
+from ptrain.spec.role import COLUMNS, ROWS, Role, in_any_block
 
 Named = Mapping[str, Role]  # modules with their roles
-Problem = tuple[str, str]  # what was found, and the remedy
 
 _OPERATORS = (*COLUMNS, *ROWS, Role.HEAD, Role.VOCABULARY)  # cut together with what they read
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
@@ -57,6 +56,7 @@ def follow(
         once.prepared() as run,
         follower.hooked(),
         follower,
+        ViewCalls(follower.judge_view),
     ):
         follower.give(once.samples.tensors)
         follower.end(run())
@@ -78,7 +78,8 @@ class Follower(Ledger):
     ) -> None:
         super().__init__()
         self.problem: Problem | None = None
-        self.projections = Projections()
+        self._parting = Parting()
+        self.projections = self._parting.projections
         self.tokens = tokens
         self._draws = Draws(named, tokens.blocks)
         self._counting = counting
@@ -94,7 +95,7 @@ class Follower(Ledger):
         for marks in (self._slices, self._opened, self._learnt):
             marks.pop(key, None)
         self._given.discard(key)
-        self.projections.died(key)
+        self._parting.died(key)
         self._draws.died(key)
         self.tokens.died(key)
         self._counted.pop(key, None)
@@ -110,6 +111,7 @@ class Follower(Ledger):
 
     def end(self, output: object) -> None:
         """Complain where the model returns a slice of the features."""
+        self._say_first(self._parting.end())
         origins = self._origins(map(_key, _tensors(output)))
         if columns := [name for name in origins if self._named.get(name) is not Role.HEAD]:
             column = min(columns)
@@ -139,6 +141,9 @@ class Follower(Ledger):
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._running.append(name)
             self._draws.enter(name)
+            if role in _OPERATORS and not args:  # torch's styles look at what has a place alone
+                finding = f"{name} is a {role}, and is given its input by keyword"
+                self._say(finding, "call it with its input in front: layer(x)")
             first = next(filter(_is_real, (*args, *kwargs.values())), None)
             if isinstance(first, torch.Tensor):
                 self.tokens.enter(name, _key(first))
@@ -169,7 +174,7 @@ class Follower(Ledger):
             self.tokens.leave(name, outputs)
             self._leave(name, role, outputs)
             if role in COLUMNS and isinstance(output, torch.Tensor):
-                self.projections.gives(name, output)
+                self._parting.gives(name, output)
 
         return enter, leave
 
@@ -221,10 +226,23 @@ class Follower(Ledger):
         if not function._schema.name.endswith(_SHAPES_ALONE):
             if not any(self._named.get(name) in _OPERATORS for name in self._running[-1:]):
                 self._see_tokens(read, [_key(tensor) for tensor in _tensors(result)])
+                slices = [
+                    (t, min(self._slices[_key(t)])) for t in tensors if _key(t) in self._slices
+                ]
+                parted = self._parting.operator(function, args, kwargs, slices, self._where())
+                self._say_first(parted)
             self._judge(read)
             for tensor in _tensors(result):
                 self._mark(tensor, read)
+            narrow = (tensor for tensor in tensors if _key(tensor) in self._slices)
+            self._parting.passes_on(narrow, _tensors(result))
         return result
+
+    def judge_view(self, tensor: torch.Tensor, sizes: tuple[int, ...], view: torch.Tensor) -> None:
+        """Complain where heads are counted of a slice, and nobody counts for a rank."""
+        column = min(self._slices.get(_key(tensor), ()), default="")
+        if column and not any(name in self._counting for name in self._running[-1:]):
+            self._say_first(self._parting.view(tensor, sizes, view, column, self._where()))
 
     def _judge(self, read: list[int]) -> None:
         slices, learnt = self._origins(read), self._whole(read)
@@ -336,13 +354,15 @@ class Follower(Ledger):
             if key in self._learnt and key not in self._slices and key not in self._opened
         ]
 
+    def _where(self) -> str:
+        return (self._running[-1] if self._running else "") or "the model"
+
+    def _say_first(self, problems: Iterable[Problem]) -> None:
+        for problem in problems:
+            self._say(*problem)
+
     def _say(self, finding: str, remedy: str) -> None:
         self.problem = self.problem or (finding, remedy)
-
-
-def in_any_block(name: str) -> str:
-    """The name as a plan writes it, for all blocks."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -61,3 +61,8 @@ def fits(pattern: str, name: str) -> bool:
 @cache
 def _expression(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+
+
+def in_any_block(name: str) -> str:
+    """Return a module's name as a plan writes it, for all blocks."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -134,6 +134,13 @@ def test_a_count_is_an_integer_of_a_module():
     assert finding == "no number is called transformer.h.*.attn.dropout"
 
 
+def test_a_count_that_two_patterns_mean_has_two_roles():
+    plan = NANO_PLAN | {"transformer.h.0.attn.n_head": "count"}
+    place, finding = refusal(nano(), spec_of(plan=plan))
+    assert place == "tensor.plan"
+    assert finding == "transformer.h.0.attn.n_head has two roles, count and count"
+
+
 def test_what_counts_gives_its_input_to_its_columns_alone():
     plan = NANO_PLAN | {"transformer.h.*.mlp.width": "count"}
     model = nano()

@@ -37,6 +37,7 @@ from ptrain.errors import refused
 from ptrain.models.arguments import with_first
 from ptrain.models.chunked import LossInside
 from ptrain.models.loss import token_loss_sum
+from ptrain.models.sub_blocks import standing_alone
 from ptrain.rooms.registry import Registry
 from ptrain.spec.role import COLUMNS, ROWS, Role, fits
 from ptrain.steps.step import ChunkedLoss, Parallelize
@@ -170,13 +171,12 @@ def parallelize(
     """Cut `model` over `device_mesh` (1-d) as the plan says. Its tensors may be on meta."""
     tied = _tied(model)
     order = FusedOrder(step, device_mesh.size())
-    opened = [name for name, role in _named(model, step) if role is Role.WHOLE_INPUT]
+    alone = standing_alone(_named(model, step))
     for name, role in _named(model, step):
         module = model.get_submodule(name)
         if role in COLUMNS:
             order.reorder(name, module)
-        is_alone = not any(name.startswith(f"{parent}.") for parent in opened)
-        for style in _styles(step, role, registry, is_alone=is_alone):
+        for style in _styles(step, role, registry, is_alone=name in alone):
             parallelize_module(module, device_mesh, style, src_data_rank=None)
     _tie_again(model, tied)
     _count_for_itself(model, step, device_mesh.size())
