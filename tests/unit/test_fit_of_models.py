@@ -16,6 +16,7 @@ from ptrain.models.dropout import drops_out
 from ptrain.spec.load import load
 from ptrain.traces import on_fakes
 from ptrain.traces.facts import facts_of
+from ptrain.version import torch_minor
 from tests.models_external import Necks
 
 # 0.7e9 parameters: above 2 GiB in fp32
@@ -52,6 +53,9 @@ def test_a_large_model_of_transformers_fits_or_not_by_its_peak(ptrain):
     assert "does not fit by " in text and "or more" not in text
 
 
+@pytest.mark.skipif(
+    torch_minor() in ("2.14", "2.15"), reason="from 2.14 on kernels take fewer heads of keys"
+)
 def test_where_a_gpu_has_no_kernel_for_groups_of_heads_no_fit_is_claimed(ptrain):
     """In 32 bits torch's attention on GPUs takes as many heads of keys as of queries, or goes
     operator by operator; on a CPU one kernel takes all."""

@@ -21,6 +21,7 @@ from ptrain.rooms.patches import PATCHES, Chunks, patched
 from ptrain.selection.recompute import settled
 from ptrain.simulation.execute import Simulated, simulate
 from ptrain.spec.load import load
+from ptrain.version import torch_minor
 from tests.unit.test_simulation import SMALL, small
 
 
@@ -135,6 +136,9 @@ def test_lazy_chunks_are_those_of_torch(rows, columns, number, data) -> None:
         found[number]
 
 
+@pytest.mark.skipif(
+    torch_minor() in ("2.14", "2.15"), reason="2.15 has the shapes of all dtypes; 2.14 is not asked"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_without_its_patch_a_grouped_product_has_shapes_in_bf16_alone(dtype) -> None:
     """Of the others torch has the shapes that it gives on real tensors."""
