@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ptrain.internals.autograd import number_of
 from ptrain.internals.pipelining import (
     node_of,
     stage_backward,
@@ -58,6 +59,6 @@ def in_model_order(groups: Groups, parameters: Sequence[Tensor]) -> None:
     for group in groups:
         group["params"] = sorted(group["params"], key=places.__getitem__)
         group["intermediates"] = nodes = list(group["intermediates"])
-        order = sorted(range(len(nodes)), key=lambda place: nodes[place]._sequence_nr())
+        order = sorted(range(len(nodes)), key=lambda place: number_of(nodes[place]))
         for key in ("intermediates", "grads"):
             group[key] = [group[key][place] for place in order]
