@@ -24,6 +24,7 @@ LAYERS = (
     r"ptrain\.(errors|units|by_rank|costs|wording|timeline|import_path|installed|output)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.facts(\..*)?",
+    r"ptrain\.rates(\..*)?",
     r"ptrain\.steps(\..*)?",
     r"ptrain\.rooms\.(room|ghost)",
     r"ptrain\.optimizers\.(update|ghost)",

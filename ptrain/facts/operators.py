@@ -1,0 +1,100 @@
+"""What a step computes, operator by operator: the vocabulary that traces write and clocks read.
+
+An operator has a kind, a dtype and the dimensions that its time depends on; how long that takes on
+a machine, the machine's rates say. A pass is a list of operators and of the collectives between
+them, in the order of execution.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ptrain.costs import Collective
+from ptrain.spec.precision import DType
+
+
+class OperatorKind(StrEnum):
+    """Operators whose time depends on the same dimensions, and is measured as one."""
+
+    PRODUCT = "product"  # dimensions: (matrices, rows, inner, columns)
+    ATTENTION = "attention"  # fused, forward: (samples, heads, queries, keys, features of a head)
+    ATTENTION_BACKWARD = "attention_backward"  # the same
+    # Of all that follow the one dimension is bytes, read and written together.
+    POINTWISE = "pointwise"  # sums, products, masks
+    ACTIVATION = "activation"  # what takes exponentials element by element: GELU, SiLU, tanh
+    NORM = "norm"  # of rows: layer and RMS norms, sums, means
+    SOFTMAX = "softmax"  # softmax and cross-entropy, and their gradients
+    COPY = "copy"  # copies, casts, concatenations
+    INDEX = "index"  # rows by number: an embedding, its gradient
+    DRAW = "draw"  # random numbers
+
+    @property
+    def is_of_bytes(self) -> bool:
+        """Whether its time depends on the bytes that it reads and writes, and not on shapes."""
+        return self not in (
+            OperatorKind.PRODUCT,
+            OperatorKind.ATTENTION,
+            OperatorKind.ATTENTION_BACKWARD,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """`times` operators of one kind, dtype and size: `dimensions` are its kind's."""
+
+    kind: OperatorKind
+    dtype: DType
+    dimensions: tuple[int, ...]
+    times: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one of them, two for a multiplication and its addition: of
+        fused attention two products forward and five backward (`models.work`), whole as if nothing
+        were masked; 0 of what is bound by memory."""
+        match self.kind:
+            case OperatorKind.PRODUCT:
+                return 2 * math.prod(self.dimensions)
+            case OperatorKind.ATTENTION:
+                return 4 * math.prod(self.dimensions)
+            case OperatorKind.ATTENTION_BACKWARD:
+                return 10 * math.prod(self.dimensions)
+            case _:
+                return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective within a pass, over the axis that cuts operators, which awaits it: bytes of the
+    whole tensor."""
+
+    collective: Collective
+    payload: int
+    times: int = 1
+
+
+PassWork = tuple[Operator | Exchange, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """What one layer, or what stands in front of the layers or behind them, computes of one
+    micro-batch. `backward` holds what it computes again of forward; `inputs` and `weights` are its
+    halves, where these are computed apart."""
+
+    forward: PassWork
+    backward: PassWork
+    inputs: PassWork = ()
+    weights: PassWork = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """What a rank computes of one micro-batch, by layer (of all layers of the model, in their
+    order). `front` is the embedding; `behind` the last norm, the head and the loss."""
+
+    front: LayerWork
+    layers: tuple[LayerWork, ...]
+    behind: LayerWork
