@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.batch import Batch
 from ptrain.spec.spec import Spec
 
 
@@ -36,15 +37,18 @@ class AxisSpace:
     choices: Callable[[Spec, int], Iterable[AxisChoice]]
 
 
-_ORDER = tuple(Axis)
+_ORDER = {axis: place for place, axis in enumerate(Axis)}
 
 
-def chosen(spec: Spec, choices: Iterable[AxisChoice]) -> Spec:
-    """Return the spec with one choice of each room: outermost the axis that `Axis` has first."""
-    choices = tuple(choices)
-    factors = [factor for choice in choices for factor in choice.factors if factor.degree > 1]
-    factors.sort(key=lambda factor: _ORDER.index(factor.axis))
-    changes = {name: value for choice in choices for name, value in choice.changes}
+def chosen(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None) -> Spec:
+    """Return the spec with one choice of each room, outermost the axis that `Axis` has first, and
+    with another batch."""
+    factors: list[Factor] = []
+    changes: dict[str, Any] = {"batch": batch or spec.batch}
+    for choice in choices:
+        factors += [factor for factor in choice.factors if factor.degree > 1]
+        changes |= choice.changes
+    factors.sort(key=lambda factor: _ORDER[factor.axis])
     return replace(spec, factors=tuple(factors), trivial_factors=(), **changes)
 
 

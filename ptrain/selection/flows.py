@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.pipeline.bubble import closed_form
@@ -16,13 +18,41 @@ from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import StageCost, equal_stages, simulate
 from ptrain.axes.pipeline.stage_facts import layers
 from ptrain.facts.model import ModelFacts
+from ptrain.selection.arrays import numpy
 from ptrain.selection.profile import Seconds
-from ptrain.selection.score import Place, Step
+from ptrain.selection.score import Places
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 
-_ROUNDS = 3  # of as many micro-batches as stages: then a schedule's waits are all there
+_ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
+_PLACES = 3  # the first rank, the fullest of those in the middle, the last one
+Row = tuple[int, bool, bool, float, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """One choice of the pipeline's: ranks, stages on each, and its schedule (None of one rank)."""
+
+    choice: AxisChoice
+    ranks: int
+    per_rank: int
+    schedule: ScheduleName | None
+
+    @property
+    def shape(self) -> tuple[ScheduleName | None, int, int]:
+        return self.schedule, self.ranks, self.per_rank
+
+
+def flow_of(base: Spec, choice: AxisChoice) -> Flow:
+    """Return a choice as a flow."""
+    ranks = choice.degree(Axis.PP)
+    if ranks == 1:
+        return Flow(choice=choice, ranks=1, per_rank=1, schedule=None)
+    said = chosen(base, (choice,)).pipeline
+    assert isinstance(said.schedule, ScheduleName), "a schedule with a name"
+    per_rank = said.stages_over(ranks) // ranks
+    return Flow(choice=choice, ranks=ranks, per_rank=per_rank, schedule=said.schedule)
 
 
 @dataclass(frozen=True)
@@ -32,66 +62,74 @@ class Flows:
     base: Spec
     facts: ModelFacts
     cuts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    rows: dict[tuple[object, ...], list[Row]] = field(default_factory=dict)
     waits: dict[tuple[object, ...], float] = field(default_factory=dict)
 
-    def step(self, choice: AxisChoice, micro_batches: int) -> Step:
-        """Return what the ranks have: without a pipeline one for all."""
-        ranks = choice.degree(Axis.PP)
-        if ranks == 1:
-            number = len(layers(self.base, self.facts).layers)
-            whole = Place(layers=number, has_front=True, has_behind=True, in_flight=1)
-            return Step(
-                places=(whole,), micro_batches=micro_batches, stages_per_rank=1, is_pipeline=False
-            )
-        spec = chosen(self.base, (choice,))
-        stages = spec.pipeline.stages_over(ranks)
-        assert isinstance(spec.pipeline.schedule, ScheduleName), "a schedule with a name"
-        per_rank, name = stages // ranks, spec.pipeline.schedule
+    @cached_property
+    def num_layers(self) -> int:
+        """Return the layers of the model."""
+        return len(layers(self.base, self.facts).layers)
+
+    def places(self, flows: Sequence[Flow], micro_batches: int) -> Places:
+        """Return what the ranks have, flow by flow."""
+        np = numpy()
+        table = np.array([self._rows(flow, micro_batches) for flow in flows], dtype=float)
+        named = ("layers", "front", "behind", "in_flight", "boundaries")
+        return Places(**{name: table[:, :, at] for at, name in enumerate(named)})
+
+    def _rows(self, flow: Flow, micro_batches: int) -> list[Row]:
+        key = (*flow.shape, micro_batches)
+        if key not in self.rows:
+            self.rows[key] = list(self._make_rows(flow, micro_batches))
+        return self.rows[key]
+
+    def _make_rows(self, flow: Flow, micro_batches: int) -> list[Row]:
+        if flow.schedule is None:
+            return [(self.num_layers, True, True, 1.0, 0)] * _PLACES
+        counts = self._counts(flow)
         size = PipelineSize(
-            schedule=name, ranks=ranks, stages_per_rank=per_rank, microbatches=micro_batches
+            schedule=flow.schedule,
+            ranks=flow.ranks,
+            stages_per_rank=flow.per_rank,
+            microbatches=micro_batches,
         )
-        counts = self._counts(spec, stages)
-        different = dict.fromkeys((0, 1, ranks // 2, ranks - 1))
-        places = [self._place(size, rank, counts) for rank in different]
-        return Step(
-            places=places,
-            micro_batches=micro_batches,
-            stages_per_rank=per_rank,
-            is_pipeline=True,
+        rows = [self._row(size, rank, counts) for rank in range(flow.ranks)]
+        middle = max(rows[1:-1] or rows[:1], key=lambda row: row[0] * row[3])
+        return [rows[0], middle, rows[-1]]
+
+    @staticmethod
+    def _row(size: PipelineSize, rank: int, counts: Sequence[int]) -> Row:
+        own = stages_of_rank(size, rank)
+        return (
+            sum(counts[stage] for stage in own),
+            0 in own,
+            len(counts) - 1 in own,
+            chunks_in_flight(size, rank) / size.stages_per_rank,
+            size.stages_per_rank,
         )
 
-    def _counts(self, spec: Spec, stages: int) -> tuple[int, ...]:
+    def _counts(self, flow: Flow) -> tuple[int, ...]:
+        stages = flow.ranks * flow.per_rank
         if stages not in self.cuts:
+            spec = chosen(self.base, (flow.choice,))
             cut = stages_of(spec, layers(spec, self.facts))
             self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
         return self.cuts[stages]
 
-    @staticmethod
-    def _place(size: PipelineSize, rank: int, counts: Sequence[int]) -> Place:
-        own = stages_of_rank(size, rank)
-        return Place(
-            layers=sum(counts[stage] for stage in own),
-            has_front=0 in own,
-            has_behind=len(counts) - 1 in own,
-            in_flight=chunks_in_flight(size, rank) / size.stages_per_rank,
-            boundaries=size.stages_per_rank,
-        )
-
-    def idle(self, choice: AxisChoice, step: Step, seconds: Seconds, busy: tuple[float, float]) -> float:
+    def idle(
+        self, flow: Flow, micro_batches: int, seconds: Seconds, busy: tuple[float, float]
+    ) -> float:
         """Return the seconds that the rank which waits most waits in a step, of equal stages that
         take as long as the longest; `busy` are its forward and backward of a micro-batch."""
-        spec, ranks = chosen(self.base, (choice,)), choice.degree(Axis.PP)
-        if ranks == 1:
+        name, per_rank = flow.schedule, flow.per_rank
+        if name is None:
             return 0.0
-        name = spec.pipeline.schedule
-        assert isinstance(name, ScheduleName), "a schedule with a name"
-        per_rank = step.stages_per_rank
         forward, backward = busy[0] / per_rank, busy[1] / per_rank
         share = seconds.weights / seconds.block[1] if seconds.block[1] else 0.0
         weight = backward * share
         cost = StageCost(forward=forward, input=backward - weight, weight=weight)
         size = PipelineShape(
-            ranks=ranks, stages_per_rank=per_rank, microbatches=step.micro_batches
+            ranks=flow.ranks, stages_per_rank=per_rank, microbatches=micro_batches
         )
         form = closed_form(name, size, cost)
         if form is not None:
@@ -111,3 +149,8 @@ class Flows:
             makespan = simulate(planned, equal_stages(planned)).makespan
             self.waits[key] = makespan - 3 * number * size.stages_per_rank
         return self.waits[key]
+
+
+def as_arrays(values: Sequence[float]) -> Any:
+    """Return numbers as an array."""
+    return numpy().array(values)

@@ -75,6 +75,11 @@ class Activity:
     backward_rise: int
     hidden: int
 
+    @property
+    def least(self) -> int:
+        """Return what some rank has of a micro-batch at least, whatever else it has."""
+        return max(self.behind_rise, self.front_rise, self.backward_rise)
+
     def times(self, number: int) -> Activity:
         """Return the bytes of so many times the samples."""
         if number == 1:

@@ -1,64 +1,33 @@
-"""What a choice of the data axes means to a search in closed form: coefficients of bytes and of
-seconds, for one rank's part of the model."""
+"""The choices of the data axes as arrays: coefficients of bytes and seconds, by which a search scores
+them for one rank's part of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
-from ptrain.axes.data.form import Form, form_of, has, tier_of
+from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
 from ptrain.costs import Collective, State
 from ptrain.derivation.optimizer_state import optimizer_itemsize
-from ptrain.rates.pace import Hook, Pace
+from ptrain.rates.pace import Pace
+from ptrain.selection.arrays import numpy
 from ptrain.selection.profile import Sizes, nodes_of
-from ptrain.spec.axis import DATA_AXES, Factor
 from ptrain.spec.dials import GradientSync, Overlap, UnitKind
 from ptrain.spec.placement import CUT, Distribution, Tier
+from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 
+Array = Any
+Columns = dict[str, Array]
 _BUCKET = 25 * 2**20  # bytes that DistributedDataParallel reduces at once
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataRow:
-    """Bytes per parameter that a rank has: `theta` and `omega` between steps, `grads` when
-    backward is over, `unreduced` before the last micro-batch of what is reduced then. `whole`: of a
-    gathered unit, 0 where nothing is gathered; `opened`: of a unit's gradients while they arrive,
-    `flying` while they are reduced. `ahead`: units that are gathered ahead. Numbers of a unit are
-    `unit`, its parameters, and `per_layer`, units of a layer.
-
-    Seconds: to `gather` and to `reduce` a unit, to `finish` a parameter that is whole again after
-    its update (of a unit), `update` of a parameter, `copy` of a parameter's states between tiers.
-    `of_root` scales a unit's seconds to those of a parameter of the root.
-    """
-
-    theta: float
-    omega: float
-    grads: float
-    unreduced: float
-    whole: float
-    opened: float
-    flying: float
-    ahead: float
-    unit: float
-    per_layer: float
-    is_late: bool
-    keeps_forward: bool
-    keeps_backward: bool
-    overlaps: bool
-    gather: float
-    reduce: float
-    finish: float
-    update: float
-    copy: float
-
-    @classmethod
-    def names(cls) -> Sequence[str]:
-        """Return the names of the columns."""
-        return [spot.name for spot in fields(cls)]
+_COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
+_THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
+_UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one
+_REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
 
 
 @dataclass(frozen=True)
@@ -84,169 +53,218 @@ class Machine:
             )
         return self._known[key]
 
-    def send(self, nodes: int, size: int) -> float:
-        """Return the seconds of a send between two ranks on one node or two."""
-        key = (Collective.SEND, 2, nodes, size)
-        if key not in self._known:
-            self._known[key] = self.pace.collective_seconds(
-                Collective.SEND, ranks=2, nodes=nodes, payload=size
-            )
-        return self._known[key]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """What one choice says, whatever its degrees are: `cut` by state which of its axes cut it."""
+
+    choice: AxisChoice
+    form: Form
+    cut: dict[State, tuple[bool, ...]]
+    near: dict[State, bool]
+    is_made: bool
+    is_brought: bool
+    is_late: bool
+    unit: int
+    keeps_forward: bool
+    keeps_backward: bool
+    overlaps: bool
+    ahead: int
+    is_copied_back: bool
 
 
-def row_of(machine: Machine, choice: AxisChoice, sizes: Sizes, within: int, form: Form) -> DataRow:
-    """Return the coefficients of a choice; `within`: ranks inside the data axes' groups; `form`
-    executes it."""
-    spec = chosen(machine.base, (choice,))
-    factors, layout = spec.factors, spec.precision.effective
-    reduced, kept = layout.reduced.itemsize, layout.gradients.itemsize
-    state = {which: _Share.of(factors, which) for which in (_THETA, _OMEGA, _GRADS)}
-    theta, omega, grads = state[_THETA], state[_OMEGA], state[_GRADS]
-    held = layout.parameters.itemsize
+def way_of(base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> _Way:
+    """Return what a choice says beside others, which decide by which form it is executed."""
+    spec = chosen(base, (choice, *beside))
+    form, factors = form_of(spec), choice.factors
+    cut = {
+        state: tuple(f.placement[state].distribution in CUT for f in factors)
+        for state in (_THETA, _OMEGA, _GRADS)
+    }
+    near = {state: tier_of(factors, state) is Tier.DEVICE for state in cut}
     is_made = has(factors, _THETA, Distribution.MATERIALIZED)
-    is_brought = is_made or theta.is_gathered or not theta.is_near
-    unit, per_layer = _unit(spec, sizes)
-    is_late = spec.sync.gradients is GradientSync.LAST
+    is_brought = is_made or any(cut[_THETA]) or not near[_THETA]
     is_flat = form is Form.FLAT
-    overlaps = spec.overlap is Overlap.BACKWARD if is_flat else spec.overlap is not Overlap.NONE
-    seconds = _Moves(machine, factors, within)
-    per_parameter = optimizer_itemsize(spec.optimizer, layout)
-    return DataRow(
-        theta=0.0 if is_made or not theta.is_near else held / theta.parts,
-        omega=per_parameter / omega.parts if omega.is_near else 0.0,
-        grads=kept / grads.parts if grads.is_near else 0.0,
-        unreduced=float(reduced) if is_late and grads.parts > 1 else 0.0,
-        whole=float(held) if is_brought else 0.0,
-        opened=float(held if not is_flat and grads.parts > 1 else 0),
-        flying=float(reduced) if grads.parts > 1 or is_flat else 0.0,
-        ahead=float(spec.prefetch or 0) if is_flat else 1.0 * is_brought,
-        unit=float(unit),
-        per_layer=per_layer,
-        is_late=is_late,
+    kind = spec.unit.kind
+    return _Way(
+        choice=choice,
+        form=form,
+        cut=cut,
+        near=near,
+        is_made=is_made,
+        is_brought=is_brought,
+        is_late=spec.sync.gradients is GradientSync.LAST,
+        unit=2 if kind is UnitKind.SUB_BLOCK else int(kind is UnitKind.BLOCKS),
         keeps_forward=is_brought and not spec.sync.reshard_after_forward,
         keeps_backward=is_brought and not spec.sync.reshard_after_backward,
-        overlaps=overlaps and machine.pace.overlaps,
-        gather=seconds.gather(unit * held, form) if is_brought else 0.0,
-        reduce=seconds.reduce(unit * reduced, form),
-        finish=seconds.finish(unit * held),
-        update=machine.pace.update_seconds(
-            spec.optimizer.name,
-            layout,
-            elements=max(1, sizes.block // omega.parts),
-            tensors=sizes.tensors,
-        )
-        / sizes.block,
-        copy=seconds.copied(spec, per_parameter / omega.parts, held / theta.parts),
+        overlaps=spec.overlap is Overlap.BACKWARD if is_flat else spec.overlap is not Overlap.NONE,
+        ahead=(spec.prefetch or 0) if is_flat else int(is_brought),
+        is_copied_back=spec.offload.update is Tier.DEVICE,
     )
 
 
-_THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
+class Ways:
+    """Choices over the same axes that are legal beside the same other choices, as arrays."""
 
+    def __init__(self, machine: Machine, ways: Sequence[_Way]) -> None:
+        np = numpy()
+        self.machine, self.ways = machine, ways
+        self.layout = machine.base.precision.effective
+        self.cut = {
+            state: np.array([way.cut[state] for way in ways], dtype=bool)
+            for state in (_THETA, _OMEGA, _GRADS)
+        }
+        self.made = np.array([way.is_made for way in ways])
+        self.brought = np.array([way.is_brought for way in ways])
+        self.unit = np.array([way.unit for way in ways])
+        self.flat = np.array([way.form is Form.FLAT for way in ways])
+        self.replicas = np.array([way.form in _REPLICAS for way in ways])
+        self.local = np.array([way.form is Form.LOCAL for way in ways])
+        self.by_tensor = np.array([way.form in BY_TENSOR for way in ways])
+        self.near = {
+            state: np.array([way.near[state] for way in ways]) for state in self.cut
+        }
+        self.fixed = {
+            name: np.array([float(getattr(way, name)) for way in ways])
+            for name in ("is_late", "keeps_forward", "keeps_backward", "ahead")
+        }
+        self.overlaps = np.array([float(way.overlaps) for way in ways]) * machine.pace.overlaps
+        self.back = np.array([way.is_copied_back for way in ways])
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
-    """Into how many parts a state is cut, whether it is gathered for use, and whether it is on the
-    device."""
+    def choice(self, index: int, degrees: Sequence[int]) -> AxisChoice:
+        """Return a choice with its degrees."""
+        way = self.ways[index].choice
+        factors = zip(way.factors, degrees, strict=True)
+        return replace(way, factors=tuple(replace(f, degree=d) for f, d in factors))
 
-    parts: int
-    is_gathered: bool
-    is_near: bool
+    def row_shards(self, degrees: Sequence[int]) -> Array:
+        """Return over how many ranks parameters are cut by rows; 1 where not tensor by tensor."""
+        np = numpy()
+        cut = np.where(self.cut[_THETA], np.array(degrees), 1).prod(axis=1)
+        made = np.where(self.made, degrees[-1] if degrees else 1, 1)
+        return np.where(self.by_tensor, np.maximum(cut, made), 1)
 
-    @classmethod
-    def of(cls, factors: Sequence[Factor], state: State) -> _Share:
-        cut = [f.degree for f in factors if f.placement[state].distribution in CUT]
-        return cls(
-            parts=prod(cut),
-            is_gathered=has(tuple(factors), state, Distribution.GATHERED),
-            is_near=tier_of(tuple(factors), state) is Tier.DEVICE,
+    def columns(self, degrees: Sequence[int], sizes: Sizes, within: int) -> Columns:
+        """Return the coefficients. Bytes per parameter that a rank has: `theta` and `omega` between
+        steps, `grads` when backward is over, `unreduced` before the last micro-batch of what is
+        reduced then, `whole` of a unit that is gathered, `opened` of a unit's gradients while they
+        arrive, `flying` while they are reduced; `ahead` units are gathered ahead. `unit`:
+        parameters of a unit, `per_layer`: units of a layer. Seconds to `gather` and to `reduce` a
+        unit and to make it whole again when it is updated (`finish`), and of a parameter's
+        `update`, copies between tiers included."""
+        np = numpy()
+        layout, base = self.layout, self.machine.base
+        held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
+        parts = {
+            state: np.where(cut, np.array(degrees, dtype=float), 1.0).prod(axis=1)
+            for state, cut in self.cut.items()
+        }
+        state = optimizer_itemsize(base.optimizer, layout)
+        is_cut = parts[_GRADS] > 1
+        moves = _Moves(self, degrees, within)
+        layers = np.array(_UNITS)[self.unit]
+        unit = np.where(self.unit == 2, sizes.largest_part, sizes.block * layers)
+        near = self.near
+        return {
+            **self.fixed,
+            "overlaps": self.overlaps,
+            "theta": np.where(self.made | ~near[_THETA], 0.0, held / parts[_THETA]),
+            "omega": np.where(near[_OMEGA], state / parts[_OMEGA], 0.0),
+            "grads": np.where(near[_GRADS], layout.gradients.itemsize / parts[_GRADS], 0.0),
+            "unreduced": np.where(is_cut & (self.fixed["is_late"] > 0), float(reduced), 0.0),
+            "whole": np.where(self.brought, float(held), 0.0),
+            "opened": np.where(~self.flat & is_cut, float(held), 0.0),
+            "flying": np.where(is_cut | self.flat, float(reduced), 0.0),
+            "unit": unit.astype(float),
+            "per_layer": 1 / layers,
+            "gather": np.where(self.brought, moves.gather(unit * held), 0.0),
+            "reduce": moves.reduce(unit * reduced),
+            "finish": moves.finish(unit * held),
+            "update": self._update(parts[_OMEGA], sizes) + self._copied(parts, state, held),
+        }
+
+    def _update(self, parts: Array, sizes: Sizes) -> Array:
+        np, base = numpy(), self.machine.base
+        values, where = np.unique(parts, return_inverse=True)
+        seconds = [
+            self.machine.pace.update_seconds(
+                base.optimizer.name,
+                self.layout,
+                elements=max(1, int(sizes.block / part)),
+                tensors=sizes.tensors,
+            )
+            / sizes.block
+            for part in values
+        ]
+        return np.array(seconds)[where.reshape(-1)]
+
+    def _copied(self, parts: dict[State, Array], state: int, held: int) -> Array:
+        """Of a parameter: state that is updated on the device goes there and back; of what is
+        updated on the host the gradient goes and the parameter comes."""
+        np = numpy()
+        if self.near[_OMEGA].all():
+            return 0.0
+        down, up = (
+            self.machine.pace.copy_seconds(copy, _COPIED) / _COPIED
+            for copy in (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE)
         )
-
-
-def _unit(spec: Spec, sizes: Sizes) -> tuple[int, float]:
-    """Parameters of a unit, and units of a layer; of one cut into sub-blocks the largest's."""
-    match spec.unit.kind:
-        case UnitKind.SUB_BLOCK:
-            return sizes.largest_part, 2.0
-        case _:
-            return sizes.block * spec.unit.count, 1 / spec.unit.count
+        moved = np.where(self.back, state / parts[_OMEGA], held / parts[_OMEGA])
+        return np.where(self.near[_OMEGA], 0.0, moved * (down + up))
 
 
 class _Moves:
-    """Seconds in which a unit of so many bytes is moved over the data axes: innermost the shards,
+    """Seconds in which units of so many bytes are moved over the data axes: innermost the shards,
     which are `within` ranks apart, around them the copies."""
 
-    def __init__(self, machine: Machine, factors: Sequence[Factor], within: int) -> None:
-        self.machine, self.factors = machine, tuple(factors)
-        self.strides: dict[object, int] = {}
-        stride = within
-        for axis in reversed(DATA_AXES):
-            self.strides[axis] = stride
-            stride *= next((f.degree for f in factors if f.axis is axis), 1)
+    def __init__(self, ways: Ways, degrees: Sequence[int], within: int) -> None:
+        self.ways, self.degrees = ways, degrees
+        self.strides = [within * prod(degrees[at + 1 :]) for at in range(len(degrees))]
 
-    def _over(self, collective: Collective, factor: Factor, size: float) -> float:
-        stride = self.strides[factor.axis]
-        return self.machine.seconds(collective, factor.degree, stride, size)
+    def _over(self, collective: Collective, at: int, sizes: Array) -> Array:
+        """Seconds over one axis, of each size."""
+        np, machine = numpy(), self.ways.machine
+        values, where = np.unique(sizes, return_inverse=True)
+        seconds = [
+            machine.seconds(collective, self.degrees[at], self.strides[at], value)
+            for value in values
+        ]
+        return np.array(seconds)[where.reshape(-1)]
 
-    def gather(self, size: float, form: Form) -> float:
-        hook = Hook.FLAT_GATHER if form is Form.FLAT else Hook.FSDP2_GATHER
-        total = self.machine.pace.hook_seconds(hook)
-        for factor in self.factors:
-            if factor.placement.parameters.distribution in (*CUT, Distribution.MATERIALIZED):
-                total += self._over(Collective.ALL_GATHER, factor, size)
+    def _hook(self, flat: Hook, other: Hook) -> Array:
+        pace = self.ways.machine.pace
+        return numpy().where(self.ways.flat, pace.hook_seconds(flat), pace.hook_seconds(other))
+
+    def gather(self, sizes: Array) -> Array:
+        ways, total = self.ways, self._hook(Hook.FLAT_GATHER, Hook.FSDP2_GATHER)
+        for at in range(len(self.degrees)):
+            is_made = ways.made & ways.cut[_OMEGA][:, at]
+            total = total + self._over(Collective.ALL_GATHER, at, sizes) * (
+                ways.cut[_THETA][:, at] | is_made
+            )
         return total
 
-    def reduce(self, size: float, form: Form) -> float:
-        """Shards first: what copies sum then is a shard."""
-        if form is Form.LOCAL:
-            return 0.0
-        if form in (Form.REPLICATE, Form.SPREAD_UPDATE):
-            pieces = max(1.0, size / _BUCKET)
-            hook = self.machine.pace.hook_seconds(Hook.DDP_BUCKET)
-            (factor, *_) = self.factors
-            return pieces * (hook + self._over(Collective.ALL_REDUCE, factor, size / pieces))
-        hook = Hook.FLAT_REDUCE if form is Form.FLAT else Hook.FSDP2_REDUCE
-        total = self.machine.pace.hook_seconds(hook)
-        for factor in reversed(self.factors):
-            placement = factor.placement
-            is_cut = placement.gradients.distribution in CUT
-            is_cut = is_cut or placement.optimizer.distribution is Distribution.SHARDED
-            if is_cut:
-                total += self._over(Collective.REDUCE_SCATTER, factor, size)
-                size /= factor.degree
-            else:
-                total += self._over(Collective.ALL_REDUCE, factor, size)
-        return total
+    def reduce(self, sizes: Array) -> Array:
+        """Shards first: what copies sum then is a shard. DDP reduces by bucket."""
+        np, ways = numpy(), self.ways
+        if not self.degrees:
+            return np.zeros(len(sizes))
+        hook = self.ways.machine.pace.hook_seconds(Hook.DDP_BUCKET)
+        pieces = np.maximum(1.0, sizes / _BUCKET)
+        buckets = pieces * (hook + self._over(Collective.ALL_REDUCE, 0, sizes / pieces))
+        total = self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE)
+        for at in reversed(range(len(self.degrees))):
+            cut = ways.cut[_GRADS][:, at] | ways.cut[_OMEGA][:, at]
+            scattered = self._over(Collective.REDUCE_SCATTER, at, sizes)
+            total = total + np.where(
+                cut, scattered, self._over(Collective.ALL_REDUCE, at, sizes)
+            )
+            sizes = np.where(cut, sizes / self.degrees[at], sizes)
+        return np.where(ways.local, 0.0, np.where(ways.replicas, buckets, total))
 
-    def finish(self, size: float) -> float:
+    def finish(self, sizes: Array) -> Array:
         """What is gathered after the update: Theta that is whole where Omega is a slice."""
-        total = 0.0
-        for factor in self.factors:
-            placement = factor.placement
-            is_whole = placement.parameters.distribution is Distribution.REPLICATED
-            if is_whole and placement.optimizer.distribution is Distribution.SHARDED:
-                total += self._over(Collective.ALL_GATHER, factor, size)
+        ways, total = self.ways, numpy().zeros(len(sizes))
+        for at in range(len(self.degrees)):
+            spread = ways.cut[_OMEGA][:, at] & ~ways.cut[_THETA][:, at] & ~ways.made
+            total = total + self._over(Collective.ALL_GATHER, at, sizes) * spread
         return total
-
-    def copied(self, spec: Spec, omega: float, theta: float) -> float:
-        """Of a parameter: state that is updated on the device goes there and back, of what is
-        updated on the host the gradient goes and the parameter comes."""
-        size = 2**24
-        down, up = (
-            self.machine.pace.copy_seconds(copy, size) / size
-            for copy in (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE)
-        )
-        if tier_of(self.factors, _OMEGA) is Tier.DEVICE:
-            return 0.0
-        if spec.offload.update is Tier.DEVICE:
-            return omega * (down + up)
-        return theta * (down + up)
-
-
-def columns(rows: Sequence[DataRow]) -> dict[str, list[float]]:
-    """Return the rows by column."""
-    return {name: [float(getattr(row, name)) for row in rows] for name in DataRow.names()}
-
-
-def forms_of(base: Spec, choices: Sequence[AxisChoice]) -> Form:
-    """Return the form that executes what these choices make of the spec."""
-    return form_of(chosen(base, choices))

@@ -9,38 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import itemgetter
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
+from ptrain.costs import Collective
 from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import ModelWork
 from ptrain.rates.pace import Pace
 from ptrain.selection.arrays import numpy
-from ptrain.selection.flows import Flows
-from ptrain.selection.profile import (
-    Activity,
-    Seconds,
-    Sizes,
-    activity_of,
-    nodes_of,
-    seconds_of,
-    sizes_of,
-)
-from ptrain.selection.rows import Machine, columns, forms_of, row_of
-from ptrain.selection.score import Links, Step, compute_seconds, peaks, step_seconds
+from ptrain.selection.flows import Flow, Flows, flow_of
+from ptrain.selection.profile import Activity, Seconds, Sizes, activity_of, seconds_of, sizes_of
+from ptrain.selection.rows import Columns, Machine, Ways, way_of
+from ptrain.selection.score import Places, peaks, step_seconds
 from ptrain.selection.space import (
     KEPT,
+    THROUGH,
     Candidate,
-    Flow,
     Legality,
-    flow_of,
+    Through,
+    data_choices,
+    degrees_over,
     inner_products,
     kept_so,
     micro_batches,
-    outer_products,
-    row_shards,
-    with_batch,
+    pipelines,
+    through_of,
 )
 from ptrain.selection.where import Part, Where
 from ptrain.spec.activations import Kept
@@ -76,7 +71,7 @@ class Tally:
 
     scored: int = 0
     fitting: int = 0
-    least: Scored | None = None
+    least: tuple[float, Candidate] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,29 +107,38 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """Candidates that differ in their choices of the data axes alone."""
+    """Candidates that differ in their flow and in their choices of the data axes alone: `rows` and
+    `columns` are whose figures these are."""
 
     within: tuple[AxisChoice, ...]
-    pipeline: AxisChoice
+    flows: Sequence[Flow]
+    table: _DataTable
     micro: int
     kept: Kept
-    choices: Sequence[AxisChoice]
-    indices: Any
+    number: int
+    rows: Any
+    columns: Any
     peaks: Any
     seconds: Any
+    least: tuple[float, int, int]
 
     def scored(self, place: int) -> Scored:
         """Return one of them."""
+        where = int(self.rows[place]), int(self.columns[place])
         return Scored(
-            candidate=Candidate(
-                within=self.within,
-                pipeline=self.pipeline,
-                data=self.choices[int(self.indices[place])],
-                micro=self.micro,
-                kept=self.kept,
-            ),
+            candidate=self.candidate(*where),
             peak=float(self.peaks[place]),
             seconds=float(self.seconds[place]),
+        )
+
+    def candidate(self, row: int, column: int) -> Candidate:
+        """Return what stands at a place of the block."""
+        return Candidate(
+            within=self.within,
+            pipeline=self.flows[column].choice,
+            data=self.table.choice(row),
+            micro=self.micro,
+            kept=self.kept,
         )
 
 
@@ -157,8 +161,11 @@ class _Keeper:
 
     def take(self, block: _Block) -> None:
         np, task = numpy(), self.task
-        self.tally.scored += len(block.peaks)
-        self._least(block)
+        self.tally.scored += block.number
+        peak, *where = block.least
+        least = self.tally.least
+        if least is None or peak < least[0]:
+            self.tally.least = (peak, block.candidate(*where))
         fits = block.peaks <= task.room * _SLACK
         for rule in task.where.bounds("memory"):
             fits &= rule.holds_of(block.peaks)
@@ -182,12 +189,6 @@ class _Keeper:
         if len(self.best) > 4 * _KEPT:
             self._forget()
 
-    def _least(self, block: _Block) -> None:
-        place = int(block.peaks.argmin()) if len(block.peaks) else None
-        least = self.tally.least
-        if place is not None and (least is None or block.peaks[place] < least.peak):
-            self.tally.least = block.scored(place)
-
     def _bands(self, block: _Block, places: Any) -> None:
         """The fastest of each band of memory."""
         np = numpy()
@@ -201,12 +202,13 @@ class _Keeper:
                 self.front[band] = (seconds, block, int(places[at]))
 
     def _forget(self) -> None:
-        self.best.sort(key=lambda entry: entry[:2])
+        self.best.sort(key=itemgetter(0, 1))
         del self.best[_KEPT:]
         self.bound = self.best[-1][0]
 
     def found(self) -> Found:
-        self._forget() if self.best else None
+        if self.best:
+            self._forget()
         return Found(
             best=tuple(block.scored(place) for _, _, block, place in self.best),
             front=tuple(
@@ -216,12 +218,53 @@ class _Keeper:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _DataTable:
-    """The choices of the data axes for some ranks, and their rows as arrays."""
+    """The choices of the data axes for some ranks, as arrays: of several kinds of ways, each with
+    its degrees."""
 
-    choices: Sequence[AxisChoice]
-    columns: dict[str, Any]
+    def __init__(self, parts: Sequence[tuple[Ways, tuple[int, ...], Any, Columns]]) -> None:
+        np = numpy()
+        self.parts = [part[:3] for part in parts]
+        self.ends = np.cumsum([len(indices) for _, _, indices, _ in parts])
+        names = parts[0][3] if parts else ()
+        self.columns: Columns = {
+            name: np.concatenate([columns[name][indices] for _, _, indices, columns in parts])
+            for name in names
+        }
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def choice(self, row: int) -> AxisChoice:
+        """Return the choice that a row is of."""
+        at = int(numpy().searchsorted(self.ends, row, side="right"))
+        ways, degrees, indices = self.parts[at]
+        start = int(self.ends[at]) - len(indices)
+        return ways.choice(int(indices[row - start]), degrees)
+
+    def shaped(self, dimensions: int) -> Columns:
+        """Return the columns along the first of so many dimensions."""
+        shape = (-1,) + (1,) * (dimensions - 1)
+        return {name: column.reshape(shape) for name, column in self.columns.items()}
+
+    def at(self, rows: Any) -> Columns:
+        """Return some rows, one below the other."""
+        return {name: column[rows][:, None] for name, column in self.columns.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inner:
+    """How blocks are cut: by `ranks` ranks together."""
+
+    ranks: int
+    within: tuple[AxisChoice, ...]
+    spec: Spec
+    sizes: Sizes
+
+    @property
+    def shape(self) -> tuple[tuple[Axis, int], ...]:
+        """Return the axes and degrees, whatever their tuples are."""
+        return tuple((f.axis, f.degree) for choice in self.within for f in choice.factors)
 
 
 class _Search:
@@ -233,122 +276,179 @@ class _Search:
         self.legality = Legality(task.base)
         self.flows = Flows(task.base, self.facts)
         self.machine = Machine(task.base, task.pace)
+        self.choices = data_choices(task.base)
+        self.ways: dict[tuple[object, ...], Ways] = {}
         self.tables: dict[tuple[object, ...], _DataTable] = {}
         self.activities: dict[tuple[object, ...], Activity] = {}
+        self.seconds: dict[tuple[object, ...], Seconds] = {}
 
     def blocks(self) -> Iterator[_Block]:
         task = self.task
         for ranks, within in inner_products(task.base, task.devices):
             spec = chosen(task.base, within)
-            if task.devices % ranks or not task.where.admits(Part.WITHIN, spec):
+            if not task.where.admits(Part.WITHIN, spec):
                 continue
-            sizes = sizes_of(spec, self.facts)
-            for _, left, pipelines, datas in outer_products(task.base, task.devices // ranks):
-                flows = self._flows(pipelines)
-                for micro, number in micro_batches(task.base, left):
-                    batched = with_batch(replace(task.base, factors=()), micro)
-                    accumulated = replace(batched.batch, accumulate=number)
-                    batched = replace(batched, batch=accumulated)
-                    if task.where.admits(Part.BATCH, batched):
-                        yield from self._of_batch(
-                            (ranks, within, spec, sizes), (left, flows, datas), micro, number
-                        )
+            inner = _Inner(
+                ranks=ranks, within=within, spec=spec, sizes=sizes_of(spec, self.facts)
+            )
+            for left, choices in pipelines(task.base, task.devices // ranks):
+                flows = self._flows(choices)
+                for micro, number in micro_batches(task.base, left) if flows else ():
+                    if task.where.admits(Part.BATCH, _batched(task.base, micro, number)):
+                        yield from self._of_batch(inner, left, flows, micro, number)
 
-    def _flows(self, pipelines: Any) -> list[AxisChoice]:
+    def _flows(self, choices: Sequence[AxisChoice]) -> list[Flow]:
+        base, where = self.task.base, self.task.where
         return [
-            choice
-            for choice in pipelines
-            if self.task.where.admits(Part.PIPELINE, chosen(self.task.base, (choice,)))
+            flow_of(base, choice)
+            for choice in choices
+            if where.admits(Part.PIPELINE, chosen(base, (choice,)))
         ]
 
-    def _of_batch(self, inner: Any, outer: Any, micro: int, number: int) -> Iterator[_Block]:
-        ranks, within, spec, sizes = inner
-        left, flows, datas = outer
-        sized = replace(spec, batch=replace(spec.batch, micro=micro, accumulate=number))
+    def _of_batch(
+        self, inner: _Inner, left: int, flows: Sequence[Flow], micro: int, number: int
+    ) -> Iterator[_Block]:
+        legality = self.legality
+        flows = [flow for flow in flows if legality.pipeline(flow.choice, number)]
         for kept in KEPT:
-            kept_spec = kept_so(sized, kept)
-            if not self.task.where.admits(Part.KEPT, kept_spec):
+            if not self.task.where.admits(Part.KEPT, kept_so(inner.spec, kept)):
                 continue
-            usable = [
-                choice
-                for choice in flows
-                if self.legality.within(within, kept, flow_of(choice))
-                and self.legality.pipeline(choice, number)
-            ]
-            if not usable:
-                continue
-            activity = self._activity(within, spec, micro, kept)
-            seconds = seconds_of(kept_spec, self.task.work(kept_spec), self.task.pace)
-            for choice in usable:
-                table = self._table(
-                    (ranks, within, sizes), (left, datas), choice, many=number > 1
-                )
-                if table.choices:
-                    yield self._block(
-                        (within, sizes, activity, seconds), choice, table, (micro, number, kept)
-                    )
+            by_way: dict[Through, list[Flow]] = {}
+            for flow in flows:
+                by_way.setdefault(through_of(flow.choice), []).append(flow)
+            for way, alike in by_way.items():
+                if not legality.within(inner.within, kept, way):
+                    continue
+                if self._activity(inner, micro, kept).least > self.task.room * _SLACK:
+                    continue  # whatever the states are
+                table = self._table(inner, left, way, many=number > 1)
+                if len(table):
+                    yield self._block(inner, table, alike, (micro, number, kept))
 
-    def _block(self, inner: Any, choice: AxisChoice, table: _DataTable, batch: Any) -> _Block:
-        within, sizes, activity, seconds = inner
+    def _block(
+        self,
+        inner: _Inner,
+        table: _DataTable,
+        flows: Sequence[Flow],
+        batch: tuple[int, int, Kept],
+    ) -> _Block:
+        np, task = numpy(), self.task
         micro, number, kept = batch
-        step: Step = self.flows.step(choice, number)
-        busy = max((compute_seconds(place, seconds) for place in step.places), key=sum)
-        stride = self.task.devices // choice.degree(Axis.PP)
-        links = Links(
-            idle=self.flows.idle(choice, step, seconds, busy),
-            crossing=self._crossing(activity, stride) if step.is_pipeline else 0.0,
-            is_apart=self.task.pace.overlaps,
-        )
+        activity = self._activity(inner, micro, kept)
+        places = self.flows.places(flows, number)
+        peak = peaks(table.shaped(3), places, inner.sizes, activity, number).max(axis=2)
+        rows, columns = np.nonzero(peak <= task.room * _SLACK)
+        least = int(peak.argmin())
+        seconds = np.zeros(0)
+        if len(rows):
+            work = self._seconds(inner, micro, kept)
+            busy = step_seconds(
+                table.at(rows), places.at(columns), inner.sizes, work, number
+            ).max(axis=1)
+            seconds = busy + self._idle(flows, places, number, work, activity)[columns]
         return _Block(
-            within=within,
-            pipeline=choice,
+            within=inner.within,
+            flows=flows,
+            table=table,
             micro=micro,
             kept=kept,
-            choices=table.choices,
-            indices=numpy().arange(len(table.choices)),
-            peaks=peaks(table.columns, step, sizes, activity),
-            seconds=step_seconds(table.columns, step, sizes, seconds, links),
+            number=peak.size,
+            rows=rows,
+            columns=columns,
+            peaks=peak[rows, columns],
+            seconds=seconds,
+            least=(float(peak.flat[least]), *divmod(least, peak.shape[1])),
         )
 
-    def _crossing(self, activity: Activity, stride: int) -> float:
-        from_node = nodes_of(self.task.base, 2, stride)
-        return self.machine.send(from_node, activity.hidden)
+    def _idle(
+        self,
+        flows: Sequence[Flow],
+        places: Places,
+        number: int,
+        work: Seconds,
+        activity: Activity,
+    ) -> Any:
+        """What each flow's schedule leaves idle, and what it waits for at its boundaries: while it
+        fills and drains, and where nothing moves beside what is computed, for each micro-batch."""
+        np, pace = numpy(), self.task.pace
+        forward, backward = places.computing(work)
+        slowest = (forward + backward).argmax(axis=1)
+        waits = []
+        for at, flow in enumerate(flows):
+            if flow.schedule is None:
+                waits.append(0.0)
+                continue
+            busy = float(forward[at, slowest[at]]), float(backward[at, slowest[at]])
+            stride = self.task.devices // flow.ranks
+            crossing = self.machine.seconds(Collective.SEND, 2, stride, activity.hidden)
+            crossings = 2 * (flow.ranks - 1 + (0 if pace.overlaps else number * flow.per_rank))
+            waits.append(self.flows.idle(flow, number, work, busy) + crossings * crossing)
+        return np.array(waits)
 
-    def _activity(self, within: Any, spec: Spec, micro: int, kept: Kept) -> Activity:
+    def _activity(self, inner: _Inner, micro: int, kept: Kept) -> Activity:
         """Sizes grow with the samples from two on; one alone saves less."""
         least = min(micro, 2)
-        key = (within, least, kept)
+        key = (inner.within, least, kept)
         if key not in self.activities:
-            sized = replace(spec, batch=replace(spec.batch, micro=least))
+            sized = replace(inner.spec, batch=replace(inner.spec.batch, micro=least))
             self.activities[key] = activity_of(sized, kept)
         return self.activities[key].times(micro // least)
 
-    def _table(self, inner: Any, outer: Any, flow: AxisChoice, *, many: bool) -> _DataTable:
-        """The legal choices of the data axes beside a flow."""
-        ranks, within, sizes = inner
-        left, datas = outer
-        way, halving = flow_of(flow), flow.degree(Axis.PP) > 1
-        cut = tuple((c.factors[0].axis, c.factors[0].degree) for c in within if c.factors)
-        key = (cut, left, way, many)
+    def _seconds(self, inner: _Inner, micro: int, kept: Kept) -> Seconds:
+        key = (inner.within, micro, kept)
+        if key not in self.seconds:
+            spec = kept_so(_batched(inner.spec, micro, 1), kept)
+            self.seconds[key] = seconds_of(spec, self.task.work(spec), self.task.pace)
+        return self.seconds[key]
+
+    def _table(self, inner: _Inner, left: int, way: Through, *, many: bool) -> _DataTable:
+        """The legal choices of the data axes beside others."""
+        key = (inner.shape, left, way, many)
         if key in self.tables:
             return self.tables[key]
-        legality, where = self.legality, self.task.where
-        choices, rows = [], []
-        for choice in datas:
-            if not legality.data(choice, is_cut=bool(cut), flow=way, many=many):
-                continue
-            if cut and not legality.shards(within, row_shards(choice)):
-                continue
-            if where.constraints and not where.admits(Part.DATA, chosen(self.task.base, (choice,))):
-                continue
-            form = forms_of(self.task.base, (choice, flow, *within) if halving else (choice, *within))
-            choices.append(choice)
-            rows.append(row_of(self.machine, choice, sizes, ranks, form))
-        np = numpy()
-        arrays = {name: np.array(column) for name, column in columns(rows).items()}
-        table = _DataTable(choices=choices, columns=arrays)
-        self.tables[key] = table
-        return table
+        parts = []
+        for axes in self.choices:
+            for degrees in degrees_over(len(axes), left):
+                ways = self._ways(axes, inner, way, many=many)
+                indices = self._indices(ways, degrees, inner)
+                if len(indices):
+                    columns = ways.columns(degrees, inner.sizes, inner.ranks)
+                    parts.append((ways, degrees, indices, columns))
+        self.tables[key] = _DataTable(parts)
+        return self.tables[key]
+
+    def _indices(self, ways: Ways, degrees: tuple[int, ...], inner: _Inner) -> Any:
+        """Which of the ways are legal with these degrees, and obey what is asked of them."""
+        np, where, base = numpy(), self.task.where, self.task.base
+        if not ways.ways:
+            return np.zeros(0, dtype=int)
+        if not where.admits(Part.RANKS, chosen(base, (ways.choice(0, degrees),))):
+            return np.zeros(0, dtype=int)
+        fine = np.ones(len(ways.ways), dtype=bool)
+        if inner.within:
+            shards = ways.row_shards(degrees)
+            for number in np.unique(shards):
+                if not self.legality.shards(inner.within, int(number)):
+                    fine &= shards != number
+        return np.flatnonzero(fine)
+
+    def _ways(
+        self, axes: tuple[Axis, ...], inner: _Inner, way: Through, *, many: bool
+    ) -> Ways:
+        key = (axes, bool(inner.shape), way, many)
+        if key not in self.ways:
+            beside, base = (THROUGH[way], *inner.within), self.task.base
+            self.ways[key] = Ways(
+                self.machine,
+                [
+                    way_of(base, choice, beside)
+                    for choice in self.choices[axes]
+                    if self.legality.data(choice, inner.within, way, many=many)
+                    and self.task.where.admits(Part.DATA, chosen(base, (choice,)))
+                ],
+            )
+        return self.ways[key]
 
 
-__all__ = ["Flow", "Found", "Objective", "Scored", "Seconds", "Sizes", "Tally", "Task", "search"]
+def _batched(spec: Spec, micro: int, number: int) -> Spec:
+    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=number))

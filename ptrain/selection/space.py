@@ -7,11 +7,14 @@ with as little beside it as can be, and not once for each candidate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from functools import cached_property
+from math import prod
 
 from ptrain.algebra.legality import check, executed
-from ptrain.axes.candidates import AxisChoice, AxisSpace, chosen
+from ptrain.axes.candidates import AxisChoice, AxisSpace, chosen, divisors
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.axes.data.candidates import says_the_usual
 from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
@@ -19,9 +22,10 @@ from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
 from ptrain.derivation.activations import is_tabulated
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
-from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S, Tier
+from ptrain.spec.placement import S_STAR, Placement, R, S, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 
 # Rooms whose axes cut what a block computes; whatever they choose, a block's bytes and operators
@@ -82,10 +86,12 @@ def micro_batches(base: Spec, data_ranks: int) -> Iterator[tuple[int, int]]:
     yield from ((micro, samples // micro) for micro in _MICRO if samples % micro == 0)
 
 
-class Flow:
-    """How a step goes through the ranks, as far as the data axes see it."""
+class Through(Enum):
+    """How a step goes through the ranks, as far as the other rooms see it."""
 
-    ALONE, WHOLE, HALVES = range(3)
+    ALONE = auto()
+    WHOLE = auto()
+    HALVES = auto()
 
 
 @dataclass(frozen=True)
@@ -98,33 +104,26 @@ class Legality:
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
         """Of a schedule with so many micro-batches, of whole layers and no copies."""
-        key = ("pipeline", choice, choice.changes, micro_batches)
-        return self._asked(key, _sized(chosen(self.base, (choice,)), micro_batches))
+        key = ("pipeline", choice.factors, choice.changes, micro_batches)
+        return self._asked(
+            key, lambda: chosen(self.base, (choice,), _batch(self.base, micro_batches, 1))
+        )
 
-    def within(self, choices: tuple[AxisChoice, ...], kept: Kept, flow: int) -> bool:
+    def within(self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through) -> bool:
         """Of how blocks are cut and kept; false too where no table tells what that allocates."""
-        spec = chosen(self._tall, (_FLOWS[flow], *choices))
-        spec = kept_so(_sized(spec, _ENOUGH), kept)
-        key = ("within", choices, kept, flow)
-        return is_tabulated(spec) and self._asked(key, spec)
 
-    def data(self, choice: AxisChoice, *, is_cut: bool, flow: int, many: bool) -> bool:
-        """Of tuples and dials, whatever the degrees are: beside an axis within a block or none, and
-        of one micro-batch or several."""
-        factors = tuple(replace(factor, degree=2) for factor in choice.factors)
-        small = replace(choice, factors=factors)
-        key = ("data", factors, choice.changes, is_cut, flow, many)
-        if key in self.known:
-            return self.known[key]
-        spec = chosen(self._tall, (_FLOWS[flow], small, *(self._cut if is_cut else ())))
-        spec = _sized(spec, _ENOUGH if many else 1)
-        return self._asked(key, spec) and not self._is_usual(key, spec)
+        def spec() -> Spec:
+            return kept_so(self._tall((THROUGH[through], *choices), _ENOUGH), kept)
 
-    def _is_usual(self, key: tuple[object, ...], spec: Spec) -> bool:
-        if says_the_usual(spec):
-            self.known[key] = False
-            return True
-        return False
+        return self._asked(("within", choices, kept, through), spec, is_predicted=True)
+
+    def data(
+        self, choice: AxisChoice, within: tuple[AxisChoice, ...], through: Through, *, many: bool
+    ) -> bool:
+        """Of tuples and dials, whatever the degrees are: beside axes within a block or none, and of
+        one micro-batch or several. False too of a dial that says what goes without saying."""
+        spec = self._tall((THROUGH[through], choice, *within), _ENOUGH if many else 1)
+        return not (check(spec) or executed(spec) or says_the_usual(spec))
 
     def shards(self, choices: tuple[AxisChoice, ...], shards: int) -> bool:
         """Of tensors that are cut within a block and into so many shards over the data axes, each
@@ -133,30 +132,34 @@ class Legality:
             return True
         placement = Placement(parameters=S_STAR, optimizer=S, gradients=S)
         factor = Factor(axis=Axis.DP_SHARD, degree=shards, placement=placement)
-        spec = chosen(self._tall, (AxisChoice(factors=(factor,)), *choices))
-        return self._asked(("shards", choices, shards), _sized(spec, 1))
+        by_rows = AxisChoice(factors=(factor,))
+        return self._asked(
+            ("shards", choices, shards), lambda: self._tall((by_rows, *choices), 1)
+        )
 
-    @property
-    def _tall(self) -> Spec:
-        """With layers enough for any flow."""
+    @cached_property
+    def _roomy(self) -> Spec:
+        """The base with layers enough for any choices, on no cluster, which could have too few
+        devices for them."""
         model = self.base.model
-        is_low = isinstance(model, ModelShape) and model.layers < _LAYERS
-        return replace(self.base, model=replace(model, layers=_LAYERS)) if is_low else self.base
+        if isinstance(model, ModelShape) and model.layers < _LAYERS:
+            model = replace(model, layers=_LAYERS)
+        return replace(self.base, model=model, cluster=None)
 
-    @property
-    def _cut(self) -> tuple[AxisChoice, ...]:
-        """The smallest cut of a block that is one."""
-        products = inner_products(self.base, self.base.cluster.devices if self.base.cluster else 8)
-        return min(
-            ((ranks, choices) for ranks, choices in products if ranks > 1),
-            key=lambda product: product[0],
-            default=(1, ()),
-        )[1]
+    def _tall(self, choices: Iterable[AxisChoice], micro_batches: int) -> Spec:
+        choices = tuple(choices)
+        ranks = prod(c.degree(axis) for c in choices for axis in DATA_SPACE.axes)
+        return chosen(self._roomy, choices, _batch(self.base, micro_batches, ranks))
 
-    def _asked(self, key: tuple[object, ...], spec: Spec) -> bool:
+    def _asked(
+        self, key: tuple[object, ...], spec: Callable[[], Spec], *, is_predicted: bool = False
+    ) -> bool:
         if key not in self.known:
-            spec = replace(spec, cluster=None, device="cuda" if spec.is_for_cuda else spec.device)
-            self.known[key] = not (check(spec) or executed(spec))
+            asked = replace(spec(), cluster=None)
+            self.known[key] = not (check(asked) or executed(asked))
+            if is_predicted:
+                like = replace(asked, cluster=self.base.cluster)
+                self.known[key] = self.known[key] and is_tabulated(like)
         return self.known[key]
 
 
@@ -164,50 +167,56 @@ _LAYERS, _ENOUGH = 8, 4
 _STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _TWO = (Factor(axis=Axis.PP, degree=2, placement=_STAGES),)
 # Of each flow a schedule that takes any number of micro-batches.
-_FLOWS = {
-    Flow.ALONE: AxisChoice(changes=(("pipeline", PipelineSpec()),)),
-    Flow.WHOLE: AxisChoice(
+THROUGH = {
+    Through.ALONE: AxisChoice(changes=(("pipeline", PipelineSpec()),)),
+    Through.WHOLE: AxisChoice(
         factors=_TWO, changes=(("pipeline", PipelineSpec(schedule=ScheduleName.GPIPE)),)
     ),
-    Flow.HALVES: AxisChoice(
+    Through.HALVES: AxisChoice(
         factors=_TWO, changes=(("pipeline", PipelineSpec(schedule=ScheduleName.ZBV)),)
     ),
 }
 
 
-def _sized(spec: Spec, micro_batches: int) -> Spec:
-    batch = replace(
-        spec.batch,
-        micro=1,
-        accumulate=micro_batches,
-        global_samples=micro_batches * spec.data_degree,
-    )
-    return replace(spec, batch=batch)
+def _batch(base: Spec, micro_batches: int, data_ranks: int) -> Batch:
+    samples = micro_batches * data_ranks
+    return replace(base.batch, micro=1, accumulate=micro_batches, global_samples=samples)
 
 
-def flow_of(choice: AxisChoice) -> int:
-    """Return the flow of a choice of the pipeline's."""
+def through_of(choice: AxisChoice) -> Through:
+    """Return how a step goes through the ranks of a choice of the pipeline's."""
     if not choice.factors:
-        return Flow.ALONE
+        return Through.ALONE
     pipeline = next(value for name, value in choice.changes if name == "pipeline")
-    return Flow.HALVES if pipeline.is_in_halves else Flow.WHOLE
+    return Through.HALVES if pipeline.is_in_halves else Through.WHOLE
 
 
-def row_shards(choice: AxisChoice) -> int:
-    """Return over how many data ranks parameters are cut."""
-    shards = 1
-    for factor in choice.factors:
-        if factor.placement.parameters.distribution is not Distribution.REPLICATED:
-            shards *= factor.degree
-    return shards
+def data_choices(base: Spec) -> dict[tuple[Axis, ...], list[AxisChoice]]:
+    """Return the choices of the data axes by the axes that they have, two ranks on each."""
+    by_axes: dict[tuple[Axis, ...], list[AxisChoice]] = {}
+    for power in range(len(DATA_SPACE.axes) + 1):
+        for choice in DATA_SPACE.choices(base, 2**power):
+            if all(factor.degree == 2 for factor in choice.factors):
+                axes = tuple(factor.axis for factor in choice.factors)
+                by_axes.setdefault(axes, []).append(choice)
+    return by_axes
 
 
-def outer_products(
-    base: Spec, ranks: int
-) -> Iterator[tuple[int, int, Iterable[AxisChoice], Iterable[AxisChoice]]]:
-    """Yield how many of so many ranks the pipeline takes, how many are left to the data axes, and
-    the choices of both."""
+def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield every factorization of the ranks over so many axes, none of which has one alone."""
+    if axes == 0:
+        if ranks == 1:
+            yield ()
+    elif axes == 1:
+        if ranks > 1:
+            yield (ranks,)
+    else:
+        for first in divisors(ranks)[1:]:
+            yield from ((first, *rest) for rest in degrees_over(axes - 1, ranks // first))
+
+
+def pipelines(base: Spec, ranks: int) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
+    """Yield how many of so many ranks are left to the data axes, with the choices of the
+    pipeline that leave these."""
     for size in PIPELINE_SPACE.sizes(base, ranks):
-        left = ranks // size
-        if left in DATA_SPACE.sizes(base, left):
-            yield size, left, PIPELINE_SPACE.choices(base, size), DATA_SPACE.choices(base, left)
+        yield ranks // size, tuple(PIPELINE_SPACE.choices(base, size))

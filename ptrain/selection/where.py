@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from ptrain.errors import refused
 from ptrain.spec.activations import FULL, SELECTIVE
-from ptrain.spec.axis import EXECUTED_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.units import parse_bytes
@@ -36,6 +36,7 @@ class Part(Enum):
 
     WITHIN = auto()
     PIPELINE = auto()
+    RANKS = auto()
     DATA = auto()
     BATCH = auto()
     KEPT = auto()
@@ -65,19 +66,19 @@ def _degree(axis: Axis) -> Callable[[Spec], Value]:
     return lambda spec: spec.degree(axis)
 
 
-def _part(axis: Axis) -> Part:
+def _part(axis: Axis, of_data: Part) -> Part:
     if axis is Axis.PP:
         return Part.PIPELINE
-    return Part.DATA if axis in (Axis.DP_REPLICATE, Axis.DP_SHARD) else Part.WITHIN
+    return of_data if axis in DATA_AXES else Part.WITHIN
 
 
 _OF_AXES = {
-    **{f"mesh.{axis}": (_part(axis), _degree(axis)) for axis in EXECUTED_AXES},
-    **{f"placement.{axis}": (_part(axis), _placement(axis)) for axis in EXECUTED_AXES},
+    **{f"mesh.{axis}": (_part(axis, Part.RANKS), _degree(axis)) for axis in EXECUTED_AXES},
+    **{f"placement.{axis}": (_part(axis, Part.DATA), _placement(axis)) for axis in EXECUTED_AXES},
 }
 _QUANTITIES: dict[str, tuple[Part, Callable[[Spec], Value]]] = {
     **_OF_AXES,
-    "mesh.dp": (Part.DATA, lambda spec: spec.data_degree),
+    "mesh.dp": (Part.RANKS, lambda spec: spec.data_degree),
     "pipeline.schedule": (Part.PIPELINE, lambda spec: str(spec.pipeline.schedule)),
     "pipeline.stages": (
         Part.PIPELINE,

@@ -41,7 +41,9 @@ _GIVEN_BACK = {
     GradientSync.LAST: ((True, True), (False, False)),
 }
 _UNITS = (UnitSize(), UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
-_OVERLAPS = ((None, None), (Overlap.BACKWARD, None), (Overlap.BACKWARD, 1))  # with prefetch
+# With how many units are gathered ahead: what is not beside what is computed begins none.
+_OVERLAPS = ((None, None), (Overlap.BACKWARD, None))
+_OVERLAPS_GATHERED = ((None, None), (Overlap.BACKWARD, None), (Overlap.BACKWARD, 1))
 
 
 def _sizes(spec: Spec, devices: int) -> Iterator[int]:
@@ -110,7 +112,8 @@ def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:
                 reshard_after_forward=after_forward,
                 reshard_after_backward=after_backward,
             )
-            for unit, (overlap, prefetch) in product(_UNITS, _OVERLAPS):
+            overlaps = _OVERLAPS_GATHERED if is_gathered else _OVERLAPS
+            for unit, (overlap, prefetch) in product(_UNITS, overlaps):
                 yield (
                     ("sync", sync),
                     ("unit", unit),
