@@ -25,9 +25,10 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 
+_ALL_AHEAD = (ScheduleName.GPIPE, ScheduleName.BFS)
 _ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
 _PLACES = 3  # the first rank, the fullest of those in the middle, the last one
-Row = tuple[int, bool, bool, float, int]
+Row = tuple[int, bool, bool, float, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class Flows:
         """Return what the ranks have, flow by flow."""
         np = numpy()
         table = np.array([self._rows(flow, micro_batches) for flow in flows], dtype=float)
-        named = ("layers", "front", "behind", "in_flight", "boundaries")
+        named = ("layers", "front", "behind", "in_flight", "heads", "boundaries")
         return Places(**{name: table[:, :, at] for at, name in enumerate(named)})
 
     def _rows(self, flow: Flow, micro_batches: int) -> list[Row]:
@@ -85,7 +86,7 @@ class Flows:
 
     def _make_rows(self, flow: Flow, micro_batches: int) -> list[Row]:
         if flow.schedule is None:
-            return [(self.num_layers, True, True, 1.0, 0)] * _PLACES
+            return [(self.num_layers, True, True, 1.0, 1, 0)] * _PLACES
         counts = self._counts(flow)
         size = PipelineSize(
             schedule=flow.schedule,
@@ -105,6 +106,7 @@ class Flows:
             0 in own,
             len(counts) - 1 in own,
             chunks_in_flight(size, rank) / size.stages_per_rank,
+            size.microbatches if size.schedule in _ALL_AHEAD else 1,
             size.stages_per_rank,
         )
 

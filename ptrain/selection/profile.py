@@ -63,7 +63,7 @@ class Activity:
     """Bytes that a micro-batch's forward pass leaves in front of the blocks, of each block and
     behind them, and by how much more than before these passes rise in between. Of a backward pass
     the rise is above what there was before it, the gradients of parameters not counted; `hidden` is
-    what goes from layer to layer."""
+    what goes from layer to layer, `logits` what a stage with the head hands on."""
 
     front: int
     block: int
@@ -74,6 +74,7 @@ class Activity:
     head_rise: int
     backward_rise: int
     hidden: int
+    logits: int
 
     @property
     def least(self) -> int:
@@ -110,6 +111,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
         head_rise=head.rise,
         backward_rise=backward.rise,
         hidden=values["batch"] * values["sequence"] * shape.hidden * itemsize,
+        logits=values["batch"] * spec.batch.sequence * values["vocab"] * itemsize,
     )
 
 
@@ -125,8 +127,8 @@ def _parted(items: Iterable[Item], enter: Mark, leave: Mark, *, first: int) -> t
         elif isinstance(item, Boundary) and item.unit < _LAYERS:
             if item.mark is enter:
                 place = "middle" if item.unit == 1 else "outer"
-            elif item.mark is leave:
-                place = "behind" if item.unit == last else "outer"
+            elif item.mark is leave and item.unit == last:
+                place = "behind"
     return parts["before"], parts["middle"], parts["behind"]
 
 

@@ -16,7 +16,7 @@ from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.rates.pace import Pace
 from ptrain.selection.arrays import numpy
 from ptrain.selection.profile import Sizes, nodes_of
-from ptrain.spec.dials import GradientSync, Overlap, UnitKind
+from ptrain.spec.dials import GradientSync, Overlap, UnitKind, UnitSize
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
@@ -65,6 +65,7 @@ class _Way:
     is_made: bool
     is_brought: bool
     is_late: bool
+    said_unit: UnitSize
     unit: int
     keeps_forward: bool
     keeps_backward: bool
@@ -94,6 +95,7 @@ def way_of(base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> _Way
         is_made=is_made,
         is_brought=is_brought,
         is_late=spec.sync.gradients is GradientSync.LAST,
+        said_unit=spec.unit,
         unit=2 if kind is UnitKind.SUB_BLOCK else int(kind is UnitKind.BLOCKS),
         keeps_forward=is_brought and not spec.sync.reshard_after_forward,
         keeps_backward=is_brought and not spec.sync.reshard_after_backward,
@@ -136,6 +138,10 @@ class Ways:
         way = self.ways[index].choice
         factors = zip(way.factors, degrees, strict=True)
         return replace(way, factors=tuple(replace(f, degree=d) for f, d in factors))
+
+    def of_units(self, units: frozenset[UnitSize]) -> Array:
+        """Return which of them move one of these units."""
+        return numpy().array([way.said_unit in units for way in self.ways], dtype=bool)
 
     def row_shards(self, degrees: Sequence[int]) -> Array:
         """Return over how many ranks parameters are cut by rows; 1 where not tensor by tensor."""

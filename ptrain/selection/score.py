@@ -22,13 +22,14 @@ Array = Any
 class Places:
     """What ranks of a pipeline have of the model, the last dimension being the ranks that differ:
     `layers` on all of their stages, `front` and `behind` where embedding and head are, `in_flight`
-    micro-batches of all of its stages at most, and `boundaries`, tensors of a micro-batch between
-    stages."""
+    micro-batches of all of its stages at most, `heads` of the last stage alone, and `boundaries`,
+    tensors of a micro-batch between stages."""
 
     layers: Array
     front: Array
     behind: Array
     in_flight: Array
+    heads: Array
     boundaries: Array
 
     def root(self, sizes: Sizes) -> Array:
@@ -42,6 +43,7 @@ class Places:
             front=self.front[indices],
             behind=self.behind[indices],
             in_flight=self.in_flight[indices],
+            heads=self.heads[indices],
             boundaries=self.boundaries[indices],
         )
 
@@ -70,7 +72,9 @@ def peaks(rows: Columns, places: Places, sizes: Sizes, act: Activity, micro_batc
     ahead = whole * unit * gone * (1 + rows["ahead"])
     gathered = whole * (root + blocks * rows["keeps_forward"])
     inner = places.layers * act.block + places.boundaries * act.hidden
-    behind = places.behind * act.behind
+    behind = places.behind * places.heads * act.behind
+    logits = places.behind * (places.boundaries > 0) * act.logits
+    behind = behind + places.heads * logits
     saved = places.in_flight * (inner + places.front * act.front) + behind
     base = rest + gathered + (grown if many else 0.0)
     in_forward = base + (saved - act.block + act.forward_rise) + ahead

@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
+from ptrain.axes.data.candidates import UNITS
 from ptrain.costs import Collective
 from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
@@ -321,7 +322,10 @@ class _Search:
                     continue
                 if self._activity(inner, micro, kept).least > self.task.room * _SLACK:
                     continue  # whatever the states are
-                table = self._table(inner, left, way, many=number > 1)
+                units = frozenset(
+                    unit for unit in UNITS if legality.unit(inner.within, unit, kept)
+                )
+                table = self._table(inner, left, way, units, many=number > 1)
                 if len(table):
                     yield self._block(inner, table, alike, (micro, number, kept))
 
@@ -401,30 +405,34 @@ class _Search:
             self.seconds[key] = seconds_of(spec, self.task.work(spec), self.task.pace)
         return self.seconds[key]
 
-    def _table(self, inner: _Inner, left: int, way: Through, *, many: bool) -> _DataTable:
+    def _table(
+        self, inner: _Inner, left: int, way: Through, units: frozenset[UnitSize], *, many: bool
+    ) -> _DataTable:
         """The legal choices of the data axes beside others."""
-        key = (inner.shape, left, way, many)
+        key = (inner.shape, left, way, units, many)
         if key in self.tables:
             return self.tables[key]
         parts = []
         for axes in self.choices:
             for degrees in degrees_over(len(axes), left):
                 ways = self._ways(axes, inner, way, many=many)
-                indices = self._indices(ways, degrees, inner)
+                indices = self._indices(ways, degrees, inner, units)
                 if len(indices):
                     columns = ways.columns(degrees, inner.sizes, inner.ranks)
                     parts.append((ways, degrees, indices, columns))
         self.tables[key] = _DataTable(parts)
         return self.tables[key]
 
-    def _indices(self, ways: Ways, degrees: tuple[int, ...], inner: _Inner) -> Any:
+    def _indices(
+        self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, units: frozenset[UnitSize]
+    ) -> Any:
         """Which of the ways are legal with these degrees, and obey what is asked of them."""
         np, where, base = numpy(), self.task.where, self.task.base
         if not ways.ways:
             return np.zeros(0, dtype=int)
         if not where.admits(Part.RANKS, chosen(base, (ways.choice(0, degrees),))):
             return np.zeros(0, dtype=int)
-        fine = np.ones(len(ways.ways), dtype=bool)
+        fine = ways.of_units(units)
         if inner.within:
             shards = ways.row_shards(degrees)
             for number in np.unique(shards):

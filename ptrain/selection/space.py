@@ -23,6 +23,7 @@ from ptrain.derivation.activations import is_tabulated
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Batch
+from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
 from ptrain.spec.placement import S_STAR, Placement, R, S, Tier
@@ -125,13 +126,21 @@ class Legality:
         spec = self._tall((THROUGH[through], choice, *within), _ENOUGH if many else 1)
         return not (check(spec) or executed(spec) or says_the_usual(spec))
 
+    def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
+        """Of what is gathered together beside how blocks are kept."""
+
+        def spec() -> Spec:
+            by_unit = AxisChoice(factors=_GATHERED.factors, changes=(("unit", unit),))
+            return kept_so(self._tall((by_unit, *choices), 1), kept)
+
+        return self._asked(("unit", bool(choices), unit, kept), spec)
+
     def shards(self, choices: tuple[AxisChoice, ...], shards: int) -> bool:
         """Of tensors that are cut within a block and into so many shards over the data axes, each
         by its rows."""
         if shards == 1 or not choices:
             return True
-        placement = Placement(parameters=S_STAR, optimizer=S, gradients=S)
-        factor = Factor(axis=Axis.DP_SHARD, degree=shards, placement=placement)
+        factor = replace(_GATHERED.factors[0], degree=shards)
         by_rows = AxisChoice(factors=(factor,))
         return self._asked(
             ("shards", choices, shards), lambda: self._tall((by_rows, *choices), 1)
@@ -166,6 +175,15 @@ class Legality:
 _LAYERS, _ENOUGH = 8, 4
 _STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _TWO = (Factor(axis=Axis.PP, degree=2, placement=_STAGES),)
+_GATHERED = AxisChoice(
+    factors=(
+        Factor(
+            axis=Axis.DP_SHARD,
+            degree=2,
+            placement=Placement(parameters=S_STAR, optimizer=S, gradients=S),
+        ),
+    )
+)
 # Of each flow a schedule that takes any number of micro-batches.
 THROUGH = {
     Through.ALONE: AxisChoice(changes=(("pipeline", PipelineSpec()),)),

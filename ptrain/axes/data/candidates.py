@@ -40,7 +40,7 @@ _GIVEN_BACK = {
     GradientSync.EVERY: ((True, True), (False, True)),
     GradientSync.LAST: ((True, True), (False, False)),
 }
-_UNITS = (UnitSize(), UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
+UNITS = (UnitSize(), UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
 # With how many units are gathered ahead: what is not beside what is computed begins none.
 _OVERLAPS = ((None, None), (Overlap.BACKWARD, None))
 _OVERLAPS_GATHERED = ((None, None), (Overlap.BACKWARD, None), (Overlap.BACKWARD, 1))
@@ -113,7 +113,7 @@ def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:
                 reshard_after_backward=after_backward,
             )
             overlaps = _OVERLAPS_GATHERED if is_gathered else _OVERLAPS
-            for unit, (overlap, prefetch) in product(_UNITS, overlaps):
+            for unit, (overlap, prefetch) in product(UNITS, overlaps):
                 yield (
                     ("sync", sync),
                     ("unit", unit),
