@@ -295,5 +295,5 @@ def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _uneven(subject: str, num_figures: int, at_once: tuple[int, ...]) -> tuple[str, str]:
     figures = "1 figure" if num_figures == 1 else f"{num_figures} figures"
     numbers = ", ".join(map(str, at_once))
-    finding = f"{subject} has {figures}, for {len(at_once)} numbers of ranks at once: {numbers}"
+    finding = f"{subject} has {figures}, and the ranks at once are {numbers}"
     return finding, "write a figure for each, null where it was not measured; or at_once"
