@@ -290,9 +290,10 @@ class Estimate(Worded):
     """One account of one run: a prediction (paper, exact), a simulation or a measurement.
 
     `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds",
-    "step_seconds"), why the column has none, or not all. `unclaimed` gives, per kind ("activations", "peak", "traffic"), why
-    those that the column has, if any, are not claimed for the device that runs it. `by_data` gives,
-    per kind ("activations", "peak"), why its figures are bounds and not sizes. `warnings` are
+    "step_seconds"), why the column has none, or not all. `unclaimed` gives, per kind
+    ("activations", "peak", "traffic"), why those that the column has, if any, are not claimed for
+    the device that runs it. `by_data` gives, per kind ("activations", "peak"), why its figures are
+    bounds and not sizes. `warnings` are
     what somebody should know before it runs.
     `accounts`: where ranks differ in what they send, the traffic of each kind of rank, of which
     there are equally many, and `account_of` by rank which is its own; `traffic` has a row for each

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.network import Network
-from ptrain.facts.operators import Exchange, Operator, OperatorKind, PassWork
-from ptrain.rates.pace import Hook, Pace
+from ptrain.facts.operators import Exchange, Operator, PassWork
+from ptrain.rates.pace import Pace
 from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType, Layout
+from ptrain.spec.rates import Hook, OperatorKind
 
 Seconds = dict[TimeKey, float]
 
@@ -89,6 +90,13 @@ class Clock:
         self.own: Seconds = {}
         self.moving: Seconds = {}
         self._seconds_of: dict[Hashable, float] = {}
+        self._passes: dict[int, tuple[PassWork, PassSeconds]] = {}
+
+    def another(self) -> Clock:
+        """Return the clock of another rank of the same machine, at the beginning of a step."""
+        clock = Clock(self.pace, self.network, self.tensor_axis)
+        clock._seconds_of, clock._passes = self._seconds_of, self._passes
+        return clock
 
     # -- the rank's own time
 
@@ -121,12 +129,20 @@ class Clock:
         seconds = self._once(operator, self.pace.operator_seconds, operator) if size else 0.0
         self.spend(TimeKey(spent, self.phase), seconds)
 
-    def update(self, optimizer: str, layout: Layout, *, elements: int, tensors: int) -> None:
-        """The optimizer steps."""
+    def update(self, optimizer: str, layout: Layout, numels: Sequence[int]) -> None:
+        """The optimizer steps: tensors of so many elements."""
+        elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
         if elements:
             seconds = self.pace.update_seconds(
                 optimizer, layout, elements=elements, tensors=tensors
             )
+            self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+
+    def clip(self, layout: Layout, numels: Sequence[int]) -> None:
+        """Gradients of so many elements have a norm, and are scaled."""
+        elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
+        if elements:
+            seconds = self.pace.clip_seconds(layout, elements=elements, tensors=tensors)
             self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
 
     def hook(self, hook: Hook) -> None:
@@ -153,19 +169,36 @@ class Clock:
         tensor of `payload` bytes; `via` is the one that stands for it."""
         names = self.network.ordered(axes)
         key = TimeKey(Spent.COLLECTIVES, self.phase, names, collective)
-        question = (via or collective, names, ranks, payload)
-        seconds = self._once(question, self._collective_seconds, *question)
+        seconds = self._group_seconds(via or collective, names, ranks, payload)
         return self._issue(names, key, seconds, since)
 
-    def _collective_seconds(
+    def between_ends(self, collective: Collective, axis: Axis, payload: int) -> None:
+        """The first and the last rank along an axis meet in a collective, and wait for it."""
+        names = (axis.value,)
+        key = TimeKey(Spent.COLLECTIVES, self.phase, names, collective)
+        seconds = self.pace.collective_seconds(
+            collective, ranks=2, nodes=self.network.ends(axis), payload=payload
+        )
+        self._issue(names, key, seconds, None).wait()
+
+    def message_seconds(self, axis: Axis, payload: int) -> float:
+        """Return how long a message to the next rank along an axis is under way."""
+        return self.pace.collective_seconds(
+            Collective.SEND, ranks=2, nodes=self.network.pair(axis), payload=payload
+        )
+
+    def _group_seconds(
         self, collective: Collective, names: tuple[str, ...], ranks: int | None, payload: int
     ) -> float:
-        number, nodes = self.network.group(names, ranks)
-        if number == 1:
-            return 0.0
-        return self.pace.collective_seconds(
-            collective, ranks=number, nodes=nodes, payload=payload
-        )
+        question = (collective, names, ranks, payload)
+        if question not in self._seconds_of:
+            number, nodes = self.network.group(names, ranks)
+            self._seconds_of[question] = (
+                self.pace.collective_seconds(collective, ranks=number, nodes=nodes, payload=payload)
+                if number > 1
+                else 0.0
+            )
+        return self._seconds_of[question]
 
     def copy(self, copy: Collective, size: int) -> Arrival:
         """Issue a copy between two tiers."""
@@ -173,9 +206,7 @@ class Clock:
         seconds = self._once((copy, size), self.pace.copy_seconds, copy, size)
         return self._issue(copy, key, seconds, None)
 
-    def _issue(
-        self, lane: Hashable, key: TimeKey, seconds: float, since: float | None
-    ) -> Arrival:
+    def _issue(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> Arrival:
         self.moving[key] = self.moving.get(key, 0.0) + seconds
         if not self.pace.overlaps:
             self.spend(key, seconds)
@@ -227,14 +258,18 @@ class Clock:
         return step_time(self.own, self.moving)
 
     def pass_seconds(self, work: PassWork) -> PassSeconds:
-        """Return how long a pass of a layer takes."""
+        """Return how long a pass of a layer takes; equal layers are asked about once."""
+        if id(work) not in self._passes:
+            self._passes[id(work)] = work, self._pass_seconds(work)
+        return self._passes[id(work)][1]
+
+    def _pass_seconds(self, work: PassWork) -> PassSeconds:
         compute, hooks, sums = 0.0, 0.0, dict[Collective, float]()
         axes = (self.tensor_axis,) if self.tensor_axis else ()
         names = self.network.ordered(axes)
         for item in work:
             if isinstance(item, Exchange):
-                question = (item.collective, names, None, item.payload)
-                seconds = self._once(question, self._collective_seconds, *question)
+                seconds = self._group_seconds(item.collective, names, None, item.payload)
                 sums[item.collective] = sums.get(item.collective, 0.0) + item.times * seconds
                 hooks += item.times * self._once(
                     Hook.TENSOR_SUM, self.pace.hook_seconds, Hook.TENSOR_SUM
@@ -248,6 +283,32 @@ class Clock:
         if question not in self._seconds_of:
             self._seconds_of[question] = ask(*words)
         return self._seconds_of[question]
+
+
+class Slowest:
+    """Of what different ranks do from a moment on, one after the other on one clock, that which
+    takes longest stays. Without a clock nothing happens."""
+
+    def __init__(self, clock: Clock | None) -> None:
+        self._clock = clock
+        self._start = clock.moment() if clock else None
+        self._end: Moment | None = None
+        self._most = -1.0
+
+    def begin(self) -> None:
+        """A rank starts where all do."""
+        if self._clock is not None and self._start is not None:
+            self._clock.back_to(self._start)
+
+    def end(self) -> None:
+        """It is there."""
+        if self._clock is not None and self._clock.seconds > self._most:
+            self._most, self._end = self._clock.seconds, self._clock.moment()
+
+    def stay(self) -> None:
+        """No other comes."""
+        if self._clock is not None and self._end is not None:
+            self._clock.back_to(self._end)
 
 
 def step_time(own: Seconds, moving: Seconds) -> StepTime:

@@ -42,6 +42,15 @@ class Network:
         members, _ = _group(self._degrees, axes)
         return self._nodes(axes, tuple(range(len(members) - 1)), 2)
 
+    def ends(self, axis: Axis) -> int:
+        """Return on how many nodes the first and the last rank along an axis are."""
+        axes = (axis.value,)
+        members, others = _group(self._degrees, axes)
+        last = members[-1]
+        return max(
+            len({rank // self._per_node, (rank + last) // self._per_node}) for rank in others
+        )
+
     def _nodes(self, axes: tuple[str, ...], starts: tuple[int, ...], number: int) -> int:
         return _nodes(self._degrees, axes, self._per_node, starts, number)
 

@@ -13,11 +13,11 @@ from ptrain.derivation.calls import group_over
 from ptrain.derivation.clock import Arrival, Clock
 from ptrain.derivation.repeats import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.facts.operators import OperatorKind
-from ptrain.rates.pace import Hook
+from ptrain.rates.pace import UnknownRate
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Complete, Kind, Mark, Timeline, boundaries
@@ -104,13 +104,17 @@ class Tape:
         assert self.account is None, "who counts what is sent has units by kind"
         level, peak = self.level, self.peak
         self.peak = level
+        self.in_time(times, act)
+        net, rise = self.level - level, self.peak - level
+        self.level = level + times * net
+        self.peak = max(peak, level + rise + max(0, (times - 1) * net))
+
+    def in_time(self, times: int, act: Callable[[], None]) -> None:
+        """Count what `act` takes of time, and nothing else, so many times: it is done once."""
         if self.clock is None:
             act()
         else:
             self.clock.repeat(times, act)
-        net, rise = self.level - level, self.peak - level
-        self.level = level + times * net
-        self.peak = max(peak, level + rise + max(0, (times - 1) * net))
 
     def allocated(self, size: int, tier: Tier) -> None:
         if tier is Tier.DEVICE and self.is_reading:
@@ -139,9 +143,7 @@ class Tape:
         if collective in self.hooks:
             self.clock.hook(self.hooks[collective])
         stand_in = Collective(via) if via else None
-        arrival = self.clock.send(
-            collective, axes, payload, via=stand_in, ranks=ranks, since=since
-        )
+        arrival = self.clock.send(collective, axes, payload, via=stand_in, ranks=ranks, since=since)
         if is_awaited:
             arrival.wait()
             return None
@@ -172,15 +174,26 @@ class Tape:
         if self.clock is not None and not self.clock.pace.overlaps:
             self.computed(kind, dtype, size)
 
-    def updated(self, rule: str, layout: Layout, numels: Sequence[int]) -> None:
-        """The optimizer steps: tensors of so many elements."""
-        if self.clock is not None and self.is_reading:
-            self.clock.update(
-                rule,
-                layout,
-                elements=sum(numels),
-                tensors=sum(numel > 0 for numel in numels),
-            )
+    def updated(self, rule: str, dtype: DType, tier: Tier, numels: Sequence[int]) -> None:
+        """An optimizer steps on a room's tensors, where what is cast around it is cast by the
+        room."""
+        if self.clock is None or not self.is_reading:
+            return
+        if tier is not Tier.DEVICE and self.clock.pace.overlaps:
+            raise UnknownRate("the update is the host's, whose pace no cluster's rates tell")
+        self.clock.update(rule, _uncast(dtype), numels)
+
+
+def _uncast(dtype: DType) -> Layout:
+    """A layout in which an update casts nothing."""
+    return Layout(
+        name=dtype.value,
+        parameters=dtype,
+        gradients=dtype,
+        master=None,
+        moments=dtype,
+        reduced=dtype,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

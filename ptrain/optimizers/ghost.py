@@ -107,10 +107,11 @@ class GhostRules:
 
 
 def _tell(rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
-    """What is updated, by tier."""
+    """The reader hears what is updated, which is all on one tier."""
     values = [leaf.value for leaf in leaves if leaf.gradient is not None]
-    for tier in dict.fromkeys(value.tier for value in values):
-        reader.updated(rule, tier, [value.numel for value in values if value.tier is tier])
+    if values:
+        numels = [value.numel for value in values]
+        reader.updated(rule, values[0].dtype, values[0].tier, numels)
 
 
 def muon_temporaries(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> int:

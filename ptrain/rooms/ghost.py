@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ptrain.costs import Collective, State
-from ptrain.facts.operators import OperatorKind
 from ptrain.rooms.room import Axes, Move, Shape, Work
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 
 
 class Reader(Protocol):
@@ -44,7 +44,7 @@ class Reader(Protocol):
     def computed(self, kind: OperatorKind, dtype: DType, size: int) -> None:
         """An operator reads and writes `size` bytes."""
 
-    def updated(self, rule: str, tier: Tier, numels: Sequence[int]) -> None:
+    def updated(self, rule: str, dtype: DType, tier: Tier, numels: Sequence[int]) -> None:
         """An optimizer steps on a tier: tensors of so many elements."""
 
 
@@ -232,9 +232,7 @@ class GhostRoom:
     def ahead(self, tensor: Ghost) -> None:
         """Pages that are read ahead are the kernel's."""
 
-    def all_gather(
-        self, shard: Ghost, into: Ghost, axes: Axes, *, is_awaited: bool
-    ) -> Work | None:
+    def all_gather(self, shard: Ghost, into: Ghost, axes: Axes, *, is_awaited: bool) -> Work | None:
         self._meet(Collective.ALL_GATHER, axes, into, shard)
         state, gather = _state_of(into, shard), Collective.ALL_GATHER
         return self.reader.sent(gather, axes, state, into.nbytes, "", is_awaited=is_awaited)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from ptrain.costs import Spent
 from ptrain.derivation.tape import Tape
-from ptrain.facts.operators import OperatorKind
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 from ptrain.timeline import Complete
 
 

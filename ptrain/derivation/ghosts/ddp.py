@@ -18,8 +18,7 @@ from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.one_device import Local
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped
 from ptrain.derivation.tape import Account, Scene
-from ptrain.facts.operators import OperatorKind
-from ptrain.rates.pace import Hook
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import Replicate
 from ptrain.timeline import Complete
 

@@ -26,9 +26,8 @@ from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes
 from ptrain.derivation.tape import Scene
-from ptrain.facts.operators import OperatorKind
-from ptrain.rates.pace import Hook
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import FullyShard
 from ptrain.timeline import Complete, Kind, Mark, boundaries
 

@@ -185,7 +185,7 @@ class InPlaceUpdate:
             self.tape.spike(rise)
         if self.tape.clock is not None:
             update = self.scene.plan.update
-            self.tape.updated(update.optimizer, update.layout, self.wrapping.numels(shard))
+            self.tape.clock.update(update.optimizer, update.layout, self.wrapping.numels(shard))
 
     def finish_update(self) -> None:
         """Nothing is on its way."""
