@@ -82,8 +82,8 @@ class RankTime:
 def pipeline_time(
     schedule: Schedule, ranks: Sequence[RankTime], timing: PipelineTiming
 ) -> StepTime:
-    """Return the time of a step on the rank that is there last, its idle time included; of ranks at
-    one place along pp the slowest stands for all."""
+    """Return the time of a step on the rank that has most to do, its idle time up to the end of the
+    last one's step included; of ranks at one place along pp the slowest stands for all."""
     slowest: dict[int, RankTime] = {}
     for rank in ranks:
         other = slowest.setdefault(rank.place, rank)
@@ -103,11 +103,12 @@ def pipeline_time(
         place: simulation.makespan if timing.meets else spans[-1].end
         for place, spans in enumerate(simulation.timeline)
     }
-    last = max(slowest.values(), key=lambda rank: (ends[rank.place] + rank.update, rank.passes))
-    sent = _sent(schedule, last.place, sends)
-    idle = ends[last.place] - last.passes - sum(row.seconds for row in sent)
+    over = max(ends[rank.place] + rank.update for rank in slowest.values())
+    busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
+    sent = _sent(schedule, busiest.place, sends)
+    idle = over - busiest.clock.seconds - sum(row.seconds for row in sent)
     bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD), seconds=max(idle, 0.0))
-    time = last.clock.step_time()
+    time = busiest.clock.step_time()
     return replace(time, rows=(*time.rows, *sent, bubble))
 
 

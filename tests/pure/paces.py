@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ptrain.costs import Collective
+from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import Exchange, LayerWork, ModelWork, Operator, PassWork
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
+from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
+from tests.pure.build import make_facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +83,26 @@ def model(
     """Equal layers, and what stands around them."""
     alike = layer(forward, backward)
     return ModelWork(front=layer(*front), layers=(alike,) * layers, behind=layer(*behind))
+
+
+def chain(blocks: int, numel: int) -> ModelFacts:
+    """A model of so many blocks and a root, one tensor of `numel` elements each; gradients arrive
+    backwards."""
+    units = [((numel,),)] * (blocks + 1)
+    facts, size = make_facts(*units), 4 * numel
+    forward: list[Item] = [Boundary(Mark.ENTER, blocks)]
+    backward: list[Item] = [Boundary(Mark.PRE_BACKWARD, blocks)]
+    for block in range(blocks):
+        forward += [Boundary(Mark.ENTER, block), Boundary(Mark.LEAVE, block)]
+        last = blocks - 1 - block
+        backward += [
+            Boundary(Mark.PRE_BACKWARD, last),
+            Run(size, size),
+            Complete(f"blocks.{last}.0", size),
+            Boundary(Mark.POST_BACKWARD, last),
+        ]
+    forward.append(Boundary(Mark.LEAVE, blocks))
+    backward += [Run(size, size), Complete("root.0", size), Boundary(Mark.POST_BACKWARD, blocks)]
+    timeline = Timeline(forward=tuple(forward), backward=tuple(backward))
+    names = tuple(f"blocks.{block}" for block in range(blocks))
+    return replace(facts, timeline=timeline, blocks=names)
