@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 
 Shape = tuple[int, ...]
 
-_SHARPNESS = 3  # of weights over distance: benchmarks/rates.py, leaving out each shape of the H100
+_SHARPNESS = 3  # of weights over distance: see benchmarks/cluster_rates.py --leave-out
 
 
 class Curve:
@@ -38,11 +38,8 @@ class Curve:
 
     @property
     def bandwidth(self) -> float:
-        """The most bytes per second between two neighbouring sizes, or of the only one."""
-        points = list(zip(self.sizes, self.seconds, strict=True))
-        steps = [(high - low) / (slow - fast) for (low, fast), (high, slow) in pairwise(points)
-                 if slow > fast]  # fmt: skip
-        return max(steps, default=self.sizes[-1] / self.seconds[-1])
+        """Bytes per second of the largest size, which no cache holds."""
+        return self.sizes[-1] / self.seconds[-1]
 
 
 class Surface:

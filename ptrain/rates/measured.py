@@ -76,11 +76,7 @@ class MeasuredPace:
         self.products = self._products(_by_first(_figures(rates.products, column), 1))
         self.attention = self._attention(_by_first(_figures(rates.attention, column), 2))
         self.updates = _updates(_by_first(_figures(rates.updates, column), 2))
-        self.links = {
-            row.key[0]: LinkRate(call=call, hop=hop, bandwidth=bandwidth)
-            for row in rates.links
-            for call, hop, bandwidth in [_numbers(row)]
-        }
+        self.links = _links(rates, cluster)
 
     # -------- operators
 
@@ -271,21 +267,38 @@ def _attention_bytes(dtype: DType) -> Callable[[Shape], int]:
 def _updates(
     rows: Mapping[tuple[Any, ...], Mapping[Shape, float]],
 ) -> dict[tuple[Any, ...], Surface]:
-    """Each element and each tensor takes at least what it does where it takes least."""
+    """A step takes at least what the shortest does, and each element and each further tensor what
+    they do where they take least."""
     surfaces = {}
     for key, points in rows.items():
+        least = min(points.values())
         of_element = min(taken / elements for (elements, _), taken in points.items())
-        of_tensor = min(taken / tensors for (_, tensors), taken in points.items())
-        surfaces[key] = Surface(points, expected=_of_both(of_element, of_tensor))
+        of_tensor = min(
+            (
+                (taken - least) / (tensors - 1)
+                for (_, tensors), taken in points.items()
+                if tensors > 1
+            ),
+            default=0.0,
+        )
+        surfaces[key] = Surface(points, expected=_sum_of(least, of_element, of_tensor))
     return surfaces
 
 
-def _of_both(of_element: float, of_tensor: float) -> Callable[[Shape], float]:
-    return lambda shape: of_element * shape[0] + of_tensor * shape[1]
+def _sum_of(least: float, of_element: float, of_tensor: float) -> Callable[[Shape], float]:
+    return lambda shape: least + of_element * shape[0] + of_tensor * (shape[1] - 1)
 
 
-def _numbers(row: RateRow) -> tuple[float, ...]:
-    return tuple(0.0 if figure is None else figure for figure in row.figures)
+def _links(rates: Rates, cluster: Cluster) -> dict[LinkTier, LinkRate]:
+    bandwidths = {
+        LinkTier.WITHIN: cluster.intra_node_bandwidth,
+        LinkTier.BETWEEN: cluster.inter_node_bandwidth,
+    }
+    links = {}
+    for (tier,), figures in rates.links:
+        call, hop, share = (figure or 0.0 for figure in figures)
+        links[tier] = LinkRate(call=call, hop=hop, bandwidth=share * bandwidths[tier])
+    return links
 
 
 Figures = list[tuple[tuple[Any, ...], float]]

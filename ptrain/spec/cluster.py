@@ -102,5 +102,6 @@ class Cluster:
             "what operators, collectives and updates take on it, for step_seconds",
             null=True,
             is_partial=True,
+            is_sparse=True,
         ),
     ] = None

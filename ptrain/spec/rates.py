@@ -141,7 +141,7 @@ class Rows(Leaf):
         return {"type": "array", "items": {"type": "array", "minItems": least}}
 
 
-_FIGURE = Real("seconds, or bytes per second", 0.0, 1e18, open=True, null=True)
+_FIGURE = Real("seconds, or a share", 0.0, 1e6, open=True, null=True)
 _BYTES = Size("bytes", high=2**50)
 _DTYPE = Choice("dtype", {dtype.value: f"{dtype.itemsize} bytes" for dtype in DType}, read=DType)
 
@@ -256,9 +256,9 @@ class Rates:
         tuple[RateRow, ...],
         Rows(
             "of collectives that were not measured: what a call takes in any case, each hop, and "
-            "the bus bandwidth of one device, as nccl-tests define it",
+            "how much of the cluster's bandwidth reaches a collective (0.8 of it, say)",
             {"tier": _words("tier", LinkTier)},
-            figures=("seconds of a call", "seconds of a hop", "bytes per second"),
+            figures=("seconds of a call", "seconds of a hop", "share of the bandwidth"),
         ),
     ] = ()
     copies: Annotated[

@@ -16,6 +16,7 @@ from ptrain.rates.measured import lacking, pace_of
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
+from ptrain.spec.names import listing
 from ptrain.spec.precision import LAYOUTS, DType
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.resolve_rates import tables
@@ -121,7 +122,7 @@ def test_more_bytes_take_longer_and_never_less_than_a_dispatch():
 def test_between_two_sizes_time_is_a_power_of_the_size():
     curve = Curve({100: 1e-5, 10_000: 1e-3})
     assert curve.at(1000) == pytest.approx(1e-4)
-    assert curve.bandwidth == pytest.approx(9900 / 9.9e-4)
+    assert curve.bandwidth == pytest.approx(1e7)
 
 
 def test_a_shape_between_others_takes_as_much_longer_than_its_roofline_as_they_do():
@@ -216,11 +217,12 @@ def test_gpus_share_nothing_and_overlap():
     assert on_gpus.hook_seconds(Hook.FLAT_GATHER) == 0.0
 
 
-LINKS = [["within", 1e-5, 1e-6, 4e11], ["between", 2e-5, 5e-6, 5e10]]
+LINKS = [["within", 1e-5, 1e-6, 0.8], ["between", 2e-5, 5e-6, 1.0]]
 
 
 def linked(collective: Collective, ranks: int, nodes: int, payload: int) -> float:
-    known = pace(1, rates={"links": LINKS}, kind="cuda")
+    bandwidths = {"intra_node_bandwidth": "500 GB/s", "inter_node_bandwidth": "50 GB/s"}
+    known = pace(1, rates={"links": LINKS}, kind="cuda", **bandwidths)
     return known.collective_seconds(collective, ranks=ranks, nodes=nodes, payload=payload)
 
 
@@ -259,7 +261,7 @@ def refusal(rates: dict[str, Any]) -> str:
     [
         (
             {"hooks": [["ddp_bucket", 0]]},
-            "error: cluster.rates.hooks: row 1, seconds: must be a finite number > 0 and <= 1e+18, "
+            "error: cluster.rates.hooks: row 1, seconds: must be a finite number > 0 and <= 1e+06, "
             "or null; got the number 0",
         ),
         (
@@ -293,7 +295,7 @@ def refusal(rates: dict[str, Any]) -> str:
         ),
         (
             {"links": [["within", 1e-5, 1e-6]]},
-            "row 1 must be [tier, seconds of a call, seconds of a hop, bytes per second]; got",
+            "row 1 must be [tier, seconds of a call, seconds of a hop, share of the bandwidth]",
         ),
         (
             {"hooks": "fast"},
@@ -323,3 +325,37 @@ def test_a_file_of_rates_is_read_and_what_is_beside_it_overrides(tmp_path: Path)
     assert known.rates is not None and known.rates.preset is None
     assert tables(known.rates).at_once == (1, 2)
     assert pace_of(known, 1).hook_seconds(Hook.DDP_BUCKET) == 7e-5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", listing("rates"))
+def test_named_rates_stay_by_their_name(name):
+    known = cluster({"preset": name}, kind="cuda")
+    assert known.rates is not None
+    assert section(known)["rates"] == {"preset": name}
+    assert tables(known.rates).products
+    gathered = pace_of(known, 4)
+    assert gathered is not None
+    assert gathered.collective_seconds(Collective.ALL_GATHER, ranks=4, nodes=1, payload=8) > 0
+
+
+def test_the_files_of_gpus_are_what_their_page_makes_them(benchmark_module):
+    writer = benchmark_module("cluster_rates")
+    page = writer.PAGE.read_text(encoding="utf-8")
+    for name in ("h100", *writer.OTHERS):
+        assert listing("rates")[name].read_text(encoding="utf-8") == writer.text(name, page), name
+    assert writer.leave_out(page) == 0
+
+
+def test_another_gpu_takes_as_much_longer_than_its_peaks_as_the_measured_one():
+    h100, a100 = (pace_of(cluster({"preset": name}, kind="cuda"), 1) for name in ("h100", "a100"))
+    assert h100 is not None and a100 is not None
+
+    def ratio(operator: Operator) -> float:
+        return a100.operator_seconds(operator) / h100.operator_seconds(operator)
+
+    large = product(1, 4096, 4096, 14336, dtype=DType.BF16)
+    assert ratio(large) == pytest.approx(989 / 312, rel=1e-3)
+    moved = Operator(OperatorKind.POINTWISE, DType.BF16, (3 * 2**30,))
+    assert ratio(moved) == pytest.approx(3.35 / 2.039, rel=1e-3)
+    dispatched = product(1, 512, 512, 512, dtype=DType.BF16)
+    assert ratio(dispatched) == 1
