@@ -31,7 +31,7 @@ _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
 
 
 @dataclass(frozen=True)
-class Machine:
+class Wires:
     """Seconds of what ranks send each other on a cluster, asked once each."""
 
     base: Spec
@@ -108,10 +108,10 @@ def way_of(base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> _Way
 class Ways:
     """Choices over the same axes that are legal beside the same other choices, as arrays."""
 
-    def __init__(self, machine: Machine, ways: Sequence[_Way]) -> None:
+    def __init__(self, wires: Wires, ways: Sequence[_Way]) -> None:
         np = numpy()
-        self.machine, self.ways = machine, ways
-        self.layout = machine.base.precision.effective
+        self.wires, self.ways = wires, ways
+        self.layout = wires.base.precision.effective
         self.cut = {
             state: np.array([way.cut[state] for way in ways], dtype=bool)
             for state in (_THETA, _OMEGA, _GRADS)
@@ -130,7 +130,7 @@ class Ways:
             name: np.array([float(getattr(way, name)) for way in ways])
             for name in ("is_late", "keeps_forward", "keeps_backward", "ahead")
         }
-        self.overlaps = np.array([float(way.overlaps) for way in ways]) * machine.pace.overlaps
+        self.overlaps = np.array([float(way.overlaps) for way in ways]) * wires.pace.overlaps
         self.back = np.array([way.is_copied_back for way in ways])
 
     def choice(self, index: int, degrees: Sequence[int]) -> AxisChoice:
@@ -159,7 +159,7 @@ class Ways:
         unit and to make it whole again when it is updated (`finish`), and of a parameter's
         `update`, copies between tiers included."""
         np = numpy()
-        layout, base = self.layout, self.machine.base
+        layout, base = self.layout, self.wires.base
         held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
         parts = {
             state: np.where(cut, np.array(degrees, dtype=float), 1.0).prod(axis=1)
@@ -190,10 +190,10 @@ class Ways:
         }
 
     def _update(self, parts: Array, sizes: Sizes) -> Array:
-        np, base = numpy(), self.machine.base
+        np, base = numpy(), self.wires.base
         values, where = np.unique(parts, return_inverse=True)
         seconds = [
-            self.machine.pace.update_seconds(
+            self.wires.pace.update_seconds(
                 base.optimizer.name,
                 self.layout,
                 elements=max(1, int(sizes.block / part)),
@@ -211,7 +211,7 @@ class Ways:
         if self.near[_OMEGA].all():
             return 0.0
         down, up = (
-            self.machine.pace.copy_seconds(copy, _COPIED) / _COPIED
+            self.wires.pace.copy_seconds(copy, _COPIED) / _COPIED
             for copy in (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE)
         )
         moved = np.where(self.back, state / parts[_OMEGA], held / parts[_OMEGA])
@@ -228,16 +228,16 @@ class _Moves:
 
     def _over(self, collective: Collective, at: int, sizes: Array) -> Array:
         """Seconds over one axis, of each size."""
-        np, machine = numpy(), self.ways.machine
+        np, wires = numpy(), self.ways.wires
         values, where = np.unique(sizes, return_inverse=True)
         seconds = [
-            machine.seconds(collective, self.degrees[at], self.strides[at], value)
+            wires.seconds(collective, self.degrees[at], self.strides[at], value)
             for value in values
         ]
         return np.array(seconds)[where.reshape(-1)]
 
     def _hook(self, flat: Hook, other: Hook) -> Array:
-        pace = self.ways.machine.pace
+        pace = self.ways.wires.pace
         return numpy().where(self.ways.flat, pace.hook_seconds(flat), pace.hook_seconds(other))
 
     def gather(self, sizes: Array) -> Array:
@@ -254,7 +254,7 @@ class _Moves:
         np, ways = numpy(), self.ways
         if not self.degrees:
             return np.zeros(len(sizes))
-        hook = self.ways.machine.pace.hook_seconds(Hook.DDP_BUCKET)
+        hook = self.ways.wires.pace.hook_seconds(Hook.DDP_BUCKET)
         pieces = np.maximum(1.0, sizes / _BUCKET)
         buckets = pieces * (hook + self._over(Collective.ALL_REDUCE, 0, sizes / pieces))
         total = self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE)

@@ -22,7 +22,7 @@ from ptrain.rates.pace import Pace
 from ptrain.selection.arrays import numpy
 from ptrain.selection.flows import Flow, Flows, flow_of
 from ptrain.selection.profile import Activity, Seconds, Sizes, activity_of, seconds_of, sizes_of
-from ptrain.selection.rows import Columns, Machine, Ways, way_of
+from ptrain.selection.rows import Columns, Ways, Wires, way_of
 from ptrain.selection.score import Places, peaks, step_seconds
 from ptrain.selection.space import (
     KEPT,
@@ -276,7 +276,7 @@ class _Search:
         self.facts: ModelFacts = own_facts(replace(task.base, unit=UnitSize()))
         self.legality = Legality(task.base)
         self.flows = Flows(task.base, self.facts)
-        self.machine = Machine(task.base, task.pace)
+        self.wires = Wires(task.base, task.pace)
         self.choices = data_choices(task.base)
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.tables: dict[tuple[object, ...], _DataTable] = {}
@@ -384,7 +384,7 @@ class _Search:
                 continue
             busy = float(forward[at, slowest[at]]), float(backward[at, slowest[at]])
             stride = self.task.devices // flow.ranks
-            crossing = self.machine.seconds(Collective.SEND, 2, stride, activity.hidden)
+            crossing = self.wires.seconds(Collective.SEND, 2, stride, activity.hidden)
             crossings = 2 * (flow.ranks - 1 + (0 if pace.overlaps else number * flow.per_rank))
             waits.append(self.flows.idle(flow, number, work, busy) + crossings * crossing)
         return np.array(waits)
@@ -447,7 +447,7 @@ class _Search:
         if key not in self.ways:
             beside, base = (THROUGH[way], *inner.within), self.task.base
             self.ways[key] = Ways(
-                self.machine,
+                self.wires,
                 [
                     way_of(base, choice, beside)
                     for choice in self.choices[axes]
