@@ -27,7 +27,8 @@ from ptrain.spec.spec import Spec
 
 _ALL_AHEAD = (ScheduleName.GPIPE, ScheduleName.BFS)
 _ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
-_PLACES = 3  # the first rank, the fullest of those in the middle, the last one
+# The first rank, of those in the middle the fullest and the one with most layers, the last one.
+_PLACES = 4
 Row = tuple[int, bool, bool, float, int, int]
 
 
@@ -95,8 +96,10 @@ class Flows:
             microbatches=micro_batches,
         )
         rows = [self._row(size, rank, counts) for rank in range(flow.ranks)]
-        middle = max(rows[1:-1] or rows[:1], key=lambda row: row[0] * row[3])
-        return [rows[0], middle, rows[-1]]
+        middle = rows[1:-1] or rows[:1]
+        fullest = max(middle, key=lambda row: row[0] * row[3])
+        slowest = max(middle, key=lambda row: row[0])
+        return [rows[0], fullest, slowest, rows[-1]]
 
     @staticmethod
     def _row(size: PipelineSize, rank: int, counts: Sequence[int]) -> Row:

@@ -10,7 +10,7 @@ from ptrain.derivation import activations
 from ptrain.derivation.tables import setting_of
 from ptrain.derivation.tensor import cut_of, local_units
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.facts.operators import Exchange, LayerWork, ModelWork, PassWork
+from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, PassWork
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
 from ptrain.rates.pace import Hook, Pace
@@ -177,7 +177,7 @@ def _seconds(spec: Spec, work: PassWork, pace: Pace) -> float:
     nodes = nodes_of(spec, ranks)
     total = 0.0
     for item in work:
-        if isinstance(item, Exchange):
+        if isinstance(item, InnerCollective):
             hook = pace.hook_seconds(Hook.TENSOR_SUM)
             alone = pace.collective_seconds(
                 item.collective, ranks=ranks, nodes=nodes, payload=item.payload

@@ -32,10 +32,12 @@ _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
 
 @dataclass(frozen=True)
 class Wires:
-    """Seconds of what ranks send each other on a cluster, asked once each."""
+    """Seconds of what ranks send each other on a cluster, asked once each; `is_nominal`: they are
+    none that anybody measured."""
 
     base: Spec
     pace: Pace
+    is_nominal: bool = False
 
     @cached_property
     def _known(self) -> dict[tuple[Collective, int, int, int], float]:
@@ -205,17 +207,19 @@ class Ways:
         return np.array(seconds)[where.reshape(-1)]
 
     def _copied(self, parts: dict[State, Array], state: int, held: int) -> Array:
-        """Of a parameter: state that is updated on the device goes there and back; of what is
-        updated on the host the gradient goes and the parameter comes."""
+        """Of a parameter: state that is updated on the device goes there and back. How long a host
+        takes for an update nobody measures: that is endless."""
         np = numpy()
-        if self.near[_OMEGA].all():
+        near = self.near[_OMEGA]
+        if near.all():
             return 0.0
         down, up = (
             self.wires.pace.copy_seconds(copy, _COPIED) / _COPIED
             for copy in (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE)
         )
-        moved = np.where(self.back, state / parts[_OMEGA], held / parts[_OMEGA])
-        return np.where(self.near[_OMEGA], 0.0, moved * (down + up))
+        there = state / parts[_OMEGA] * (down + up)
+        on_host = held / parts[_OMEGA] * (down + up) if self.wires.is_nominal else np.inf
+        return np.where(near, 0.0, np.where(self.back, there, on_host))
 
 
 class _Moves:

@@ -90,12 +90,13 @@ Work = Callable[[Spec], ModelWork]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """What is searched: a job like `base` on so many devices, on a machine with this pace, whose
-    micro-batches' work `work` tells."""
+    micro-batches' work `work` tells. `is_nominal`: nobody measured the pace."""
 
     base: Spec
     devices: int
     pace: Pace
     work: Work
+    is_nominal: bool = False
     objective: Objective = Objective.TIME
     where: Where = field(default_factory=Where)
 
@@ -141,14 +142,6 @@ class _Block:
             micro=self.micro,
             kept=self.kept,
         )
-
-
-def search(task: Task) -> Found:
-    """Return the best of all legal candidates."""
-    keeper = _Keeper(task)
-    for block in _Search(task).blocks():
-        keeper.take(block)
-    return keeper.found()
 
 
 class _Keeper:
@@ -199,6 +192,8 @@ class _Keeper:
         _, first = np.unique(bands[order], return_index=True)
         for at in order[first]:
             seconds, band = float(block.seconds[places[at]]), int(bands[at])
+            if seconds == float("inf"):
+                continue
             if band not in self.front or seconds < self.front[band][0]:
                 self.front[band] = (seconds, block, int(places[at]))
 
@@ -268,7 +263,7 @@ class _Inner:
         return tuple((f.axis, f.degree) for choice in self.within for f in choice.factors)
 
 
-class _Search:
+class Search:
     """Loops over all that a block has in common, and asks everything once."""
 
     def __init__(self, task: Task) -> None:
@@ -276,14 +271,26 @@ class _Search:
         self.facts: ModelFacts = own_facts(replace(task.base, unit=UnitSize()))
         self.legality = Legality(task.base)
         self.flows = Flows(task.base, self.facts)
-        self.wires = Wires(task.base, task.pace)
+        self.wires = Wires(task.base, task.pace, task.is_nominal)
         self.choices = data_choices(task.base)
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.tables: dict[tuple[object, ...], _DataTable] = {}
         self.activities: dict[tuple[object, ...], Activity] = {}
         self.seconds: dict[tuple[object, ...], Seconds] = {}
 
+    def run(self, where: Where) -> Found:
+        """Return the best of all legal candidates that obey constraints."""
+        if where != self.task.where:
+            self.task = replace(self.task, where=where)
+            self.ways.clear()
+            self.tables.clear()
+        keeper = _Keeper(self.task)
+        for block in self.blocks():
+            keeper.take(block)
+        return keeper.found()
+
     def blocks(self) -> Iterator[_Block]:
+        """Yield the space, a block at a time."""
         task = self.task
         for ranks, within in inner_products(task.base, task.devices):
             spec = chosen(task.base, within)

@@ -20,6 +20,8 @@ from ptrain.axes.data.candidates import says_the_usual
 from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
 from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation.estimate import own_facts
+from ptrain.derivation.kernels import unclaimed
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Batch
@@ -111,7 +113,8 @@ class Legality:
         )
 
     def within(self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through) -> bool:
-        """Of how blocks are cut and kept; false too where no table tells what that allocates."""
+        """Of how blocks are cut and kept; false too where no table tells what that allocates, or not
+        for the devices."""
 
         def spec() -> Spec:
             return kept_so(self._tall((THROUGH[through], *choices), _ENOUGH), kept)
@@ -169,6 +172,8 @@ class Legality:
             if is_predicted:
                 like = replace(asked, cluster=self.base.cluster)
                 self.known[key] = self.known[key] and is_tabulated(like)
+                if self.known[key] and like.is_for_cuda:
+                    self.known[key] = "peak" not in unclaimed(like, own_facts(like))
         return self.known[key]
 
 

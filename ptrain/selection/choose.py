@@ -1,0 +1,263 @@
+"""`select`: which placement of a job, by the search's closed forms and, of the best, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ptrain.algebra.legality import check, executed
+from ptrain.axes.pipeline.stage_facts import stages_of
+from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.machine import Machine
+from ptrain.derivation.work import model_work, why_unknown
+from ptrain.errors import refused
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.operators import ModelWork
+from ptrain.plan.lower import lower
+from ptrain.rates.measured import lacking, pace_of
+from ptrain.rates.pace import Pace, UnknownRate
+from ptrain.selection.figures import Ranked, on_more, ranked
+from ptrain.selection.job import SearchedJob, searched_job
+from ptrain.selection.known import KNOWN, reason
+from ptrain.selection.nominal import NominalPace
+from ptrain.selection.ranking import Lost, Remedy, Selection, front_of, order_of
+from ptrain.selection.search import Found, Objective, Scored, Search, Task
+from ptrain.selection.where import Where, parse
+from ptrain.spec.axis import Axis
+from ptrain.spec.dials import UnitSize
+from ptrain.spec.spec import Spec
+from ptrain.spec.write import to_mapping
+from ptrain.steps.step import Plan
+
+_BEST = 100  # candidates that are derived exactly
+_TRIED = 2  # times as many, at most, where some of them do not fit
+_MOST_DEVICES = 2**13  # on which something is looked for that fits
+
+Works = dict[tuple[object, ...], ModelWork]
+
+
+def select(
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    cluster: str | None = None,
+    devices: int | None = None,
+    objective: str = "time",
+    where: Sequence[str] = (),
+    count: int = _BEST,
+) -> Selection:
+    """Return the ranking of all legal placements of a model, or of a spec with `auto` in it, on so
+    many devices of a cluster. Raises SpecError for a job that cannot be searched."""
+    job = searched_job(source, overrides, cluster=cluster, devices=devices, where=where)
+    return Chooser(job, Objective(objective), count=count).choose()
+
+
+@dataclass
+class Chooser:
+    """One job's search, its machine and what it has derived. `pace` and `works` stand for those of
+    the job's cluster and model where they are given."""
+
+    job: SearchedJob
+    objective: Objective = Objective.TIME
+    pace: Pace | None = None
+    works: Works = field(default_factory=dict)
+    count: int = _BEST
+    facts: dict[UnitSize, ModelFacts] = field(default_factory=dict)
+    derived: int = 0
+
+    # -- the machine
+
+    @cached_property
+    def unknown(self) -> str:
+        """Why the time of a step is unknown; "" where it is not."""
+        base, devices = self.job.base, self.job.devices
+        if self.pace is None and (why := lacking(base.cluster, devices)):
+            return why
+        return why_unknown(base, self._plan(base), self._facts(base))
+
+    @cached_property
+    def search(self) -> Search:
+        """Return what goes through the space."""
+        base, devices = self.job.base, self.job.devices
+        assert base.cluster is not None, "a job that is searched for has a cluster"
+        pace = self.pace or (None if self.unknown else pace_of(base.cluster, devices))
+        return Search(
+            Task(
+                base=base,
+                devices=devices,
+                pace=pace or NominalPace(base.cluster),
+                is_nominal=pace is None,
+                work=self.work,
+                objective=self.objective,
+                where=self.job.where,
+            )
+        )
+
+    def work(self, spec: Spec, index: int = 0) -> ModelWork:
+        """Return what a rank of a spec computes of a micro-batch. Raises UnknownRate."""
+        inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)
+        staged = spec.degree(Axis.PP) > 1
+        key = (inner, spec.batch.micro, spec.activations, staged, index)
+        if key not in self.works:
+            plan, facts = self._plan(spec), self._facts(spec)
+            work = model_work(spec, plan, facts, index)
+            if work is None:
+                raise UnknownRate(why_unknown(spec, plan, facts))
+            self.works[key] = work
+        return self.works[key]
+
+    def _plan(self, spec: Spec) -> Plan:
+        facts = self._facts(spec)
+        stages = stages_of(spec, facts)
+        return lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
+
+    def _facts(self, spec: Spec) -> ModelFacts:
+        if spec.unit not in self.facts:
+            self.facts[spec.unit] = own_facts(spec)
+        return self.facts[spec.unit]
+
+    # -- exactly
+
+    def exactly(self, scored: Scored, base: Spec | None = None) -> Ranked | None:
+        """Return the exact figures of a candidate; None where it is not legal after all, or where
+        its peak is not known."""
+        spec = scored.candidate.spec(base or self.job.base)
+        if check(spec) or executed(spec):
+            return None
+        machine = None
+        if not self.unknown:
+            machine = Machine(
+                pace=self.search.task.pace, work=lambda index: self.work(spec, index)
+            )
+        row = ranked(spec, scored, derive(spec, self._facts(spec), machine))
+        return None if row.memory.peak_bytes is None else row
+
+    def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
+        """The first so many that fit, of twice as many that are tried."""
+        tried = 0
+        for candidate in scored:
+            if not count or tried == _TRIED * self.count:
+                return
+            tried += 1
+            row = self.exactly(candidate)
+            self.derived += row is not None
+            if row is not None and row.memory.fits and self._obeys(row):
+                count -= 1
+                yield row
+
+    def _obeys(self, row: Ranked) -> bool:
+        where = self.job.where
+        if not all(rule.holds_of(float(row.peak_bytes)) for rule in where.bounds("memory")):
+            return False
+        return row.seconds is None or all(
+            rule.holds_of(row.seconds) for rule in where.bounds("time")
+        )
+
+    # -- the answer
+
+    def choose(self) -> Selection:
+        """Return the ranking, and what its figures say of the rest."""
+        found = self.search.run(self.job.where)
+        if not found.tally.scored:
+            raise refused("--devices", *self._no_candidate())
+        rows = list(self._fitting(found.best, self.count))
+        rows.sort(key=lambda row: order_of(self.objective, row))
+        derived = self.derived
+        on_front = list(self._fitting(found.front, len(found.front))) if rows else []
+        selection = Selection(
+            job=self.job,
+            objective=self.objective,
+            ranking=tuple(self._named(row) for row in rows),
+            front=front_of(
+                row for row in (*rows, *on_front) if self.unknown or row.seconds is not None
+            ),
+            tally=found.tally,
+            derived=derived,
+            unknown=self.unknown,
+        )
+        if not rows:
+            return self._without_fit(selection, found)
+        return replace(selection, lost=tuple(self._lost(rows[0])))
+
+    def _named(self, row: Ranked) -> Ranked:
+        """With a spec that can be written: its resolved mapping is its own."""
+        spec = replace(row.spec, name=self.job.name)
+        return replace(row, spec=replace(spec, resolved=to_mapping(spec, sync_is_written=True)))
+
+    def _no_candidate(self) -> tuple[str, str]:
+        job, base = self.job, self.job.base
+        texts = " ".join(rule.text for rule in job.where.constraints)
+        samples = base.batch.global_samples
+        found = (
+            self.search.run(Where()) if job.where.constraints else None
+        )
+        if found is not None and found.tally.scored:
+            return (
+                f"no legal placement on {job.devices} devices obeys {texts}",
+                "leave one of them out",
+            )
+        near = [n for n in range(job.devices - 1, 0, -1) if samples % n == 0][:1]
+        return (
+            f"no product of {job.devices} devices is legal: pp takes at most a layer each, tp "
+            f"divides the heads, and {samples} samples (batch.global) do not divide by what is "
+            "left to the data axes",
+            f"write --devices {near[0]}, or batch.global={samples // job.devices * job.devices}"
+            if near and samples >= job.devices
+            else f"write batch.global={job.devices} or more",
+        )
+
+    # -- what lost, and what would fit
+
+    def _lost(self, best: Ranked) -> Iterator[Lost]:
+        for known in KNOWN:
+            where = known.where(self.job.devices)
+            if where is None:
+                continue
+            rules = (*self.job.where.constraints, *map(parse, where))
+            found = self.search.run(Where(rules))
+            if not found.tally.scored:
+                yield Lost(name=known.name, best=None, why="not legal here")
+                continue
+            row = next(self._fitting(found.best, 1), None) or self._least(found)
+            yield Lost(name=known.name, best=row, why=reason(row, best, self.objective))
+
+    def _least(self, found: Found, base: Spec | None = None) -> Ranked | None:
+        """The exact figures of what needs least by closed form."""
+        least = found.tally.least
+        if least is None:
+            return None
+        peak, candidate = least
+        return self.exactly(Scored(candidate=candidate, peak=peak, seconds=0.0), base)
+
+    def _without_fit(self, selection: Selection, found: Found) -> Selection:
+        return replace(
+            selection, least=self._least(found), remedies=tuple(self._remedies())
+        )
+
+    def _remedies(self) -> Iterator[Remedy]:
+        """Each constraint left out; then the fewest devices, twice as many each time."""
+        constraints = self.job.where.constraints
+        for rule in constraints:
+            others = Where(tuple(other for other in constraints if other is not rule))
+            row = next(self._fitting(self.search.run(others).best, 1), None)
+            if row is not None:
+                yield Remedy(change=f"without {rule.text}", fitting=row)
+        devices = 2 * self.job.devices
+        while devices <= _MOST_DEVICES:
+            base = on_more(self.job.base, devices)
+            wider = Chooser(
+                replace(self.job, base=base, devices=devices),
+                self.objective,
+                pace=self.pace,
+                works=self.works,
+                count=self.count,
+            )
+            row = next(wider._fitting(wider.search.run(self.job.where).best, 1), None)
+            if row is not None:
+                yield Remedy(change=f"--devices {devices}", fitting=row)
+                return
+            devices *= 2
+
+
+_OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
