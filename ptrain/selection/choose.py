@@ -131,7 +131,7 @@ class Chooser:
                 pace=self.search.task.pace, work=lambda index: self.work(spec, index)
             )
         row = ranked(spec, scored, derive(spec, self._facts(spec), machine))
-        return None if row.memory.peak_bytes is None else row
+        return None if row.memory.peak_bytes is None else self._named(row)
 
     def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
         """The first so many that fit, of twice as many that are tried."""
@@ -168,7 +168,7 @@ class Chooser:
         selection = Selection(
             job=self.job,
             objective=self.objective,
-            ranking=tuple(self._named(row) for row in rows),
+            ranking=tuple(rows),
             front=front_of(
                 row for row in (*rows, *on_front) if self.unknown or row.seconds is not None
             ),

@@ -30,7 +30,7 @@ _CHOSEN = {
     "recompute": "recompute",
 }
 # What a file may say of it: sections that a candidate has of its own.
-_OF_CANDIDATES = (
+OF_CANDIDATES = (
     *("placement", "batch.micro", "batch.accumulate", "activations", "recompute", "offload"),
     *("sync", "reshard", "pipeline", "unit", "overlap", "prefetch", "gather_after_update"),
     *("bucket", "reduce_scatter"),
@@ -65,14 +65,14 @@ def searched_job(
     """Return the job of a model (a preset, a file of a shape) or of a spec. Raises SpecError for
     what is none of these, and where the cluster has fewer devices."""
     of_cluster = [] if cluster is None else [f"cluster.preset={cluster}"]
-    if _is_model(source):
+    if is_model(source):
         said = draft(_model_mapping(source), [*of_cluster, *overrides])
         job = _job(_with_defaults(said), source, where)
     else:
         said = draft(source, [*of_cluster, *overrides])
         pinned = [*_pinned_degrees(said), *_pinned_keys(said)]
         bare = [*of_cluster, *overrides, "mesh={}"]
-        spec = load(source, bare, without=_OF_CANDIDATES).spec
+        spec = load(source, bare, without=OF_CANDIDATES).spec
         job = SearchedJob(
             base=spec, devices=0, where=Where.of([*pinned, *where]), source=source
         )
@@ -100,8 +100,8 @@ def searched_job(
     return replace(job, devices=number, overrides=tuple(shown))
 
 
-def _is_model(source: str) -> bool:
-    """Whether it names a model: a preset, or a file that has a shape's fields and no model."""
+def is_model(source: str) -> bool:
+    """Return whether it names a model: a preset, or a file of a shape's fields and no spec."""
     if source in listing("models"):
         return True
     if not source.endswith((".yaml", ".yml")) or not Path(source).exists():
@@ -118,7 +118,7 @@ def _model_mapping(source: str) -> dict[str, object]:
 
 def _job(said: dict[str, Any], source: str, where: Sequence[str]) -> SearchedJob:
     pinned = [*_pinned_keys(said), *(_pinned_degrees(said) if said.get("mesh") else ())]
-    spec = load({**said, "mesh": {}}, without=_OF_CANDIDATES).spec
+    spec = load({**said, "mesh": {}}, without=OF_CANDIDATES).spec
     return SearchedJob(base=spec, devices=0, where=Where.of([*pinned, *where]), source=source)
 
 
