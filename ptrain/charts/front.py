@@ -89,9 +89,7 @@ class _Plane:
             self._fill(x - _DOT / 2, y - _DOT / 2, _DOT, _DOT, colour)
 
     def _fill(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        self.sheet.rectangles.append(
-            Rectangle(x=x, y=y, width=width, height=height, colour=colour)
-        )
+        self.sheet.rectangles.append(Rectangle(x=x, y=y, width=width, height=height, colour=colour))
 
     def _text(self, text: str, x: float, y: float) -> None:
         self.sheet.texts.append(Label(text=text, x=x, y=y, size=_SIZE, align="right"))

@@ -127,9 +127,7 @@ class Chooser:
             return None
         machine = None
         if not self.unknown:
-            machine = Machine(
-                pace=self.search.task.pace, work=lambda index: self.work(spec, index)
-            )
+            machine = Machine(pace=self.search.task.pace, work=lambda index: self.work(spec, index))
         row = ranked(spec, scored, derive(spec, self._facts(spec), machine))
         return None if row.memory.peak_bytes is None else self._named(row)
 
@@ -189,9 +187,7 @@ class Chooser:
         job, base = self.job, self.job.base
         texts = " ".join(rule.text for rule in job.where.constraints)
         samples = base.batch.global_samples
-        found = (
-            self.search.run(Where()) if job.where.constraints else None
-        )
+        found = self.search.run(Where()) if job.where.constraints else None
         if found is not None and found.tally.scored:
             return (
                 f"no legal placement on {job.devices} devices obeys {texts}",
@@ -231,9 +227,7 @@ class Chooser:
         return self.exactly(Scored(candidate=candidate, peak=peak, seconds=0.0), base)
 
     def _without_fit(self, selection: Selection, found: Found) -> Selection:
-        return replace(
-            selection, least=self._least(found), remedies=tuple(self._remedies())
-        )
+        return replace(selection, least=self._least(found), remedies=tuple(self._remedies()))
 
     def _remedies(self) -> Iterator[Remedy]:
         """Each constraint left out; then the fewest devices, twice as many each time."""

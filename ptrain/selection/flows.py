@@ -133,9 +133,7 @@ class Flows:
         share = seconds.weights / seconds.block[1] if seconds.block[1] else 0.0
         weight = backward * share
         cost = StageCost(forward=forward, input=backward - weight, weight=weight)
-        size = PipelineShape(
-            ranks=flow.ranks, stages_per_rank=per_rank, microbatches=micro_batches
-        )
+        size = PipelineShape(ranks=flow.ranks, stages_per_rank=per_rank, microbatches=micro_batches)
         form = closed_form(name, size, cost)
         if form is not None:
             return form.idle

@@ -73,9 +73,7 @@ def searched_job(
         pinned = [*_pinned_degrees(said), *_pinned_keys(said)]
         bare = [*of_cluster, *overrides, "mesh={}"]
         spec = load(source, bare, without=OF_CANDIDATES).spec
-        job = SearchedJob(
-            base=spec, devices=0, where=Where.of([*pinned, *where]), source=source
-        )
+        job = SearchedJob(base=spec, devices=0, where=Where.of([*pinned, *where]), source=source)
     base = job.base
     if base.cluster is None:
         raise refused(

@@ -13,10 +13,11 @@ from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, PassWork
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
-from ptrain.rates.pace import Hook, Pace
+from ptrain.rates.pace import Pace
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.model import ModelShape
+from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Mark, Repeated, Run
 

@@ -1,5 +1,5 @@
-"""The choices of the data axes as arrays: coefficients of bytes and seconds, by which a search scores
-them for one rank's part of the model."""
+"""The choices of the data axes as arrays: coefficients of bytes and seconds, by which a search
+scores them for one rank's part of the model."""
 
 from __future__ import annotations
 
@@ -125,9 +125,7 @@ class Ways:
         self.replicas = np.array([way.form in _REPLICAS for way in ways])
         self.local = np.array([way.form is Form.LOCAL for way in ways])
         self.by_tensor = np.array([way.form in BY_TENSOR for way in ways])
-        self.near = {
-            state: np.array([way.near[state] for way in ways]) for state in self.cut
-        }
+        self.near = {state: np.array([way.near[state] for way in ways]) for state in self.cut}
         self.fixed = {
             name: np.array([float(getattr(way, name)) for way in ways])
             for name in ("is_late", "keeps_forward", "keeps_backward", "ahead")
@@ -235,8 +233,7 @@ class _Moves:
         np, wires = numpy(), self.ways.wires
         values, where = np.unique(sizes, return_inverse=True)
         seconds = [
-            wires.seconds(collective, self.degrees[at], self.strides[at], value)
-            for value in values
+            wires.seconds(collective, self.degrees[at], self.strides[at], value) for value in values
         ]
         return np.array(seconds)[where.reshape(-1)]
 
@@ -265,9 +262,7 @@ class _Moves:
         for at in reversed(range(len(self.degrees))):
             cut = ways.cut[_GRADS][:, at] | ways.cut[_OMEGA][:, at]
             scattered = self._over(Collective.REDUCE_SCATTER, at, sizes)
-            total = total + np.where(
-                cut, scattered, self._over(Collective.ALL_REDUCE, at, sizes)
-            )
+            total = total + np.where(cut, scattered, self._over(Collective.ALL_REDUCE, at, sizes))
             sizes = np.where(cut, sizes / self.degrees[at], sizes)
         return np.where(ways.local, 0.0, np.where(ways.replicas, buckets, total))
 

@@ -82,7 +82,9 @@ def peaks(rows: Columns, places: Places, sizes: Sizes, act: Activity, micro_batc
     turn = act.backward_rise + ahead + unit * (rows["opened"] + rows["flying"])
     deep = base + (saved - behind) + turn
     late = rest + gathered + grown + (saved - behind - inner + act.block) + turn
-    return np.maximum.reduce([in_forward, top, deep, late, np.broadcast_to(rest + grown, deep.shape)])
+    return np.maximum.reduce(
+        [in_forward, top, deep, late, np.broadcast_to(rest + grown, deep.shape)]
+    )
 
 
 def step_seconds(

@@ -207,9 +207,7 @@ class _Keeper:
             self._forget()
         return Found(
             best=tuple(block.scored(place) for _, _, block, place in self.best),
-            front=tuple(
-                block.scored(place) for _, (_, block, place) in sorted(self.front.items())
-            ),
+            front=tuple(block.scored(place) for _, (_, block, place) in sorted(self.front.items())),
             tally=self.tally,
         )
 
@@ -296,9 +294,7 @@ class Search:
             spec = chosen(task.base, within)
             if not task.where.admits(Part.WITHIN, spec):
                 continue
-            inner = _Inner(
-                ranks=ranks, within=within, spec=spec, sizes=sizes_of(spec, self.facts)
-            )
+            inner = _Inner(ranks=ranks, within=within, spec=spec, sizes=sizes_of(spec, self.facts))
             for left, choices in pipelines(task.base, task.devices // ranks):
                 flows = self._flows(choices)
                 for micro, number in micro_batches(task.base, left) if flows else ():
@@ -329,9 +325,7 @@ class Search:
                     continue
                 if self._activity(inner, micro, kept).least > self.task.room * _SLACK:
                     continue  # whatever the states are
-                units = frozenset(
-                    unit for unit in UNITS if legality.unit(inner.within, unit, kept)
-                )
+                units = frozenset(unit for unit in UNITS if legality.unit(inner.within, unit, kept))
                 table = self._table(inner, left, way, units, many=number > 1)
                 if len(table):
                     yield self._block(inner, table, alike, (micro, number, kept))
@@ -353,9 +347,9 @@ class Search:
         seconds = np.zeros(0)
         if len(rows):
             work = self._seconds(inner, micro, kept)
-            busy = step_seconds(
-                table.at(rows), places.at(columns), inner.sizes, work, number
-            ).max(axis=1)
+            busy = step_seconds(table.at(rows), places.at(columns), inner.sizes, work, number).max(
+                axis=1
+            )
             seconds = busy + self._idle(flows, places, number, work, activity)[columns]
         return _Block(
             within=inner.within,
@@ -447,9 +441,7 @@ class Search:
                     fine &= shards != number
         return np.flatnonzero(fine)
 
-    def _ways(
-        self, axes: tuple[Axis, ...], inner: _Inner, way: Through, *, many: bool
-    ) -> Ways:
+    def _ways(self, axes: tuple[Axis, ...], inner: _Inner, way: Through, *, many: bool) -> Ways:
         key = (axes, bool(inner.shape), way, many)
         if key not in self.ways:
             beside, base = (THROUGH[way], *inner.within), self.task.base

@@ -1,8 +1,8 @@
 """The space of a search: what each room offers, and which of it is legal together.
 
-A product of choices is legal where `algebra.legality` says so. No rule looks at all that a candidate
-is made of, so that the rules are asked once for each combination of what they look at, on a spec
-with as little beside it as can be, and not once for each candidate.
+A product of choices is legal where `algebra.legality` says so. No rule looks at all that a
+candidate is made of, so that the rules are asked once for each combination of what they look at, on
+a spec with as little beside it as can be, and not once for each candidate.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Legality:
         )
 
     def within(self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through) -> bool:
-        """Of how blocks are cut and kept; false too where no table tells what that allocates, or not
-        for the devices."""
+        """Of how blocks are cut and kept; false too where no table tells what that allocates on the
+        devices."""
 
         def spec() -> Spec:
             return kept_so(self._tall((THROUGH[through], *choices), _ENOUGH), kept)
@@ -145,9 +145,7 @@ class Legality:
             return True
         factor = replace(_GATHERED.factors[0], degree=shards)
         by_rows = AxisChoice(factors=(factor,))
-        return self._asked(
-            ("shards", choices, shards), lambda: self._tall((by_rows, *choices), 1)
-        )
+        return self._asked(("shards", choices, shards), lambda: self._tall((by_rows, *choices), 1))
 
     @cached_property
     def _roomy(self) -> Spec:

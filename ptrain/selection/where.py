@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
+from typing import Any
 
 from ptrain.errors import refused
 from ptrain.spec.activations import FULL, SELECTIVE
@@ -19,7 +20,7 @@ from ptrain.units import parse_bytes
 
 _FLAG = "--where"
 _FORM = re.compile(r"\s*([\w.]+)\s*(<=|>=|!=|==|=|<|>)\s*(.+?)\s*")
-_OPERATORS: dict[str, Callable[[object, object], bool]] = {
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
     "<": operator.lt,

@@ -60,9 +60,7 @@ def _choices(spec: Spec, ranks: int) -> Iterator[AxisChoice]:
         for placements, changes in _ways(axes, spec):
             yield AxisChoice(
                 factors=tuple(
-                    Factor(
-                        axis=axis, degree=degrees[DATA_AXES.index(axis)], placement=placement
-                    )
+                    Factor(axis=axis, degree=degrees[DATA_AXES.index(axis)], placement=placement)
                     for axis, placement in zip(axes, placements, strict=True)
                 ),
                 changes=changes,
