@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ptrain.derivation.paper import reconstruction_unit
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.axis import Axis
@@ -91,10 +92,9 @@ class Answer:
 
 def requirements(facts: ModelFacts, cluster: Cluster, devices: int) -> Requirements:
     """Return what the algorithm requires of a model on so many devices of a cluster."""
-    blocks = [unit.numel for unit in facts.units if not unit.is_root]
     return Requirements(
         parameters=facts.numel,
-        layer_parameters=max(blocks, default=facts.numel),
+        layer_parameters=reconstruction_unit(facts),
         device_memory=cluster.device_memory,
         devices=devices,
         devices_per_node=math.gcd(devices, cluster.devices_per_node),

@@ -38,8 +38,8 @@ def with_largest_micro(spec: Spec) -> Spec:
     smallest = spec
     for candidate in _candidates(spec):
         if _fit(candidate).fits:
-            return candidate
-        smallest = candidate
+            return _because(candidate, f"the largest whose predicted peak fits{_tries(spec)}")
+        smallest = _because(candidate, "the smallest there is: none fits")
     return smallest
 
 
@@ -56,12 +56,21 @@ def _candidates(spec: Spec) -> Iterator[Spec]:
 def _chosen(spec: Spec, micro: int) -> Spec:
     """Return the spec with a micro-batch that is written, in what it resolves to as well."""
     variant = with_micro(spec, micro)
-    batch = replace(variant.batch, micro_is_open=False, micro_is_chosen=True)
+    batch = replace(variant.batch, micro_is_open=False)
     said = spec.resolved["batch"]
     assert isinstance(said, dict), "a section"
     return replace(
         variant, batch=batch, resolved=spec.resolved | {"batch": said | {"micro": micro}}
     )
+
+
+def _tries(spec: Spec) -> str:
+    """Where a GPU can be asked, how."""
+    return "; ptrain simulate SPEC --rehearse runs it on a GPU" if spec.is_for_cuda else ""
+
+
+def _because(spec: Spec, choice: str) -> Spec:
+    return replace(spec, batch=replace(spec.batch, micro_choice=choice))
 
 
 def _fit(spec: Spec) -> Fit:

@@ -33,7 +33,8 @@ class WrittenTokens:
 class Batch:
     """Resolved: `global_samples == micro * accumulate * data_degree`. `sequence` in tokens.
     `written`: tokens that stood for the samples. `micro_is_open`: it is `auto` and not chosen yet,
-    and 1 stands for it; `micro_is_chosen`: it was."""
+    and 1 stands for it; `micro_choice`: why it was
+    chosen as it is, where it was."""
 
     global_samples: int
     micro: int
@@ -41,7 +42,7 @@ class Batch:
     accumulate: int
     written: WrittenTokens | None = field(default=None, compare=False)
     micro_is_open: bool = False
-    micro_is_chosen: bool = field(default=False, compare=False)
+    micro_choice: str = field(default="", compare=False)
 
     @property
     def tokens(self) -> int:
@@ -141,3 +142,28 @@ def nearest_power_of_two(number: int) -> int:
     """Return the power of two that is nearest, of two the larger one."""
     below: int = 2 ** (number.bit_length() - 1)
     return 2 * below if 2 * number >= 3 * below else below
+
+
+def batch_lines(batch: Batch, data_degree: int) -> list[str]:
+    """Return what became of a batch that is written in tokens, and of a micro-batch that is `auto`;
+    nothing of what stands as it is written."""
+    lines = [] if batch.written is None else [_tokens_line(batch, batch.written, data_degree)]
+    if batch.micro_choice:
+        lines.append(f"batch.micro: auto is {batch.micro}, {batch.micro_choice}")
+    return lines
+
+
+def _tokens_line(batch: Batch, written: WrittenTokens, data_degree: int) -> str:
+    samples, step = batch.global_samples, batch.micro * data_degree
+    said = f"batch.global: {written.text} are {written.samples} samples of {batch.sequence}: "
+    if samples == written.samples:
+        return f"{said}{samples} are taken"
+    off = f"{samples / written.samples - 1:+.1%}"
+    if samples == step > written.samples:
+        return f"{said}{samples} are the fewest of {data_degree} data ranks ({off})"
+    power = nearest_power_of_two(written.samples)
+    is_power = written.rounding is Rounding.POWER_OF_TWO
+    if is_power and samples == power:
+        return f"{said}{samples} to the nearest power of two ({off}); batch.round: none does not"
+    no_power = f"; {power} is none of {batch.micro} micro × {data_degree} data" if is_power else ""
+    return f"{said}{samples} to the nearest multiple of {step} ({off}){no_power}"

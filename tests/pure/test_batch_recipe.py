@@ -8,8 +8,9 @@ import pytest
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection.fit import fit
+from ptrain.selection.recipe import reasons
 from ptrain.selection.recompute import settled
-from ptrain.spec.batch import Batch, nearest_power_of_two
+from ptrain.spec.batch import Batch, batch_lines, nearest_power_of_two
 from ptrain.spec.load import load
 
 NODE = ("8b-zero3", "batch.sequence=4096")
@@ -114,3 +115,72 @@ def test_a_micro_batch_that_nobody_can_choose_is_refused(overrides, place, text)
 def test_a_micro_batch_that_python_has_not_chosen_is_not_derived():
     with pytest.raises(SpecError, match=r"ptrain\.settled"):
         derive(load("zero3", ["batch.micro=auto"]).spec)
+
+
+def lines_of(*overrides: str, name: str = "8b-zero3") -> list[str]:
+    spec = settled(load(name, overrides))
+    return batch_lines(spec.batch, spec.data_degree)
+
+
+def test_what_became_of_tokens_is_said_aloud():
+    to_power = "batch.global: 4M tokens are 976 samples of 4096: 1024 to the nearest power of two"
+    assert lines_of("batch.global=4M tokens") == [f"{to_power} (+4.9%); batch.round: none does not"]
+    (nearest,) = lines_of("batch.global=4M tokens", "batch.round=none")
+    assert nearest.endswith("976 are taken")
+    (multiple,) = lines_of("batch.global=4M tokens", "batch.round=none", "batch.micro=6")
+    assert multiple.endswith("960 to the nearest multiple of 48 (-1.6%)")
+    (odd,) = lines_of("batch.global=4M tokens", "batch.micro=3")
+    assert odd.endswith(
+        "984 to the nearest multiple of 24 (+0.8%); 1024 is none of 3 micro × 8 data"
+    )
+    (few,) = lines_of("batch.global=100k tokens", "batch.micro=8")
+    assert few.endswith("24 samples of 4096: 64 are the fewest of 8 data ranks (+166.7%)")
+    assert lines_of() == []
+
+
+def test_a_micro_batch_that_was_chosen_is_said_aloud():
+    (fits,) = lines_of("batch.micro=auto")
+    assert "auto is 2, the largest whose predicted peak fits; ptrain simulate" in fits
+    (none,) = lines_of("batch.micro=auto", "batch.sequence=65536")
+    assert "auto is 1, the smallest there is: none fits" in none
+    (laptop,) = lines_of("batch.micro=auto", name="zero3")
+    assert "rehearse" not in laptop
+
+
+def reasons_of(name: str, *overrides: str) -> str:
+    return "\n".join(reasons(derive(load(name, overrides).spec)))
+
+
+def test_the_reasons_are_fit_then_batch_then_throughput_then_axes_in_the_order_to_reach_for_them():
+    text = reasons_of("70b-3d")
+    starts = [line.partition(":")[0] for line in text.splitlines()]
+    assert starts[:3] == ["fit", "batch", "throughput"]
+    assert [start[:2] for start in starts[3:]] == ["1.", "2.", "3."]
+    assert "1f1b on 4 ranks waits 15.8% of the step with 16 micro-batches" in text
+    assert "tp 8: a layer is 1.711 GB in 16 bits, cut by 8" in text
+    assert "within a node at 450 GB/s" in text and "over 4 nodes at 50 GB/s" in text
+
+
+def test_accumulation_is_what_data_ranks_could_compute_at_once():
+    assert "64 = 1 micro × 8 accumulated × 8 data; data ranks compute at once" in reasons_of(
+        "8b-ddp"
+    )
+    assert ": 64 of them would do" in reasons_of("8b-ddp")
+    assert "nothing is accumulated" in reasons_of("70b-zero3")
+
+
+@pytest.mark.parametrize(("ranks", "is_said"), [(512, False), (1024, True)])
+def test_data_ranks_beyond_512_are_said_to_be_many(ranks, is_said):
+    words = (f"mesh.dp_shard={ranks}", "cluster.preset=h100-1024", f"batch.global={ranks}")
+    assert ("data ranks are above some 512" in reasons_of("70b-zero3", *words)) is is_said
+
+
+def test_an_axis_that_is_not_there_says_why_it_need_not_be():
+    text = reasons_of("8b-zero3", "cluster.preset=h100-8")
+    assert "2. no tp: a layer is 436.2 MB in 16 bits, 0.5% of a device" in text
+    assert "3. no pp: one node is enough" in text
+    small = reasons_of("ddp")
+    assert "1. no dp_shard: states of 12.88 MB are below the 12.88 GB of a device" in small
+    assert "first to reach for: it would cut states of 64.24 GB" in reasons_of(
+        "8b-ddp", "cluster.device_memory=40 GiB"
+    )
