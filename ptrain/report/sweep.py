@@ -155,9 +155,11 @@ def _relative(number: int | None, base: int | None) -> str:
 def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     """Yield what is said of points: what is refused, what followed the mesh, which batch it is, why
     a figure is missing or a bound, what is reserved, and warnings."""
+    refused: dict[str, list[str]] = {}
     for point in points:
         if point.refusal:
-            yield f"refused: {point.label}: {point.refusal}"
+            refused.setdefault(point.refusal, []).append(point.label)
+    yield from (f"refused: {', '.join(labels)}: {why}" for why, labels in refused.items())
     yield from _followed(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
     yield from _gathered(named, _batch_lines)
@@ -178,14 +180,15 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
 
 def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:
     """Yield a line for each key that followed the mesh, with what it became where."""
-    became: dict[tuple[str, int], list[str]] = {}
+    became: dict[tuple[str, int], dict[int, list[str]]] = {}
     for point in points:
         for follower in point.follows:
-            places = became.setdefault((follower.key, follower.before), [])
-            places.append(f"{follower.after} ({point.label})")
-    for (key, before), places in became.items():
+            labels = became.setdefault((follower.key, follower.before), {})
+            labels.setdefault(follower.after, []).append(point.label)
+    for (key, before), labels in became.items():
         section, _, name = key.partition(".")
-        yield f"{section} follows the mesh: {name} {before} → {', '.join(places)}; {key}=N pins it"
+        after = ", ".join(f"{number} ({', '.join(where)})" for number, where in labels.items())
+        yield f"{section} follows the mesh: {name} {before} → {after}; {key}=N pins it"
 
 
 def _gathered(

@@ -159,11 +159,11 @@ def _tokens_line(batch: Batch, written: WrittenTokens, data_degree: int) -> str:
     if samples == written.samples:
         return f"{said}{samples} are taken"
     off = f"{samples / written.samples - 1:+.1%}"
-    if samples == step > written.samples:
-        return f"{said}{samples} are the fewest of {data_degree} data ranks ({off})"
     power = nearest_power_of_two(written.samples)
     is_power = written.rounding is Rounding.POWER_OF_TWO
     if is_power and samples == power:
         return f"{said}{samples} to the nearest power of two ({off}); batch.round: none does not"
+    if samples == step > written.samples:
+        return f"{said}{samples} are the fewest of {data_degree} data ranks ({off})"
     no_power = f"; {power} is none of {batch.micro} micro × {data_degree} data" if is_power else ""
     return f"{said}{samples} to the nearest multiple of {step} ({off}){no_power}"
