@@ -23,8 +23,8 @@ from ptrain.report.page import anchor, headings
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.names import SPEC_FOLDERS, listing, root
-from ptrain.spec.pipeline import PipelineSpec, ScheduleName
 from ptrain.spec.overrides import sweeps
+from ptrain.spec.pipeline import PipelineSpec, ScheduleName
 from ptrain.spec.placement import MODES, Placement
 from ptrain.spec.precision import ZERO16
 from ptrain.spec.role import GIVEN, fits
