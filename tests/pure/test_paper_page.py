@@ -149,7 +149,7 @@ def verdicts_under(paper: ModuleType, title: str) -> dict[str, str]:
 
 
 def test_the_digests_factors_are_worked_out(paper):
-    """By hand: 16/(4 + 12/N) is 2 for N = 3, 16/(2 + 14/N) is 4 for N = 7, and a tenth around it 6 to 8."""
+    """By hand: 16/(4 + 12/N) is 2 for N = 3; 16/(2 + 14/N) is 4 for N = 7, about 4 for 6 to 8."""
     verdicts = verdicts_under(paper, "## The digest's table of overheads")
     assert {title for title, verdict in verdicts.items() if verdict == "holds"} == {
         "ZeRO-2 takes ~4× less memory",
