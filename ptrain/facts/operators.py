@@ -41,7 +41,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class InnerCollective:
     """A collective within a pass, over the axis that cuts operators, which awaits it: bytes of the
     whole tensor."""
 
@@ -50,7 +50,7 @@ class Exchange:
     times: int = 1
 
 
-PassWork = tuple[Operator | Exchange, ...]
+PassWork = tuple[Operator | InnerCollective, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,8 @@ def test_activations_and_peaks_lie_between_the_extents():
 
 def test_the_order_of_the_extents_does_not_matter():
     turned = derive(SPEC, routed(extents=(1, 2, 3))).exact
-    assert list(turned.memory) == list(EXACT.memory) and list(turned.peak) == list(EXACT.peak)
+    exact = derive(SPEC, routed()).exact  # EXACT is of the torch that is installed
+    assert list(turned.memory) == list(exact.memory) and list(turned.peak) == list(exact.peak)
 
 
 @pytest.mark.parametrize("state", [State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.OTHER])

@@ -51,7 +51,7 @@ def blocks(spec: Spec) -> EqualBlocks | None:
     ("hf", "strategy", "changes"),
     [
         (LLAMA, "zero3", ()),
-        ("GPT2LMHeadModel", "fsdp-mixed", ("activations=M",)),
+        pytest.param("GPT2LMHeadModel", "fsdp-mixed", ("activations=M",), marks=nightly),
         pytest.param("Qwen3ForCausalLM", "zero3", (), marks=nightly),
         pytest.param(LLAMA, "zero3", ("activations=M",), marks=nightly),
         pytest.param(LLAMA, "zero3", ('activations={"0-3": M, "4-8": M}',), marks=nightly),

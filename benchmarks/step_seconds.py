@@ -1,0 +1,280 @@
+"""Seconds of a step, predicted from a machine's rates beside those that trainings take on it.
+
+    python benchmarks/step_seconds.py CLUSTER [--models 1m ...] [--ranks 2 ...] [--specs NAME ...]
+
+CLUSTER is what `ptrain calibrate` has written on this machine, just before: rates are a machine's,
+and of its hour. Of every strategy, and of products of axes, at three sizes of model on 2 and 4
+ranks (as many as a spec's mesh allows) a training's steps are timed, the first ones left out; the
+prediction reads the spec and the cluster, and no training. One spec is run twice, at the beginning
+and at the end: what lies between the two is what a figure here is worth.
+
+Claim: the median of |predicted / measured - 1| is at most 10 %, the largest at most 25 % or twice
+the spread of the one that was run twice; Spearman's rank correlation is at least 0.9; of each size
+and number of ranks, the strategy that is predicted to be fastest is within 5 % of the one that is.
+Prints; writes a result only with --save. What stands in --kept FILE is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _machine import ROOT, conclude, environment, header, this_command
+
+from ptrain.derivation.estimate import derive
+from ptrain.errors import PtrainError
+from ptrain.spec.load import load
+
+MEDIAN, WORST, RANKED, BEST = 0.10, 0.25, 0.9, 0.05  # bounds of the claim
+WARM_UP, STEPS = 4, 10  # the meters look at one of the first steps
+SECONDS = 600  # of a training
+REPEATED = "zero3"
+
+# vocabulary of bytes; heads that four ranks of tp divide
+MODELS = {
+    "1m": "{family: llama, layers: 4, hidden: 128, heads: 4, kv_heads: 4, ffn: 352, vocab: 260}",
+    "10m": "{family: llama, layers: 6, hidden: 384, heads: 8, kv_heads: 4, ffn: 1024, vocab: 260}",
+    "50m": "{family: llama, layers: 8, hidden: 704, heads: 8, kv_heads: 4, ffn: 1920, vocab: 260}",
+}
+BATCHES = {
+    "1m": "batch={global: 16, micro: 2, sequence: 128}",
+    "10m": "batch={global: 16, micro: 2, sequence: 128}",
+    "50m": "batch={global: 8, micro: 1, sequence: 128}",
+}
+STRATEGIES = tuple(sorted(path.stem for path in (ROOT / "specs" / "strategies").glob("*.yaml")))
+# Products of axes and of what they hold, beside the named ones.
+PRODUCTS: dict[str, tuple[str, ...]] = {
+    "tp x zero1": ("tp-zero3", "placement.dp_shard=zero1"),
+    "tp x zero2": ("tp-zero3", "placement.dp_shard=zero2"),
+    "tp-sp x zero3": ("tp-zero3", "placement.tp=tp-sp"),
+    "pp x zero1": ("pp-zero3", "placement.dp_shard=zero1"),
+    "pp-gpipe x zero3": ("pp-zero3", "pipeline.schedule=gpipe"),
+    "pp x tp": ("pp-1f1b", "mesh={pp: 2, tp: 2}", "placement={pp: pp-1f1b, tp: tp}"),
+    "zero3, recomputed": ("zero3", "activations=M"),
+    "tp, recomputed": ("tp", "activations=M"),
+    "zero3, by model": ("zero3", "unit=model"),
+    "zero2, accumulated": ("zero2", "batch.micro=1"),
+    "ddp, bf16": ("ddp", "precision.layout=bf16"),
+    "hsdp x zero1": ("hsdp", "placement={dp_replicate: ddp, dp_shard: zero1}"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A training: its name, the words that load it, and of which size and ranks it is one."""
+
+    name: str
+    model: str
+    ranks: int
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """Seconds of its step: `predicted`, the median `measured`, and the quartiles of that."""
+
+    case: Case
+    predicted: float
+    measured: float
+    lower: float
+    upper: float
+
+    @property
+    def off(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def cases(models: Sequence[str], ranks: Sequence[int], names: Sequence[str]) -> Iterator[Case]:
+    """Yield the trainings whose mesh is of so many ranks, or that one axis of theirs can be
+    lengthened to be."""
+    specs = {name: (name,) for name in STRATEGIES} | PRODUCTS
+    for model in models:
+        for count in ranks:
+            for name, words in specs.items():
+                if names and name not in names:
+                    continue
+                full = (*words, f"model={MODELS[model]}", *_batch(words, model))
+                if (meshed := _of_ranks(full, count)) is not None:
+                    yield Case(name=name, model=model, ranks=count, words=meshed)
+
+
+def _batch(words: Sequence[str], model: str) -> Iterator[str]:
+    """The batch of its size, where the product says nothing of its own."""
+    yield BATCHES[model]
+    yield from (word for word in words if word.startswith("batch."))
+
+
+def _of_ranks(words: tuple[str, ...], count: int) -> tuple[str, ...] | None:
+    try:
+        spec = load(words[0], words[1:]).spec
+        if spec.world_size == count:
+            return words
+        (factor,) = spec.factors
+        longer = (*words, f"mesh.{factor.axis}={count}")
+        return longer if load(longer[0], longer[1:]).spec.world_size == count else None
+    except (PtrainError, ValueError):
+        return None
+
+
+def predicted(case: Case, cluster: str) -> float | None:
+    """Return the seconds that a spec's step is predicted to take."""
+    spec = load(case.words[0], [*case.words[1:], f"cluster.preset={cluster}"]).spec
+    step = derive(spec).exact.step
+    return None if step is None else step.seconds
+
+
+def measured(case: Case) -> list[float]:
+    """Train it; return the seconds of its steps, the first ones left out."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        words = [sys.executable, "-m", "ptrain", "train", *case.words, f"train.steps={STEPS}"]
+        ended = subprocess.run(
+            words,
+            cwd=folder,
+            env=environment(ROOT),
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        if ended.returncode:
+            raise RuntimeError(f"{case.name}: {ended.stderr.strip().splitlines()[-1]}")
+        lines = (Path(folder) / "runs" / "latest" / "metrics.jsonl").read_text().splitlines()
+    return [row["seconds"] for row in map(json.loads, lines) if "seconds" in row][WARM_UP:]
+
+
+def timed(case: Case, seconds: float) -> Timed:
+    """Run a training beside its prediction."""
+    steps = measured(case)
+    lower, median, upper = statistics.quantiles(steps, n=4)
+    return Timed(case=case, predicted=seconds, measured=median, lower=lower, upper=upper)
+
+
+def rank_correlation(rows: Sequence[Timed]) -> float:
+    """Return Spearman's rank correlation of predicted and measured seconds."""
+    places = [places([getattr(row, name) for row in rows]) for name in ("predicted", "measured")]
+    return statistics.correlation(*places)
+
+
+def places(values: Sequence[float]) -> list[float]:
+    """Return the place of each value in their order."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    places = [0.0] * len(values)
+    for place, index in enumerate(order):
+        places[index] = float(place)
+    return places
+
+
+def choices(rows: Sequence[Timed]) -> Iterator[tuple[str, Timed, Timed]]:
+    """Yield of each size and number of ranks the predicted best and the measured best."""
+    ordered = sorted(rows, key=lambda row: (row.case.model, row.case.ranks))
+    for (model, ranks), group in groupby(ordered, lambda row: (row.case.model, row.case.ranks)):
+        of_size = list(group)
+        yield (
+            f"{model} on {ranks}",
+            min(of_size, key=lambda row: row.predicted),
+            min(of_size, key=lambda row: row.measured),
+        )
+
+
+def table(rows: Sequence[Timed]) -> Iterator[str]:
+    """Yield a row for each training."""
+    yield "| model | ranks | spec | predicted s | measured s | quartiles | off |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        case = row.case
+        yield (
+            f"| {case.model} | {case.ranks} | {case.name} | {row.predicted:.4f} | "
+            f"{row.measured:.4f} | {row.lower:.4f} – {row.upper:.4f} | {row.off:+.1%} |"
+        )
+
+
+def judged(rows: Sequence[Timed], spread: float) -> tuple[list[str], list[str]]:
+    """Return the lines of the verdict, and what of the claim fails."""
+    errors = [abs(row.off) for row in rows]
+    median, worst, allowed = statistics.median(errors), max(errors), max(WORST, 2 * spread)
+    ranked = rank_correlation(rows)
+    lines = [
+        "",
+        f"{len(rows)} trainings: median of |off| {median:.1%}, largest {worst:.1%} (allowed "
+        f"{allowed:.1%}; {REPEATED}, run twice, {spread:.1%} apart), rank correlation {ranked:.3f}",
+        "",
+        "| | predicted best | measured best | the first takes more by |",
+        "|---|---|---|---|",
+    ]
+    failed = []
+    if median > MEDIAN:
+        failed.append(f"the median is {median:.1%}, more than {MEDIAN:.0%}")
+    if worst > allowed:
+        failed.append(f"the largest is {worst:.1%}, more than {allowed:.1%}")
+    if ranked < RANKED:
+        failed.append(f"the rank correlation is {ranked:.3f}, less than {RANKED}")
+    for size, best, fastest in choices(rows):
+        loss = best.measured / fastest.measured - 1
+        lines.append(f"| {size} | {best.case.name} | {fastest.case.name} | {loss:.1%} |")
+        if loss > BEST:
+            failed.append(f"{size}: {best.case.name} takes {loss:.1%} more than the best")
+    return lines, failed
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("cluster", metavar="CLUSTER", help="a file of `ptrain calibrate`")
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=(2, 4))
+    parser.add_argument("--specs", nargs="+", default=(), metavar="NAME")
+    parser.add_argument("--kept", type=Path, help="a file of measured seconds, which is added to")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    options = parser.parse_args(arguments)
+    head = header("step_seconds: predicted from rates, and measured", this_command())
+    cluster = str(Path(options.cluster).resolve())
+    kept = json.loads(options.kept.read_text()) if options.kept and options.kept.exists() else []
+    by_words = {tuple(row["words"]): row for row in kept}
+    rows, unpredicted = [], []
+    for case in cases(options.models, options.ranks, options.specs):
+        seconds = predicted(case, cluster)
+        if seconds is None:
+            unpredicted.append(f"{case.model} on {case.ranks}, {case.name}")
+            continue
+        if case.words in by_words:
+            known = by_words[case.words]
+            row = Timed(
+                case=case,
+                predicted=seconds,
+                **{k: known[k] for k in ("measured", "lower", "upper")},
+            )
+        else:
+            row = timed(case, seconds)
+            kept.append({"words": case.words, **asdict(row)})
+        rows.append(row)
+        print(
+            f"{case.model} {case.ranks} {case.name}: {row.predicted:.4f} {row.measured:.4f}",
+            flush=True,
+        )
+        if options.kept:
+            options.kept.write_text(json.dumps(kept, indent=1))
+    repeated = [row for row in rows if row.case.name == REPEATED]
+    spreads = [abs(timed(row.case, row.predicted).measured / row.measured - 1) for row in repeated]
+    lines, failed = judged(rows, max(spreads, default=0.0))
+    if unpredicted:
+        failed.append(f"not predicted: {'; '.join(unpredicted)}")
+    return conclude(
+        "step_seconds",
+        [head, *table(rows), *lines],
+        failed=failed,
+        not_covered="GPUs, several nodes, models of other families",
+        is_saved=options.save,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
