@@ -18,17 +18,11 @@ from ptrain.derivation.archive import TablePart
 from ptrain.derivation.operations import setting_at
 from ptrain.derivation.tables import Monomial, Place, Setting, monomials
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import (
-    InnerCollective,
-    LayerWork,
-    ModelWork,
-    Operator,
-    OperatorKind,
-    PassWork,
-)
+from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, Operator, PassWork
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 

@@ -21,6 +21,7 @@ from ptrain.costs import (
     lower_bytes,
 )
 from ptrain.derivation.estimate import Derivation
+from ptrain.errors import refused
 from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
 from ptrain.report.heading import by_data_lines, heading
 from ptrain.report.places import by_place
@@ -40,6 +41,7 @@ from ptrain.report.table import (
 )
 from ptrain.selection.fit import Fit, fit, needs_gpu, peak_text, telling
 from ptrain.selection.preflight import Variant, cheaper
+from ptrain.spec.batch import batch_lines
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_operations
 
@@ -88,6 +90,7 @@ def one(prediction: Prediction) -> str:
     return "\n".join(
         [
             heading(prediction.spec, prediction.num_parameters),
+            *batch_lines(prediction.spec.batch, prediction.spec.data_degree),
             "",
             _memory(paper, exact),
             "",
@@ -122,6 +125,14 @@ def prediction_of(
         cheaper=cheaper(spec, facts, exact) if misfit else (),
         **more,
     )
+
+
+def require_cuda(predictions: Sequence[Prediction]) -> None:
+    """Raises SpecError where what is reserved was asked for, and nothing is for GPUs."""
+    if not any(prediction.spec.is_for_cuda for prediction in predictions):
+        of_specs = "the spec is not" if len(predictions) == 1 else "none of the specs is"
+        finding = f"what is reserved is CUDA's allocator's, and {of_specs} for GPUs"
+        raise refused("--reserved", finding, "write device: cuda, or a cluster of GPUs")
 
 
 def account(estimate: Estimate) -> str:

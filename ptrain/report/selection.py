@@ -42,6 +42,8 @@ def _heading(selection: Selection) -> Iterator[str]:
         f"{tally.scored} legal candidates scored in closed form, {tally.fitting} of them fit; "
         f"{selection.derived} derived exactly, {least} first"
     )
+    if tally.untimed:
+        yield f"{tally.untimed} more would fit, and nobody knows what they compute: left out"
     if job.where.constraints:
         yield f"where {', '.join(rule.text for rule in job.where.constraints)}"
     if selection.unknown:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 
 from ptrain.algebra.legality import check, executed
+from ptrain.axes.candidates import chosen
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.derivation.estimate import derive, own_facts
-from ptrain.derivation.machine import Machine
+from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import ModelWork
 from ptrain.plan.lower import lower
-from ptrain.rates.measured import lacking, pace_of
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.selection.figures import Ranked, on_more, ranked
 from ptrain.selection.job import SearchedJob, searched_job
@@ -23,6 +24,7 @@ from ptrain.selection.known import KNOWN, reason
 from ptrain.selection.nominal import NominalPace
 from ptrain.selection.ranking import Lost, Remedy, Selection, front_of, order_of
 from ptrain.selection.search import Found, Objective, Scored, Search, Task
+from ptrain.selection.space import alone
 from ptrain.selection.where import Where, parse
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
@@ -33,8 +35,6 @@ from ptrain.steps.step import Plan
 _BEST = 100  # candidates that are derived exactly
 _TRIED = 2  # times as many, at most, where some of them do not fit
 _MOST_DEVICES = 2**13  # on which something is looked for that fits
-
-Works = dict[tuple[object, ...], ModelWork]
 
 
 def select(
@@ -53,59 +53,76 @@ def select(
     return Chooser(job, Objective(objective), count=count).choose()
 
 
+MachineOf = Callable[[Spec, Plan, ModelFacts], Machine]
+
+
 @dataclass
 class Chooser:
-    """One job's search, its machine and what it has derived. `pace` and `works` stand for those of
-    the job's cluster and model where they are given."""
+    """One job's search, its machine and what it has derived. `machine` tells that of a spec, which
+    is its cluster's unless somebody says another."""
 
     job: SearchedJob
     objective: Objective = Objective.TIME
-    pace: Pace | None = None
-    works: Works = field(default_factory=dict)
+    machine: MachineOf = machine_of
     count: int = _BEST
     facts: dict[UnitSize, ModelFacts] = field(default_factory=dict)
+    works: dict[tuple[object, ...], ModelWork] = field(default_factory=dict)
     derived: int = 0
 
     # -- the machine
 
     @cached_property
+    def _whole(self) -> tuple[Pace | None, str]:
+        """The pace of as many ranks as there are devices, or why there is none."""
+        base, devices = self.job.base, self.job.devices
+        spec = chosen(base, next(iter(alone(base, devices))))
+        try:
+            return self._machine(spec).pace, ""
+        except UnknownRate as unknown:
+            return None, str(unknown)
+
+    @property
     def unknown(self) -> str:
         """Why the time of a step is unknown; "" where it is not."""
-        base, devices = self.job.base, self.job.devices
-        if self.pace is None and (why := lacking(base.cluster, devices)):
-            return why
-        return why_unknown(base, self._plan(base), self._facts(base))
+        return self._whole[1]
 
     @cached_property
     def search(self) -> Search:
         """Return what goes through the space."""
-        base, devices = self.job.base, self.job.devices
+        base, (pace, _) = self.job.base, self._whole
         assert base.cluster is not None, "a job that is searched for has a cluster"
-        pace = self.pace or (None if self.unknown else pace_of(base.cluster, devices))
         return Search(
             Task(
                 base=base,
-                devices=devices,
+                devices=self.job.devices,
                 pace=pace or NominalPace(base.cluster),
-                is_nominal=pace is None,
                 work=self.work,
+                is_nominal=pace is None,
                 objective=self.objective,
                 where=self.job.where,
             )
         )
 
-    def work(self, spec: Spec, index: int = 0) -> ModelWork:
-        """Return what a rank of a spec computes of a micro-batch. Raises UnknownRate."""
+    def work(self, spec: Spec) -> ModelWork:
+        """Return what the first rank of a spec computes of a micro-batch. Raises UnknownRate."""
+        if self.unknown:
+            plan, facts = self._plan(spec), self._facts(spec)
+            work = model_work(spec, plan, facts)
+            if work is None:
+                raise UnknownRate(why_unknown(spec, plan, facts))
+            return work
+        return self._work(spec, self._machine(spec), 0)
+
+    def _work(self, spec: Spec, machine: Machine, index: int) -> ModelWork:
         inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)
         staged = spec.degree(Axis.PP) > 1
         key = (inner, spec.batch.micro, spec.activations, staged, index)
         if key not in self.works:
-            plan, facts = self._plan(spec), self._facts(spec)
-            work = model_work(spec, plan, facts, index)
-            if work is None:
-                raise UnknownRate(why_unknown(spec, plan, facts))
-            self.works[key] = work
+            self.works[key] = machine.work(index)
         return self.works[key]
+
+    def _machine(self, spec: Spec) -> Machine:
+        return self.machine(spec, self._plan(spec), self._facts(spec))
 
     def _plan(self, spec: Spec) -> Plan:
         facts = self._facts(spec)
@@ -125,19 +142,24 @@ class Chooser:
         spec = scored.candidate.spec(base or self.job.base)
         if check(spec) or executed(spec):
             return None
-        machine = None
-        if not self.unknown:
-            machine = Machine(pace=self.search.task.pace, work=lambda index: self.work(spec, index))
-        row = ranked(spec, scored, derive(spec, self._facts(spec), machine))
+        row = ranked(spec, scored, derive(spec, self._facts(spec), self._timing(spec)))
         return None if row.memory.peak_bytes is None else self._named(row)
+
+    def _timing(self, spec: Spec) -> Machine | None:
+        """With works that are asked for once; None where time is unknown."""
+        if self.unknown:
+            return None
+        try:
+            machine = self._machine(spec)
+        except UnknownRate:
+            return None
+        return replace(machine, work=lambda index: self._work(spec, machine, index))
 
     def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
         """The first so many that fit, of twice as many that are tried."""
-        tried = 0
-        for candidate in scored:
-            if not count or tried == _TRIED * self.count:
+        for candidate in islice(scored, _TRIED * self.count):
+            if not count:
                 return
-            tried += 1
             row = self.exactly(candidate)
             self.derived += row is not None
             if row is not None and row.memory.fits and self._obeys(row):
@@ -243,8 +265,7 @@ class Chooser:
             wider = Chooser(
                 replace(self.job, base=base, devices=devices),
                 self.objective,
-                pace=self.pace,
-                works=self.works,
+                machine=self.machine,
                 count=self.count,
             )
             row = next(wider._fitting(wider.search.run(self.job.where).best, 1), None)

@@ -12,7 +12,7 @@ from typing import Any
 from ptrain.errors import refused
 from ptrain.selection.where import Where, parse
 from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES
-from ptrain.spec.load import draft, load
+from ptrain.spec.load import load, written
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import listing, missing
 from ptrain.spec.spec import Spec
@@ -66,10 +66,10 @@ def searched_job(
     what is none of these, and where the cluster has fewer devices."""
     of_cluster = [] if cluster is None else [f"cluster.preset={cluster}"]
     if is_model(source):
-        said = draft(_model_mapping(source), [*of_cluster, *overrides])
+        said = said_in(_model_mapping(source), [*of_cluster, *overrides])
         job = _job(_with_defaults(said), source, where)
     else:
-        said = draft(source, [*of_cluster, *overrides])
+        said = said_in(source, [*of_cluster, *overrides])
         pinned = [*_pinned_degrees(said), *_pinned_keys(said)]
         bare = [*of_cluster, *overrides, "mesh={}"]
         spec = load(source, bare, without=OF_CANDIDATES).spec
@@ -98,13 +98,20 @@ def searched_job(
     return replace(job, devices=number, overrides=tuple(shown))
 
 
+def said_in(source: str | dict[str, object] | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a source and overrides write, before anything is resolved."""
+    root = written(source, overrides).root
+    assert isinstance(root, dict), "a file of a spec is a mapping"
+    return root
+
+
 def is_model(source: str) -> bool:
     """Return whether it names a model: a preset, or a file of a shape's fields and no spec."""
     if source in listing("models"):
         return True
     if not source.endswith((".yaml", ".yml")) or not Path(source).exists():
         return False
-    said = draft(source)
+    said = said_in(source)
     return "model" not in said and "layers" in said
 
 

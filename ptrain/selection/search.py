@@ -18,7 +18,7 @@ from ptrain.costs import Collective
 from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import ModelWork
-from ptrain.rates.pace import Pace
+from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.selection.arrays import numpy
 from ptrain.selection.flows import Flow, Flows, flow_of
 from ptrain.selection.profile import Activity, Seconds, Sizes, activity_of, seconds_of, sizes_of
@@ -68,10 +68,11 @@ class Scored:
 @dataclass(slots=True, kw_only=True)
 class Tally:
     """How many candidates there were: legal ones that were scored, and of these those that fit by
-    the closed form; `least` needs least memory of all."""
+    the closed form, and those that would if anybody knew their time; `least` needs least memory of all."""
 
     scored: int = 0
     fitting: int = 0
+    untimed: int = 0
     least: tuple[float, Candidate] | None = None
 
 
@@ -118,6 +119,7 @@ class _Block:
     micro: int
     kept: Kept
     number: int
+    untimed: int
     rows: Any
     columns: Any
     peaks: Any
@@ -156,6 +158,7 @@ class _Keeper:
     def take(self, block: _Block) -> None:
         np, task = numpy(), self.task
         self.tally.scored += block.number
+        self.tally.untimed += block.untimed
         peak, *where = block.least
         least = self.tally.least
         if least is None or peak < least[0]:
@@ -274,7 +277,7 @@ class Search:
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.tables: dict[tuple[object, ...], _DataTable] = {}
         self.activities: dict[tuple[object, ...], Activity] = {}
-        self.seconds: dict[tuple[object, ...], Seconds] = {}
+        self.seconds: dict[tuple[object, ...], Seconds | None] = {}
 
     def run(self, where: Where) -> Found:
         """Return the best of all legal candidates that obey constraints."""
@@ -343,10 +346,13 @@ class Search:
         places = self.flows.places(flows, number)
         peak = peaks(table.shaped(3), places, inner.sizes, activity, number).max(axis=2)
         rows, columns = np.nonzero(peak <= task.room * _SLACK)
+        untimed = 0
         least = int(peak.argmin())
         seconds = np.zeros(0)
-        if len(rows):
-            work = self._seconds(inner, micro, kept)
+        work = self._seconds(inner, micro, kept)
+        if work is None:
+            rows, columns, untimed = rows[:0], columns[:0], len(rows)
+        elif len(rows):
             busy = step_seconds(table.at(rows), places.at(columns), inner.sizes, work, number).max(
                 axis=1
             )
@@ -358,6 +364,7 @@ class Search:
             micro=micro,
             kept=kept,
             number=peak.size,
+            untimed=untimed,
             rows=rows,
             columns=columns,
             peaks=peak[rows, columns],
@@ -399,11 +406,15 @@ class Search:
             self.activities[key] = activity_of(sized, kept)
         return self.activities[key].times(micro // least)
 
-    def _seconds(self, inner: _Inner, micro: int, kept: Kept) -> Seconds:
+    def _seconds(self, inner: _Inner, micro: int, kept: Kept) -> Seconds | None:
+        """None where nobody knows what is computed, or how long that takes."""
         key = (inner.within, micro, kept)
         if key not in self.seconds:
             spec = kept_so(_batched(inner.spec, micro, 1), kept)
-            self.seconds[key] = seconds_of(spec, self.task.work(spec), self.task.pace)
+            try:
+                self.seconds[key] = seconds_of(spec, self.task.work(spec), self.task.pace)
+            except UnknownRate:
+                self.seconds[key] = None
         return self.seconds[key]
 
     def _table(

@@ -223,6 +223,11 @@ def data_choices(base: Spec) -> dict[tuple[Axis, ...], list[AxisChoice]]:
     return by_axes
 
 
+def alone(base: Spec, ranks: int) -> Iterator[tuple[AxisChoice, ...]]:
+    """Yield choices in which the data axes have all ranks."""
+    yield from ((choice,) for choice in DATA_SPACE.choices(base, ranks))
+
+
 def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
     """Yield every factorization of the ranks over so many axes, none of which has one alone."""
     if axes == 0:

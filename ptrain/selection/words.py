@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.selection.job import OF_CANDIDATES, SearchedJob, is_model
-from ptrain.spec.load import draft, load
+from ptrain.selection.job import OF_CANDIDATES, SearchedJob, is_model, said_in
+from ptrain.spec.load import load
 from ptrain.spec.names import names
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import flow
@@ -15,10 +15,10 @@ def words_of(job: SearchedJob, spec: Spec) -> tuple[str, ...]:
     """Return the name or file of a spec, and the overrides that make a candidate of it; of a model
     the default spec's. `spec` has the mapping that loads to it."""
     if is_model(job.source):
-        source, said = names().default, draft(None)
+        source, said = names().default, said_in(None)
         before = load(None).spec.resolved
         return (source, *_changes(before, spec.resolved, said))
-    said = draft(job.source, job.overrides)
+    said = said_in(job.source, job.overrides)
     changes = _changes(job.base.resolved, spec.resolved, said)
     return (job.source, *job.overrides, *changes)
 

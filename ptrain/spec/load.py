@@ -97,17 +97,13 @@ def _drop(tree: Tree, place: str) -> None:
         node.pop(last, None)
 
 
-def draft(source: Source, overrides: Sequence[str] = ()) -> dict[str, object]:
-    """Return what a source and overrides write, before anything of it is resolved or checked.
-    Raises SpecError for what cannot be read."""
+def written(source: Source, overrides: Sequence[str]) -> Tree:
+    """Return what file and overrides say, short forms written out, as far as it is sound."""
     tree, _ = _tree(source)
-    faults = [*tree.faults.values()]
     for argument in overrides:
-        faults += apply(tree, parse_override(argument))
-    if faults:
-        raise SpecError(*faults)
-    assert isinstance(tree.root, dict), "a file of a spec is a mapping"
-    return tree.root
+        apply(tree, parse_override(argument))
+    expand_shorthands(tree)
+    return tree
 
 
 def expand(source: Source = None, overrides: Sequence[str] = ()) -> list[Document]:
