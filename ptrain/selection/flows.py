@@ -129,6 +129,9 @@ class Flows:
         name, per_rank = flow.schedule, flow.per_rank
         if name is None:
             return 0.0
+        if name is ScheduleName.NAIVE:  # it waits while all others compute
+            whole = self.num_layers * sum(seconds.block) + sum(seconds.front) + sum(seconds.behind)
+            return micro_batches * (whole - sum(busy))
         forward, backward = busy[0] / per_rank, busy[1] / per_rank
         share = seconds.weights / seconds.block[1] if seconds.block[1] else 0.0
         weight = backward * share
@@ -153,7 +156,3 @@ class Flows:
             self.waits[key] = makespan - 3 * number * size.stages_per_rank
         return self.waits[key]
 
-
-def as_arrays(values: Sequence[float]) -> Any:
-    """Return numbers as an array."""
-    return numpy().array(values)

@@ -13,12 +13,13 @@ from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
 from ptrain.costs import Collective, State
 from ptrain.derivation.optimizer_state import optimizer_itemsize
+from ptrain.facts.operators import Operator
 from ptrain.rates.pace import Pace
 from ptrain.selection.arrays import numpy
 from ptrain.selection.profile import Sizes, nodes_of
 from ptrain.spec.dials import GradientSync, Overlap, UnitKind, UnitSize
 from ptrain.spec.placement import CUT, Distribution, Tier
-from ptrain.spec.rates import Hook
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec
 
 Array = Any
@@ -155,8 +156,9 @@ class Ways:
         steps, `grads` when backward is over, `unreduced` before the last micro-batch of what is
         reduced then, `whole` of a unit that is gathered, `opened` of a unit's gradients while they
         arrive, `flying` while they are reduced; `ahead` units are gathered ahead. `unit`:
-        parameters of a unit, `per_layer`: units of a layer. Seconds to `gather` and to `reduce` a
-        unit and to make it whole again when it is updated (`finish`), and of a parameter's
+        parameters of the largest unit, `moved` of one on average, `per_layer`: units of a layer. Seconds to `gather` and to `reduce` a
+        unit, to `add` its gradients to those before (flat units do so with the first, too:
+        `adds_first`) and to make it whole again when it is updated (`finish`), and of a parameter's
         `update`, copies between tiers included."""
         np = numpy()
         layout, base = self.layout, self.wires.base
@@ -169,11 +171,13 @@ class Ways:
         is_cut = parts[_GRADS] > 1
         moves = _Moves(self, degrees, within)
         layers = np.array(_UNITS)[self.unit]
-        unit = np.where(self.unit == 2, sizes.largest_part, sizes.block * layers)
+        moved = sizes.block * layers  # of sub-blocks, which are unlike, the mean
+        unit = np.where(self.unit == 2, sizes.largest_part, moved)
         near = self.near
         return {
             **self.fixed,
             "overlaps": self.overlaps,
+            "adds_first": self.flat.astype(float),
             "theta": np.where(self.made | ~near[_THETA], 0.0, held / parts[_THETA]),
             "omega": np.where(near[_OMEGA], state / parts[_OMEGA], 0.0),
             "grads": np.where(near[_GRADS], layout.gradients.itemsize / parts[_GRADS], 0.0),
@@ -182,12 +186,26 @@ class Ways:
             "opened": np.where(~self.flat & is_cut, float(held), 0.0),
             "flying": np.where(is_cut | self.flat, float(reduced), 0.0),
             "unit": unit.astype(float),
+            "moved": moved.astype(float),
             "per_layer": 1 / layers,
-            "gather": np.where(self.brought, moves.gather(unit * held), 0.0),
-            "reduce": moves.reduce(unit * reduced),
-            "finish": moves.finish(unit * held),
+            "add": self._added(moved * held),
+            "gather": np.where(self.brought, moves.gather(moved * held), 0.0),
+            "reduce": moves.reduce(moved * reduced),
+            "finish": moves.finish(moved * held),
             "update": self._update(parts[_OMEGA], sizes) + self._copied(parts, state, held),
         }
+
+    def _added(self, sizes: Array) -> Array:
+        """Seconds of the sum of a unit's gradient and that of the micro-batches before: read twice
+        and written. Of what is reduced after each there is none."""
+        np, pace, dtype = numpy(), self.wires.pace, self.layout.parameters
+        values, where = np.unique(sizes, return_inverse=True)
+        seconds = [
+            pace.operator_seconds(Operator(OperatorKind.POINTWISE, dtype, (3 * int(value),)))
+            for value in values
+        ]
+        sums = np.array(seconds)[where.reshape(-1)]
+        return np.where(self.by_tensor & (self.fixed["is_late"] == 0), 0.0, sums)
 
     def _update(self, parts: Array, sizes: Sizes) -> Array:
         np, base = numpy(), self.wires.base

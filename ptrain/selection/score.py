@@ -96,7 +96,7 @@ def step_seconds(
     forward, backward = places.computing(seconds)
     units = places.layers * rows["per_layer"]
     root = places.root(sizes)
-    of_root = root / rows["unit"]
+    of_root = root / rows["moved"]
     gathers = np.where(rows["keeps_backward"] > 0, 1, number)  # forward passes that gather
     again = np.where(rows["keeps_forward"] > 0, 0, number)
     reduces = np.where(rows["is_late"] > 0, 1, number)
@@ -109,6 +109,7 @@ def step_seconds(
     apart = ahead * again * gather + rows["overlaps"] * reduces * reduce
     room = np.maximum(again, reduces) * seconds.block[1] / rows["per_layer"]
     waits = waits + moved * (units + of_root) - np.minimum(apart, room) * (units - 1)
+    adds = (number - 1 + rows["adds_first"]) * rows["add"] * (units + of_root)
     after = rows["update"] * (root + places.layers * sizes.block)
     after = after + rows["finish"] * (units + of_root)
-    return number * (forward + backward) + waits + after
+    return number * (forward + backward) + waits + adds + after
