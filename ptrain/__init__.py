@@ -1,8 +1,8 @@
 """ptrain: distributed training from a placement spec, predicted to the byte and measured.
 
-`load`, `expand`, `settled`, `derive`, `lower`, `select` are pure; `interpret`, `measure`, `compare`, `run`,
-`verify` need torch. All are imported on first use, so that `import ptrain` costs nothing. What they
-return prints as the command line prints it (`report/printed.py`).
+`load`, `expand`, `settled`, `derive`, `lower`, `select` are pure; `interpret`, `measure`,
+`compare`, `run`, `verify` need torch. All are imported on first use, so that `import ptrain` costs
+nothing. What they return prints as the command line prints it (`report/printed.py`).
 """
 
 from importlib import import_module

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet
 from ptrain.report.selection import described
 from ptrain.selection.figures import Ranked
-from ptrain.selection.ranking import Selection
+from ptrain.selection.ranking import PlacementRanking
 from ptrain.units import format_bytes
 
 _WIDTH, _HEIGHT, _MARGIN, _DOT = 620.0, 300.0, 60.0, 5.0
@@ -17,7 +17,7 @@ _ON_FRONT, _OTHER, _ROOM = "#c1272d", "#9aa7b4", "#555555"
 _STEPS = 4  # of a scale
 
 
-def front_sheet(selection: Selection) -> Sheet:
+def front_sheet(selection: PlacementRanking) -> Sheet:
     """Return the picture; of an unknown time nominal seconds."""
     job, cluster = selection.job, selection.job.base.cluster
     sheet = Sheet(title=f"{job.base.name} on {job.devices} devices", width=_WIDTH + 2 * _MARGIN)

@@ -13,8 +13,8 @@ from ptrain.cli.arguments import print_json
 from ptrain.errors import PtrainError, refused
 from ptrain.report.selection import as_csv, as_record, as_spec, selection_text
 from ptrain.selection.choose import select
-from ptrain.selection.ranking import Selection
-from ptrain.selection.search import Objective
+from ptrain.selection.ranking import PlacementRanking
+from ptrain.selection.task import SearchGoal
 from ptrain.spec.overrides import split_arguments
 
 _NOTHING_FITS = 2
@@ -34,8 +34,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--objective",
-        choices=[objective.value for objective in Objective],
-        default=Objective.TIME.value,
+        choices=[objective.value for objective in SearchGoal],
+        default=SearchGoal.TIME.value,
         help="what the best has least of",
     )
     parser.add_argument(
@@ -84,8 +84,8 @@ def run(args: Namespace) -> int:
     return 0 if selection.best else _NOTHING_FITS
 
 
-def _written(selection: Selection, args: Namespace, form: Format | None) -> list[str]:
-    """Write the files that are asked for; return a line for each."""
+def _written(selection: PlacementRanking, args: Namespace, form: Format | None) -> list[str]:
+    """Write the files that are probe for; return a line for each."""
     lines: list[str] = []
     if selection.best is None:
         return lines

@@ -12,7 +12,7 @@ from ptrain.derivation.estimate import Derivation
 from ptrain.plan.show import show
 from ptrain.report.predict import account, one, prediction_of
 from ptrain.report.selection import selection_text
-from ptrain.selection.ranking import Selection
+from ptrain.selection.ranking import PlacementRanking
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.wording import worded
@@ -35,6 +35,6 @@ def _(plan: Plan) -> str:
     return show(plan.spec, plan)
 
 
-@worded.register(Selection)
-def _(selection: Selection) -> str:
+@worded.register(PlacementRanking)
+def _(selection: PlacementRanking) -> str:
     return selection_text(selection)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from ptrain.report.table import MISSING, render
 from ptrain.selection.figures import Ranked
-from ptrain.selection.ranking import Selection
+from ptrain.selection.ranking import PlacementRanking
 from ptrain.selection.where import recompute_of
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
@@ -22,14 +22,14 @@ from ptrain.units import format_bytes, format_count
 _TOP = 10
 
 
-def selection_text(selection: Selection, top: int = _TOP) -> str:
+def selection_text(selection: PlacementRanking, top: int = _TOP) -> str:
     """Return the table of the best, the front, why well-known choices lost, and the winner's
     command; where nothing fits what would."""
     return "\n".join([*_heading(selection), "", *_body(selection, top)])
 
 
-def _heading(selection: Selection) -> Iterator[str]:
-    job, tally = selection.job, selection.tally
+def _heading(selection: PlacementRanking) -> Iterator[str]:
+    job, counts = selection.job, selection.counts
     base, cluster = job.base, job.base.cluster
     assert cluster is not None, "a job that is searched for has a cluster"
     yield (
@@ -39,11 +39,11 @@ def _heading(selection: Selection) -> Iterator[str]:
     )
     least = "least memory" if selection.objective == "memory" else "fastest"
     yield (
-        f"{tally.scored} legal candidates scored in closed form, {tally.fitting} of them fit; "
+        f"{counts.scored} legal candidates scored in closed form, {counts.fitting} of them fit; "
         f"{selection.derived} derived exactly, {least} first"
     )
-    if tally.untimed:
-        yield f"{tally.untimed} more would fit, and nobody knows what they compute: left out"
+    if counts.untimed:
+        yield f"{counts.untimed} more would fit, and nobody knows what they compute: left out"
     if job.where.constraints:
         yield f"where {', '.join(rule.text for rule in job.where.constraints)}"
     if selection.unknown:
@@ -54,7 +54,7 @@ def _heading(selection: Selection) -> Iterator[str]:
         )
 
 
-def _body(selection: Selection, top: int) -> Iterator[str]:
+def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
     best = selection.best
     if best is None:
         yield from _nothing_fits(selection)
@@ -72,7 +72,7 @@ def _body(selection: Selection, top: int) -> Iterator[str]:
     yield f"best: {command(selection, best)}"
 
 
-def _lost(selection: Selection) -> Iterator[str]:
+def _lost(selection: PlacementRanking) -> Iterator[str]:
     table = []
     for lost in selection.lost:
         row = lost.best
@@ -83,7 +83,7 @@ def _lost(selection: Selection) -> Iterator[str]:
     yield render(("choice", "its best", "time", "peak", ""), table, left=(0, 1, 4))
 
 
-def _nothing_fits(selection: Selection) -> Iterator[str]:
+def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
     job, least = selection.job, selection.least
     room = format_bytes(job.base.cluster.device_memory if job.base.cluster else 0)
     if least is None:
@@ -103,14 +103,14 @@ def _nothing_fits(selection: Selection) -> Iterator[str]:
         yield "  neither more devices nor a constraint less would do: a smaller model or sequence"
 
 
-def _columns(selection: Selection) -> tuple[str, ...]:
+def _columns(selection: PlacementRanking) -> tuple[str, ...]:
     has_price = any(row.price is not None for row in selection.ranking)
     price = ("per 1B tokens",) if has_price else ()
     figures = ("time", "tokens/s", "MFU", "peak", "between nodes", "within")
     return ("", "placement", *figures, *price)
 
 
-def _rows(rows: Sequence[Ranked], selection: Selection) -> Iterator[tuple[str, ...]]:
+def _rows(rows: Sequence[Ranked], selection: PlacementRanking) -> Iterator[tuple[str, ...]]:
     has_price = len(_columns(selection)) > 8
     for number, row in enumerate(rows, 1):
         rate, mfu = row.tokens_per_second, row.mfu
@@ -163,18 +163,18 @@ def _dials(spec: Spec) -> Iterator[str]:
         yield f"overlap{f' prefetch {spec.prefetch}' if spec.prefetch else ''}"
 
 
-def command(selection: Selection, row: Ranked) -> str:
+def command(selection: PlacementRanking, row: Ranked) -> str:
     """Return a shell line that trains a candidate."""
     return shlex.join(["ptrain", "train", *words_of(selection.job, row.spec)])
 
 
-def as_spec(selection: Selection, row: Ranked) -> str:
+def as_spec(selection: PlacementRanking, row: Ranked) -> str:
     """Return a candidate's spec as a file, with the figures that it was chosen for."""
     job, cluster = selection.job, selection.job.base.cluster
     assert cluster is not None, "a job that is searched for has a cluster"
     lines = [
-        f"chosen by ptrain select of {selection.tally.scored} candidates for {job.devices} devices "
-        f"of {cluster.name}",
+        f"chosen by ptrain select of {selection.counts.scored} candidates for {job.devices} "
+        f"devices of {cluster.name}",
         f"predicted: peak {format_bytes(row.peak_bytes)} of {format_bytes(cluster.device_memory)}, "
         f"{format_bytes(row.tiers.between)} sent between nodes and "
         f"{format_bytes(row.tiers.within)} within one, per rank and step",
@@ -189,7 +189,7 @@ def as_spec(selection: Selection, row: Ranked) -> str:
     return comments + to_yaml(row.spec.resolved)
 
 
-def as_record(selection: Selection, top: int | None = None) -> dict[str, object]:
+def as_record(selection: PlacementRanking, top: int | None = None) -> dict[str, object]:
     """Return all of it as plain data."""
     job, least = selection.job, selection.least
     return {
@@ -197,8 +197,8 @@ def as_record(selection: Selection, top: int | None = None) -> dict[str, object]
         "devices": job.devices,
         "objective": selection.objective.value,
         "where": [rule.text for rule in job.where.constraints],
-        "candidates": selection.tally.scored,
-        "fitting": selection.tally.fitting,
+        "candidates": selection.counts.scored,
+        "fitting": selection.counts.fitting,
         "derived": selection.derived,
         "time_unknown": selection.unknown or None,
         "ranking": [row_record(selection, row) for row in selection.ranking[:top]],
@@ -219,7 +219,7 @@ def as_record(selection: Selection, top: int | None = None) -> dict[str, object]
     }
 
 
-def row_record(selection: Selection, row: Ranked) -> dict[str, object]:
+def row_record(selection: PlacementRanking, row: Ranked) -> dict[str, object]:
     """Return one row: what was chosen, exact figures, and those of the closed form."""
     spec = row.spec
     return {
@@ -238,7 +238,7 @@ def row_record(selection: Selection, row: Ranked) -> dict[str, object]:
     }
 
 
-def as_csv(selection: Selection) -> str:
+def as_csv(selection: PlacementRanking) -> str:
     """Return the ranking with a row for each candidate."""
     text = io.StringIO()
     rows = [row_record(selection, row) for row in selection.ranking]

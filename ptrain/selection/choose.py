@@ -22,9 +22,10 @@ from ptrain.selection.figures import Ranked, on_more, ranked
 from ptrain.selection.job import SearchedJob, searched_job
 from ptrain.selection.known import KNOWN, reason
 from ptrain.selection.nominal import NominalPace
-from ptrain.selection.ranking import Lost, Remedy, Selection, front_of, order_of
-from ptrain.selection.search import Found, Objective, Scored, Search, Task
+from ptrain.selection.ranking import Lost, PlacementRanking, Remedy, front_of, order_of
+from ptrain.selection.search import Search
 from ptrain.selection.space import alone
+from ptrain.selection.task import Scored, SearchGoal, SearchResult, SearchTask
 from ptrain.selection.where import Where, parse
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
@@ -46,11 +47,11 @@ def select(
     objective: str = "time",
     where: Sequence[str] = (),
     count: int = _BEST,
-) -> Selection:
+) -> PlacementRanking:
     """Return the ranking of all legal placements of a model, or of a spec with `auto` in it, on so
     many devices of a cluster. Raises SpecError for a job that cannot be searched."""
     job = searched_job(source, overrides, cluster=cluster, devices=devices, where=where)
-    return Chooser(job, Objective(objective), count=count).choose()
+    return Chooser(job, SearchGoal(objective), count=count).choose()
 
 
 MachineOf = Callable[[Spec, Plan, ModelFacts], Machine]
@@ -62,7 +63,7 @@ class Chooser:
     is its cluster's unless somebody says another."""
 
     job: SearchedJob
-    objective: Objective = Objective.TIME
+    objective: SearchGoal = SearchGoal.TIME
     machine: MachineOf = machine_of
     count: int = _BEST
     facts: dict[UnitSize, ModelFacts] = field(default_factory=dict)
@@ -92,7 +93,7 @@ class Chooser:
         base, (pace, _) = self.job.base, self._whole
         assert base.cluster is not None, "a job that is searched for has a cluster"
         return Search(
-            Task(
+            SearchTask(
                 base=base,
                 devices=self.job.devices,
                 pace=pace or NominalPace(base.cluster),
@@ -146,7 +147,7 @@ class Chooser:
         return None if row.memory.peak_bytes is None else self._named(row)
 
     def _timing(self, spec: Spec) -> Machine | None:
-        """With works that are asked for once; None where time is unknown."""
+        """With works that are probe for once; None where time is unknown."""
         if self.unknown:
             return None
         try:
@@ -176,28 +177,28 @@ class Chooser:
 
     # -- the answer
 
-    def choose(self) -> Selection:
+    def choose(self) -> PlacementRanking:
         """Return the ranking, and what its figures say of the rest."""
-        found = self.search.run(self.job.where)
-        if not found.tally.scored:
+        result = self.search.run(self.job.where)
+        if not result.counts.scored:
             raise refused("--devices", *self._no_candidate())
-        rows = list(self._fitting(found.best, self.count))
+        rows = list(self._fitting(result.best, self.count))
         rows.sort(key=lambda row: order_of(self.objective, row))
         derived = self.derived
-        on_front = list(self._fitting(found.front, len(found.front))) if rows else []
-        selection = Selection(
+        on_front = list(self._fitting(result.front, len(result.front))) if rows else []
+        selection = PlacementRanking(
             job=self.job,
             objective=self.objective,
             ranking=tuple(rows),
             front=front_of(
                 row for row in (*rows, *on_front) if self.unknown or row.seconds is not None
             ),
-            tally=found.tally,
+            counts=result.counts,
             derived=derived,
             unknown=self.unknown,
         )
         if not rows:
-            return self._without_fit(selection, found)
+            return self._without_fit(selection, result)
         return replace(selection, lost=tuple(self._lost(rows[0])))
 
     def _named(self, row: Ranked) -> Ranked:
@@ -209,8 +210,8 @@ class Chooser:
         job, base = self.job, self.job.base
         texts = " ".join(rule.text for rule in job.where.constraints)
         samples = base.batch.global_samples
-        found = self.search.run(Where()) if job.where.constraints else None
-        if found is not None and found.tally.scored:
+        result = self.search.run(Where()) if job.where.constraints else None
+        if result is not None and result.counts.scored:
             return (
                 f"no legal placement on {job.devices} devices obeys {texts}",
                 "leave one of them out",
@@ -233,23 +234,23 @@ class Chooser:
             if where is None:
                 continue
             rules = (*self.job.where.constraints, *map(parse, where))
-            found = self.search.run(Where(rules))
-            if not found.tally.scored:
+            result = self.search.run(Where(rules))
+            if not result.counts.scored:
                 yield Lost(name=known.name, best=None, why="not legal here")
                 continue
-            row = next(self._fitting(found.best, 1), None) or self._least(found)
+            row = next(self._fitting(result.best, 1), None) or self._least(result)
             yield Lost(name=known.name, best=row, why=reason(row, best, self.objective))
 
-    def _least(self, found: Found, base: Spec | None = None) -> Ranked | None:
+    def _least(self, result: SearchResult, base: Spec | None = None) -> Ranked | None:
         """The exact figures of what needs least by closed form."""
-        least = found.tally.least
+        least = result.counts.least
         if least is None:
             return None
         peak, candidate = least
         return self.exactly(Scored(candidate=candidate, peak=peak, seconds=0.0), base)
 
-    def _without_fit(self, selection: Selection, found: Found) -> Selection:
-        return replace(selection, least=self._least(found), remedies=tuple(self._remedies()))
+    def _without_fit(self, selection: PlacementRanking, result: SearchResult) -> PlacementRanking:
+        return replace(selection, least=self._least(result), remedies=tuple(self._remedies()))
 
     def _remedies(self) -> Iterator[Remedy]:
         """Each constraint left out; then the fewest devices, twice as many each time."""

@@ -9,7 +9,7 @@ from ptrain.costs import Collective, Estimate, Phase, StepTime, Traffic
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.network import Network
 from ptrain.selection.fit import Fit, fit
-from ptrain.selection.search import Scored
+from ptrain.selection.task import Scored
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 
@@ -18,7 +18,7 @@ _HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiers:
+class BytesMoved:
     """Bytes of a step that a rank sends, the one that sends most: between nodes, and within one;
     and that it copies between its own tiers."""
 
@@ -29,14 +29,14 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """A candidate with its exact figures. `closed` are those by which it was found. `seconds` None:
-    nobody knows them."""
+    """A candidate with its exact figures. `closed` are those by which it was chosen. `seconds`
+    None: nobody knows them."""
 
     spec: Spec
     closed: Scored
     step: StepTime | None
     memory: Fit
-    tiers: Tiers
+    tiers: BytesMoved
     operations: int
 
     @property
@@ -83,11 +83,11 @@ def ranked(spec: Spec, closed: Scored, derivation: Derivation) -> Ranked:
     )
 
 
-def _tiers(spec: Spec, exact: Estimate) -> Tiers:
+def _tiers(spec: Spec, exact: Estimate) -> BytesMoved:
     network = Network(spec)
     pairs = [_sent(network, rows) for rows in exact.by_rank()]
     between, within = max(pairs, key=lambda pair: (pair[0], pair[1]))
-    return Tiers(between=between, within=within, copied=exact.copied_bytes())
+    return BytesMoved(between=between, within=within, copied=exact.copied_bytes())
 
 
 def _sent(network: Network, rows: Iterable[Traffic]) -> tuple[int, int]:

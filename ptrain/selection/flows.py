@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.pipeline.bubble import closed_form
@@ -33,7 +32,7 @@ Row = tuple[int, bool, bool, float, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
+class PipelineFlow:
     """One choice of the pipeline's: ranks, stages on each, and its schedule (None of one rank)."""
 
     choice: AxisChoice
@@ -46,19 +45,19 @@ class Flow:
         return self.schedule, self.ranks, self.per_rank
 
 
-def flow_of(base: Spec, choice: AxisChoice) -> Flow:
+def flow_of(base: Spec, choice: AxisChoice) -> PipelineFlow:
     """Return a choice as a flow."""
     ranks = choice.degree(Axis.PP)
     if ranks == 1:
-        return Flow(choice=choice, ranks=1, per_rank=1, schedule=None)
+        return PipelineFlow(choice=choice, ranks=1, per_rank=1, schedule=None)
     said = chosen(base, (choice,)).pipeline
     assert isinstance(said.schedule, ScheduleName), "a schedule with a name"
     per_rank = said.stages_over(ranks) // ranks
-    return Flow(choice=choice, ranks=ranks, per_rank=per_rank, schedule=said.schedule)
+    return PipelineFlow(choice=choice, ranks=ranks, per_rank=per_rank, schedule=said.schedule)
 
 
 @dataclass(frozen=True)
-class Flows:
+class PipelineFlows:
     """The flows of one model's candidates; each cut is made once."""
 
     base: Spec
@@ -72,20 +71,20 @@ class Flows:
         """Return the layers of the model."""
         return len(layers(self.base, self.facts).layers)
 
-    def places(self, flows: Sequence[Flow], micro_batches: int) -> Places:
+    def places(self, flows: Sequence[PipelineFlow], micro_batches: int) -> Places:
         """Return what the ranks have, flow by flow."""
         np = numpy()
         table = np.array([self._rows(flow, micro_batches) for flow in flows], dtype=float)
         named = ("layers", "front", "behind", "in_flight", "heads", "boundaries")
         return Places(**{name: table[:, :, at] for at, name in enumerate(named)})
 
-    def _rows(self, flow: Flow, micro_batches: int) -> list[Row]:
+    def _rows(self, flow: PipelineFlow, micro_batches: int) -> list[Row]:
         key = (*flow.shape, micro_batches)
         if key not in self.rows:
             self.rows[key] = list(self._make_rows(flow, micro_batches))
         return self.rows[key]
 
-    def _make_rows(self, flow: Flow, micro_batches: int) -> list[Row]:
+    def _make_rows(self, flow: PipelineFlow, micro_batches: int) -> list[Row]:
         if flow.schedule is None:
             return [(self.num_layers, True, True, 1.0, 1, 0)] * _PLACES
         counts = self._counts(flow)
@@ -113,7 +112,7 @@ class Flows:
             size.stages_per_rank,
         )
 
-    def _counts(self, flow: Flow) -> tuple[int, ...]:
+    def _counts(self, flow: PipelineFlow) -> tuple[int, ...]:
         stages = flow.ranks * flow.per_rank
         if stages not in self.cuts:
             spec = chosen(self.base, (flow.choice,))
@@ -122,7 +121,7 @@ class Flows:
         return self.cuts[stages]
 
     def idle(
-        self, flow: Flow, micro_batches: int, seconds: Seconds, busy: tuple[float, float]
+        self, flow: PipelineFlow, micro_batches: int, seconds: Seconds, busy: tuple[float, float]
     ) -> float:
         """Return the seconds that the rank which waits most waits in a step, of equal stages that
         take as long as the longest; `busy` are its forward and backward of a micro-batch."""
@@ -155,4 +154,3 @@ class Flows:
             makespan = simulate(planned, equal_stages(planned)).makespan
             self.waits[key] = makespan - 3 * number * size.stages_per_rank
         return self.waits[key]
-

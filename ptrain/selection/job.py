@@ -98,7 +98,9 @@ def searched_job(
     return replace(job, devices=number, overrides=tuple(shown))
 
 
-def said_in(source: str | dict[str, object] | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def said_in(
+    source: str | dict[str, object] | None, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return what a source and overrides write, before anything is resolved."""
     root = written(source, overrides).root
     assert isinstance(root, dict), "a file of a spec is a mapping"

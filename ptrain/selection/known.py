@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ptrain.costs import Spent, StepTime
 from ptrain.selection.figures import Ranked
-from ptrain.selection.search import Objective
+from ptrain.selection.task import SearchGoal
 from ptrain.units import format_bytes
 
 _WHOLE, _ALL_SHARDED = "R,R,R,R", "S*,S,S,R"
@@ -61,7 +61,7 @@ KNOWN = (
 )
 
 
-def reason(row: Ranked | None, best: Ranked, objective: Objective) -> str:
+def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
     """Return why a choice is not the best one, by its figures and no others."""
     if row is None:
         return "its peak is not known"
@@ -74,7 +74,7 @@ def reason(row: Ranked | None, best: Ranked, objective: Objective) -> str:
         return "whether it fits is unknown"
     if _is_best(row, best):
         return "is the best"
-    if objective is Objective.MEMORY:
+    if objective is SearchGoal.MEMORY:
         return f"needs {format_bytes(row.peak_bytes - best.peak_bytes)} more"
     if row.step is None or best.step is None:
         return _of_bytes(row, best)

@@ -93,7 +93,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
     """Return the bytes of a spec whose tables are known; `spec` has axes within a block alone."""
     shape = spec.model
     assert isinstance(shape, ModelShape), "a built-in model"
-    facts_plan = lower(spec, tuple((f"blocks.{i}",) for i in range(_LAYERS)) + (("",),))
+    facts_plan = lower(spec, (*((f"blocks.{i}",) for i in range(_LAYERS)), ("",)))
     setting = setting_of(spec, cut_of(spec, facts_plan, 0))
     setting = replace(setting, shape=replace(shape, layers=_LAYERS))
     timeline = activations.timeline(setting, None, (kept,) * _LAYERS)

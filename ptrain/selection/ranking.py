@@ -1,4 +1,4 @@
-"""What a search has found: a ranking by exact figures, and what they say of all else."""
+"""What a search has result: a ranking by exact figures, and what they say of all else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ptrain.errors import refused
 from ptrain.selection.figures import Ranked
 from ptrain.selection.job import SearchedJob
-from ptrain.selection.search import Objective, Tally
+from ptrain.selection.task import SearchCount, SearchGoal
 from ptrain.spec.spec import Spec
 from ptrain.wording import Worded
 
@@ -32,17 +32,17 @@ class Remedy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection(Worded):
+class PlacementRanking(Worded):
     """A ranking, best first: exact figures of those that are best by closed form and fit. `front`:
     no other that was derived is faster and needs less. `unknown` says why there is no time; the
     order is then that of nominal seconds. Where nothing fits, `least` needs least memory of all and
     `remedies` are what would."""
 
     job: SearchedJob
-    objective: Objective
+    objective: SearchGoal
     ranking: tuple[Ranked, ...]
     front: tuple[Ranked, ...]
-    tally: Tally
+    counts: SearchCount
     derived: int
     unknown: str = ""
     least: Ranked | None = None
@@ -75,8 +75,8 @@ def _seconds(row: Ranked) -> float:
     return row.closed.seconds if row.seconds is None else row.seconds
 
 
-def order_of(objective: Objective, row: Ranked) -> tuple[float, float]:
+def order_of(objective: SearchGoal, row: Ranked) -> tuple[float, float]:
     """Return what sorts rows by an objective; of an unknown time by the closed form's."""
-    if objective is Objective.MEMORY:
+    if objective is SearchGoal.MEMORY:
         return float(row.peak_bytes), _seconds(row)
     return _seconds(row), float(row.peak_bytes)

@@ -25,7 +25,7 @@ from ptrain.spec.spec import Spec
 Array = Any
 Columns = dict[str, Array]
 _BUCKET = 25 * 2**20  # bytes that DistributedDataParallel reduces at once
-_COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
+_COPIED = 2**24  # bytes by which the pace of copies between tiers is probe
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one
 _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
@@ -33,7 +33,7 @@ _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
 
 @dataclass(frozen=True)
 class Wires:
-    """Seconds of what ranks send each other on a cluster, asked once each; `is_nominal`: they are
+    """Seconds of what ranks send each other on a cluster, probe once each; `is_nominal`: they are
     none that anybody measured."""
 
     base: Spec
@@ -119,7 +119,7 @@ class Ways:
             state: np.array([way.cut[state] for way in ways], dtype=bool)
             for state in (_THETA, _OMEGA, _GRADS)
         }
-        self.made = np.array([way.is_made for way in ways])
+        self.materialized = np.array([way.is_made for way in ways])
         self.brought = np.array([way.is_brought for way in ways])
         self.unit = np.array([way.unit for way in ways])
         self.flat = np.array([way.form is Form.FLAT for way in ways])
@@ -148,18 +148,18 @@ class Ways:
         """Return over how many ranks parameters are cut by rows; 1 where not tensor by tensor."""
         np = numpy()
         cut = np.where(self.cut[_THETA], np.array(degrees), 1).prod(axis=1)
-        made = np.where(self.made, degrees[-1] if degrees else 1, 1)
-        return np.where(self.by_tensor, np.maximum(cut, made), 1)
+        shards_made = np.where(self.materialized, degrees[-1] if degrees else 1, 1)
+        return np.where(self.by_tensor, np.maximum(cut, shards_made), 1)
 
     def columns(self, degrees: Sequence[int], sizes: Sizes, within: int) -> Columns:
         """Return the coefficients. Bytes per parameter that a rank has: `theta` and `omega` between
         steps, `grads` when backward is over, `unreduced` before the last micro-batch of what is
         reduced then, `whole` of a unit that is gathered, `opened` of a unit's gradients while they
         arrive, `flying` while they are reduced; `ahead` units are gathered ahead. `unit`:
-        parameters of the largest unit, `moved` of one on average, `per_layer`: units of a layer. Seconds to `gather` and to `reduce` a
-        unit, to `add` its gradients to those before (flat units do so with the first, too:
-        `adds_first`) and to make it whole again when it is updated (`finish`), and of a parameter's
-        `update`, copies between tiers included."""
+        parameters of the largest unit, `moved` of one on average, `per_layer`: units of a layer.
+        Seconds to `gather` and to `reduce` a unit, to `add` its gradients to those before (flat
+        units do so with the first, too: `adds_first`), to make it whole again when it is updated
+        (`finish`), and of a parameter's `update`, copies between tiers included."""
         np = numpy()
         layout, base = self.layout, self.wires.base
         held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
@@ -178,7 +178,7 @@ class Ways:
             **self.fixed,
             "overlaps": self.overlaps,
             "adds_first": self.flat.astype(float),
-            "theta": np.where(self.made | ~near[_THETA], 0.0, held / parts[_THETA]),
+            "theta": np.where(self.materialized | ~near[_THETA], 0.0, held / parts[_THETA]),
             "omega": np.where(near[_OMEGA], state / parts[_OMEGA], 0.0),
             "grads": np.where(near[_GRADS], layout.gradients.itemsize / parts[_GRADS], 0.0),
             "unreduced": np.where(is_cut & (self.fixed["is_late"] > 0), float(reduced), 0.0),
@@ -262,7 +262,7 @@ class _Moves:
     def gather(self, sizes: Array) -> Array:
         ways, total = self.ways, self._hook(Hook.FLAT_GATHER, Hook.FSDP2_GATHER)
         for at in range(len(self.degrees)):
-            is_made = ways.made & ways.cut[_OMEGA][:, at]
+            is_made = ways.materialized & ways.cut[_OMEGA][:, at]
             total = total + self._over(Collective.ALL_GATHER, at, sizes) * (
                 ways.cut[_THETA][:, at] | is_made
             )
@@ -288,6 +288,6 @@ class _Moves:
         """What is gathered after the update: Theta that is whole where Omega is a slice."""
         ways, total = self.ways, numpy().zeros(len(sizes))
         for at in range(len(self.degrees)):
-            spread = ways.cut[_OMEGA][:, at] & ~ways.cut[_THETA][:, at] & ~ways.made
+            spread = ways.cut[_OMEGA][:, at] & ~ways.cut[_THETA][:, at] & ~ways.materialized
             total = total + self._over(Collective.ALL_GATHER, at, sizes) * spread
         return total

@@ -1,7 +1,7 @@
 """The space of a search: what each room offers, and which of it is legal together.
 
 A product of choices is legal where `algebra.legality` says so. No rule looks at all that a
-candidate is made of, so that the rules are asked once for each combination of what they look at, on
+candidate is made of, so that the rules are probe once for each combination of what they look at, on
 a spec with as little beside it as can be, and not once for each candidate.
 """
 
@@ -99,7 +99,7 @@ class Through(Enum):
 
 @dataclass(frozen=True)
 class Legality:
-    """Which combinations of choices are legal and run, and are predicted. Each question is asked
+    """Which combinations of choices are legal and run, and are predicted. Each question is probe
     once."""
 
     base: Spec
@@ -108,7 +108,7 @@ class Legality:
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
         """Of a schedule with so many micro-batches, of whole layers and no copies."""
         key = ("pipeline", choice.factors, choice.changes, micro_batches)
-        return self._asked(
+        return self._is_legal(
             key, lambda: chosen(self.base, (choice,), _batch(self.base, micro_batches, 1))
         )
 
@@ -119,7 +119,7 @@ class Legality:
         def spec() -> Spec:
             return kept_so(self._tall((THROUGH[through], *choices), _ENOUGH), kept)
 
-        return self._asked(("within", choices, kept, through), spec, is_predicted=True)
+        return self._is_legal(("within", choices, kept, through), spec, is_predicted=True)
 
     def data(
         self, choice: AxisChoice, within: tuple[AxisChoice, ...], through: Through, *, many: bool
@@ -136,7 +136,7 @@ class Legality:
             by_unit = AxisChoice(factors=_GATHERED.factors, changes=(("unit", unit),))
             return kept_so(self._tall((by_unit, *choices), 1), kept)
 
-        return self._asked(("unit", bool(choices), unit, kept), spec)
+        return self._is_legal(("unit", bool(choices), unit, kept), spec)
 
     def shards(self, choices: tuple[AxisChoice, ...], shards: int) -> bool:
         """Of tensors that are cut within a block and into so many shards over the data axes, each
@@ -145,7 +145,9 @@ class Legality:
             return True
         factor = replace(_GATHERED.factors[0], degree=shards)
         by_rows = AxisChoice(factors=(factor,))
-        return self._asked(("shards", choices, shards), lambda: self._tall((by_rows, *choices), 1))
+        return self._is_legal(
+            ("shards", choices, shards), lambda: self._tall((by_rows, *choices), 1)
+        )
 
     @cached_property
     def _roomy(self) -> Spec:
@@ -161,14 +163,14 @@ class Legality:
         ranks = prod(c.degree(axis) for c in choices for axis in DATA_SPACE.axes)
         return chosen(self._roomy, choices, _batch(self.base, micro_batches, ranks))
 
-    def _asked(
+    def _is_legal(
         self, key: tuple[object, ...], spec: Callable[[], Spec], *, is_predicted: bool = False
     ) -> bool:
         if key not in self.known:
-            asked = replace(spec(), cluster=None)
-            self.known[key] = not (check(asked) or executed(asked))
+            probe = replace(spec(), cluster=None)
+            self.known[key] = not (check(probe) or executed(probe))
             if is_predicted:
-                like = replace(asked, cluster=self.base.cluster)
+                like = replace(probe, cluster=self.base.cluster)
                 self.known[key] = self.known[key] and is_tabulated(like)
                 if self.known[key] and like.is_for_cuda:
                     self.known[key] = "peak" not in unclaimed(like, own_facts(like))

@@ -32,7 +32,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 _ORDERING = ("<=", ">=", "<", ">")
 
 
-class Part(Enum):
+class Aspect(Enum):
     """What of a candidate says it."""
 
     WITHIN = auto()
@@ -67,35 +67,35 @@ def _degree(axis: Axis) -> Callable[[Spec], Value]:
     return lambda spec: spec.degree(axis)
 
 
-def _part(axis: Axis, of_data: Part) -> Part:
+def _part(axis: Axis, of_data: Aspect) -> Aspect:
     if axis is Axis.PP:
-        return Part.PIPELINE
-    return of_data if axis in DATA_AXES else Part.WITHIN
+        return Aspect.PIPELINE
+    return of_data if axis in DATA_AXES else Aspect.WITHIN
 
 
 _OF_AXES = {
-    **{f"mesh.{axis}": (_part(axis, Part.RANKS), _degree(axis)) for axis in EXECUTED_AXES},
-    **{f"placement.{axis}": (_part(axis, Part.DATA), _placement(axis)) for axis in EXECUTED_AXES},
+    **{f"mesh.{axis}": (_part(axis, Aspect.RANKS), _degree(axis)) for axis in EXECUTED_AXES},
+    **{f"placement.{axis}": (_part(axis, Aspect.DATA), _placement(axis)) for axis in EXECUTED_AXES},
 }
-_QUANTITIES: dict[str, tuple[Part, Callable[[Spec], Value]]] = {
+_QUANTITIES: dict[str, tuple[Aspect, Callable[[Spec], Value]]] = {
     **_OF_AXES,
-    "mesh.dp": (Part.RANKS, lambda spec: spec.data_degree),
-    "pipeline.schedule": (Part.PIPELINE, lambda spec: str(spec.pipeline.schedule)),
+    "mesh.dp": (Aspect.RANKS, lambda spec: spec.data_degree),
+    "pipeline.schedule": (Aspect.PIPELINE, lambda spec: str(spec.pipeline.schedule)),
     "pipeline.stages": (
-        Part.PIPELINE,
+        Aspect.PIPELINE,
         lambda spec: spec.pipeline.stages_over(spec.degree(Axis.PP)),
     ),
-    "unit": (Part.DATA, lambda spec: str(spec.unit)),
-    "overlap": (Part.DATA, lambda spec: str(spec.overlap or "stock")),
-    "prefetch": (Part.DATA, lambda spec: spec.prefetch or 0),
-    "sync.gradients": (Part.DATA, lambda spec: str(spec.sync.gradients)),
+    "unit": (Aspect.DATA, lambda spec: str(spec.unit)),
+    "overlap": (Aspect.DATA, lambda spec: str(spec.overlap or "stock")),
+    "prefetch": (Aspect.DATA, lambda spec: spec.prefetch or 0),
+    "sync.gradients": (Aspect.DATA, lambda spec: str(spec.sync.gradients)),
     "sync.reshard_after_forward": (
-        Part.DATA,
+        Aspect.DATA,
         lambda spec: str(spec.sync.reshard_after_forward).lower(),
     ),
-    "batch.micro": (Part.BATCH, lambda spec: spec.batch.micro),
-    "batch.accumulate": (Part.BATCH, lambda spec: spec.batch.accumulate),
-    "recompute": (Part.KEPT, recompute_of),
+    "batch.micro": (Aspect.BATCH, lambda spec: spec.batch.micro),
+    "batch.accumulate": (Aspect.BATCH, lambda spec: spec.batch.accumulate),
+    "recompute": (Aspect.KEPT, recompute_of),
 }
 _RESULTS = ("memory", "time")
 _NAMES = {name.rpartition(".")[2]: name for name in _QUANTITIES if not name.startswith("placement")}
@@ -111,8 +111,8 @@ class Constraint:
     bound: Value
 
     @property
-    def part(self) -> Part:
-        return Part.RESULT if self.name in _RESULTS else _QUANTITIES[self.name][0]
+    def part(self) -> Aspect:
+        return Aspect.RESULT if self.name in _RESULTS else _QUANTITIES[self.name][0]
 
     def holds_of(self, value: Value) -> bool:
         """Return whether a value obeys it."""
@@ -170,7 +170,7 @@ class Where:
         """Return those that are written."""
         return cls(tuple(map(parse, texts)))
 
-    def admits(self, part: Part, spec: Spec) -> bool:
+    def admits(self, part: Aspect, spec: Spec) -> bool:
         """Return whether a spec obeys those about a part that it has."""
         return all(rule.holds(spec) for rule in self.constraints if rule.part is part)
 

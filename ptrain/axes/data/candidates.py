@@ -4,7 +4,6 @@ are of use, and the dials by which the same tuple moves more or holds more."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any

@@ -1,5 +1,5 @@
-"""What the pipeline axis offers to a search: as many stages as there are layers for, every schedule,
-and where one takes any number of stages a rank, two and four too."""
+"""What the pipeline axis offers to a search: as many stages as there are layers for, every
+schedule, and where one takes any number of stages a rank, two and four too."""
 
 from __future__ import annotations
 
