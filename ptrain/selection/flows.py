@@ -123,23 +123,24 @@ class PipelineFlows:
     def idle(
         self, flow: PipelineFlow, micro_batches: int, seconds: Seconds, busy: tuple[float, float]
     ) -> float:
-        """Return the seconds that the rank which waits most waits in a step, of equal stages that
-        take as long as the longest; `busy` are its forward and backward of a micro-batch."""
+        """Return the seconds that the rank which waits most waits in a step, `busy` being the
+        forward and backward passes of the longest of a micro-batch: by the literature's formulas
+        of equal stages, as far as the others are shorter."""
         name, per_rank = flow.schedule, flow.per_rank
         if name is None:
             return 0.0
+        whole = self.num_layers * sum(seconds.block) + sum(seconds.front) + sum(seconds.behind)
+        others = whole - sum(busy)
         if name is ScheduleName.NAIVE:  # it waits while all others compute
-            whole = self.num_layers * sum(seconds.block) + sum(seconds.front) + sum(seconds.behind)
-            return micro_batches * (whole - sum(busy))
+            return micro_batches * others
         forward, backward = busy[0] / per_rank, busy[1] / per_rank
         share = seconds.weights / seconds.block[1] if seconds.block[1] else 0.0
         weight = backward * share
         cost = StageCost(forward=forward, input=backward - weight, weight=weight)
         size = PipelineShape(ranks=flow.ranks, stages_per_rank=per_rank, microbatches=micro_batches)
         form = closed_form(name, size, cost)
-        if form is not None:
-            return form.idle
-        return self._simulated(name, size) * (forward + backward) / 3
+        idle = self._simulated(name, size) * (forward + backward) / 3 if form is None else form.idle
+        return idle * min(1.0, others / ((flow.ranks - 1) * sum(busy)))
 
     def _simulated(self, name: ScheduleName, size: PipelineShape) -> float:
         """Return what waits in units of a third of a micro-batch's passes on a stage, which are
