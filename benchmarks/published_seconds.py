@@ -113,7 +113,7 @@ def verdict(rows: Sequence[Judged]) -> tuple[list[str], list[str]]:
         "| family | rows | median of seconds off | rank correlation |",
         "|---|---|---|---|",
     ]
-    for family, group in groupby(rows, lambda judgement: judgement.row.family):
+    for (family, kind), group in alike(rows).items():
         known = [row for row in group if row.tokens is not None]
         if not known:
             continue
