@@ -110,8 +110,8 @@ def verdict(rows: Sequence[Judged]) -> tuple[list[str], list[str]]:
     failed = [f"{row.row.name}: not predicted: {row.why}" for row in rows if row.tokens is None]
     lines += [
         "",
-        "| family | rows | median of seconds off | rank correlation |",
-        "|---|---|---|---|",
+        "| family | ran | rows | median of seconds off | rank correlation |",
+        "|---|---|---|---|---|",
     ]
     for (family, kind), group in alike(rows).items():
         known = [row for row in group if row.tokens is not None]
