@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ptrain.calibration.bench import Bench, Sheet, Work
-from ptrain.calibration.extent import Extent
+from ptrain.calibration.bench import Bench, RateSheet, Work
+from ptrain.calibration.points import Points
 from ptrain.costs import Collective
 from ptrain.rooms.comm import all_gather, all_reduce, reduce_scatter
 from ptrain.rooms.registry import Registry
@@ -50,9 +50,9 @@ def _own(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
     return next(group for group, line in zip(groups, lines, strict=True) if rank in line)
 
 
-def collectives(bench: Bench, sheet: Sheet, extent: Extent, peers: list[Peers]) -> None:
+def collectives(bench: Bench, sheet: RateSheet, points: Points, peers: list[Peers]) -> None:
     for known in peers:
-        for size in extent.sent:
+        for size in points.sent:
             whole = max(1, size // 4 // known.ranks) * known.ranks
             for collective, work in _works(known, whole, bench.device):
                 key = (collective, known.ranks, known.nodes, 4 * whole)
