@@ -17,7 +17,7 @@ from ptrain.calibration.operators import attention, memory_bound, products
 from ptrain.calibration.options import CalibrationOptions
 from ptrain.calibration.points import BRIEF, GPUS, PROCESSORS, Points
 from ptrain.calibration.updates import updates
-from ptrain.calibration.write import conclude
+from ptrain.calibration.write import base_of, conclude, require_writable
 from ptrain.rooms.world import World
 from ptrain.train import environment
 
@@ -25,6 +25,9 @@ from ptrain.train import environment
 def run(options: CalibrationOptions) -> int:
     """The whole life of a rank."""
     world = World.join(device=options.device)
+    if options.part is None and world.is_first:  # started by a launcher, not by our command
+        require_writable(options)
+        base_of(options)
     local = environment.ranks_of_node() or world.size
     part = measured(world, local, options)
     world.close()

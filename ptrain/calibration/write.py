@@ -62,18 +62,20 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     """Print the rates, and write them unless the measurements were too far apart."""
     cluster = cluster_of(parts, options)
     assert cluster.rates is not None, "they were measured"
+    widest = max(part.spread for part in parts)
+    is_written = widest <= MOST_SPREAD or options.force
+    if is_written:
+        write(cluster, options.out)
     if options.json:
         print(json.dumps(section(cluster.rates)))
     else:
         print(*_table(parts, cluster.rates), sep="\n")
-    widest = max(part.spread for part in parts)
-    if widest > MOST_SPREAD and not options.force:
+    if not is_written:
         finding = (
             f"measurements of one thing are {widest:.0%} apart, more than {MOST_SPREAD:.0%}: "
             "something else runs on this machine; nothing is written"
         )
         raise refused("calibrate", finding, "wait until it is quiet, or --force")
-    write(cluster, options.out)
     if not options.json:
         print(f"wrote {options.out}: cluster.preset={options.out} in a spec")
     return 0
