@@ -183,15 +183,16 @@ def _halves(
 
 
 class _SubBlock(nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """A pair of operators that tp cuts, as wide as `width` between them."""
+    """Operators that tp cuts, as wide as `width` between them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.gate = nn.Linear(_WIDTH, width, bias=False)
         self.up = nn.Linear(_WIDTH, width, bias=False)
         self.down = nn.Linear(width, _WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.down(nn.functional.gelu(self.up(x)))
+        hidden: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
         return hidden
 
 
@@ -200,6 +201,7 @@ def _tensor_sum(bench: Bench, sheet: RateSheet, points: Points) -> None:
     spec = _spec(bench, Axis.TP.value, "S,S,S,R")
     roles = (
         ("*", Role.WHOLE_INPUT),
+        ("*.gate", Role.COLUMN),
         ("*.up", Role.COLUMN),
         ("*.down", Role.ROW),
     )
