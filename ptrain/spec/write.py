@@ -9,6 +9,7 @@ import yaml
 
 from ptrain.costs import PLACED
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.model import FAMILIES, ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
@@ -50,7 +51,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         "precision": _precision(spec.precision),
         "batch": {
             "global": spec.batch.global_samples,
-            "micro": spec.batch.micro,
+            "micro": AUTO if spec.batch.micro_is_open else spec.batch.micro,
             "sequence": spec.batch.sequence,
         },
     }
