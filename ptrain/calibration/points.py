@@ -30,8 +30,14 @@ class Points:
     updates: tuple[tuple[int, int], ...]
     sent: tuple[int, ...]
     copied: tuple[int, ...]
+    most_of_others: int = 2**40  # bytes, in other dtypes than the first
     units: int = 8
     rounds: int = 9
+
+    def sizes_of(self, dtype: DType) -> tuple[int, ...]:
+        """Return the bytes of operators in a dtype."""
+        is_first = dtype is next(iter(self.sides))
+        return tuple(size for size in self.sizes if is_first or size <= self.most_of_others)
 
     def products(self) -> list[tuple[DType, ProductShape]]:
         """Return the shapes, smallest first: what is left out for want of time is large."""
@@ -45,6 +51,12 @@ class Points:
             if 2 * shape[0] * shape[1] * shape[2] <= self.flops[dtype]:
                 yield (1, *shape)
         yield from (shape for shape in self.also if operations(shape) <= _MORE * self.flops[dtype])
+
+
+def factors_of(shape: ProductShape) -> int:
+    """Numbers in both factors of a product."""
+    matrices, rows, inner, columns = shape
+    return matrices * (rows * inner + inner * columns)
 
 
 def operations(shape: ProductShape) -> int:
@@ -74,6 +86,7 @@ PROCESSORS = Points(
     updates=((64, 1), (16_384, 1), (10**6, 1), (4096, 64), (10**6, 64), (8 * 10**6, 8)),
     sent=(64, 4 * KIB, 64 * KIB, MIB, 16 * MIB),
     copied=(64, 64 * KIB, 8 * MIB),
+    most_of_others=4 * MIB,
 )
 GPUS = Points(
     sides=dict.fromkeys((DType.BF16, DType.FP32), (256, 1024, 4096, 16384)),
