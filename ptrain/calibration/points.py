@@ -66,7 +66,7 @@ def operations(shape: ProductShape) -> int:
 
 
 PROCESSORS = Points(
-    sides={DType.FP32: (64, 128, 256, 512, 1024, 2048), DType.BF16: (64, 256, 1024)},
+    sides={DType.FP32: (64, 128, 256, 512, 960, 1920), DType.BF16: (64, 256, 1024)},
     flops={DType.FP32: 5.4e8, DType.BF16: 1.4e8},
     also=(
         (1, 1024, 1024, 1024),
@@ -80,8 +80,15 @@ PROCESSORS = Points(
         (16, 256, 256, 32),
         (64, 128, 64, 128),
     ),
-    attention=((4, 4, 64, 32), (4, 4, 256, 32), (2, 8, 256, 64), (1, 8, 1024, 64), (16, 2, 32, 16)),
-    # glibc maps what is larger than 32 MiB anew each time, page by page
+    attention=(
+        (16, 2, 32, 16),
+        (4, 4, 64, 32),
+        (2, 4, 128, 32),
+        (2, 8, 128, 64),
+        (4, 4, 256, 32),
+        (2, 8, 256, 64),
+        (1, 8, 1024, 64),
+    ),
     sizes=(256, 4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 24 * MIB, 40 * MIB),
     updates=((64, 1), (16_384, 1), (10**6, 1), (4096, 64), (10**6, 64), (8 * 10**6, 8)),
     sent=(64, 4 * KIB, 64 * KIB, MIB, 16 * MIB),
