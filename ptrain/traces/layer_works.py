@@ -7,12 +7,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ptrain.facts.operators import Exchange
 from ptrain.models.trace import Completion, Event, Recording
-from ptrain.models.work import OperatorSizes
+from ptrain.models.work import OperatorSizes, SentTensor
 from ptrain.timeline import Boundary, Mark
 
-Computed = list[OperatorSizes | Exchange]  # in the order of execution
+Computed = list[OperatorSizes | SentTensor]  # in the order of execution
 Units = Sequence[tuple[str, ...]]
 
 
