@@ -25,6 +25,7 @@ from ptrain.facts.operators import (
     Operator,
     OperatorKind,
     PassWork,
+    WorkByKind,
 )
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
@@ -40,6 +41,9 @@ _NO_TABLE = "no table and no trace says which operators the model runs"
 def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> ModelWork | None:
     """Return what the rank at place `index` along tp computes of each layer of the model, in front
     of them and behind them; None where `why_unknown` says why."""
+    traced = _traced(plan, facts, index)
+    if traced is not None:
+        return traced.model
     if why_unknown(spec, plan, facts):
         return None
     assert isinstance(spec.model, ModelShape), "a built-in model"
@@ -52,6 +56,8 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
 
 def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     """Return why nobody knows which operators the model runs; empty where tables or traces tell."""
+    if _traced(plan, facts, 0) is not None:
+        return ""
     shape = spec.model
     if not isinstance(shape, ModelShape) or spec.loss.user_function or spec.loss.chunk:
         return _NO_TABLE
@@ -59,6 +65,14 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
         return _NO_TABLE
     is_cut = plan.tensor is not None or plan.pipeline is not None
     return _DROPS_IN_PARTS if spec.is_for_cuda and shape.drops and is_cut else ""
+
+
+def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
+    """What was traced of the ranks at this place along tp, if something was."""
+    if facts.part_works:
+        return facts.part_works[index]
+    is_cut = plan.tensor is not None or plan.pipeline is not None
+    return None if is_cut else facts.work
 
 
 @dataclass(frozen=True, slots=True)
