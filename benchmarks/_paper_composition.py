@@ -3,7 +3,7 @@ of pipelines. Each claim is worked out from plans, predictions and schedules; no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations, product
@@ -284,13 +284,18 @@ def section() -> str:
         "calls that ran were those of the theorems, is tested (`tests/gloo/test_pipeline.py`, "
         "`test_theorem6.py`, `test_theorem7.py`).",
         "",
-        "| claim | printed | found | verdict |",
-        "|---|---|---|---|",
+        *table(COMPOSITION),
     ]
-    for claim in COMPOSITION:
+    return "\n".join(lines)
+
+
+def table(claims: Sequence[Claim]) -> Iterator[str]:
+    """Yield a row for each claim with what is found and its verdict, then why."""
+    yield "| claim | printed | found | verdict |"
+    yield "|---|---|---|---|"
+    for claim in claims:
         right, found = claim.find()
         verdict = HOLDS if right else claim.otherwise
-        lines.append(
-            f"| **{claim.title}** ({claim.where}) | {claim.printed} | {found} | {verdict} |"
-        )
-    return "\n".join([*lines, "", *(f"- *{claim.title}*: {claim.why}" for claim in COMPOSITION)])
+        yield f"| **{claim.title}** ({claim.where}) | {claim.printed} | {found} | {verdict} |"
+    yield ""
+    yield from (f"- *{claim.title}*: {claim.why}" for claim in claims)

@@ -25,6 +25,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, in the ranks
 from _claims import FIGURES, Case, Claim, Figures, Form, Source, View
 from _machine import RESULTS, ROOT, header
 from _paper_composition import section as composition
+from _paper_digest import section as digest
+from _paper_lectures import section as lectures
 from _paper_memory import MEMORY
 from _paper_traffic import TRAFFIC
 
@@ -159,8 +161,8 @@ def apart(source: Source, measured: Figures) -> list[str]:
 
 def page(measured: Measured, machine: str) -> str:
     found = {case: find(case, measured) for claim in CLAIMS for case in claim.cases}
-    parts = [_introduction(found), _table(found), *_sections(found), composition()]
-    parts += [_MACHINE, machine, _runs(measured)]
+    parts = [_introduction(found), _table(found), *_sections(found)]
+    parts += [digest(), lectures(), composition(), _MACHINE, machine, _runs(measured)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -194,7 +196,7 @@ its unit u is r|Θ| with r = (N − 1)/N, one all-gather of all parameters.
 
 Of {len(CLAIMS)} claims: {summary}. In every run *exact* and *measured* are the same number (peaks
 within {PEAK_TOLERANCE:.0%}); the runs are listed at the end. What it claims of compositions stands
-apart, under *Composition*."""
+apart, under *Composition*; so do a digest's table, and what a blog and a lecture say beside it."""
 
 
 def _plural(verdict: str, number: int) -> str:

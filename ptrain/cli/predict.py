@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
 import ptrain
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import theorem_6, theorem_7
-from ptrain.report.predict import Prediction, Reserving, one, prediction_of
+from ptrain.report.predict import Prediction, Reserving, one, prediction_of, require_cuda
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments, sweeps
@@ -28,6 +30,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="what CUDA's allocator would reserve, too: simulates one rank of each spec for GPUs, "
         "the first of those predicted to need most, which takes seconds and torch",
+    )
+    parser.add_argument(
+        "--sort",
+        choices=("states", "peak", "sent", "calls", "time"),
+        help="rows by a figure, least first",
+    )
+    parser.add_argument(
+        "--csv", action="store_true", help="a line per spec, with commas, only that"
+    )
+    parser.add_argument(
+        "--chart",
+        type=Path,
+        metavar="FILE",
+        help="draw peaks as rows beside what devices have, as .png or .svg",
     )
 
 
@@ -61,68 +77,30 @@ def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: b
 
 
 def run(args: Namespace) -> int:
-    """One spec: all of it. Several, or lists: only what differs, or a row each."""
+    """One spec: all of it. Two: only what differs. More of them, or lists: a row each."""
     sources, overrides = split_arguments(args.arguments)
     if not sources:
         raise PtrainError("ptrain predict: name a SPEC; `ptrain specs` lists them")
-    predictions = [
-        prediction
-        for source in sources
-        for prediction in predict(
-            source,
-            overrides,
-            allow_import=args.allow_import,
-            named=len(sources) > 1,
-            with_reserved=args.reserved,
-        )
-    ]
-    if args.reserved and not any(prediction.spec.is_for_cuda for prediction in predictions):
-        of_specs = "the spec is not" if len(predictions) == 1 else "none of the specs is"
-        finding = f"what is reserved is CUDA's allocator's, and {of_specs} for GPUs"
-        raise refused("--reserved", finding, "write device: cuda, or a cluster of GPUs")
+    predict = partial(_predict, allow_import=args.allow_import, with_reserved=args.reserved)
+    is_sweep = len(list(sweeps(overrides))) > 1
+    if is_sweep or len(sources) > 2 or args.csv or args.chart or args.sort:
+        from ptrain.cli.sweep import run_sweep
+
+        return run_sweep(args, sources, overrides, predict=predict, as_record=as_record)
+    words = tuple(overrides)
+    predictions = [predict(source, words, offer=len(sources) == 1) for source in sources]
+    if args.reserved:
+        require_cuda(predictions)
     if args.json:
         records = [as_record(prediction) for prediction in predictions]
         print_json(records if len(records) > 1 else records[0])
     elif len(predictions) == 1:
         print(one(predictions[0]))
     else:
-        from ptrain.report.differences import several
+        from ptrain.report.differences import pair
 
-        print(several(predictions, sweep=len(sources) == 1))
+        print(pair(*predictions))
     return 0
-
-
-def predict(
-    source: str,
-    overrides: list[str],
-    *,
-    allow_import: bool,
-    named: bool = False,
-    with_reserved: bool = False,
-) -> list[Prediction]:
-    """One prediction, or one per combination of the lists among the overrides; their labels hold
-    the spec's name too where they are `named`. `with_reserved`: what CUDA's allocator would reserve
-    is found by a simulation."""
-    chosen = list(sweeps(overrides))
-    specs = [settled(load(source, override)) for override in chosen]
-    return [
-        _predict(
-            spec,
-            label=_label(
-                spec, [override for override in choice if override not in overrides], named=named
-            ),
-            facts=facts_of(spec, allow_import=allow_import),
-            offer=len(specs) == 1,
-            words=(source, *choice),
-            allow_import=allow_import,
-            with_reserved=with_reserved,
-        )
-        for spec, choice in zip(specs, chosen, strict=True)
-    ]
-
-
-def _label(spec: Spec, swept: list[str], *, named: bool) -> str:
-    return " ".join([spec.name, *swept] if named or not swept else swept)
 
 
 def facts_of(spec: Spec, *, allow_import: bool, runs_fakes: bool = True) -> ModelFacts:
@@ -173,21 +151,25 @@ def as_record(prediction: Prediction) -> dict[str, object]:
 
 
 def _predict(
-    spec: Spec,
-    *,
-    label: str,
-    facts: ModelFacts,
-    offer: bool,
+    source: str,
     words: tuple[str, ...],
+    *,
+    label: str = "",
+    offer: bool = False,
     allow_import: bool,
     with_reserved: bool,
 ) -> Prediction:
-    derivation = derive(spec, facts)
+    """The prediction of what `words` make of a source; its label is the spec's name where there is
+    no other. `offer`: with what would fit, where it does not. `with_reserved`: what CUDA's
+    allocator would reserve is found by a simulation."""
+    spec = settled(load(source, words))
+    label = label or spec.name
+    derivation = derive(spec, facts_of(spec, allow_import=allow_import))
     return prediction_of(
         derivation,
         label=label,
         offer=offer,
-        words=words,
+        words=(source, *words),
         allow_import=allow_import,
         reserving=_reserved(label, derivation, spec, allow_import=allow_import)
         if with_reserved

@@ -7,7 +7,7 @@ Layers that are alike share one work, so that who adds up times adds up by kind 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -23,13 +23,13 @@ from ptrain.facts.operators import (
     LayerWork,
     ModelWork,
     Operator,
-    OperatorKind,
     PassWork,
     WorkByKind,
 )
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
@@ -84,23 +84,23 @@ class _Listed:
     dtype: DType | None
     sizes: tuple[int, ...]
 
-    def at(self, sizes: Sequence[int], compute: DType, times: int) -> Operator | InnerCollective:
-        """Return so many of them, where a table's sizes are these."""
+    def at(self, sizes: Sequence[int], compute: DType) -> Operator | InnerCollective:
+        """Return it where a table's sizes are these."""
         own = tuple([sizes[number] for number in self.sizes])
         if isinstance(self.kind, Collective):
-            return InnerCollective(self.kind, own[0], times)
+            return InnerCollective(self.kind, own[0])
         dimensions = (sum(own),) if self.kind.is_of_bytes else own
-        return Operator(self.kind, self.dtype or compute, dimensions, times)
+        return Operator(self.kind, self.dtype or compute, dimensions)
 
 
 @dataclass(frozen=True, slots=True)
 class _WorkTable:
-    """A way of a table: its `passes` are lists of (number of an operator, times in a row)."""
+    """A way of a table; `passes` are lists of operators by their numbers."""
 
     content: Mapping[str, Any]
     sizes: tuple[Monomial, ...]
     operators: tuple[_Listed, ...]
-    passes: tuple[tuple[tuple[int, int], ...], ...]
+    passes: tuple[tuple[int, ...], ...]
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> _WorkTable:
@@ -116,10 +116,7 @@ class _WorkTable:
                 )
                 for name, dtype, sizes in content["operators"]
             ),
-            tuple(
-                tuple((number, len([*alike])) for number, alike in groupby(part))
-                for part in content["parts"]
-            ),
+            tuple(map(tuple, content["parts"])),
         )
 
 
@@ -133,24 +130,25 @@ class _Evaluated:
 
     def __init__(self, part: TablePart, setting: Setting) -> None:
         self.table = _table(part, setting.name(part), setting.way(part))
-        values, self._compute = setting.values, setting.compute
-        itemsize = setting.compute.itemsize
-        self._sizes = [size.bytes(values, itemsize) for size in self.table.sizes]
-        self._known: dict[tuple[int, int], Operator | InnerCollective] = {}
+        values, compute = setting.values, setting.compute
+        sizes = [size.bytes(values, compute.itemsize) for size in self.table.sizes]
+        # Of what is equal at these dimensions one object, so that a look at it is enough.
+        distinct: dict[Operator | InnerCollective, Operator | InnerCollective] = {}
+        operators = (listed.at(sizes, compute) for listed in self.table.operators)
+        self._operators = [distinct.setdefault(operator, operator) for operator in operators]
 
     def work(self, numbers: Mapping[str, int]) -> LayerWork:
         """Return the passes with these numbers."""
         return LayerWork(**{name: self._pass(number) for name, number in numbers.items()})
 
     def _pass(self, number: int) -> PassWork:
-        return tuple([self._at(*pair) for pair in self.table.passes[number]])
+        """The operators of a pass, equal ones in a row as one."""
+        of_pass = (self._operators[operator] for operator in self.table.passes[number])
+        return tuple([_times(operator, len([*alike])) for operator, alike in groupby(of_pass)])
 
-    def _at(self, number: int, times: int) -> Operator | InnerCollective:
-        known = self._known.get((number, times))
-        if known is None:
-            known = self.table.operators[number].at(self._sizes, self._compute, times)
-            self._known[number, times] = known
-        return known
+
+def _times(operator: Operator | InnerCollective, times: int) -> Operator | InnerCollective:
+    return operator if times == 1 else replace(operator, times=times)
 
 
 @cache

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ptrain.costs import Collective
-from ptrain.facts.operators import InnerCollective, Operator, OperatorKind
+from ptrain.facts.operators import InnerCollective, Operator
 from ptrain.models.ledger import tensors_of
 from ptrain.models.operator_kinds import is_free, kind_of
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 
 
 class When(StrEnum):

@@ -76,7 +76,7 @@ def lower(
         _keep(spec, blocks),  # what wraps do before a block runs is then done once
         wrap,
         chunked_loss(spec),  # whose head the wrap has gathered
-        Accumulate(micro_batches=spec.batch.accumulate),
+        _accumulate(spec),
         _clip(spec, cut_axes, operator_axes),
         update,
     )
@@ -160,6 +160,13 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
         layers=tuple(stage.layers for stage in stages),
         shared=tuple(zip(stages[0].shared, stages[-1].shared, strict=True)),
     )
+
+
+def _accumulate(spec: Spec) -> Accumulate:
+    if spec.batch.micro_is_open:  # a call from Python: commands have chosen
+        finding = "auto: how large a micro-batch is, is not chosen yet"
+        raise refused("batch.micro", finding, "pass ptrain.settled(ptrain.load(...))")
+    return Accumulate(micro_batches=spec.batch.accumulate)
 
 
 def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:

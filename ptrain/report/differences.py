@@ -1,13 +1,13 @@
-"""What `ptrain predict` prints of several specs: only what differs, with ratios; and sweeps, one
-row per value."""
+"""What `ptrain predict` prints of two specs: only what differs, with ratios."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from ptrain.costs import PLACED, Estimate, Phase, State, busiest
-from ptrain.report.heading import by_data_lines, placement
+from ptrain.costs import PLACED, State
+from ptrain.report.heading import placement
 from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, sent_bytes
+from ptrain.report.sweep import SweepPoint, remarks
 from ptrain.report.table import largest, on_tiers, render, size
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import unwritten
@@ -18,44 +18,17 @@ _SAME_MODEL = "model.folder"  # wherever it lies
 Figure = tuple[str, int | None, int | None]
 
 
-def several(predictions: Sequence[Prediction], *, sweep: bool) -> str:
-    """Two specs side by side; more of them, or a sweep, as rows; and what each is warned of."""
-    is_pair = len(predictions) == 2 and not sweep
-    warnings = [
-        f"warning: {prediction.label}: {warning}"
-        for prediction in predictions
-        for warning in prediction.derivation.exact.warnings
-    ]
-    untold = [
-        f"peak unknown: {prediction.label}: {prediction.fit.why}; {prediction.telling} tells"
-        for prediction in predictions
-        if prediction.fit.peak_bytes is None
-    ]
-    bounds = [
-        f"upper bounds: {prediction.label}: {line}"
-        for prediction in predictions
-        for line in by_data_lines(prediction.derivation.exact)
-    ]
-    table = pair(*predictions) if is_pair else rows(predictions)
-    reserved = [
-        line
-        for prediction in predictions
-        if prediction.reserving is not None
-        for line in prediction.reserving.lines
-    ]
-    return "\n".join([table, *untold, *bounds, *reserved, *warnings])
-
-
 def pair(first: Prediction, second: Prediction) -> str:
-    """Settings that differ as `before → after`, then the figures that differ with their ratio."""
+    """Settings that differ as `before → after`, then the figures that differ with their ratio; and
+    what is said of each."""
     differing = [row for row in _figures(first, second) if row[1] != row[2]]
     table = render(
         ("per rank and step", first.label, second.label, "ratio"),
         [(name, size(left), size(right), ratio(left, right)) for name, left, right in differing],
     )
-    return "\n".join(
-        [f"{first.label} → {second.label}", *_settings(first.spec, second.spec), "", table]
-    )
+    points = [SweepPoint(label=side.label, prediction=side) for side in (first, second)]
+    settings = _settings(first.spec, second.spec)
+    return "\n".join([f"{first.label} → {second.label}", *settings, "", table, *remarks(points)])
 
 
 def ratio(before: int | None, after: int | None) -> str:
@@ -66,60 +39,6 @@ def ratio(before: int | None, after: int | None) -> str:
     if abs(after - before) < 0.01 * before:
         return f"{after / before - 1:+.1e}"
     return f"{max(before, after) / min(before, after):.3g}× {'more' if more else 'less'}"
-
-
-def rows(predictions: Sequence[Prediction]) -> str:
-    """A row per spec, with bytes per parameter, ratios to the first row and the number of
-    collectives."""
-    base = predictions[0].derivation
-    return render(
-        (
-            "per rank",
-            "Θ+Ω+G paper",
-            "exact",
-            "B/param",
-            "ratio",
-            "peak",
-            "sent paper",
-            "exact",
-            "ratio",
-            "calls",
-        ),
-        [
-            _row(prediction, model_state_bytes(base.exact), sent_bytes(base.exact))
-            for prediction in predictions
-        ],
-    )
-
-
-def _row(prediction: Prediction, base_memory: int | None, base_sent: int | None) -> tuple[str, ...]:
-    paper, exact = prediction.derivation.paper, prediction.derivation.exact
-    memory, sent = model_state_bytes(exact), sent_bytes(exact)
-    return (
-        prediction.label,
-        size(model_state_bytes(paper)),
-        size(memory),
-        f"{(memory or 0) / prediction.num_parameters:.3g}",
-        _relative(memory, base_memory),
-        size(prediction.fit.peak_bytes),
-        size(sent_bytes(paper)),
-        size(sent),
-        _relative(sent, base_sent),
-        str(_calls(exact)),
-    )
-
-
-def _calls(exact: Estimate) -> int:
-    """Collectives of a steady step; copies between tiers are none."""
-    return sum(
-        row.calls
-        for row in busiest(exact.traffic)
-        if row.key.phase is not Phase.SETUP and not row.key.collective.is_copy
-    )
-
-
-def _relative(number: int | None, base: int | None) -> str:
-    return f"{number / base:.3g}×" if number is not None and base else ""
 
 
 def _figures(first: Prediction, second: Prediction) -> Iterator[Figure]:

@@ -21,9 +21,11 @@ from ptrain.costs import (
     lower_bytes,
 )
 from ptrain.derivation.estimate import Derivation
+from ptrain.errors import refused
 from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
 from ptrain.report.heading import by_data_lines, heading
 from ptrain.report.places import by_place
+from ptrain.report.step_time import time_lines
 from ptrain.report.table import (
     MISSING,
     Largest,
@@ -39,6 +41,7 @@ from ptrain.report.table import (
 )
 from ptrain.selection.fit import Fit, fit, needs_gpu, peak_text, telling
 from ptrain.selection.preflight import Variant, cheaper
+from ptrain.spec.batch import batch_lines
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_operations
 
@@ -87,12 +90,14 @@ def one(prediction: Prediction) -> str:
     return "\n".join(
         [
             heading(prediction.spec, prediction.num_parameters),
+            *batch_lines(prediction.spec.batch, prediction.spec.data_degree),
             "",
             _memory(paper, exact),
             "",
             *([places, ""] if places else []),
             _traffic(paper, exact),
             "",
+            *time_lines(prediction.derivation),
             *operations_lines(exact),
             *fit_lines(prediction),
             *(prediction.reserving.lines if prediction.reserving else ()),
@@ -120,6 +125,14 @@ def prediction_of(
         cheaper=cheaper(spec, facts, exact) if misfit else (),
         **more,
     )
+
+
+def require_cuda(predictions: Sequence[Prediction]) -> None:
+    """Raises SpecError where what is reserved was asked for, and nothing is for GPUs."""
+    if not any(prediction.spec.is_for_cuda for prediction in predictions):
+        of_specs = "the spec is not" if len(predictions) == 1 else "none of the specs is"
+        finding = f"what is reserved is CUDA's allocator's, and {of_specs} for GPUs"
+        raise refused("--reserved", finding, "write device: cuda, or a cluster of GPUs")
 
 
 def account(estimate: Estimate) -> str:
@@ -225,6 +238,7 @@ def notes(paper: Estimate, exact: Estimate) -> list[str]:
         f"  {estimate.column}, {kind}: {reason}"
         for estimate in (paper, exact)
         for kind, reason in estimate.undefined.items()
+        if kind != "step_seconds"  # which stands where the time would
     ]
     if missing:
         lines += ["what a column does not define", *missing]

@@ -3,8 +3,8 @@ from predictions, before anything is built, and so alike on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from ptrain.algebra.legality import Located, check, executed, require
 from ptrain.axes.pipeline.stage_facts import stages_of
@@ -12,8 +12,9 @@ from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.kernels import unclaimed
 from ptrain.derivation.operations import operations
-from ptrain.errors import refused
+from ptrain.errors import Fault, refused
 from ptrain.plan.lower import lower
+from ptrain.selection.micro import with_largest_micro
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Policy
 from ptrain.spec.axis import DATA_AXES, Factor
 from ptrain.spec.model import Attention, ModelShape
@@ -26,9 +27,20 @@ _PLACE = "recompute.budget"
 _SPARSE = (4, 3, 2)  # every n-th block, before every one
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenDocument:
+    """A document's spec with what was chosen for it; its faults stand where the document's do."""
+
+    spec: Spec
+    locate: Callable[[Fault], Fault]
+
+
 def settled(document: Located) -> Spec:
-    """The document's spec, legal and with its policy chosen. Raises SpecError where it is not legal
-    or does not run, and where nothing keeps its budget."""
+    """The document's spec, legal and with its micro-batch and its policy chosen. Raises SpecError
+    where it is not legal or does not run, where nobody knows which micro-batch fits, and where
+    nothing keeps its budget."""
+    if document.spec.batch.micro_is_open:  # which of them are legal is seen once one is chosen
+        document = ChosenDocument(spec=with_largest_micro(document.spec), locate=document.locate)
     spec = require(document)
     return spec if spec.activations.budget is None else _within(spec, spec.activations.budget)
 

@@ -1,21 +1,48 @@
 """How many samples a step takes, and how they are split over micro-batches and data ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated
 
-from ptrain.spec.leaf import Either, Text, Whole, declared
+from ptrain.spec.leaf import Choice, Either, Text, Whole, declared
+from ptrain.units import parse_count
 
 MAX_SAMPLES = 2**31 - 1
+AUTO = "auto"
+
+
+class Rounding(StrEnum):
+    """What becomes of a batch that is written in tokens."""
+
+    POWER_OF_TWO = "power-of-two"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenTokens:
+    """A global batch as it was written: `text` with its unit, and the `samples` that its tokens
+    make up, of which there is no part."""
+
+    text: str
+    tokens: int
+    samples: int
+    rounding: Rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Resolved: `global_samples == micro * accumulate * data_degree`. `sequence` in tokens."""
+    """Resolved: `global_samples == micro * accumulate * data_degree`. `sequence` in tokens.
+    `written`: tokens that stood for the samples. `micro_is_open`: it is `auto` and not chosen yet,
+    and 1 stands for it; `micro_choice`: why it was
+    chosen as it is, where it was."""
 
     global_samples: int
     micro: int
     sequence: int
     accumulate: int
+    written: WrittenTokens | None = field(default=None, compare=False)
+    micro_is_open: bool = False
+    micro_choice: str = field(default="", compare=False)
 
     @property
     def tokens(self) -> int:
@@ -30,20 +57,34 @@ class BatchRaw:
     samples: Annotated[
         int | str | None,
         Either(
-            "samples per step over all ranks, or `4M tokens` (to the nearest multiple); "
-            "without: micro x accumulate x data degree",
+            "samples per step over all ranks, or `4M tokens`: as many as they make up, rounded by "
+            "batch.round; without: micro x accumulate x data degree",
             f"an integer in 1..{MAX_SAMPLES} (samples), or tokens like 4M tokens",
             (Whole("", 1, MAX_SAMPLES), Text("", r"[0-9]{1,15}(\.[0-9]{1,6})? *[kKMBT]? tokens")),
             key="global",
             aka=("global_batch_size", "train_batch_size"),
         ),
     ] = None
+    rounding: Annotated[
+        str | None,
+        Choice(
+            "how tokens become samples; without: power-of-two",
+            {
+                Rounding.POWER_OF_TWO.value: "to the nearest power of two, where the ranks' "
+                "micro-batches make one up; else as none",
+                Rounding.NONE.value: "to the nearest multiple of micro x accumulate x data degree",
+            },
+            slips={"pow2": "power-of-two", "power_of_two": "power-of-two", "false": "none"},
+            key="round",
+        ),
+    ] = None
     micro: Annotated[
-        int,
+        int | str,
         Whole(
-            "samples that a rank computes at once",
+            "samples that a rank computes at once; auto: as many as the prediction says that fit",
             1,
             10**6,
+            words=(AUTO,),
             aka=(
                 "micro_batch_size",
                 "batch_size",
@@ -78,3 +119,51 @@ class BatchRaw:
             aka=("gradient_accumulation_steps", "accumulation_steps", "grad_accum"),
         ),
     ] = None
+
+
+def written_tokens(text: str, sequence: int, rounding: Rounding) -> WrittenTokens:
+    """Return what `4M tokens` are in samples of `sequence` tokens."""
+    tokens = parse_count(text.removesuffix("tokens"))
+    return WrittenTokens(
+        text=text, tokens=tokens, samples=max(1, tokens // sequence), rounding=rounding
+    )
+
+
+def rounded_samples(written: WrittenTokens, step: int) -> int:
+    """Return how many samples the tokens come to, a multiple of `step`: the nearest power of two
+    where that is one, else the nearest multiple."""
+    power = nearest_power_of_two(written.samples)
+    if written.rounding is Rounding.POWER_OF_TWO and power % step == 0:
+        return power
+    return max(1, (2 * written.samples + step) // (2 * step)) * step
+
+
+def nearest_power_of_two(number: int) -> int:
+    """Return the power of two that is nearest, of two the larger one."""
+    below: int = 2 ** (number.bit_length() - 1)
+    return 2 * below if 2 * number >= 3 * below else below
+
+
+def batch_lines(batch: Batch, data_degree: int) -> list[str]:
+    """Return what became of a batch that is written in tokens, and of a micro-batch that is `auto`;
+    nothing of what stands as it is written."""
+    lines = [] if batch.written is None else [_tokens_line(batch, batch.written, data_degree)]
+    if batch.micro_choice:
+        lines.append(f"batch.micro: auto is {batch.micro}, {batch.micro_choice}")
+    return lines
+
+
+def _tokens_line(batch: Batch, written: WrittenTokens, data_degree: int) -> str:
+    samples, step = batch.global_samples, batch.micro * data_degree
+    said = f"batch.global: {written.text} are {written.samples} samples of {batch.sequence}: "
+    if samples == written.samples:
+        return f"{said}{samples} are taken"
+    off = f"{samples / written.samples - 1:+.1%}"
+    power = nearest_power_of_two(written.samples)
+    is_power = written.rounding is Rounding.POWER_OF_TWO
+    if is_power and samples == power:
+        return f"{said}{samples} to the nearest power of two ({off}); batch.round: none does not"
+    if samples == step > written.samples:
+        return f"{said}{samples} are the fewest of {data_degree} data ranks ({off})"
+    no_power = f"; {power} is none of {batch.micro} micro × {data_degree} data" if is_power else ""
+    return f"{said}{samples} to the nearest multiple of {step} ({off}){no_power}"

@@ -81,6 +81,15 @@ def load(
     return Document(spec=spec, locate=lambda fault: _locate(tree, fault, overrides))
 
 
+def written(source: Source, overrides: Sequence[str]) -> Tree:
+    """Return what file and overrides say, short forms written out, as far as it is sound."""
+    tree, _ = _tree(source)
+    for argument in overrides:
+        apply(tree, parse_override(argument))
+    expand_shorthands(tree)
+    return tree
+
+
 def expand(source: Source = None, overrides: Sequence[str] = ()) -> list[Document]:
     """One document per element of the product of all sweeps (`mesh.dp_shard=1,2,4`)."""
     return [load(source, chosen) for chosen in sweeps(overrides)]

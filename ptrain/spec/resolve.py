@@ -30,9 +30,9 @@ from ptrain.spec.resolve_activations import (
     resolve_loss,
     says_offloaded,
 )
+from ptrain.spec.resolve_batch import resolve_batch
 from ptrain.spec.resolve_functions import resolve_data, resolve_functions, resolve_tensor
 from ptrain.spec.resolve_sections import (
-    resolve_batch,
     resolve_cluster,
     resolve_model,
     resolve_optimizer,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ptrain.errors import SpecError
-from ptrain.spec.batch import MAX_SAMPLES, Batch, BatchRaw
 from ptrain.spec.block import UNSAID, BlockOptions
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
@@ -29,8 +28,8 @@ from ptrain.spec.model import (
 )
 from ptrain.spec.names import listing, missing
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
+from ptrain.spec.resolve_rates import resolve_rates
 from ptrain.spec.text import Tree, read
-from ptrain.units import parse_count
 
 MUON_MOMENTUM = 0.95  # of its authors
 _ARCHITECTURES = "architectures"  # the classes that a published config is of
@@ -227,58 +226,6 @@ def _family(said: Mapping[str, Any]) -> Family:
     return Family(said.get("family", Family.LLAMA))
 
 
-def resolve_batch(raw: BatchRaw, data_degree: int, report: Report) -> Batch | None:
-    """global = micro x accumulate x data degree; any one of the first and third may be left out."""
-    unit = raw.micro * data_degree
-    samples = _global(raw, unit * (raw.accumulate or 1), report)
-    if samples is None:
-        return None
-    accumulate = raw.accumulate or max(1, samples // unit)
-    if samples == unit * accumulate:
-        return Batch(
-            global_samples=samples,
-            micro=raw.micro,
-            sequence=raw.sequence,
-            accumulate=accumulate,
-        )
-    step = unit * (raw.accumulate or 1)
-    below, above = samples // step * step, -(-samples // step) * step
-    valid = [step] if raw.accumulate else sorted({max(below, step), above})
-    written = f" x accumulate={raw.accumulate}" if raw.accumulate else ""
-    product = f"micro={raw.micro}{written} x data degree={data_degree}"
-    relation = "is not" if raw.accumulate else "is not a multiple of"
-    report.add(
-        "batch.global",
-        f"global={samples} {relation} {product} = {step}",
-        f"write batch.global: {' or '.join(map(str, valid))}"
-        + _other_accumulate(raw, samples, unit),
-    )
-    return None
-
-
-def _other_accumulate(raw: BatchRaw, samples: int, unit: int) -> str:
-    if raw.accumulate and samples % unit == 0:
-        return f", or accumulate: {samples // unit}"
-    return ""
-
-
-def _global(raw: BatchRaw, step: int, report: Report) -> int | None:
-    """SampleBatch: as written, or as many as come nearest to the tokens that are written."""
-    match raw.samples:
-        case None:
-            return step
-        case int() as samples:
-            return samples
-        case text:
-            tokens = parse_count(text.removesuffix("tokens"))
-    samples = max(1, round(tokens / raw.sequence / step)) * step
-    if samples <= MAX_SAMPLES:
-        return samples
-    finding = f"{text} are {samples} samples; a step takes 1..{MAX_SAMPLES}"
-    report.add("batch.global", finding, "write fewer tokens")
-    return None
-
-
 def resolve_precision(raw: PrecisionRaw) -> Precision:
     """The named layout, with the dtypes that are written beside it."""
 
@@ -314,6 +261,7 @@ def resolve_cluster(written: Mapping[str, Any] | None, report: Report) -> Cluste
     if written.get("kind") == "cpu":  # processors in the preset's place
         preset = {name: value for name, value in preset.items() if name != "sm"}
     values = {**preset, **written, "preset": None}
+    values["rates"] = resolve_rates(values.get("rates"), report.folder, report.add)
     needed = ("devices", "device_memory", "intra_node_bandwidth")
     missing_keys = [key for key in needed if key not in values]
     if missing_keys:

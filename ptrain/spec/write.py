@@ -9,6 +9,7 @@ import yaml
 
 from ptrain.costs import PLACED
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.model import FAMILIES, ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
@@ -50,7 +51,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         "precision": _precision(spec.precision),
         "batch": {
             "global": spec.batch.global_samples,
-            "micro": spec.batch.micro,
+            "micro": AUTO if spec.batch.micro_is_open else spec.batch.micro,
             "sequence": spec.batch.sequence,
         },
     }
@@ -70,7 +71,14 @@ def section(values: object) -> dict[str, object]:
 
 
 def _value(holds: Leaf | Section, value: object) -> object:
-    return holds.say(value) if isinstance(holds, Leaf) else section(value)
+    if isinstance(holds, Leaf):
+        return holds.say(value)
+    spots = {key: spot for key, (spot, _) in keys(holds.kind).items()}
+    return {
+        key: said
+        for key, said in section(value).items()
+        if not holds.is_sparse or getattr(value, spots[key].name) != spots[key].default
+    }
 
 
 def _is_unsaid(holds: Leaf | Section, default: object, value: object) -> bool:

@@ -11,6 +11,7 @@ from ptrain.costs import Estimate
 from ptrain.report.heading import batch, by_data_lines, model_name
 from ptrain.selection.fit import fit, needs_gpu, peak_text, telling
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import batch_lines
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_count
 
@@ -42,7 +43,8 @@ def preflight_lines(
 ) -> list[str]:
     """Return the prediction, and where it has no peak why not and what tells; where figures are
     bounds, why. `words` load the spec."""
-    lines, memory_fit = [preflight_line(spec, exact)], fit(spec, exact)
+    lines = [*batch_lines(spec.batch, spec.data_degree), preflight_line(spec, exact)]
+    memory_fit = fit(spec, exact)
     if memory_fit.peak_bytes is None:
         command = telling(spec, exact, words, allow_import=allow_import)
         where = " on a GPU" if needs_gpu(spec, exact) else ""

@@ -15,7 +15,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of_shape
-from ptrain.report.differences import several
+from ptrain.report.differences import pair
 from ptrain.report.predict import Prediction, one
 from ptrain.report.reading import read
 from ptrain.report.record import Check, compare, record, verdict_line
@@ -184,9 +184,7 @@ def test_every_page_says_that_sizes_depend_on_data():
     assert "1 MB to spare or more" in text
     assert f"sizes depend on data: {WHO}" in text
     assert "unknown: data decides: peak" in one(prediction(with_memory(upper - 1)))
-    assert "upper bounds: routed: sizes depend on data" in several(
-        [prediction(SPEC), prediction(SPEC)], sweep=False
-    )
+    assert "upper bounds: routed: sizes depend on data" in pair(prediction(SPEC), prediction(SPEC))
     first, *others = preflight_lines(SPEC, EXACT)
     assert " … " in first and f"sizes depend on data: {WHO}" in others[0]
     measured = replace(EXACT, column=Column.MEASURED)

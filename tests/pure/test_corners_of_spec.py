@@ -138,8 +138,9 @@ def test_slices_of_activations_that_name_no_axis_are_refused():
 def test_tokens_become_the_nearest_number_of_micro_batches():
     batch = {"global": "200 tokens", "micro": 2, "sequence": 32}  # 6.25 samples; 4 in one step
     assert loaded(batch=batch).batch.global_samples == 8
-    odd = {"global": "400 tokens", "micro": 2, "sequence": 32}
-    assert loaded(batch=odd).batch.accumulate == 3
+    odd = {"global": "400 tokens", "micro": 2, "sequence": 32}  # 12 samples
+    assert loaded(batch=odd).batch.accumulate == 4  # a power of two
+    assert loaded(batch=odd | {"round": "none"}).batch.accumulate == 3
 
 
 def test_a_strategy_refuses_a_mesh_with_one_axis_more():

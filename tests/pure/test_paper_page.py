@@ -141,3 +141,43 @@ def test_a_condition_that_a_product_breaks_is_counted(paper):
     assert composition._others(found) == (False, "1 of 2 products of 8 ranks")
     right, said = composition._first([], [conditions(False, True, True)])
     assert not right and said.startswith("1 of 0 products are in another order, and 1 of them")
+
+
+def verdicts_under(paper: ModuleType, title: str) -> dict[str, str]:
+    text = paper.PAGE.read_text(encoding="utf-8").partition(title)[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| \*\*(.+?)\*\* \(.+ \| (.+?) \|$", text, re.MULTILINE))
+
+
+def test_the_digests_factors_are_worked_out(paper):
+    """By hand: 16/(4 + 12/N) is 2 for N = 3; 16/(2 + 14/N) is 4 for N = 7, about 4 for 6 to 8."""
+    verdicts = verdicts_under(paper, "## The digest's table of overheads")
+    assert {title for title, verdict in verdicts.items() if verdict == "holds"} == {
+        "ZeRO-2 takes ~4× less memory",
+        "ZeRO-3 sends 1.5×",
+        "tp 2 takes ~2× less memory",
+        "ZeRO-3 with tp 4 takes ~32× less memory",
+    }
+    undefined = [title for title, verdict in verdicts.items() if verdict.startswith("undefined")]
+    assert undefined == ["tp 2 sends ~1.1×"]
+    text = paper.PAGE.read_text(encoding="utf-8")
+    assert "2.91× on 8 devices; ~2× on 3 |" in text
+    assert "4.27× on 8 devices; ~4× on 6 to 8 |" in text
+    assert "8× on 8 devices; ~6× on 6 |" in text
+    assert len(verdicts) == 13
+
+
+def test_what_the_blog_and_the_lecture_claim_is_worked_out(paper):
+    verdicts = verdicts_under(paper, "## What the blog and the lecture say")
+    assert len(verdicts) == 15
+    conditions = [title for title, verdict in verdicts.items() if "condition" in verdict]
+    assert conditions == [
+        "Four sums a layer and step on tp",
+        "tp shards the activations",
+        "Activations grow linearly with batch and sequence",
+        "Accumulation takes no more memory",
+    ]
+    assert [title for title, verdict in verdicts.items() if "does not hold" in verdict] == [
+        "One reduction a step for FSDP",
+        "ZeroBubble and DualPipe idle near zero",
+    ]
+    assert "17.9% with 32 micro-batches, 63.6% with 4" in paper.PAGE.read_text(encoding="utf-8")

@@ -1,10 +1,8 @@
 """FSDP2 (`torch.distributed.fsdp.fully_shard`): what it allocates and sends, in torch's own order.
 
 torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py` says when, `_fsdp_collectives.py` what.
-A gather is a buffer and then a tensor per parameter. In forward the buffer lives until the next
-unit is gathered; in backward it goes at once, and the next unit's gather starts before this
-unit's backward. A reduction's input lives until the next unit's begins. What torch's versions do
-otherwise is `axes.data.fsdp2`.
+Gathers are `fsdp2_gathers`. A reduction's input lives until the next unit's begins, which waits for
+the reduction. What torch's versions do otherwise is `axes.data.fsdp2`.
 """
 
 from __future__ import annotations
@@ -14,134 +12,18 @@ from functools import partial
 from itertools import groupby
 
 from ptrain.algebra.layout import ranks_over
-from ptrain.axes.data.costs import kept_ranks, padded_rows
+from ptrain.axes.data.costs import padded_rows
 from ptrain.axes.data.fsdp2 import habits
 from ptrain.costs import Collective, State
+from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.ghosts.fsdp2_gathers import Gathers
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes
 from ptrain.derivation.tape import Scene
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import FullyShard
 from ptrain.timeline import Complete, Kind, Mark, boundaries
-
-
-class Gathers:
-    """Theta of the units: sharded, on its way, gathered, or kept in the larger shards of smaller
-    groups between forward and backward."""
-
-    def __init__(self, scene: Scene, step: FullyShard, padded: list[list[int]]) -> None:
-        self.tape, self.step, self.times = scene.tape, step, scene.times
-        self.holds_buffer = habits().holds_buffer
-        layout = scene.plan.update.layout
-        ranks = ranks_over(scene.spec, step.shard_axes)
-        self.ranks, self.kept_ranks = ranks, kept_ranks(step.sync, ranks)
-        self.is_smaller = 1 < self.kept_ranks < ranks
-        self.stays = [  # gathered from forward to backward
-            not step.sync.after_forward(is_root=unit.is_root) for unit in scene.units
-        ]
-        itemsize = layout.parameters.itemsize
-        self.tensors = [[size * ranks * itemsize for size in sizes] for sizes in padded]
-        self.whole = [sum(sizes) for sizes in self.tensors]
-        # a cast shard goes into the gather's buffer when it is complete
-        self.casts = step.materialized and layout.parameters is not layout.master
-        self.shard = [size // ranks for size in self.whole]
-        units = range(len(padded))
-        self.is_gathered = [False for _ in units]
-        self.is_pending = [False for _ in units]
-        self.between = [0 for _ in units]
-        self.buffer = 0  # of the last gather in forward
-        self.forward, self.backward = self._ahead(scene)
-
-    def _ahead(self, scene: Scene) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """The units that each unit gathers ahead; torch's own are those left just before."""
-        used = [unit for unit in scene.order(Mark.ENTER) if self.whole[unit]]
-        left = [unit for unit in scene.order(Mark.LEAVE) if self.whole[unit]][::-1]
-        own = self.step.prefetch if self.step.overlaps else 0
-        forward, backward = own or 0, 1 if own is None else own
-        return (
-            {unit: used[i + 1 : i + 1 + forward] for i, unit in enumerate(used)},
-            {unit: left[i + 1 : i + 1 + backward] for i, unit in enumerate(left)},
-        )
-
-    def enter(self, unit: int) -> None:
-        """A unit's forward begins."""
-        if not self.whole[unit]:
-            return
-        self._start(unit)
-        if self.is_pending[unit]:
-            self._receive(unit)
-        for other in self.forward[unit]:
-            self._start(other)
-
-    def _receive(self, unit: int) -> None:
-        """The parameters are made of the buffer, which stays for the next one's copy to begin or
-        end; where nothing overlaps it goes."""
-        if not self.holds_buffer:
-            self.end_forward()
-        self._copy_out(unit)
-        kept = self.whole[unit] if self.step.overlaps else 0
-        self.tape.add(kept - self.buffer - self.whole[unit])
-        self.buffer = kept
-
-    def leave(self, unit: int) -> None:
-        """A unit's forward is over."""
-        if self.is_gathered[unit] and not self.stays[unit]:
-            if self.is_smaller:
-                self._keep(unit)
-            else:
-                self.reshard(unit)
-
-    def end_forward(self) -> None:
-        """The buffer of the last gather goes."""
-        self.tape.add(-self.buffer)
-        self.buffer = 0
-
-    def before_backward(self, unit: int) -> None:
-        """The gradient of a unit's output is there."""
-        if not self.whole[unit]:
-            return
-        self._start(unit)
-        if self.is_pending[unit]:
-            self._copy_out(unit)
-            self.tape.add(-self.whole[unit])
-        for other in self.backward[unit]:
-            self._start(other)
-
-    def reshard(self, unit: int) -> None:
-        if self.is_gathered[unit]:
-            self.is_gathered[unit] = False
-            self.tape.add(-self.whole[unit])
-
-    def _start(self, unit: int) -> None:
-        """Issues the gather: where shards are cast, of a cast copy that goes when it is issued."""
-        if self.is_gathered[unit] or self.is_pending[unit]:
-            return
-        self.is_pending[unit] = True
-        between, whole = self.between[unit], self.whole[unit]
-        copied = (between or self.shard[unit]) if self.casts else 0
-        ranks, axes = self.kept_ranks if between else self.ranks, self.step.shard_axes
-        self.tape.add(copied + whole)
-        self.tape.sent(Collective.ALL_GATHER, axes, State.PARAMETERS, whole, "", ranks=ranks)
-        self.tape.add(-copied)
-
-    def _copy_out(self, unit: int) -> None:
-        self.tape.add(self.whole[unit])
-        self.tape.add(-self.between[unit])
-        self.between[unit] = 0
-        self.is_pending[unit], self.is_gathered[unit] = False, True
-
-    def _keep(self, unit: int) -> None:
-        """Each tensor's part is copied before the tensor goes."""
-        self.is_gathered[unit] = False
-        for size in self.tensors[unit]:
-            self.tape.add(size // self.kept_ranks)
-            self.tape.add(-size)
-        self.between[unit] = self.whole[unit] // self.kept_ranks
-
-    def now(self) -> int:
-        """Bytes of units that are gathered, or kept by a smaller group."""
-        there = zip(self.whole, self.is_gathered, self.between, self.times, strict=True)
-        return sum(times * (size * is_there + between) for size, is_there, between, times in there)
 
 
 class FullySharded(InPlaceUpdate):
@@ -173,6 +55,8 @@ class FullySharded(InPlaceUpdate):
         self.accumulates = [False] * num_units  # autograd adds to gradients of before
         self.added = [0] * num_units  # the sum in another dtype than autograd's
         self.reduce_input = 0
+        self.reducing: Arrival | None = None
+        self.all_reducing: Arrival | None = None
         self.all_reduced = [0] * num_units
         self.reduces = self.is_last = True
         self.is_pipelined = scene.plan.pipeline is not None
@@ -225,6 +109,7 @@ class FullySharded(InPlaceUpdate):
         unit = self.unit_of[gradient.parameter]
         if self.accumulates[unit]:
             self.tape.add(autograd.added(gradient))
+            autograd.adds(self.tape, self.scene.plan.update.layout.parameters, gradient)
             return
         if self.habits.casts_on_arrival and self.casts_before and not self.reduces:
             size = gradient.size // self.e_parameters * self.e_reduced
@@ -245,6 +130,7 @@ class FullySharded(InPlaceUpdate):
         if self.reduces and self.reduced[unit]:
             self.tape.add(-self.reduce_input)
             self.reduce_input = 0
+            self._wait_for_reduction()
             if self.fresh[unit] or self.added[unit]:
                 self._reduce(unit)
         elif self.casts_before and not self.habits.casts_on_arrival:
@@ -255,6 +141,16 @@ class FullySharded(InPlaceUpdate):
         if not self.ends_left and self.is_over:
             self.tape.add(-self.lingering())
             self.reduce_input, self.all_reduced = 0, [0] * len(self.reduced)
+            self._wait_for_reduction()
+            if self.all_reducing is not None:
+                self.all_reducing.wait()
+                self.all_reducing = None
+
+    def _wait_for_reduction(self) -> None:
+        """The one that was issued last."""
+        if self.reducing is not None:
+            self.reducing.wait()
+            self.reducing = None
 
     def _drop_fresh(self, unit: int) -> None:
         self.tape.add(-sum(self.fresh[unit].values()))
@@ -296,11 +192,28 @@ class FullySharded(InPlaceUpdate):
         step = self.step
         is_native = step.reduce_scatter is ReduceScatterVia.NATIVE
         received, via = (0, "") if is_native else (whole, step.reduce_scatter.value)
+        self.tape.hook(Hook.FSDP2_REDUCE)
+        self.tape.computed(OperatorKind.COPY, self.scene.plan.update.layout.reduced, 2 * whole)
         self.tape.add(received)
-        self.tape.sent(Collective.REDUCE_SCATTER, step.shard_axes, State.GRADIENTS, whole, via)
+        self.reducing = self.tape.sent(
+            Collective.REDUCE_SCATTER,
+            step.shard_axes,
+            State.GRADIENTS,
+            whole,
+            via,
+            is_awaited=not step.overlaps,
+        )
         self.tape.add(-received)
         if step.replicate_axes:
-            self.tape.sent(Collective.ALL_REDUCE, step.replicate_axes, State.GRADIENTS, shard, "")
+            self.all_reducing = self.tape.sent(
+                Collective.ALL_REDUCE,
+                step.replicate_axes,
+                State.GRADIENTS,
+                shard,
+                "",
+                is_awaited=not step.overlaps,
+                since=self.reducing.at if self.reducing is not None else None,
+            )
 
     def _accumulate(self, unit: int) -> None:
         """A reduced shard becomes G, or is added to it. What replicas all-reduced lives until

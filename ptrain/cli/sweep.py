@@ -1,0 +1,103 @@
+"""The rows of `ptrain predict`: of a sweep, or of several specs, as a table, CSV, JSON or a chart.
+
+Of a sweep, batch and cluster follow the mesh, and what cannot be is a row as well.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Protocol
+
+from ptrain.charts.canvas import Format, painted
+from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.sweep import sweep_sheet
+from ptrain.cli.arguments import print_json
+from ptrain.errors import SpecError
+from ptrain.report.predict import Prediction, require_cuda
+from ptrain.report.sweep import SweepPoint, as_csv, ordered, table
+from ptrain.spec.follow import followers
+from ptrain.spec.overrides import sweeps
+
+AsRecord = Callable[[Prediction], Mapping[str, object]]
+
+
+class Predict(Protocol):
+    """What a source with overrides takes; without a label it bears the spec's name."""
+
+    def __call__(
+        self, source: str, words: tuple[str, ...], *, label: str = "", offer: bool = False
+    ) -> Prediction: ...
+
+
+def run_sweep(
+    args: Namespace,
+    sources: Sequence[str],
+    overrides: list[str],
+    *,
+    predict: Predict,
+    as_record: AsRecord,
+) -> int:
+    """Print a row for each point, and draw them where a file is named. Raises SpecError with all
+    faults where no point can be."""
+    form = None if args.chart is None else require_writable(args.chart)
+    points = [
+        point
+        for source in sources
+        for point in _points(source, overrides, predict, is_named=len(sources) > 1)
+    ]
+    predictions = [point.prediction for point in points if point.prediction is not None]
+    if not predictions:
+        raise SpecError(*dict.fromkeys(fault for point in points for fault in point.faults))
+    if args.reserved:
+        require_cuda(predictions)
+    points = ordered(points, args.sort)
+    if form is not None:
+        _draw(points, args.chart, form)
+    if args.json:
+        print_json([_record(point, as_record) for point in points])
+    elif args.csv:
+        print(as_csv(points))
+    else:
+        print(table(points))
+        if form is not None:
+            print(f"chart    {args.chart}")
+    return 0
+
+
+def _points(
+    source: str, overrides: list[str], predict: Predict, *, is_named: bool
+) -> Iterator[SweepPoint]:
+    """Yield one point as it is written, whose faults are raised, or one for each combination of the
+    lists among the overrides, whose labels hold the source's name too where it `is_named`."""
+    choices = list(sweeps(overrides))
+    if len(choices) == 1:
+        prediction = predict(source, choices[0])
+        yield SweepPoint(label=prediction.label, prediction=prediction)
+        return
+    for choice in choices:
+        swept = tuple(override for override in choice if override not in overrides)
+        point = SweepPoint(label=" ".join([source] * is_named + [*swept]), overrides=swept)
+        try:
+            follows = followers(source, choice)
+            words = (*choice, *(follower.override for follower in follows))
+            prediction = predict(source, words, label=point.label)
+        except SpecError as error:
+            yield replace(point, faults=error.faults)
+        else:
+            yield replace(point, follows=follows, prediction=prediction)
+
+
+def _draw(points: Sequence[SweepPoint], path: Path, form: Format) -> None:
+    write_whole(path, painted(sweep_sheet(points), form))
+
+
+def _record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
+    """The result record, with what makes it a point of a sweep; of one that is refused why."""
+    settings = {"overrides": point.settings, "refused": point.refusal or None}
+    if point.prediction is None:
+        faults = [asdict(fault) for fault in point.faults]
+        return {"spec": point.label, **settings, "faults": faults}
+    return {**as_record(point.prediction), **settings}

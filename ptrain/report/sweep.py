@@ -1,0 +1,258 @@
+"""What `ptrain predict` prints of a sweep, or of more specs than two: a row each, with whether it
+fits and how long a step takes; what is refused is a row as well, with its reason below."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ptrain.costs import Estimate, Phase, busiest
+from ptrain.errors import Fault
+from ptrain.report.heading import by_data_lines
+from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
+from ptrain.report.table import MISSING, render, size
+from ptrain.spec.batch import batch_lines
+from ptrain.spec.follow import MeshFollower
+from ptrain.spec.overrides import parse_override
+
+_TIME = "step_seconds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPoint:
+    """One row: `overrides` are those that the sweep chose here, `follows` is what follows its mesh.
+    A point that cannot be has no prediction, but faults."""
+
+    label: str
+    overrides: tuple[str, ...] = ()
+    follows: tuple[MeshFollower, ...] = ()
+    prediction: Prediction | None = None
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def refusal(self) -> str:
+        """Return why there is no prediction, on one line; empty where there is one."""
+        texts = (
+            ": ".join(part for part in (fault.place, fault.finding) if part)
+            + (f" ({fault.remedy})" if fault.remedy else "")
+            for fault in self.faults
+        )
+        return "; ".join(texts)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return by key what is written here and nowhere else, what follows included."""
+        follows = (follower.override for follower in self.follows)
+        parsed = map(parse_override, (*self.overrides, *follows))
+        return {".".join(override.route): override.text for override in parsed}
+
+
+def step_seconds(exact: Estimate) -> float | None:
+    """Return how long a step is predicted to take; None where no rates say it."""
+    step = getattr(exact, "step", None)
+    return None if step is None else float(step.seconds)
+
+
+def collectives(exact: Estimate) -> int:
+    """Return the collectives of a steady step; copies between tiers are none."""
+    return sum(
+        row.calls
+        for row in busiest(exact.traffic)
+        if row.key.phase is not Phase.SETUP and not row.key.collective.is_copy
+    )
+
+
+_Figure = Callable[[Prediction], float | None]
+SORTS: Mapping[str, _Figure] = {
+    "states": lambda prediction: model_state_bytes(prediction.derivation.exact),
+    "peak": lambda prediction: prediction.fit.peak_bytes,
+    "sent": lambda prediction: sent_bytes(prediction.derivation.exact),
+    "calls": lambda prediction: collectives(prediction.derivation.exact),
+    "time": lambda prediction: step_seconds(prediction.derivation.exact),
+}
+
+
+def ordered(points: Sequence[SweepPoint], sort: str | None) -> list[SweepPoint]:
+    """Return the points by a figure, least first; those without it, then the refused, at the end.
+    Without a figure they stay as they are."""
+    if sort is None:
+        return list(points)
+    figure = SORTS[sort]
+
+    def place(point: SweepPoint) -> tuple[bool, bool, float]:
+        value = None if point.prediction is None else figure(point.prediction)
+        return point.prediction is None, value is None, value or 0
+
+    return sorted(points, key=place)
+
+
+def table(points: Sequence[SweepPoint]) -> str:
+    """A row per point, with bytes per parameter, ratios to the first one that is not refused, the
+    capacity that decides whether it fits, and below it what is said of some of them."""
+    predictions = [point.prediction for point in points if point.prediction]
+    assert predictions, "a sweep of which nothing is left is refused as a whole"
+    capacities = {prediction.fit.device_memory for prediction in predictions}
+    capacity = capacities.pop() if len(capacities) == 1 else None
+    is_timed = any(
+        step_seconds(prediction.derivation.exact) is not None
+        or _TIME in prediction.derivation.exact.undefined
+        for prediction in predictions
+    )
+    columns = [
+        "per rank",
+        "Θ+Ω+G paper",
+        "exact",
+        "B/param",
+        "ratio",
+        f"peak of {size(capacity)}" if capacity else "peak",
+        "fits",
+        *(["step s"] if is_timed else []),
+        "sent paper",
+        "exact",
+        "ratio",
+        "calls",
+    ]
+    cells = [_cells(point, predictions[0], is_timed=is_timed) for point in points]
+    return "\n".join([render(columns, cells), *remarks(points)])
+
+
+def _cells(point: SweepPoint, base: Prediction, *, is_timed: bool) -> tuple[str, ...]:
+    prediction = point.prediction
+    if prediction is None:
+        return (point.label, *[MISSING] * 5, "refused", *[MISSING] * (4 + is_timed))
+    paper, exact = prediction.derivation.paper, prediction.derivation.exact
+    memory, sent = model_state_bytes(exact), sent_bytes(exact)
+    seconds = step_seconds(exact)
+    return (
+        point.label,
+        size(model_state_bytes(paper)),
+        size(memory),
+        f"{(memory or 0) / prediction.num_parameters:.3g}",
+        _relative(memory, model_state_bytes(base.derivation.exact)),
+        size(prediction.fit.peak_bytes),
+        fits_word(prediction),
+        *([MISSING if seconds is None else f"{seconds:.3g}"] if is_timed else []),
+        size(sent_bytes(paper)),
+        size(sent),
+        _relative(sent, sent_bytes(base.derivation.exact)),
+        str(collectives(exact)),
+    )
+
+
+def fits_word(prediction: Prediction) -> str:
+    """Return `yes`, `no` or `unknown`; a dash where nothing says how much memory there is."""
+    if prediction.fit.fits is None:
+        return MISSING if prediction.fit.device_memory is None else "unknown"
+    return "yes" if prediction.fit.fits else "no"
+
+
+def _relative(number: int | None, base: int | None) -> str:
+    return f"{number / base:.3g}×" if number is not None and base else ""
+
+
+def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
+    """Yield what is said of points: what is refused, what followed the mesh, which batch it is, why
+    a figure is missing or a bound, what is reserved, and warnings."""
+    refused: dict[str, list[str]] = {}
+    for point in points:
+        if point.refusal:
+            refused.setdefault(point.refusal, []).append(point.label)
+    yield from (f"refused: {', '.join(labels)}: {why}" for why, labels in refused.items())
+    yield from _followed(points)
+    named = [(point.label, point.prediction) for point in points if point.prediction]
+    yield from _gathered(named, _batch_lines)
+    yield from _gathered(named, _missing_time)
+    for label, prediction in named:
+        if prediction.fit.peak_bytes is None:
+            yield f"peak unknown: {label}: {prediction.fit.why}; {prediction.telling} tells"
+    for label, prediction in named:
+        for line in by_data_lines(prediction.derivation.exact):
+            yield f"upper bounds: {label}: {line}"
+    for _, prediction in named:
+        if prediction.reserving is not None:
+            yield from prediction.reserving.lines
+    for label, prediction in named:
+        for warning in prediction.derivation.exact.warnings:
+            yield f"warning: {label}: {warning}"
+
+
+def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:
+    """Yield a line for each key that followed the mesh, with what it became where."""
+    became: dict[tuple[str, int], dict[int, list[str]]] = {}
+    for point in points:
+        for follower in point.follows:
+            labels = became.setdefault((follower.key, follower.before), {})
+            labels.setdefault(follower.after, []).append(point.label)
+    for (key, before), labels in became.items():
+        section, _, name = key.partition(".")
+        after = ", ".join(f"{number} ({', '.join(where)})" for number, where in labels.items())
+        yield f"{section} follows the mesh: {name} {before} → {after}; {key}=N pins it"
+
+
+def _gathered(
+    named: Sequence[tuple[str, Prediction]], said: Callable[[Prediction], Sequence[str]]
+) -> Iterator[str]:
+    """Yield each sentence once, with the points that it is about unless these are all."""
+    of: dict[str, list[str]] = {}
+    for label, prediction in named:
+        for sentence in said(prediction):
+            of.setdefault(sentence, []).append(label)
+    for sentence, labels in of.items():
+        yield sentence if len(labels) == len(named) else f"{', '.join(labels)}: {sentence}"
+
+
+def _batch_lines(prediction: Prediction) -> Sequence[str]:
+    return batch_lines(prediction.spec.batch, prediction.spec.data_degree)
+
+
+def _missing_time(prediction: Prediction) -> Sequence[str]:
+    why = prediction.derivation.exact.undefined.get(_TIME)
+    return [f"no step time: {why}"] if why else []
+
+
+def figures(point: SweepPoint) -> dict[str, object]:
+    """Return the row as plain values, None where there is none: bytes, seconds, true or false."""
+    prediction = point.prediction
+    if prediction is None:
+        return {"spec": point.label, "refused": point.refusal}
+    paper, exact = prediction.derivation.paper, prediction.derivation.exact
+    return {
+        "spec": point.label,
+        "refused": None,
+        "parameters": prediction.num_parameters,
+        "model_state_bytes_paper": model_state_bytes(paper),
+        "model_state_bytes": model_state_bytes(exact),
+        "peak_bytes": prediction.fit.peak_bytes,
+        "device_memory": prediction.fit.device_memory,
+        "fits": prediction.fit.fits,
+        "step_seconds": step_seconds(exact),
+        "sent_bytes_paper": sent_bytes(paper),
+        "sent_bytes": sent_bytes(exact),
+        "calls": collectives(exact),
+    }
+
+
+def as_csv(points: Sequence[SweepPoint]) -> str:
+    """Return a line per point below one of names: a column for each key that differs, then the
+    figures; what there is not is empty."""
+    rows = [point.settings | figures(point) for point in points]
+    names = dict.fromkeys(
+        [
+            *(key for point in points for key in point.settings),
+            *(key for row in rows for key in row),
+        ]
+    )
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: _plain(value) for name, value in row.items()})
+    return text.getvalue().removesuffix("\n")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else value

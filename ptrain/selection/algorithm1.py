@@ -1,0 +1,216 @@
+"""Algorithm 1 of the paper, verbatim: 16P, two thresholds, three answers, and where it has none.
+
+What the text leaves open is settled here and said in the answer: a *layer* is the largest block,
+and takes what s_unit does (Definition 3), 2 bytes a parameter; an interconnect is *fast* from
+`FAST_LINK` on; *within node* is as wide as a node. Beside what TP is composed with line 11 does not
+say; lines 2 to 7 have refused DP and ZeRO-3 by then.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ptrain.derivation.paper import reconstruction_unit
+from ptrain.errors import refused
+from ptrain.facts.model import ModelFacts
+from ptrain.spec.axis import Axis
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.placement import S_STAR, Placement, R, S
+from ptrain.units import format_bytes, format_count
+
+STATE_BYTES = 16  # a parameter's: 2 of parameters, 2 of gradients, 12 of Adam and its master
+LAYER_BYTES = 2  # a parameter's, gathered for use: s_unit is one of parameters
+FAST_LINK = 100e9  # bytes per second of a device: NVLink has 150 and more, PCIe 5 x16 64
+
+DATA_PARALLEL = Placement(parameters=R, optimizer=R, gradients=R)
+FULLY_SHARDED = Placement(parameters=S_STAR, optimizer=S, gradients=S)
+TENSOR_PARALLEL = Placement(parameters=S, optimizer=S, gradients=S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Shares of a device's memory: what model states may take, what a layer may."""
+
+    states: float = 0.7
+    layer: float = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """What the algorithm requires: P and a layer's share of it, M_d in bytes, N, how many of the
+    devices a node has (a divisor of N), and whether those are fast to each other."""
+
+    parameters: int
+    layer_parameters: int
+    device_memory: int
+    devices: int
+    devices_per_node: int
+    has_fast_links: bool
+
+
+class Advice(StrEnum):
+    """What the algorithm ensures, or that it ensures nothing."""
+
+    DATA_PARALLEL = "data parallelism"
+    FULLY_SHARDED = "ZeRO-3"
+    ADD_TENSOR = "add tensor parallelism within node"
+    NONE = "no answer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdTest:
+    """One condition that was reached: its line in the algorithm, what it says, and whether it is
+    true."""
+
+    line: int
+    text: str
+    is_true: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The advice, the tuple of each axis that it names, and the conditions that led to it. There
+    are no tuples without an answer."""
+
+    requirements: Requirements
+    thresholds: Thresholds
+    advice: Advice
+    degrees: tuple[tuple[Axis, int, Placement], ...]
+    tests: tuple[ThresholdTest, ...]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The dotlist that makes any spec one of these axes; none without an answer."""
+        if not self.degrees:
+            return ()
+        mesh = ", ".join(f"{axis}: {degree}" for axis, degree, _ in self.degrees)
+        tuples = ", ".join(f"{axis}: [{placement}]" for axis, _, placement in self.degrees)
+        return f"mesh={{{mesh}}}", f"placement={{{tuples}}}"
+
+
+def requirements(facts: ModelFacts, cluster: Cluster, devices: int) -> Requirements:
+    """Return what the algorithm requires of a model on so many devices of a cluster."""
+    return Requirements(
+        parameters=facts.numel,
+        layer_parameters=reconstruction_unit(facts),
+        device_memory=cluster.device_memory,
+        devices=devices,
+        devices_per_node=math.gcd(devices, cluster.devices_per_node),
+        has_fast_links=cluster.intra_node_bandwidth >= FAST_LINK,
+    )
+
+
+def algorithm1(required: Requirements, thresholds: Thresholds | None = None) -> Answer:
+    """Return the first answer whose condition holds, in the text's order."""
+    limits = thresholds or Thresholds()
+    first, second, third = _tests(required, limits)
+    devices, node = required.devices, required.devices_per_node
+    degrees: tuple[tuple[Axis, int, Placement], ...]
+    if first.is_true:
+        advice, degrees = Advice.DATA_PARALLEL, ((Axis.DP_REPLICATE, devices, DATA_PARALLEL),)
+    elif second.is_true:
+        advice, degrees = Advice.FULLY_SHARDED, ((Axis.DP_SHARD, devices, FULLY_SHARDED),)
+    elif third.is_true:
+        rest = ((Axis.DP_SHARD, devices // node, FULLY_SHARDED),) if devices > node else ()
+        advice, degrees = Advice.ADD_TENSOR, (*rest, (Axis.TP, node, TENSOR_PARALLEL))
+    else:
+        advice, degrees = Advice.NONE, ()
+    until = 1 if first.is_true else 2 if second.is_true else 3
+    return Answer(
+        requirements=required,
+        thresholds=limits,
+        advice=advice,
+        degrees=degrees,
+        tests=(first, second, third)[:until],
+    )
+
+
+def _tests(
+    required: Requirements, limits: Thresholds
+) -> tuple[ThresholdTest, ThresholdTest, ThresholdTest]:
+    states = STATE_BYTES * required.parameters
+    share, layer = states / required.devices, LAYER_BYTES * required.layer_parameters
+    room = limits.states * required.device_memory
+    most = limits.layer * required.device_memory
+    fast = "are fast" if required.has_fast_links else "are not fast"
+    return (
+        ThresholdTest(
+            line=2,
+            text=f"16P = {format_bytes(states)} < {limits.states:g} M_d = {format_bytes(room)}",
+            is_true=states < room,
+        ),
+        ThresholdTest(
+            line=5,
+            text=f"16P/N = {format_bytes(share)} < {limits.states:g} M_d = {format_bytes(room)}",
+            is_true=share < room,
+        ),
+        ThresholdTest(
+            line=8,
+            text=f"a layer = {format_bytes(layer)} > {limits.layer:g} M_d = {format_bytes(most)}, "
+            f"and the links in a node of {required.devices_per_node} {fast}",
+            is_true=layer > most and required.has_fast_links and required.devices_per_node > 1,
+        ),
+    )
+
+
+def lines(answer: Answer) -> list[str]:
+    """Return the answer as text: the conditions with their figures, what follows, and what the
+    algorithm does not see."""
+    required = answer.requirements
+    head = (
+        f"Algorithm 1, thresholds {answer.thresholds.states:g} and {answer.thresholds.layer:g}: "
+        f"P = {format_count(required.parameters)}, N = {required.devices}, "
+        f"M_d = {format_bytes(required.device_memory)}"
+    )
+    conditions = [
+        f"  line {test.line}: {test.text}: {'yes' if test.is_true else 'no'}"
+        for test in answer.tests
+    ]
+    return [head, *conditions, _conclusion(answer), *_remarks(answer)]
+
+
+def _conclusion(answer: Answer) -> str:
+    if answer.advice is Advice.NONE:
+        return "  no answer: line 11 returns a specification that no line has made"
+    tuples = " ⊗ ".join(f"{axis} {degree} ({modes})" for axis, degree, modes in answer.degrees)
+    return f"  {answer.advice}: {tuples}"
+
+
+def _remarks(answer: Answer) -> list[str]:
+    """What a reader would else take for said: activations, and what a second axis changes."""
+    required = answer.requirements
+    share = STATE_BYTES * required.parameters / required.devices
+    whole = format_bytes(share)
+    if answer.advice is Advice.NONE:
+        fits = share < required.device_memory
+        return [
+            f"  the states' share of {whole} is "
+            + ("above the threshold, not above the memory" if fits else "above the memory itself")
+            + ": other devices, layers by stage or states on the host would change it, and the "
+            "algorithm knows none of them"
+        ]
+    if answer.advice is Advice.ADD_TENSOR:
+        return [
+            f"  on as many devices the states' share stays {whole}, which line 5 has refused: tp "
+            "makes what is gathered smaller, not what is kept",
+            "  what tp is added to the text does not say: ZeRO-3 over the nodes is supposed here",
+        ]
+    return [
+        "  activations are in no condition: the threshold leaves them "
+        f"{format_bytes((1 - answer.thresholds.states) * required.device_memory)}"
+    ]
+
+
+def thresholds_of(text: str) -> Thresholds:
+    """Return the thresholds that `0.7,0.3` writes. Raises SpecError for anything else: they are
+    shares of a device's memory."""
+    try:
+        states, layer = (float(part) for part in text.split(","))
+    except ValueError:
+        states = layer = 0.0
+    if not (0 < states <= 1 and 0 < layer <= 1):
+        finding = f"{text[:60]!r} are not two shares of a device's memory, of states and of a layer"
+        raise refused("--thresholds", finding, "write two numbers in 0..1: --thresholds 0.7,0.3")
+    return Thresholds(states=states, layer=layer)

@@ -1,0 +1,167 @@
+"""The notes' recipe for a batch, and the lecture's procedure (fit, batch, throughput), as sentences
+with the figures of one spec: why it is as it is.
+
+gbs = mbs x grad_acc x dp. The global batch is convergence's; the micro-batch is the largest that
+fits; data ranks come before accumulation, which fills the gap. Beyond some 512 data ranks the notes
+see throughput fall. Axes are reached for by what they cost: ZeRO-3, then tp within a node, then pp
+across nodes, then cp for sequences and ep for experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ptrain.axes.pipeline.catalogue import schedule_of
+from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.simulate import simulate
+from ptrain.costs import Phase, State, busiest
+from ptrain.derivation.estimate import Derivation
+from ptrain.derivation.interconnect import link
+from ptrain.derivation.paper import reconstruction_unit, state_sizes
+from ptrain.selection.fit import Fit, fit
+from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.batch import batch_lines
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.spec import Spec
+from ptrain.units import format_bytes
+
+DATA_LIMIT = 512  # data ranks, about which the notes see throughput per device fall
+_MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+
+
+def reasons(derivation: Derivation) -> list[str]:
+    """Return why a spec is as it is: the lecture's three steps with their figures, then each axis
+    in the order in which to reach for it."""
+    spec, memory_fit = derivation.spec, fit(derivation.spec, derivation.exact)
+    return [
+        _fit_reason(derivation, memory_fit),
+        _batch_reason(spec),
+        *batch_lines(spec.batch, spec.data_degree),
+        *_throughput_reasons(derivation),
+        *axis_reasons(derivation),
+    ]
+
+
+def _fit_reason(derivation: Derivation, memory_fit: Fit) -> str:
+    """First: does one step fit, and what of it are states."""
+    states = _states(derivation)
+    if memory_fit.peak_bytes is None or memory_fit.device_memory is None:
+        return f"fit: nobody knows yet; states are {format_bytes(states)} of a rank"
+    word = {True: "fits", False: "does not fit", None: "may fit, by its data"}[memory_fit.fits]
+    return (
+        f"fit: {word}: {format_bytes(memory_fit.peak_bytes)} at the peak, "
+        f"{format_bytes(states)} of them states, of {format_bytes(memory_fit.device_memory)}"
+    )
+
+
+def _batch_reason(spec: Spec) -> str:
+    """Second: the global batch by data ranks before accumulation."""
+    batch, ranks = spec.batch, spec.data_degree
+    product = f"{batch.micro} micro × {batch.accumulate} accumulated × {ranks} data"
+    if batch.accumulate == 1:
+        rest = "nothing is accumulated: more data ranks would take a smaller micro-batch, or idle"
+    else:
+        once = batch.accumulate * ranks
+        rest = f"data ranks compute at once what is else accumulated: {once} of them would do"
+    return f"batch: {batch.global_samples} = {product}; {rest}"
+
+
+def _throughput_reasons(derivation: Derivation) -> Iterator[str]:
+    """Third: what keeps a rank from computing: the limit of data ranks, and the bubble."""
+    spec = derivation.spec
+    if spec.data_degree > DATA_LIMIT:
+        yield (
+            f"throughput: {spec.data_degree} data ranks are above some {DATA_LIMIT}, from which on "
+            "a ring's latency and the shrinking share of computation are no longer hidden, and "
+            "plain replicas take as much memory as ever: tp and pp take ranks off this axis"
+        )
+    if bubble := _bubble(spec):
+        yield f"throughput: {bubble}"
+
+
+def _bubble(spec: Spec) -> str:
+    """Return how long a pipeline waits if stages are equal; empty without one."""
+    pipeline = pipeline_of(spec)
+    if pipeline is None:
+        return ""
+    simulation = simulate(schedule_of(spec))
+    return (
+        f"{spec.pipeline.schedule} on {pipeline.ranks} ranks waits "
+        f"{simulation.bubble_fraction:.1%} of the step with {pipeline.microbatches} micro-batches, "
+        "if stages are equal"
+    )
+
+
+def axis_reasons(derivation: Derivation) -> list[str]:
+    """Return a sentence for each axis in the order in which to reach for it: why it is there, or
+    why it need not be, with what it sends per rank and step."""
+    return [_sharding_reason(derivation), _tensor_reason(derivation), _stages_reason(derivation)]
+
+
+def _sharding_reason(derivation: Derivation) -> str:
+    spec, ranks = derivation.spec, derivation.spec.degree(Axis.DP_SHARD)
+    whole = sum(state_sizes(spec, derivation.facts).values())
+    states, sent = f"states of {format_bytes(whole)}", _sent(derivation, *DATA_AXES)
+    if ranks > 1:
+        return (
+            f"1. dp_shard {ranks}, the first to reach for: of {states} a rank has "
+            f"{format_bytes(_states(derivation))}; {sent}, which can move while it computes"
+        )
+    room = spec.cluster.device_memory if spec.cluster else 0
+    if whole < room:
+        return f"1. no dp_shard: {states} are below the {format_bytes(room)} of a device; {sent}"
+    return f"1. no dp_shard, the first to reach for: it would cut {states}; {sent}"
+
+
+def _states(derivation: Derivation) -> int:
+    return sum(derivation.exact.bytes_of(state) for state in _MODEL_STATES)
+
+
+def _tensor_reason(derivation: Derivation) -> str:
+    cluster, ranks = derivation.spec.cluster, derivation.spec.degree(Axis.TP)
+    size = 2 * reconstruction_unit(derivation.facts)
+    layer = f"a layer is {format_bytes(size)} in 16 bits"
+    if ranks == 1:
+        share = f", {size / cluster.device_memory:.1%} of a device" if cluster else ""
+        return f"2. no tp: {layer}{share}, and its sums would be on the critical path"
+    return (
+        f"2. tp {ranks}: {layer}, cut by {ranks}; {_sent(derivation, Axis.TP)} on the critical "
+        f"path, {_where(derivation, Axis.TP, cluster)}"
+    )
+
+
+def _stages_reason(derivation: Derivation) -> str:
+    spec, ranks = derivation.spec, derivation.spec.degree(Axis.PP)
+    if ranks == 1:
+        nodes = _nodes(spec)
+        over = f"{nodes} nodes are spanned by the other axes" if nodes > 1 else "one node is enough"
+        return f"3. no pp: {over}, and nothing waits in a bubble"
+    micro = spec.batch.accumulate
+    return (
+        f"3. pp {ranks}: {_sent(derivation, Axis.PP)} in sends, "
+        f"{_where(derivation, Axis.PP, spec.cluster)}; {micro} micro-batches, "
+        f"{micro / ranks:g} a stage"
+    )
+
+
+def _sent(derivation: Derivation, *axes: Axis) -> str:
+    names = {axis.value for axis in axes}
+    sent = sum(
+        row.sent_bytes
+        for row in busiest(derivation.exact.traffic)
+        if row.key.phase is not Phase.SETUP and {*row.key.axes} <= names
+    )
+    return f"{format_bytes(sent)} sent a step"
+
+
+def _where(derivation: Derivation, axis: Axis, cluster: Cluster | None) -> str:
+    over = link(derivation.spec, derivation.exact.traffic, axis)
+    if over is None or cluster is None:
+        return "over links that nobody names"
+    if over.nodes == 1:
+        return f"within a node at {format_bytes(cluster.intra_node_bandwidth)}/s"
+    return f"over {over.nodes} nodes at {format_bytes(cluster.inter_node_bandwidth)}/s"
+
+
+def _nodes(spec: Spec) -> int:
+    return -(-spec.world_size // spec.cluster.devices_per_node) if spec.cluster else 1

@@ -1,0 +1,223 @@
+"""Sweeps that decide: what fits, what is refused and why, what follows the mesh, order, CSV, JSON
+and a chart."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from argparse import ArgumentParser
+
+import pytest
+
+from ptrain.charts.sweep import sweep_sheet
+from ptrain.cli.main import main
+from ptrain.cli.predict import add_arguments
+from ptrain.costs import Column, Estimate
+from ptrain.derivation.estimate import derive
+from ptrain.errors import Fault, SpecError
+from ptrain.report.predict import prediction_of
+from ptrain.report.sweep import SORTS, SweepPoint, figures, ordered, step_seconds, table
+from ptrain.spec.follow import followers
+from ptrain.spec.load import load
+
+SWEEP = ("predict", "8b-zero3", "batch.sequence=4096,16384")
+
+
+def cells(line: str) -> list[str]:
+    return [cell for cell in line.split("  ") if cell]
+
+
+def test_a_sweep_says_what_fits_and_how_much_a_device_has(ptrain):
+    head, first, second = ptrain(*SWEEP).splitlines()
+    assert "peak of 85.9 GB  fits" in head
+    assert "yes" in cells(first)[6] and "no" in cells(second)[6]
+
+
+def test_where_devices_differ_no_capacity_stands_at_the_head(ptrain):
+    head = ptrain("predict", "8b-zero3", "cluster.device_memory=40 GiB,80 GiB").splitlines()[0]
+    assert " of " not in head
+
+
+def test_without_a_cluster_nothing_is_said_to_fit(ptrain):
+    _, line, _ = ptrain("predict", "8b-zero3", "cluster=null", "batch.micro=1,2").splitlines()
+    assert cells(line)[6].strip() == "–"
+
+
+def test_a_point_that_cannot_be_is_a_row_with_its_reason(ptrain):
+    lines = ptrain("predict", "zero3", "mesh.dp_shard=2,5", "batch.global=16").splitlines()
+    assert "refused" in lines[2]
+    assert lines[3].startswith(
+        "refused: mesh.dp_shard=5: batch.global: global=16 is not a multiple"
+    )
+    assert "write batch.global: 10 or 20" in lines[3]
+
+
+def refusal(capsys, *words: str) -> str:
+    assert main(["predict", *words]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    return captured.err
+
+
+def test_a_sweep_of_which_nothing_is_left_is_refused(capsys):
+    text = refusal(capsys, "zero3", "mesh.dp_shard=3,5", "batch.global=16")
+    assert "data degree=3 = 6" in text and "data degree=5 = 10" in text
+
+
+def test_a_fault_that_no_point_is_without_is_told_once(capsys):
+    text = refusal(capsys, "zero3", "mesh.dp_shard=2,4", "train.steps=0")
+    assert text.count("train.steps: must be") == 1
+
+
+def test_the_batch_stays_while_micro_batches_make_it_up_and_then_grows():
+    def batch(ranks: int, *more: str) -> list[str]:
+        words = (f"mesh.dp_shard={ranks}", "cluster=null", *more)
+        return [follower.override for follower in followers("8b-zero3", words)]
+
+    assert batch(16) == batch(64) == []  # of 64 samples, accumulated 4 and 1
+    assert batch(512) == ["batch.global=512"]
+    assert batch(3) == ["batch.global=66"]
+    assert batch(3, "batch.micro=2") == ["batch.global=66"]
+    assert batch(3, "batch.accumulate=2") == ["batch.global=6"]  # which is written, and stays
+    assert batch(512, "batch.global=64") == batch(512, "batch={global: 8, sequence: 8}") == []
+    assert batch(512, "batch.global=4M tokens") == []
+
+
+def test_a_batch_that_is_not_written_in_samples_follows_by_itself():
+    base = {"model": {"preset": "llama-tiny"}, "mesh": {"dp_shard": 2}, "placement": "zero3"}
+    for batch in ({"sequence": 64, "accumulate": 2}, {"sequence": 64, "global": "4k tokens"}):
+        assert followers(base | {"batch": batch}, ("mesh.dp_shard=64",)) == ()
+
+
+def test_the_cluster_grows_with_the_mesh_unless_its_devices_are_written():
+    def cluster(*words: str) -> list[str]:
+        return [follower.override for follower in followers("8b-zero3", words)]
+
+    assert cluster("mesh.dp_shard=8") == []
+    assert cluster("mesh.dp_shard=64") == ["cluster.devices=64"]
+    assert cluster("mesh.dp_shard=64", "cluster.preset=a100-8") == ["cluster.devices=64"]
+    assert cluster("mesh.dp_shard=64", "cluster.devices=8") == []
+
+
+def test_what_followed_the_mesh_is_said_with_its_points(ptrain):
+    text = ptrain("predict", "70b-zero3", "mesh.dp_shard=8,512,1024")
+    assert "batch follows the mesh: global 8 → 512 (mesh.dp_shard=512), 1024 (mesh.d" in text
+    assert "cluster follows the mesh: devices 8 → 512 (mesh.dp_shard=512), 1024" in text
+    assert "cluster.devices=N pins it" in text
+
+
+def test_a_single_spec_is_taken_as_it_is_written(capsys):
+    words = ("70b-zero3", "mesh.dp_shard=16", "batch.global=16")
+    assert "h100-8 8 devices" in refusal(capsys, *words)
+
+
+def test_the_figures_to_sort_by_are_those_that_a_row_has():
+    parser = ArgumentParser()
+    add_arguments(parser)
+    (option,) = (action for action in parser._actions if action.dest == "sort")
+    assert option.choices == tuple(SORTS)
+
+
+@pytest.mark.parametrize("sort", [*SORTS])
+def test_rows_are_sorted_by_a_figure_with_the_refused_at_the_end(ptrain, sort):
+    words = ("predict", "zero3", "mesh.dp_shard=2,5,4,1", "batch.global=16", "--sort", sort)
+    records = json.loads(ptrain(*words, "--json"))
+    assert records[-1]["refused"]
+    labels = [line.split()[0] for line in ptrain(*words).splitlines()[1:5]]
+    assert labels == [record["spec"] for record in records]
+    if sort == "peak":
+        assert labels[0] == "mesh.dp_shard=4"
+    if sort == "sent":
+        assert labels[0] == "mesh.dp_shard=1"
+
+
+def test_json_of_a_sweep_is_a_list_with_what_differs_as_fields(ptrain):
+    good, bad = json.loads(
+        ptrain("predict", "zero3", "mesh.dp_shard=2,5", "batch.global=16", "--json")
+    )
+    assert good["overrides"] == {"mesh.dp_shard": "2"} and good["refused"] is None
+    assert good["fit"]["fits"] is True
+    assert bad["overrides"] == {"mesh.dp_shard": "5"}
+    assert bad["faults"][0]["place"] == "batch.global"
+    (followed,) = json.loads(ptrain("predict", "8b-zero3", "mesh.dp_shard=8,512", "--json"))[1:]
+    assert followed["overrides"] == {
+        "mesh.dp_shard": "512", "batch.global": "512", "cluster.devices": "512",
+    }  # fmt: skip
+
+
+def test_csv_has_a_line_per_point_and_a_column_per_key_that_differs(ptrain):
+    text = ptrain("predict", "zero3", "mesh.dp_shard=2,5", "batch.global=16", "--csv")
+    good, bad = csv.DictReader(io.StringIO(text))
+    assert (good["mesh.dp_shard"], good["fits"], good["refused"]) == ("2", "true", "")
+    exact = derive(load("zero3").spec).exact
+    assert int(good["peak_bytes"]) == exact.peak_bytes()
+    assert int(good["sent_bytes"]) == exact.sent_bytes()
+    assert bad["peak_bytes"] == "" and "not a multiple" in bad["refused"]
+
+
+def test_csv_of_one_spec_is_one_line(ptrain):
+    assert len(ptrain("predict", "zero3", "--csv").splitlines()) == 2
+
+
+def test_a_micro_batch_that_is_chosen_differs_by_point_and_is_said(ptrain):
+    words = ("batch.micro=auto", "batch.sequence=2048,8192", "batch.global=64")
+    lines = ptrain("predict", "8b-zero3", *words).splitlines()
+    assert any(line.startswith("batch.sequence=2048: batch.micro: auto is 4") for line in lines)
+    assert any(line.startswith("batch.sequence=8192: batch.micro: auto is 1") for line in lines)
+
+
+def points() -> list[SweepPoint]:
+    predictions = [
+        prediction_of(derive(load("8b-zero3", words).spec), label=words[0], offer=False)
+        for words in (["batch.sequence=4096"], ["batch.sequence=16384"])
+    ]
+    faults = (Fault(place="mesh", finding="too many"),)
+    return [
+        *(SweepPoint(label=prediction.label, prediction=prediction) for prediction in predictions),
+        SweepPoint(label="mesh.tp=3", faults=faults),
+    ]
+
+
+def test_a_chart_has_a_bar_for_each_peak_a_line_for_the_capacity_and_words_for_the_refused():
+    sheet = sweep_sheet(points())
+    words = [label.text for label in sheet.texts]
+    assert "a device has 85.9 GB" in words and "refused" in words
+    assert {"fits", "does not fit"} <= {*words}
+    bars = [box for box in sheet.rectangles if box.height == 14.0]
+    line = next(box for box in sheet.rectangles if box.width == 1)
+    assert bars[0].x + bars[0].width < line.x < bars[1].x + bars[1].width
+    assert all(label.left >= 0 and label.left + label.width <= sheet.width for label in sheet.texts)
+
+
+def test_a_chart_goes_to_a_picture_or_is_refused_before_anything_is_derived(capsys):
+    text = refusal(capsys, "no-such-spec", "batch.micro=1,2", "--chart", "x.txt")
+    assert "name a file that ends in .png or .svg" in text
+
+
+def test_a_chart_is_written(ptrain, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "sweep.svg"
+    text = ptrain("predict", "zero3", "batch.micro=1,2", "--chart", str(path))
+    assert text.splitlines()[-1] == f"chart    {path}"
+    assert "<svg" in path.read_text(encoding="utf-8")
+
+
+def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sweep():
+    assert step_seconds(Estimate(column=Column.EXACT, world_size=1)) is None
+    assert ordered(points(), None) == ordered(points(), None) != []
+    rows = [figures(point) for point in points()]
+    assert [row["fits"] for row in rows[:2]] == [True, False]
+    assert rows[2] == {"spec": "mesh.tp=3", "refused": "mesh: too many"}
+
+
+def test_the_first_row_that_is_not_refused_is_what_ratios_are_of():
+    first, second, refused = points()
+    text = table([refused, second, first]).splitlines()
+    assert cells(text[2])[4].strip() == "1×"
+
+
+def test_a_spec_error_carries_its_faults_into_the_row():
+    with pytest.raises(SpecError) as caught:
+        load("zero3", ["mesh.dp_shard=0"])
+    assert "mesh.dp_shard" in SweepPoint(label="x", faults=caught.value.faults).refusal
