@@ -21,7 +21,7 @@ from ptrain.facts.model import TensorFacts, UnitFacts, prefixes
 from ptrain.facts.operators import LayerWork, ModelWork, PassWork
 from ptrain.facts.stages import Stage
 from ptrain.rates.pace import UnknownRate
-from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, boundaries
+from ptrain.timeline import Complete, Item, Kind, Mark, Repeated, boundaries
 
 Shares = list[tuple[PassSeconds, float]]
 
@@ -170,6 +170,7 @@ def score(
     completed = {} if is_forward else dict.fromkeys(_completed(items))
     at_unit, at_gradient = defaultdict[int, Shares](list), defaultdict[str, Shares](list)
     unplaced: Shares = []
+    present = {boundary.unit for boundary in marks}
     for name, parts in _tensors_of(units, layers.layers).items():
         seconds = _seconds(clock, layers.layers[name], kind)
         whose = [(tensor, unit) for tensor, unit in parts if tensor.name in completed] or parts
@@ -181,7 +182,7 @@ def score(
         for (tensor, unit), size in zip(whose, sizes, strict=True):
             if by_gradient:
                 at_gradient[tensor.name].append((seconds, size / total))
-            elif unit in _present(marks):
+            elif unit in present:
                 at_unit[unit].append((seconds, size / total))
             else:
                 unplaced.append((seconds, size / total))
@@ -201,10 +202,6 @@ def score(
         opening=opening,
         closing=closing,
     )
-
-
-def _present(marks: Iterable[Boundary]) -> set[int]:
-    return {boundary.unit for boundary in marks}
 
 
 def _seconds(clock: Clock, work: LayerWork, kind: Kind) -> PassSeconds:
