@@ -16,7 +16,7 @@ from ptrain.derivation.pipeline import message_bytes
 from ptrain.derivation.pipeline_time import PipelineTiming
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import ModelWork
+from ptrain.facts.operators import ModelWork, Operator
 from ptrain.rates.measured import lacking, pace_of
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.axis import Axis
@@ -27,11 +27,13 @@ from ptrain.steps.step import Plan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The `pace` of a rank, and the `work` of a micro-batch of the whole model by its place along
-    tp. `plays_all`: every block by itself, whatever stands for it else."""
+    tp. `plays_all`: every block by itself, whatever stands for it else. `fewer` is the pace while
+    so many ranks of the job compute at once and the others wait, if it is known."""
 
     pace: Pace
     work: Callable[[int], ModelWork]
     plays_all: bool = False
+    fewer: Callable[[int], Pace | None] = lambda ranks: None
 
     def of_part(self, spec: Spec, plan: Plan, index: int) -> Timing:
         """Return what times the ranks at a place along tp."""
@@ -45,6 +47,7 @@ class Machine:
         """Return what times the ranks of a pipeline."""
         works = [self.work(index) for index in range(spec.degree(Axis.TP))]
         clip = plan.clip
+        speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, works[0])
         return PipelineTiming(
             clock=self._clock(spec, plan),
             works=works,
@@ -52,10 +55,45 @@ class Machine:
             schedule=schedule,
             message=message_bytes(spec, plan, chain_of(spec, facts)),
             meets=clip is not None and Axis.PP in clip.reduced_axes,
+            speed=speed,
+            assumed=assumed,
         )
+
+    def _sharing(
+        self, spec: Spec, work: ModelWork
+    ) -> tuple[Callable[[int], float], tuple[str, ...]]:
+        """Return how much faster ranks are while those of so many places along pp compute alone,
+        and what is assumed where that is not known. Between numbers of ranks that are known what
+        all do together is a straight line."""
+        ranks, places = spec.world_size, spec.degree(Axis.PP)
+        together = {ranks: float(ranks)}
+        whole = _layer_seconds(self.pace, work)
+        for number in range(1, ranks):
+            pace = self.fewer(number)
+            if pace is not None:
+                together[number] = number * whole / _layer_seconds(pace, work)
+        known = sorted(together)
+
+        def speed(busy: int) -> float:
+            number = busy * ranks // places
+            above = next(other for other in known if other >= number)
+            below = max((other for other in known if other <= number), default=above)
+            part = (number - below) / (above - below) if above > below else 0.0
+            return (together[below] + part * (together[above] - together[below])) / number
+
+        if known[0] <= ranks // places:
+            return speed, ()
+        why = "ranks that wait leave their cores to nobody: the cluster's rates are of no fewer at once"
+        return lambda busy: 1.0, (why,)
 
     def _clock(self, spec: Spec, plan: Plan) -> Clock:
         return Clock(self.pace, Network(spec), plan.tensor.axis if plan.tensor else None)
+
+
+def _layer_seconds(pace: Pace, work: ModelWork) -> float:
+    """Return what a layer's operators take, the first one's for all."""
+    passes = (*work.layers[0].forward, *work.layers[0].backward)
+    return sum(pace.operator_seconds(item) for item in passes if isinstance(item, Operator))
 
 
 def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
@@ -67,7 +105,8 @@ def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
         raise UnknownRate(why)
     if plan.tensor is not None:
         raise UnknownRate("no table says what operators compute that are cut")
-    return Machine(pace=pace, work=partial(_work, spec, plan, facts))
+    work, fewer = partial(_work, spec, plan, facts), partial(pace_of, spec.cluster)
+    return Machine(pace=pace, work=work, fewer=fewer)
 
 
 def _work(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> ModelWork:

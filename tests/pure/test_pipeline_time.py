@@ -3,6 +3,7 @@ by hand."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,11 +22,16 @@ MESSAGE = 32 * 128 * 4  # bytes of the hidden states of a micro-batch
 
 
 def step(
-    pace: HandPace, work: ModelWork | None = None, *, plays_all: bool = False, **changes: Any
+    pace: HandPace,
+    work: ModelWork | None = None,
+    *,
+    plays_all: bool = False,
+    fewer: Callable[[int], HandPace | None] = lambda ranks: None,
+    **changes: Any,
 ) -> StepTime:
     layers = changes.pop("layers", 8)
     of_model = work or model(FORWARD, BACKWARD, layers=layers)
-    machine = Machine(pace=pace, work=lambda _: of_model, plays_all=plays_all)
+    machine = Machine(pace=pace, work=lambda _: of_model, plays_all=plays_all, fewer=fewer)
     time = derive(load(of_all(changes, layers)).spec, machine=machine).exact.step
     assert time is not None
     return time
@@ -114,8 +120,26 @@ def test_a_message_takes_its_senders_time_where_cores_send():
 def test_a_stages_passes_have_a_hook_each():
     pace = HandPace(overlaps=False, hooks={Hook.PIPELINE_PASS: 1.0})
     time = pipeline(pace, 4, 8)
-    assert time.spent(Spent.WRAPPERS) == 2 * 8
+    assert time.spent(Spent.WRAPPERS) == pytest.approx(2 * 8)
     assert time.seconds == pytest.approx((8 + 3) * (2 * (FORWARD + BACKWARD) + 2))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_ranks_that_wait_leave_their_core_to_the_others(schedule):
+    """Two, or four, on one core, which is busy all the time: a step takes as long as on one
+    rank."""
+    for ranks in (2, 4):
+        pace = HandPace(overlaps=False, operation=ranks)
+        alone = {1: HandPace(overlaps=False), 2: HandPace(overlaps=False, operation=2)}
+        time = pipeline(pace, ranks, 4, schedule, fewer=alone.get)
+        assert time.seconds == pytest.approx(4 * 8 * (FORWARD + BACKWARD))
+        assert time.assumed == ()
+
+
+def test_without_rates_of_fewer_ranks_it_is_said_what_is_assumed():
+    time = pipeline(HandPace(overlaps=False), 2, 4)
+    assert time.seconds == pytest.approx((4 + 1) * 4 * (FORWARD + BACKWARD))
+    assert "leave their cores to nobody" in time.assumed[0]
 
 
 def test_the_last_micro_batch_reduces_for_all():
