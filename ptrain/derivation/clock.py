@@ -200,11 +200,11 @@ class Clock:
             )
         return self._seconds_of[question]
 
-    def copy(self, copy: Collective, size: int) -> Arrival:
+    def copy(self, copy: Collective, size: int, since: float | None = None) -> Arrival:
         """Issue a copy between two tiers."""
         key = TimeKey(Spent.COPIES, self.phase, (), copy)
         seconds = self._once((copy, size), self.pace.copy_seconds, copy, size)
-        return self._issue(copy, key, seconds, None)
+        return self._issue(copy, key, seconds, since)
 
     def _issue(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> Arrival:
         self.moving[key] = self.moving.get(key, 0.0) + seconds

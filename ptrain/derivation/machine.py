@@ -23,6 +23,8 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
+_NOBODY = "ranks that wait leave their cores to nobody: the cluster has no rates of fewer at once"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -49,6 +51,7 @@ class Machine:
         clip = plan.clip
         speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, works[0])
         return PipelineTiming(
+            spec=spec,
             clock=self._clock(spec, plan),
             works=works,
             blocks=block_names(facts.blocks, works[0]),
@@ -83,8 +86,7 @@ class Machine:
 
         if known[0] <= ranks // places:
             return speed, ()
-        why = "ranks that wait leave their cores to nobody: the cluster's rates are of no fewer at once"
-        return lambda busy: 1.0, (why,)
+        return lambda busy: 1.0, (_NOBODY,)
 
     def _clock(self, spec: Spec, plan: Plan) -> Clock:
         return Clock(self.pace, Network(spec), plan.tensor.axis if plan.tensor else None)

@@ -25,6 +25,7 @@ from ptrain.facts.operators import ModelWork
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
 
 
@@ -35,6 +36,7 @@ class PipelineTiming:
     updates before all have come to the end of their passes. `speed`: how much faster ranks are of
     so many places alone, where they share cores; `assumed` is what is said of that."""
 
+    spec: Spec
     clock: Clock
     works: Sequence[ModelWork]
     blocks: Sequence[str]
@@ -74,7 +76,9 @@ class PipelineTiming:
         timing = Timing(clock=self.clock, work=self.works[index % len(self.works)])
         kinds = _kinds(self.schedule, stage.index)
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
-        return timing.of_stage(stage, self.schedule.stages, played, units, items, self.blocks)
+        ends = stage.index == 0, stage.index == self.schedule.stages - 1
+        own = replace(passes, items=items)
+        return timing.of_stage(self.spec, stage, ends, played, units, own, self.blocks)
 
 
 def _kinds(schedule: Schedule, stage: int) -> set[Kind]:

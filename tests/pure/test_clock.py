@@ -18,12 +18,13 @@ from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.network import Network
 from ptrain.derivation.timeline import replay
 from ptrain.plan.lower import lower
+from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy
-from ptrain.spec.placement import Placement
+from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.rates import Hook
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import ActivationSpec, Spec
 from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
 from tests.pure.paces import HandPace, chain, model
 
@@ -32,13 +33,18 @@ BLOCKS, NUMEL = 4, 100
 UNIT = 4 * NUMEL  # bytes
 FORWARD, BACKWARD = 10, 20  # seconds of a block
 FRONT, BEHIND = (2, 4), (6, 12)
+MOVED = 1000  # bytes that a block's activations have, where they are off the device
 COMPUTED = BLOCKS * (FORWARD + BACKWARD) + sum(FRONT) + sum(BEHIND)
 NEVER_AHEAD = {"overlap": Overlap.NONE}
 
 
 def step(spec: Spec, pace: HandPace, blocks: int = BLOCKS) -> StepTime:
     facts = chain(blocks, NUMEL)
-    plan = lower(spec, facts.unit_modules)
+    if spec.activations.tiers != {Tier.DEVICE}:
+        (tier,) = spec.activations.tiers
+        moved = ((tier.value, MOVED),) * blocks
+        facts = replace(facts, timeline=replace(facts.timeline, moved=moved))
+    plan = lower(spec, facts.unit_modules, blocks=facts.blocks)
     work = model(FORWARD, BACKWARD, layers=blocks, front=FRONT, behind=BEHIND)
     timing = Timing(clock=Clock(pace, Network(spec)), work=work)
     time = replay(wrapping(spec, plan, facts), timing=timing).step
@@ -276,6 +282,35 @@ def test_a_wrappers_hooks_take_a_processors_time_and_hide_behind_a_device_that_i
     slow = step(spec(GATHERED), HandPace(hooks={Hook.FSDP2_GATHER: 100.0}))
     # when the last gather is issued, ahead of the first block, two blocks are to come
     assert slow.seconds == pytest.approx(2 * 100 * (BLOCKS + 1) + 2 * BACKWARD + FRONT[1])
+
+
+def _offloaded(copy: float, tier: Tier = Tier.HOST, *, overlaps: bool = True) -> StepTime:
+    """One device, whose blocks' activations go off it, and come back, in so many seconds each."""
+    away = spec(activations=ActivationSpec(default=Kept(tier=tier)))
+    return step(away, HandPace(copied=copy / MOVED, overlaps=overlaps))
+
+
+def test_activations_on_files_and_those_that_cores_copy_take_the_ranks_time():
+    for time in (_offloaded(3, overlaps=False), _offloaded(3, Tier.FILE)):
+        assert time.spent(Spent.COPIES) == moving(time) == pytest.approx(2 * 3 * BLOCKS)
+
+
+@pytest.mark.parametrize("copy", [3, 10, 15, 20, 50])
+def test_activations_on_the_host_go_and_come_beside_what_is_computed(copy):
+    """They leave one after the other, and come back one layer ahead: the last layer's when its
+    backward begins, and not before it is away."""
+    ended = FRONT[0]
+    away = 0.0
+    for _ in range(BLOCKS):
+        ended += FORWARD
+        away = max(away, ended) + copy
+    now = ended + BEHIND[0] + BEHIND[1]
+    back = now = max(now, away) + copy
+    for block in reversed(range(BLOCKS)):
+        now = max(now, back)
+        back = now + copy if block else now
+        now += BACKWARD
+    assert _offloaded(copy).seconds == pytest.approx(now + FRONT[1])
 
 
 def test_gradients_that_are_added_are_read_and_written():
