@@ -18,7 +18,14 @@ from ptrain.derivation.archive import TablePart
 from ptrain.derivation.operations import setting_at
 from ptrain.derivation.tables import Monomial, Place, Setting, monomials
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, Operator, PassWork
+from ptrain.facts.operators import (
+    InnerCollective,
+    LayerWork,
+    ModelWork,
+    Operator,
+    PassWork,
+    WorkByKind,
+)
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.precision import DType
@@ -34,6 +41,9 @@ _NO_TABLE = "no table and no trace says which operators the model runs"
 def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> ModelWork | None:
     """Return what the rank at place `index` along tp computes of each layer of the model, in front
     of them and behind them; None where `why_unknown` says why."""
+    traced = _traced(plan, facts, index)
+    if traced is not None:
+        return traced.model
     if why_unknown(spec, plan, facts):
         return None
     assert isinstance(spec.model, ModelShape), "a built-in model"
@@ -46,6 +56,8 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
 
 def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     """Return why nobody knows which operators the model runs; empty where tables or traces tell."""
+    if _traced(plan, facts, 0) is not None:
+        return ""
     shape = spec.model
     if not isinstance(shape, ModelShape) or spec.loss.user_function or spec.loss.chunk:
         return _NO_TABLE
@@ -53,6 +65,14 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
         return _NO_TABLE
     is_cut = plan.tensor is not None or plan.pipeline is not None
     return _DROPS_IN_PARTS if spec.is_for_cuda and shape.drops and is_cut else ""
+
+
+def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
+    """What was traced of the ranks at this place along tp, if something was."""
+    if facts.part_works:
+        return facts.part_works[index]
+    is_cut = plan.tensor is not None or plan.pipeline is not None
+    return None if is_cut else facts.work
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +162,9 @@ def _block_table(setting: Setting) -> _Evaluated:
 def _layer(setting: Setting, kept: Kept) -> LayerWork:
     evaluated = _block_table(setting)
     content, attention = evaluated.table.content, setting.shape.attention
-    entry = content[attention.value][blocks.variant(kept)]
-    is_plain = kept == PLAIN and attention is Attention.SDPA
+    on_device = Kept(policy=kept.policy)  # copies between tiers are no operators
+    entry = content[attention.value][blocks.variant(on_device)]
+    is_plain = on_device == PLAIN and attention is Attention.SDPA
     halves = content.get("halves", {}) if is_plain else {}
     in_parts = {name: halves[name] for name in ("inputs", "weights") if name in halves}
     return evaluated.work({**entry, **in_parts})

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ptrain import timeline
-from ptrain.facts.operators import InnerCollective
 from ptrain.models.selection import Selected
-from ptrain.models.work import OperatorWork, When
+from ptrain.models.work import OperatorWork, SentTensor, When
 from ptrain.timeline import Boundary, Item, Timeline
 
 
@@ -90,7 +89,7 @@ class Recording:
             (work.what.collective.value, work.what.payload)
             for works in self.works.values()
             for _, work in works
-            if work.when is When.AGAIN and isinstance(work.what, InnerCollective)
+            if work.when is When.AGAIN and isinstance(work.what, SentTensor)
         )
 
 
