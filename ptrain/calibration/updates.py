@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ptrain.axes.data.run.wrapped import ParameterWrap
-from ptrain.calibration.bench import Bench, Sheet, Work
-from ptrain.calibration.extent import Extent
+from ptrain.calibration.bench import Bench, RateSheet, Work
+from ptrain.calibration.points import Points
 from ptrain.interpreter.clip import global_norm, scale_down
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
@@ -26,19 +26,19 @@ from ptrain.steps.step import Clip, CreateMesh
 _RULES = ("adamw", "sgd")
 
 
-def updates(bench: Bench, sheet: Sheet, extent: Extent) -> None:
+def updates(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Of layouts that keep every state in one dtype: what others cast beside it are copies."""
-    for layout in _plain(extent):
-        for elements, tensors in extent.updates:
+    for layout in _plain(points):
+        for elements, tensors in points.updates:
             for name, work in _works(layout, elements, tensors, bench.device):
                 key = (name, layout.updated, elements, tensors)
                 sheet.note("updates", *key, seconds=bench.seconds(work))
 
 
-def _plain(extent: Extent) -> Iterator[Layout]:
+def _plain(points: Points) -> Iterator[Layout]:
     for layout in LAYOUTS.values():
         is_one = layout.parameters is layout.gradients is layout.moments and not layout.master
-        if is_one and layout.parameters in extent.flops:
+        if is_one and layout.parameters in points.sides:
             yield layout
 
 
