@@ -69,6 +69,7 @@ class ClockState:
     free: dict[Hashable, float]
     own: Seconds
     moving: Seconds
+    spans: tuple[LaneSpan, ...]
 
 
 class Clock:
@@ -81,9 +82,9 @@ class Clock:
         pace: Pace,
         network: Network,
         tensor_axis: Axis | None = None,
-        spans: list[LaneSpan] | None = None,
     ) -> None:
-        self.pace, self.network, self.tensor_axis, self.spans = pace, network, tensor_axis, spans
+        self.pace, self.network, self.tensor_axis = pace, network, tensor_axis
+        self.spans: list[LaneSpan] | None = None
         self.now = self.issued = 0.0
         self.phase = Phase.FORWARD
         self.free: dict[Hashable, float] = {}
@@ -229,12 +230,21 @@ class Clock:
 
     def moment(self) -> ClockState:
         """Return the state of now."""
-        return ClockState(self.now, self.issued, dict(self.free), dict(self.own), dict(self.moving))
+        return ClockState(
+            self.now,
+            self.issued,
+            dict(self.free),
+            dict(self.own),
+            dict(self.moving),
+            tuple(self.spans or ()),
+        )
 
     def back_to(self, moment: ClockState) -> None:
         """What was done since then is not done."""
         self.now, self.issued, self.free = moment.now, moment.issued, dict(moment.free)
         self.own, self.moving = dict(moment.own), dict(moment.moving)
+        if self.spans is not None:
+            self.spans[:] = moment.spans
 
     def since(self, moment: ClockState) -> tuple[Seconds, Seconds]:
         """Return what was spent since then, and how long something moved."""

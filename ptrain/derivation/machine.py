@@ -9,7 +9,7 @@ from functools import partial
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.costs import StepTime
-from ptrain.derivation.clock import Clock
+from ptrain.derivation.clock import Clock, LaneSpan
 from ptrain.derivation.computing import Timing, block_names
 from ptrain.derivation.network import Network
 from ptrain.derivation.pipeline import message_bytes
@@ -30,18 +30,20 @@ _NOBODY = "ranks that wait leave their cores to nobody: the cluster has no rates
 class Machine:
     """The `pace` of a rank, and the `work` of a micro-batch of the whole model by its place along
     tp. `plays_all`: every block by itself, whatever stands for it else. `fewer` is the pace while
-    so many ranks of the job compute at once and the others wait, if it is known."""
+    so many ranks of the job compute at once and the others wait, if it is known. `spans` is filled
+    with what the step does when."""
 
     pace: Pace
     work: Callable[[int], ModelWork]
     plays_all: bool = False
     fewer: Callable[[int], Pace | None] = lambda ranks: None
+    spans: list[LaneSpan] | None = None
 
     def of_part(self, spec: Spec, plan: Plan, index: int) -> Timing:
         """Return what times the ranks at a place along tp."""
-        return Timing(
-            clock=self._clock(spec, plan), work=self.work(index), plays_all=self.plays_all
-        )
+        clock = self._clock(spec, plan)
+        clock.spans = self.spans if index == 0 else None
+        return Timing(clock=clock, work=self.work(index), plays_all=self.plays_all)
 
     def of_pipeline(
         self, spec: Spec, plan: Plan, facts: ModelFacts, schedule: Schedule
@@ -60,6 +62,7 @@ class Machine:
             meets=clip is not None and Axis.PP in clip.reduced_axes,
             speed=speed,
             assumed=assumed,
+            spans=self.spans,
         )
 
     def _sharing(

@@ -9,7 +9,7 @@ ranks' are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ptrain.axes.pipeline.instructions import given
@@ -17,7 +17,7 @@ from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.shared_cores import simulate_sharing
 from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
-from ptrain.derivation.clock import Clock
+from ptrain.derivation.clock import Clock, LaneSpan
 from ptrain.derivation.computing import PassScore, Timing
 from ptrain.derivation.repeats import Representatives
 from ptrain.facts.model import UnitFacts
@@ -45,6 +45,7 @@ class PipelineTiming:
     meets: bool
     speed: Callable[[int], float] | None = None
     assumed: tuple[str, ...] = ()
+    spans: list[LaneSpan] | None = None
 
     def simulated(self, seconds: Mapping[Action, float]) -> Simulation:
         """Return when the actions start and end that take so long."""
@@ -125,6 +126,8 @@ def pipeline_time(
         place: simulation.makespan if timing.meets else spans[-1].end
         for place, spans in enumerate(simulation.timeline)
     }
+    if timing.spans is not None:
+        timing.spans.extend(_spans(simulation, ends, slowest.values()))
     over = max(ends[rank.place] + rank.update for rank in slowest.values())
     busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
     rows = [*busiest.clock.step_time().rows, *_sent(schedule, busiest.place, sends)]
@@ -134,6 +137,21 @@ def pipeline_time(
     idle = max(over - sum(row.seconds for row in rows), 0.0)
     bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD), seconds=idle)
     return StepTime(rows=(*rows, bubble), assumed=timing.assumed)
+
+
+def _spans(
+    simulation: Simulation, ends: Mapping[int, float], ranks: Iterable[RankTime]
+) -> Iterator[LaneSpan]:
+    """Yield what each rank does when, each on a lane of its own."""
+    for place, spans in enumerate(simulation.timeline):
+        for span in spans:
+            is_forward = span.step.parts[0].kind is Kind.FORWARD
+            phase = Phase.FORWARD if is_forward else Phase.BACKWARD
+            yield LaneSpan(place, TimeKey(Spent.COMPUTE, phase), span.start, span.end)
+    for rank in ranks:
+        end = ends[rank.place]
+        key = TimeKey(Spent.UPDATE, Phase.UPDATE)
+        yield LaneSpan(rank.place, key, end, end + rank.update)
 
 
 def _scaled(row: TimeRow, factor: float) -> TimeRow:
