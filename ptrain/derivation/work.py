@@ -6,14 +6,14 @@ Layers that are alike share one work, so that who adds up times adds up by kind 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
 
 from ptrain.costs import Collective
-from ptrain.derivation import archive, blocks
+from ptrain.derivation import archive, blocks, loss_chunks
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.operations import setting_at
 from ptrain.derivation.tables import Monomial, Place, Setting, monomials
@@ -35,6 +35,7 @@ from ptrain.steps.step import Plan
 
 _COLLECTIVES = {collective.value for collective in Collective}
 _DROPS_IN_PARTS = "no table holds what dropout computes on GPUs where operators are cut"
+_FUSED_LOSS = "torch's fused loss is one operator, and nothing says what is computed within it"
 _NO_TABLE = "no table and no trace says which operators the model runs"
 
 
@@ -59,7 +60,11 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     if _traced(plan, facts, 0) is not None:
         return ""
     shape = spec.model
-    if not isinstance(shape, ModelShape) or spec.loss.user_function or spec.loss.chunk:
+    if not isinstance(shape, ModelShape) or spec.loss.user_function:
+        return _NO_TABLE
+    if spec.loss.fused:
+        return _FUSED_LOSS
+    if spec.loss.chunk and (spec.tensor.is_naive or spec.pipeline.is_in_halves):
         return _NO_TABLE
     if not all(blocks.is_known(shape, mode) for mode in spec.activations.of(shape.layers)):
         return _NO_TABLE
@@ -84,23 +89,23 @@ class _Listed:
     dtype: DType | None
     sizes: tuple[int, ...]
 
-    def at(self, sizes: Sequence[int], compute: DType, times: int) -> Operator | InnerCollective:
-        """Return so many of them, where a table's sizes are these."""
+    def at(self, sizes: Sequence[int], compute: DType) -> Operator | InnerCollective:
+        """Return it where a table's sizes are these."""
         own = tuple([sizes[number] for number in self.sizes])
         if isinstance(self.kind, Collective):
-            return InnerCollective(self.kind, own[0], times)
+            return InnerCollective(self.kind, own[0])
         dimensions = (sum(own),) if self.kind.is_of_bytes else own
-        return Operator(self.kind, self.dtype or compute, dimensions, times)
+        return Operator(self.kind, self.dtype or compute, dimensions)
 
 
 @dataclass(frozen=True, slots=True)
 class _WorkTable:
-    """A way of a table: its `passes` are lists of (number of an operator, times in a row)."""
+    """A way of a table; `passes` are lists of operators by their numbers."""
 
     content: Mapping[str, Any]
     sizes: tuple[Monomial, ...]
     operators: tuple[_Listed, ...]
-    passes: tuple[tuple[tuple[int, int], ...], ...]
+    passes: tuple[tuple[int, ...], ...]
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> _WorkTable:
@@ -116,10 +121,7 @@ class _WorkTable:
                 )
                 for name, dtype, sizes in content["operators"]
             ),
-            tuple(
-                tuple((number, len([*alike])) for number, alike in groupby(part))
-                for part in content["parts"]
-            ),
+            tuple(map(tuple, content["parts"])),
         )
 
 
@@ -131,31 +133,33 @@ def _table(part: TablePart, name: str, way: str) -> _WorkTable:
 class _Evaluated:
     """A table at a setting's dimensions."""
 
-    def __init__(self, part: TablePart, setting: Setting) -> None:
+    def __init__(self, part: TablePart, setting: Setting, values: Mapping[str, int]) -> None:
         self.table = _table(part, setting.name(part), setting.way(part))
-        values, self._compute = setting.values, setting.compute
-        itemsize = setting.compute.itemsize
-        self._sizes = [size.bytes(values, itemsize) for size in self.table.sizes]
-        self._known: dict[tuple[int, int], Operator | InnerCollective] = {}
+        compute = setting.compute
+        sizes = [size.bytes(values, compute.itemsize) for size in self.table.sizes]
+        # Of what is equal at these dimensions one object, so that a look at it is enough.
+        distinct: dict[Operator | InnerCollective, Operator | InnerCollective] = {}
+        operators = (listed.at(sizes, compute) for listed in self.table.operators)
+        self._operators = [distinct.setdefault(operator, operator) for operator in operators]
 
     def work(self, numbers: Mapping[str, int]) -> LayerWork:
         """Return the passes with these numbers."""
-        return LayerWork(**{name: self._pass(number) for name, number in numbers.items()})
+        return LayerWork(**{name: self.of_pass([number]) for name, number in numbers.items()})
 
-    def _pass(self, number: int) -> PassWork:
-        return tuple([self._at(*pair) for pair in self.table.passes[number]])
+    def of_pass(self, numbers: Iterable[int]) -> PassWork:
+        """Return the operators of parts one after the other, equal ones in a row as one."""
+        parts = (self.table.passes[number] for number in numbers)
+        of_pass = (self._operators[operator] for part in parts for operator in part)
+        return tuple([_times(operator, len([*alike])) for operator, alike in groupby(of_pass)])
 
-    def _at(self, number: int, times: int) -> Operator | InnerCollective:
-        known = self._known.get((number, times))
-        if known is None:
-            known = self.table.operators[number].at(self._sizes, self._compute, times)
-            self._known[number, times] = known
-        return known
+
+def _times(operator: Operator | InnerCollective, times: int) -> Operator | InnerCollective:
+    return operator if times == 1 else replace(operator, times=times)
 
 
 @cache
 def _block_table(setting: Setting) -> _Evaluated:
-    return _Evaluated(TablePart.BLOCK_WORK, setting)
+    return _Evaluated(TablePart.BLOCK_WORK, setting, setting.values)
 
 
 @cache
@@ -174,9 +178,25 @@ def _layer(setting: Setting, kept: Kept) -> LayerWork:
 def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
     """What is in front of the layers and what is behind them. Nobody waits for the gradient of
     tokens: of the front the half of the weights is the whole."""
-    evaluated = _Evaluated(TablePart.END_WORK, setting)
+    evaluated = _Evaluated(TablePart.END_WORK, setting, setting.values)
     content = evaluated.table.content
     first, last = (Place.FIRST, Place.LAST) if is_staged else (Place.ALONE, Place.ALONE)
     front = content[first]["front"]
     front = {**front, "weights": front["backward"]} if is_staged else front
-    return evaluated.work(front), evaluated.work(content[last]["behind"])
+    if setting.loss.chunk is None:
+        return evaluated.work(front), evaluated.work(content[last]["behind"])
+    return evaluated.work(front), _in_chunks(setting, last)
+
+
+def _in_chunks(setting: Setting, place: Place) -> LayerWork:
+    """What is behind the layers where the loss is in chunks."""
+    values = loss_chunks.values_of(setting)
+    evaluated = _Evaluated(TablePart.LOSS_WORK, setting, values)
+    listed = evaluated.table.content[place]["rest" if values["rest"] else "even"]
+    chunks = loss_chunks.full_chunks(setting)
+    return LayerWork(
+        **{
+            name: evaluated.of_pass(loss_chunks.parts_of(listed[name], chunks))
+            for name in ("forward", "backward")
+        }
+    )

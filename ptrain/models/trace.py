@@ -51,7 +51,8 @@ class Recording:
     """The events of one micro-batch by pass: `forward`, and `backward` or its halves `input` and
     `weight`; `sizes` of all storages by id. `moved` are those off the device, each with its tier:
     no event speaks of them. `works`: what operators computed and sent by pass, each with the number
-    of the pass's events before it. `draws`: random numbers were drawn. `statistics` are the
+    of the pass's events before it. `draws`: random numbers were drawn. `is_opaque`:
+    some operator is not torch's own, and what it computes is not known. `statistics` are the
     storages that fused attention keeps beside its output; `output` the one that a stage hands on.
     `selected` is what of it depends on data."""
 
@@ -60,6 +61,7 @@ class Recording:
     moved: tuple[tuple[int, str], ...] = ()
     works: Mapping[str, Works] = field(default_factory=dict)
     draws: bool = False
+    is_opaque: bool = False
     statistics: frozenset[int] = frozenset()
     output: int | None = None
     selected: Selected = field(default_factory=Selected)

@@ -137,6 +137,14 @@ def _convolution_backward(
     ]
 
 
+_KNOWN = ("aten", "prims", "profiler", "ptrain")
+
+
+def is_opaque(function: Any) -> bool:
+    """Return whether an operator is somebody's own, in whose name nobody reads what it computes."""
+    return function.namespace not in _KNOWN and "c10d" not in function.namespace
+
+
 _ATTENTION = "_scaled_dot_product"
 
 
@@ -178,6 +186,7 @@ def _dtype(tensor: Tensor) -> DType:
 
 # Operators that read of their first tensor only what their result holds, or their targets name.
 _GATHERS = {"embedding", "gather", "index_select", "index", "take", "masked_select"}
+_JOINS = {"cat", "stack"}
 _NAMED = {"nll_loss_forward", "nll_loss2d_forward"}
 # Operators that write into a tensor as many elements as they are given.
 _SCATTERS = {
@@ -210,6 +219,9 @@ def _read(
     name: str, args: Any, given: list[Tensor], into: list[Tensor], new: list[Tensor]
 ) -> Iterator[_Moved]:
     if name.endswith("_like") or name.startswith("new_"):
+        return
+    if name in _JOINS:  # however many there are
+        yield from map(_whole, new)
         return
     for place, tensor in enumerate(given):
         if name in _OVERWRITES and any(tensor is own for own in into):

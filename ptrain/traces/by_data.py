@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import WorkByKind
 from ptrain.models.batch import SampleBatch
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.selection import BOUNDS, Extent, Selected
 from ptrain.models.trace import Recording, to_timeline
 from ptrain.timeline import gradient_order
-from ptrain.traces.layer_works import model_work
+from ptrain.traces.layer_works import work_of
 
 _READS = "its code reads values"
 
@@ -58,7 +57,7 @@ def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
 
 def _with(known: ModelFacts, recording: Recording) -> ModelFacts:
     timeline = to_timeline(recording)
-    work = WorkByKind.of(model_work(known.unit_modules, known.blocks, recording))
+    work = work_of(known.unit_modules, known.blocks, recording)
     return replace(known, timeline=timeline, gradient_order=gradient_order(timeline), work=work)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from ptrain.facts.operators import LayerWork, ModelWork, PassWork
+from ptrain.facts.operators import LayerWork, ModelWork, PassWork, WorkByKind
 from ptrain.models.trace import Completion, Event, Recording
 from ptrain.models.work import OperatorSizes, SentTensor
 from ptrain.timeline import Boundary, Mark
@@ -48,12 +48,18 @@ def by_layer(recording: Recording, units: Units, blocks: Sequence[str]) -> Layer
     return works
 
 
-def model_work(
+def work_of(
     units: Units, blocks: Sequence[str], whole: Recording, halves: Recording | None = None
-) -> ModelWork:
+) -> WorkByKind | None:
     """Return what a model or a stage computed; where its layers cannot be told apart the first of
     them bears it all, of no layers the front. `halves`: the same micro-batch with its backward pass
-    in halves."""
+    in halves. None where an operator does not say what it computes."""
+    return None if whole.is_opaque else WorkByKind.of(_model_work(units, blocks, whole, halves))
+
+
+def _model_work(
+    units: Units, blocks: Sequence[str], whole: Recording, halves: Recording | None
+) -> ModelWork:
     works = by_layer(whole, units, blocks)
     in_halves = None if halves is None else by_layer(halves, units, blocks)
     if works is None or (halves is not None and in_halves is None):

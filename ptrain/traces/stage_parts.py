@@ -25,7 +25,7 @@ from ptrain.plan.lower import lower
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Timeline
-from ptrain.traces.layer_works import model_work
+from ptrain.traces.layer_works import work_of
 from ptrain.traces.rank_part import RankPart, StageCuts
 
 Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
@@ -80,7 +80,7 @@ def stage_rows(
             units = stage.units(facts.unit_modules)
             in_halves = spec.pipeline.is_in_halves and stage.index > 0
             recordings = part.trace_stage(module, units, cuts, stage.index, in_halves=in_halves)
-            work = WorkByKind.of(model_work(units, stage.layers, *recordings))
+            work = work_of(units, stage.layers, *recordings)
             rows.append({**_rows(*recordings), "work": to_plain(work, WorkByKind)})
     return rows
 

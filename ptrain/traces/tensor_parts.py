@@ -41,7 +41,7 @@ from ptrain.spec.write import to_mapping
 from ptrain.steps.step import Parallelize
 from ptrain.timeline import Timeline
 from ptrain.traces.gpu_kernels import kernels_for
-from ptrain.traces.layer_works import model_work
+from ptrain.traces.layer_works import work_of
 from ptrain.traces.on_fakes import large_model
 from ptrain.traces.stage_parts import plan_of, rank_part, stage_rows
 
@@ -104,8 +104,10 @@ def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
 
 
 def works_of(traces: Traced) -> tuple[WorkByKind, ...]:
-    """Return what the ranks compute by index on tp. Raises PtrainError for a problem."""
-    return tuple(from_plain(plain, WorkByKind) for _, plain in by_place(traces))
+    """Return what the ranks compute by index on tp; nothing where an operator does not say it.
+    Raises PtrainError for a problem."""
+    works = [from_plain(plain, WorkByKind) for _, plain in by_place(traces)]
+    return () if None in works else tuple(works)
 
 
 def by_place(traces: Traced) -> list[Any]:
@@ -194,7 +196,7 @@ def _part_of(module: nn.Module, spec: Spec, index: int, extent: Extent) -> list[
         return stage_rows(module, spec, facts, mesh, extent=extent)
     part = rank_part(module, spec, facts, mesh, extent=extent)
     recording = part.trace(module, facts.unit_modules)
-    work = WorkByKind.of(model_work(facts.unit_modules, facts.blocks, recording))
+    work = work_of(facts.unit_modules, facts.blocks, recording)
     return [to_plain(to_timeline(recording), Timeline), to_plain(work, WorkByKind)]
 
 

@@ -8,12 +8,14 @@ dtype (none: that in which the model computes) and the numbers of its sizes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.blocks import VARIANTS
+from ptrain.derivation.loss_chunks import SYMBOLS
 from ptrain.derivation.tables import Place, Setting
 from ptrain.models.work import OperatorSizes, SentTensor
 from ptrain.spec.activations import PLAIN
@@ -22,6 +24,7 @@ from ptrain.spec.precision import DType
 from ptrain.traces.block_tables import ATTENTIONS, BlockTable, alike
 from ptrain.traces.coded import CodedTrace
 from ptrain.traces.layer_works import Computed, LayerWorks, by_layer
+from ptrain.traces.loss_tables import CHUNKS, LossTable, repeating
 from ptrain.traces.pass_tables import SEVERAL, PassTable
 from ptrain.traces.settings import symbols
 from ptrain.traces.table_format import Coded, TableWriter
@@ -35,12 +38,12 @@ _WIDTH = DType.FP32.itemsize  # of an element of what a writer is given
 
 
 class WorkWriter:
-    """Operators as a setting's table numbers them."""
+    """Operators as a setting's table numbers them. `values` are those of the dimensions."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, dimensions: Sequence[str] = ()) -> None:
         self.values = symbols(setting)
         self.compute = _COMPUTE[setting.compute]
-        self.writer = TableWriter(tuple(self.values))
+        self.writer = TableWriter(dimensions or tuple(self.values))
         self._operators: dict[str, int] = {}
 
     def passes(self, computed: Mapping[str, Computed]) -> dict[str, int]:
@@ -105,6 +108,40 @@ class BlockWorkTable:
             _, middle, _ = _by_layer(halves).layers
             content["halves"] = self.writer.passes(middle)
         return self.writer.table(**content)
+
+
+class LossWorkTable:
+    """The table of what is behind the blocks where the loss is in chunks, in the making."""
+
+    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
+        self.traces = LossTable(setting, mesh, dtypes=_TRACED[setting.compute])
+        self.writer = WorkWriter(setting, SYMBOLS)
+
+    def build(self) -> dict[str, object]:
+        """Return the table as JSON."""
+        places = {
+            place: {name: self._passes(place, has_rest=name == "rest") for name in ("even", "rest")}
+            for place in (Place.ALONE, Place.LAST)
+        }
+        return self.writer.table(**places)
+
+    def _passes(self, place: Place, *, has_rest: bool) -> dict[str, object]:
+        coded = partial(self._coded, place, has_rest=has_rest)
+        less, more = map(coded, CHUNKS)
+        pieces = {name: repeating(less[name], more[name]) for name in less}
+        few = [coded(number) for number in range(1, max(of.least for of in pieces.values()))]
+        return {
+            name: {
+                "few": [self.writer.writer.part(code[name]) for code in few[: of.least - 1]],
+                "pieces": [self.writer.writer.part(piece) for piece in of.listed],
+            }
+            for name, of in pieces.items()
+        }
+
+    def _coded(self, place: Place, chunks: int, *, has_rest: bool) -> dict[str, Coded]:
+        trace = self.traces.trace(place, chunks, has_rest=has_rest)
+        self.writer.values = trace.values
+        return {name: self.writer.coded(ran) for name, ran in _by_layer(trace).behind.items()}
 
 
 class EndWorkTable:
