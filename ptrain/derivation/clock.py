@@ -13,13 +13,16 @@ is there: `since` says from when on, where that is not the moment.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
+from ptrain.optimizers.ghost import muon_operators
 from ptrain.rates.pace import Pace
+from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
@@ -130,14 +133,24 @@ class Clock:
         seconds = self._once(operator, self.pace.operator_seconds, operator) if size else 0.0
         self.spend(TimeKey(spent, self.phase), seconds)
 
-    def update(self, optimizer: str, layout: Layout, numels: Sequence[int]) -> None:
-        """The optimizer steps: tensors of so many elements."""
+    def update(self, optimizer: str, layout: Layout, shapes: Sequence[Shape]) -> None:
+        """The optimizer steps, by one of its rules, on tensors of these shapes. What Muon does is
+        made of operators, a matrix after the other."""
+        if optimizer == "muon":
+            for shape in shapes:
+                seconds = self._once(("muon", shape, layout.updated), self._muon, shape, layout)
+                self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+            return
+        numels = [math.prod(shape) for shape in shapes]
         elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
         if elements:
             seconds = self.pace.update_seconds(
                 optimizer, layout, elements=elements, tensors=tensors
             )
             self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+
+    def _muon(self, shape: Shape, layout: Layout) -> float:
+        return sum(map(self.pace.operator_seconds, muon_operators(shape, layout.updated)))
 
     def clip(self, layout: Layout, numels: Sequence[int]) -> None:
         """Gradients of so many elements have a norm, and are scaled."""

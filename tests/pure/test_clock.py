@@ -25,7 +25,17 @@ from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPoli
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import ActivationSpec, Spec
-from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
+from ptrain.timeline import Complete
+from tests.pure.build import (
+    BY_HAND,
+    GATHERED,
+    WHOLE,
+    ZERO_1,
+    ZERO_2,
+    make_facts,
+    make_spec,
+    tuple_of,
+)
 from tests.pure.paces import HandPace, chain, model
 
 SHARD, REPLICATE = Axis.DP_SHARD, Axis.DP_REPLICATE
@@ -345,3 +355,19 @@ def test_a_group_counts_the_nodes_that_its_ranks_are_on():
     assert network.group(("dp_replicate",), 2) == (2, 1)
     assert network.group(("dp_replicate", "dp_shard")) == (8, 2)
     assert (network.pair(REPLICATE), network.pair(Axis.PP), network.ends(REPLICATE)) == (2, 2, 2)
+
+
+def test_muon_takes_what_its_iterations_multiply_and_adamw_the_rest():
+    """A matrix of 6 x 4 in a block, in five iterations of three products; the root's is AdamW's."""
+    facts = make_facts(((6, 4), (3,)), ((5, 2),))
+    timeline = chain(1, 1).timeline
+    names = tuple(Complete(t.name, 4 * t.numel) for t in reversed(facts.tensors))
+    facts = replace(facts, timeline=replace(timeline, backward=names), blocks=("blocks.0",))
+    muon = make_spec({}, clip=None, model=BY_HAND, optimizer="muon")
+    timing = Timing(
+        clock=Clock(HandPace(element=1000.0), Network(muon)), work=model(2, 2, layers=1)
+    )
+    plan = lower(muon, facts.unit_modules, blocks=facts.blocks)
+    time = replay(wrapping(muon, plan, facts), timing=timing).step
+    products = 5 * 2 * (4 * 6 * 4 + 4 * 4 * 4 + 4 * 4 * 6)
+    assert time is not None and time.spent(Spent.UPDATE) == products + 1000 * (3 + 10)
