@@ -365,7 +365,7 @@ def test_muon_takes_what_its_iterations_multiply_and_adamw_the_rest():
     facts = replace(facts, timeline=replace(timeline, backward=names), blocks=("blocks.0",))
     muon = make_spec({}, clip=None, model=BY_HAND, optimizer="muon")
     timing = Timing(
-        clock=Clock(HandPace(element=1000.0), Network(muon)), work=model(2, 2, layers=1)
+        clock=Clock(HandPace(element=1000.0), Network(muon)), work=model(4, 4, layers=1)
     )
     plan = lower(muon, facts.unit_modules, blocks=facts.blocks)
     time = replay(wrapping(muon, plan, facts), timing=timing).step
