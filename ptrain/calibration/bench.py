@@ -18,7 +18,7 @@ _ROUNDS, _FEWEST = 5, 3
 _SECONDS = 0.004  # of a round
 # Of ranks that share cores a round must see many time slices of the scheduler, not a part of one.
 _SHARED_SECONDS = 0.015
-_LONG = 0.2  # seconds of all rounds, beyond which there are only the fewest
+_LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
 _MOST_CALLS = 2000
 
 
@@ -48,8 +48,9 @@ class Bench:
 
     def seconds(self, work: Work, *, parts: int = 1) -> float:
         """Return the median seconds of one of the `parts` that `work` has, all of them alike."""
-        work()
-        estimate = self._timed(work, 1)
+        estimate = self.agreed(self._timed(work, 1))  # and what is set up in a first call
+        if estimate < self.round_seconds:
+            estimate = self.agreed(self._timed(work, 1))
         calls = round(min(max(1, self.round_seconds / max(estimate, 1e-9)), _MOST_CALLS))
         is_long = calls * estimate * _ROUNDS > _LONG and calls == 1
         number = int(self.agreed(-calls if is_long or self._is_over else calls))

@@ -35,6 +35,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Units
 
 _WIDTH, _ROWS, _LAYERS = 8, 4, 4
+_SETTING_UP = 3  # steps
 _UNIT_BYTES = 4 * _LAYERS * (_WIDTH + 1) * _WIDTH
 _REDUCTIONS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 _GATHERS = (Collective.ALL_GATHER,)
@@ -103,8 +104,7 @@ def _note_data(
     """A gather costs what forward takes more, where one is; a reduction what backward does, without
     the gathers in it."""
     wrapped = models[0]
-    for model in models:
-        _halves(bench, model)  # what is set up in the first step
+    _warm_up(bench, models)
     with meter:
         _halves(bench, wrapped, tell=lambda phase: meter.phase(phase, 0))
     excess = _excess(bench, points.rounds, models)
@@ -121,6 +121,13 @@ def _note_data(
     if gather is None:
         rest += excess[Phase.FORWARD]
     sheet.note("hooks", reduction, seconds=rest / _calls(meter, Phase.BACKWARD, _REDUCTIONS))
+
+
+def _warm_up(bench: Bench, models: Iterable[WrappedModel]) -> None:
+    """What is set up in the first steps: DDP makes its buckets anew in the second one."""
+    for model in models:
+        for _ in range(_SETTING_UP):
+            _halves(bench, model)
 
 
 def _calls(
@@ -215,8 +222,7 @@ def _tensor_sum(bench: Bench, sheet: RateSheet, points: Points) -> None:
     )
     parallelize(cut, plan.tensor, mesh.submesh((Axis.TP,)), mesh.registry)
     models = ParameterWrap(cut, ((ROOT,),)), ParameterWrap(plain, ((ROOT,),))
-    for model in models:
-        _halves(bench, model)
+    _warm_up(bench, models)
     meter = TrafficMeter(mesh.registry, mesh.axes_by_group())
     with meter:
         _halves(bench, models[0], tell=lambda phase: meter.phase(phase, 0))

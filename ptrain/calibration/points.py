@@ -30,8 +30,14 @@ class Points:
     updates: tuple[tuple[int, int], ...]
     sent: tuple[int, ...]
     copied: tuple[int, ...]
+    most_of_others: int = 2**40  # bytes, in other dtypes than the first
     units: int = 8
     rounds: int = 9
+
+    def sizes_of(self, dtype: DType) -> tuple[int, ...]:
+        """Return the bytes of operators in a dtype."""
+        is_first = dtype is next(iter(self.sides))
+        return tuple(size for size in self.sizes if is_first or size <= self.most_of_others)
 
     def products(self) -> list[tuple[DType, ProductShape]]:
         """Return the shapes, smallest first: what is left out for want of time is large."""
@@ -47,6 +53,12 @@ class Points:
         yield from (shape for shape in self.also if operations(shape) <= _MORE * self.flops[dtype])
 
 
+def factors_of(shape: ProductShape) -> int:
+    """Numbers in both factors of a product."""
+    matrices, rows, inner, columns = shape
+    return matrices * (rows * inner + inner * columns)
+
+
 def operations(shape: ProductShape) -> int:
     """Floating-point operations of a product."""
     matrices, rows, inner, columns = shape
@@ -54,7 +66,7 @@ def operations(shape: ProductShape) -> int:
 
 
 PROCESSORS = Points(
-    sides={DType.FP32: (64, 128, 256, 512, 1024, 2048), DType.BF16: (64, 256, 1024)},
+    sides={DType.FP32: (64, 128, 256, 512, 960, 1920), DType.BF16: (64, 256, 1024)},
     flops={DType.FP32: 5.4e8, DType.BF16: 1.4e8},
     also=(
         (1, 1024, 1024, 1024),
@@ -68,12 +80,20 @@ PROCESSORS = Points(
         (16, 256, 256, 32),
         (64, 128, 64, 128),
     ),
-    attention=((4, 4, 64, 32), (4, 4, 256, 32), (2, 8, 256, 64), (1, 8, 1024, 64), (16, 2, 32, 16)),
-    # glibc maps what is larger than 32 MiB anew each time, page by page
+    attention=(
+        (16, 2, 32, 16),
+        (4, 4, 64, 32),
+        (2, 4, 128, 32),
+        (2, 8, 128, 64),
+        (4, 4, 256, 32),
+        (2, 8, 256, 64),
+        (1, 8, 1024, 64),
+    ),
     sizes=(256, 4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 24 * MIB, 40 * MIB),
     updates=((64, 1), (16_384, 1), (10**6, 1), (4096, 64), (10**6, 64), (8 * 10**6, 8)),
     sent=(64, 4 * KIB, 64 * KIB, MIB, 16 * MIB),
     copied=(64, 64 * KIB, 8 * MIB),
+    most_of_others=4 * MIB,
 )
 GPUS = Points(
     sides=dict.fromkeys((DType.BF16, DType.FP32), (256, 1024, 4096, 16384)),

@@ -24,6 +24,7 @@ from ptrain.spec.rates import CLIP
 from ptrain.steps.step import Clip, CreateMesh
 
 _RULES = ("adamw", "sgd")
+_VALUE = 0.01  # of parameters and gradients: nothing depends on it
 
 
 def updates(bench: Bench, sheet: RateSheet, points: Points) -> None:
@@ -49,10 +50,10 @@ def _works(
     mesh = Mesh(CreateMesh(axes=(), degrees=()), World(device=device))
     for rule in _RULES:
         model = nn.ParameterList(
-            torch.randn(own, dtype=dtype, device=device) for _ in range(tensors)
+            torch.full((own,), _VALUE, dtype=dtype, device=device) for _ in range(tensors)
         )
         for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
+            parameter.grad = torch.full_like(parameter, _VALUE)
         wrapped = ParameterWrap(model, ((ROOT,),))
         update = TargetsUpdate(
             wrapped.targets(),
@@ -63,7 +64,7 @@ def _works(
         )
         yield rule, lambda update=update: update.step(1e-9)  # type: ignore[misc]
     step = Clip(max_norm=1.0, axes=())
-    gradients = [torch.randn(own, dtype=dtype, device=device) for _ in range(tensors)]
+    gradients = [torch.full((own,), _VALUE, dtype=dtype, device=device) for _ in range(tensors)]
 
     def clip() -> None:
         with torch.no_grad():

@@ -141,24 +141,28 @@ def _this_machine(parts: Sequence[MeasuredPart], options: CalibrationOptions) ->
     """What can be known of it. On processors the ranks share the memory, and a node has as many as
     measured at once at most."""
     last = parts[-1]
-    bandwidth = _bandwidth(last)
     return Cluster(
         name=options.out.stem,
         devices=last.ranks * last.nodes,
         devices_per_node=last.ranks,
         device_memory=last.device_memory or memory() // last.ranks,
-        intra_node_bandwidth=bandwidth,
-        inter_node_bandwidth=bandwidth,
+        intra_node_bandwidth=_bandwidth(last, is_within=True),
+        inter_node_bandwidth=_bandwidth(last, is_within=last.nodes == 1),
         kind=last.kind,
         sm=last.sm,
     )
 
 
-def _bandwidth(part: MeasuredPart) -> float:
-    """The bus bandwidth of the largest all-gather; of one rank that of a copy."""
-    gathers = [row for row in part.tables.get("collectives", ()) if row[0] == Collective.ALL_GATHER]
+def _bandwidth(part: MeasuredPart, *, is_within: bool) -> float:
+    """The bus bandwidth of the largest all-gather within a node or between nodes; where there was
+    none that of a copy."""
+    gathers = [
+        row
+        for row in part.tables.get("collectives", ())
+        if row[0] == Collective.ALL_GATHER and (row[2] == 1) is is_within
+    ]
     if gathers:
-        _, ranks, _, size, taken = max(gathers, key=lambda row: (row[2] == 1, row[3]))
+        _, ranks, _, size, taken = max(gathers, key=lambda row: row[3])
         return float(round(size * bus_factor(Collective.ALL_GATHER, ranks) / taken))
     *_, size, taken = max(part.tables["operators"], key=lambda row: row[2])
     return float(round(size / taken))
