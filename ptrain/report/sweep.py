@@ -12,12 +12,11 @@ from ptrain.costs import Estimate, Phase, busiest
 from ptrain.errors import Fault
 from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
+from ptrain.report.step_time import untimed
 from ptrain.report.table import MISSING, render, size
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.follow import MeshFollower
 from ptrain.spec.overrides import parse_override
-
-_TIME = "step_seconds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +50,7 @@ class SweepPoint:
 
 def step_seconds(exact: Estimate) -> float | None:
     """Return how long a step is predicted to take; None where no rates say it."""
-    step = getattr(exact, "step", None)
-    return None if step is None else float(step.seconds)
+    return None if exact.step is None else exact.step.seconds
 
 
 def collectives(exact: Estimate) -> int:
@@ -96,9 +94,7 @@ def table(points: Sequence[SweepPoint]) -> str:
     capacities = {prediction.fit.device_memory for prediction in predictions}
     capacity = capacities.pop() if len(capacities) == 1 else None
     is_timed = any(
-        step_seconds(prediction.derivation.exact) is not None
-        or _TIME in prediction.derivation.exact.undefined
-        for prediction in predictions
+        step_seconds(prediction.derivation.exact) is not None for prediction in predictions
     )
     columns = [
         "per rank",
@@ -208,7 +204,7 @@ def _batch_lines(prediction: Prediction) -> Sequence[str]:
 
 
 def _missing_time(prediction: Prediction) -> Sequence[str]:
-    why = prediction.derivation.exact.undefined.get(_TIME)
+    why = untimed(prediction.derivation)
     return [f"no step time: {why}"] if why else []
 
 
