@@ -14,7 +14,7 @@ _FITS = {True: "#0072b2", False: "#d55e00", None: "#999999"}
 _MEANINGS = {True: "fits", False: "does not fit", None: "unknown"}
 _EDGE, _TITLE, _SMALL = 14.0, 12.0, 8.0
 _BAR, _GAP, _WIDTH = 14.0, 8.0, 420.0
-_NUMBERS = 150.0  # right of the bars: the peak and the step's seconds
+_NUMBERS = 130.0  # right of the bars: the peak and the step's seconds
 
 
 def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
@@ -71,7 +71,8 @@ def _add_row(sheet: Sheet, point: SweepPoint, x: float, y: float, scale: float) 
     if point.prediction is not None and length:
         colour = _FITS[point.prediction.fit.fits]
         sheet.rectangles.append(Rectangle(x=x, y=y, width=length, height=_BAR, colour=colour))
-    words = Label(text=_words(point), x=x + length + 4, y=middle, size=_SMALL, colour=GREY)
+    beside = x + _WIDTH + _GAP if point.prediction else x + 4  # clear of the lines
+    words = Label(text=_words(point), x=beside, y=middle, size=_SMALL, colour=GREY)
     sheet.texts.append(words)
 
 
