@@ -223,14 +223,77 @@ class Operations:
         return Operations(rank=rank, forward=self.forward, backward=self.backward, again=self.again)
 
 
+class Spent(StrEnum):
+    """What a rank's time goes to."""
+
+    COMPUTE = "compute"  # the model's operators, and autograd's sums of gradients
+    WRAPPERS = "wrappers"  # what wrappers do on the host, and what they copy within the device
+    COLLECTIVES = "collectives"  # waiting for them
+    COPIES = "copies"  # waiting for what moves between tiers
+    UPDATE = "update"  # the norm and the optimizer
+    BUBBLE = "bubble"  # a pipeline's rank has nothing to do
+
+
+@dataclass(frozen=True, slots=True)
+class TimeKey:
+    """What seconds are added up over; of collectives mesh axes and which, of copies which."""
+
+    spent: Spent
+    phase: Phase
+    axes: tuple[str, ...] = ()
+    collective: Collective | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeRow:
+    """Seconds of a steady step that go to one thing. Of what moves these are exposed: the rank has
+    nothing to do meanwhile; `moving` is how long it moves, hidden or not."""
+
+    key: TimeKey
+    seconds: float
+    moving: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The time of one steady step, on the rank that decides it. Each of its seconds is in one of
+    the rows. `assumed` are sentences on what the machine's rates do not say."""
+
+    rows: tuple[TimeRow, ...]
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return sum(row.seconds for row in self.rows)
+
+    def spent(self, spent: Spent) -> float:
+        """Return the seconds that go to one thing."""
+        return sum(row.seconds for row in self.rows if row.key.spent is spent)
+
+    def of_phase(self, phase: Phase) -> float:
+        """Return the seconds of a phase, without the bubble, which is of none."""
+        rows = (row for row in self.rows if row.key.spent is not Spent.BUBBLE)
+        return sum(row.seconds for row in rows if row.key.phase is phase)
+
+    def exposed(self) -> dict[tuple[str, ...], float]:
+        """Return by mesh axes the seconds in which a rank waits for their collectives alone."""
+        sums: dict[tuple[str, ...], float] = {}
+        for row in self.rows:
+            if row.key.spent is Spent.COLLECTIVES:
+                sums[row.key.axes] = sums.get(row.key.axes, 0.0) + row.seconds
+        return sums
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate(Worded):
     """One account of one run: a prediction (paper, exact), a simulation or a measurement.
 
-    `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds"), why the
-    column has none, or not all. `unclaimed` gives, per kind ("activations", "peak", "traffic"), why
-    those that the column has, if any, are not claimed for the device that runs it. `by_data` gives,
-    per kind ("activations", "peak"), why its figures are bounds and not sizes. `warnings` are
+    `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds",
+    "step_seconds"), why the column has none, or not all. `unclaimed` gives, per kind
+    ("activations", "peak", "traffic"), why those that the column has, if any, are not claimed for
+    the device that runs it. `by_data` gives, per kind ("activations", "peak"), why its figures are
+    bounds and not sizes. `warnings` are
     what somebody should know before it runs.
     `accounts`: where ranks differ in what they send, the traffic of each kind of rank, of which
     there are equally many, and `account_of` by rank which is its own; `traffic` has a row for each
@@ -252,6 +315,7 @@ class Estimate(Worded):
     accounts: tuple[tuple[Traffic, ...], ...] = ()
     account_of: tuple[int, ...] = ()
     operations: Sequence[Operations] = ()
+    step: StepTime | None = None
 
     def __repr__(self) -> str:
         return f"Estimate({self.column} of {self.world_size} ranks)"  # rows are thousands

@@ -57,6 +57,15 @@ def format_count(number: int | float) -> str:
     return f"{number:.3g}"
 
 
+def format_seconds(seconds: float) -> str:
+    """Return `1.23 s`, `4.56 ms` or `78.9 µs`: three digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * factor:
+            digits = 2 if seconds < 9.995 * factor else 1 if seconds < 99.95 * factor else 0
+            return f"{seconds / factor:.{digits}f} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
 def ceil_div(numerator: int, denominator: int) -> int:
     """Division rounded up: the size of the largest of `denominator` shards."""
     return -(-numerator // denominator)

@@ -26,6 +26,7 @@ VERBS = {
     "validate": "run a few steps and compare what was predicted with what was measured",
     "verify": "run against one device: gradients, state, trajectory, and whose fault it is",
     "simulate": "the program that trains on fake ranks: memory and traffic at any size",
+    "calibrate": "what operators, collectives and updates take on this machine: a cluster's rates",
     "cache": "the traces of models that predictions keep: where, how many; clear them",
     "specs": "list the named specs, or show one",
     "schema": "the JSON Schema of specs, for editors",

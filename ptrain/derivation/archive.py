@@ -25,6 +25,8 @@ class TablePart(StrEnum):
     PASSES = "passes"  # of a whole model and of its stages
     BLOCK = "block"  # by how its activations are kept
     LOSS = "loss"  # in chunks
+    BLOCK_WORK = "block-work"  # what a block computes, by how its activations are kept
+    END_WORK = "end-work"  # what is computed in front of the blocks and behind them
     KERNEL = "kernel"  # of attention, on GPUs
 
 

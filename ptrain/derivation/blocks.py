@@ -72,6 +72,11 @@ def is_as_usual(shape: ModelShape, kept: Sequence[Kept]) -> bool:
     return is_usual and all(mode.is_plain for mode in kept)
 
 
+def variant(kept: Kept) -> str:
+    """Return the name under which tables have it. Raises KeyError for what has none."""
+    return _NAMES[_on_host(kept)]
+
+
 def _on_host(kept: Kept) -> Kept:
     """What is off the device is so whatever its tier."""
     return kept if kept.tier is Tier.DEVICE else Kept(policy=kept.policy, tier=Tier.HOST)
@@ -95,9 +100,7 @@ def block(setting: Setting, kept: Kept, attention: Attention) -> Block:
 
 
 def _entry(setting: Setting, kept: Kept, attention: Attention) -> dict[str, Any]:
-    entry: dict[str, Any] = content(TablePart.BLOCK, setting)[attention.value][
-        _NAMES[_on_host(kept)]
-    ]
+    entry: dict[str, Any] = content(TablePart.BLOCK, setting)[attention.value][variant(kept)]
     return entry
 
 

@@ -9,7 +9,17 @@ from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.by_rank import ByRank, of_own
-from ptrain.costs import Column, Estimate, Footprint, Peak, State, Traffic, TrafficKey, add_traffic
+from ptrain.costs import (
+    Column,
+    Estimate,
+    Footprint,
+    Peak,
+    State,
+    StepTime,
+    Traffic,
+    TrafficKey,
+    add_traffic,
+)
 from ptrain.derivation import blocks, pipeline, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.activations import drops_in_parts, is_tabulated
@@ -18,6 +28,7 @@ from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kernels import kernel_warnings, unclaimed
+from ptrain.derivation.machine import Machine, machine_of, slowest
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
 from ptrain.derivation.operations import operations
@@ -31,6 +42,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
 from ptrain.plan.lower import lower
+from ptrain.rates.pace import UnknownRate
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -41,6 +53,7 @@ _NOT_TRACED_BY_STAGE = (
 )
 _NOT_TRACED = "the model's activations are known only from a trace, and these facts hold none"
 _NO_PARTS_ON_GPUS = "no table holds what dropout keeps on GPUs where layers or operators are cut"
+_NOT_PLAYED = "its step is played along the model's activations, and these are unknown"
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where a trace would run"
 
 
@@ -60,15 +73,18 @@ class Derivation(Worded):
         return self.plan.spec
 
 
-def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
+def derive(
+    spec: Spec, facts: ModelFacts | None = None, machine: Machine | None = None
+) -> Derivation:
     """Return the costs of a legal spec. A built-in model needs no `facts`; any other model's are
-    read off the model itself (`read_facts`)."""
+    read off the model itself (`read_facts`). `machine` stands for that of the spec's cluster."""
     facts = own_facts(spec) if facts is None else facts
     _require_gradients(spec, facts)
     spec = spec if facts.model is None else replace(spec, model=facts.model)
     stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
-    estimate, foreign = _exact(spec, plan, facts, stages), unclaimed(spec, facts)
+    estimate = _timed(spec, plan, facts, stages, machine)
+    foreign = unclaimed(spec, facts)
     estimate = replace(
         estimate,
         operations=operations(spec, plan, stages),
@@ -80,6 +96,25 @@ def derive(spec: Spec, facts: ModelFacts | None = None) -> Derivation:
         ),
     )
     return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan, facts=facts)
+
+
+def _timed(
+    spec: Spec,
+    plan: Plan,
+    facts: ModelFacts,
+    stages: Sequence[Stage] | None,
+    machine: Machine | None,
+) -> Estimate:
+    """With the step's time, or why there is none."""
+    why = _NOT_PLAYED
+    try:
+        machine = machine_of(spec, plan, facts) if machine is None else machine
+        estimate = _exact(spec, plan, facts, stages, machine)
+    except UnknownRate as unknown:
+        estimate, why = _exact(spec, plan, facts, stages, None), str(unknown)
+    if estimate.step is not None:
+        return estimate
+    return replace(estimate, undefined={**estimate.undefined, "step_seconds": why})
 
 
 def _ignored(facts: ModelFacts) -> Iterable[str]:
@@ -101,9 +136,15 @@ def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     raise refused("model", finding, remedy)
 
 
-def _exact(spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage] | None) -> Estimate:
+def _exact(
+    spec: Spec,
+    plan: Plan,
+    facts: ModelFacts,
+    stages: Sequence[Stage] | None,
+    machine: Machine | None,
+) -> Estimate:
     """Where sizes depend on data, their bounds."""
-    estimate = exact(spec, plan, facts, stages)
+    estimate = exact(spec, plan, facts, stages, machine)
     others = [exact(spec, plan, other, stages) for other in facts.others]
     return bounded(estimate, others, facts.by_data) if others else estimate
 
@@ -156,14 +197,19 @@ def _is_moved_known(spec: Spec) -> bool:
 
 
 def exact(
-    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage] | None = None
+    spec: Spec,
+    plan: Plan,
+    facts: ModelFacts,
+    stages: Sequence[Stage] | None = None,
+    machine: Machine | None = None,
 ) -> Estimate:
     """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase.
-    `stages` are those that the spec cuts, if they are known already."""
+    `stages` are those that the spec cuts, if they are known already; of a `machine` the step's
+    time, too."""
     if plan.pipeline is not None:
-        return _exact_stages(spec, plan, facts, stages or stages_of(spec, facts))
+        return _exact_stages(spec, plan, facts, stages or stages_of(spec, facts), machine)
     of_parts = [
-        (indices, _exact_part(spec, plan, part, indices[0]))
+        (indices, _exact_part(spec, plan, part, indices[0], machine))
         for part, indices in tensor.parts(spec, plan, facts).items()
     ]
     operators = add_traffic(tensor.sent(spec, plan, facts))
@@ -175,6 +221,7 @@ def exact(
         notes=tuple(notes(spec, plan, facts, traffic)),
         warnings=tuple(warnings(spec, traffic)),
         accounts=tuple(_with(rows, operators) for rows in estimate.accounts),
+        step=slowest(part.step for _, part in of_parts),
     )
 
 
@@ -190,7 +237,9 @@ def _with(rows: Iterable[Traffic], operators: tuple[Traffic, ...]) -> tuple[Traf
     return (*traffic, *(row for row in operators if row.key not in keys))
 
 
-def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts, cut: Sequence[Stage]) -> Estimate:
+def _exact_stages(
+    spec: Spec, plan: Plan, facts: ModelFacts, cut: Sequence[Stage], machine: Machine | None
+) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
     stages = pipeline.staged(spec, plan, facts, cut)
     schedule = schedule_of(spec)
@@ -200,8 +249,11 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts, cut: Sequence[Stage
     memory = pipeline.resident(spec, plan, stages)
     peaks: Sequence[Peak] = ()
     undefined: dict[str, str] = {}
+    step: StepTime | None = None
     if is_tabulated(spec) or facts.stage_passes:
-        flight = in_flight(spec, schedule, stages, memory)
+        timing = machine.of_pipeline(spec, plan, facts, schedule) if machine else None
+        flight = in_flight(spec, schedule, stages, memory, timing)
+        step = flight.step
         memory, peaks = memory.and_then(flight.memory), flight.peaks
     else:
         undefined = _untold(spec, facts, _NOT_TRACED_BY_STAGE)
@@ -216,6 +268,7 @@ def _exact_stages(spec: Spec, plan: Plan, facts: ModelFacts, cut: Sequence[Stage
         warnings=tuple(warnings(spec, traffic)),
         accounts=accounts,
         account_of=account_of,
+        step=step,
     )
 
 
@@ -256,7 +309,9 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
     )
 
 
-def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Estimate:
+def _exact_part(
+    spec: Spec, plan: Plan, facts: ModelFacts, index: int, machine: Machine | None
+) -> Estimate:
     """Of the ranks that have this part of the model, among them those at this place along tp,
     without what its operators send."""
     ghost = wrapping(spec, plan, facts)
@@ -272,7 +327,8 @@ def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Estima
             traffic=add_traffic((*traffic, *more)),
             undefined=_untold(spec, facts, _NOT_TRACED),
         )
-    played = replay(ghost, memory, tensor.cut_of(spec, plan, index))
+    timing = machine.of_part(spec, plan, index) if machine else None
+    played = replay(ghost, memory, tensor.cut_of(spec, plan, index), timing)
     timeline = played.timeline
     more = kept_traffic(spec, plan, timeline.moved, timeline.repeated)
     return replace(
@@ -280,6 +336,7 @@ def _exact_part(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> Estima
         memory=_with_passing(spec, memory, played),
         peak=played.peaks,
         traffic=add_traffic((*traffic, *more)),
+        step=played.step,
     )
 
 

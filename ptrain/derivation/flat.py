@@ -14,7 +14,7 @@ from ptrain.axes.data.costs import Run, runs
 from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.units import ModelLife
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
-from ptrain.costs import State
+from ptrain.costs import Collective, State
 from ptrain.derivation.differing import differing_axes, within_tp
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
@@ -25,10 +25,17 @@ from ptrain.optimizers.update import Target, TargetsUpdate
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import FlatUnits
 from ptrain.timeline import Complete, Kind, Mark
 
 SCALE_BYTES = 4  # fp32, as is the flag of an overflow
+
+_HOOKS = {
+    Collective.ALL_GATHER: Hook.FLAT_GATHER,
+    Collective.REDUCE_SCATTER: Hook.FLAT_REDUCE,
+    Collective.ALL_REDUCE: Hook.FLAT_REDUCE,
+}
 
 
 class GhostMembers:
@@ -51,7 +58,10 @@ class GhostMembers:
         self._gradients.clear()
 
     def collect(self, index: int, whole: Ghost) -> None:
-        self._gradients.pop(index, None)
+        gradient = self._gradients.pop(index, None)
+        if gradient is not None:
+            size = gradient.size + math.prod(self.shapes[index]) * whole.dtype.itemsize
+            self._reader.computed(OperatorKind.COPY, whole.dtype, size)
 
     def unbind(self) -> None:
         self._bound = None
@@ -60,6 +70,8 @@ class GhostMembers:
     def arrive(self, index: int, gradient: Complete) -> None:
         """A gradient is complete, and stands alive unless it is to be copied."""
         self._reader.allocated(autograd.added(gradient), Tier.DEVICE)
+        if self._bound is not None:
+            self._reader.computed(OperatorKind.POINTWISE, self._bound.dtype, 3 * gradient.size)
         if self._bound is None and index not in self._gradients:
             name, state = self.names[index], State.GRADIENTS
             kept = Storage(gradient.size, Tier.DEVICE, state, name, self._reader)
@@ -83,6 +95,7 @@ class Flat:
         facts = scene.facts.units if chosen is None else chosen
         degrees = {axis: scene.spec.degree(axis) for axis in step.axes}
         scene.tape.is_reading = False
+        scene.tape.hooks.update(_HOOKS)
         self.room = GhostRoom(scene.tape, degrees, {})
         self.used = [unit for unit in facts if unit.numel]
         self.members = [GhostMembers(unit, scene.tape) for unit in self.used]

@@ -3,7 +3,7 @@ once for all ranks that have the same parts of the same stages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -11,11 +11,12 @@ from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.pipeline.instructions import training
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.by_rank import ByRank, rows_by_rank
-from ptrain.costs import Footprint, Peak, Phase, State
+from ptrain.costs import Footprint, Peak, Phase, State, StepTime, Traffic
 from ptrain.derivation.activation_moves import activation_row
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.layers import passes
 from ptrain.derivation.pipeline import StageParts
+from ptrain.derivation.pipeline_time import PipelineTiming, RankTime, pipeline_time
 from ptrain.derivation.repeats import represent
 from ptrain.derivation.stage_replay import Part, Played, play_rank
 from ptrain.derivation.timeline import always, peaks, play_update
@@ -31,16 +32,21 @@ class Flight:
 
     memory: ByRank[Footprint]
     peaks: ByRank[Peak]
+    step: StepTime | None = None
 
 
 def in_flight(
-    spec: Spec, schedule: Schedule, stages: Sequence[StageParts], base: ByRank[Footprint]
+    spec: Spec,
+    schedule: Schedule,
+    stages: Sequence[StageParts],
+    base: ByRank[Footprint],
+    timing: PipelineTiming | None = None,
 ) -> Flight:
-    """`base` are the resident rows."""
+    """`base` are the resident rows; where `timing` is given clocks go along."""
     played: dict[Place, _Rank] = {}
     like: dict[Place, Place] = {}
     first: dict[tuple[int, tuple[int, ...]], Place] = {}
-    instructions, parts = training(schedule), _PartsOfStages(spec, stages)
+    instructions, parts = training(schedule), _PartsOfStages(spec, stages, timing)
     for place, index in product(range(schedule.ranks), range(spec.degree(Axis.TP))):
         own = schedule.stages_of(place)
         # ranks of tp with the same parts: the first of them stands for all
@@ -48,8 +54,10 @@ def in_flight(
         like[place, index] = first.setdefault((place, alike), (place, index))
         if like[place, index] not in played:
             of_rank = [parts.of(stage, index) for stage in own]
-            step = play_rank(spec, of_rank, instructions[place], schedule.stages - 1)
-            played[place, index] = _Rank(spec, step)
+            clock = timing.clock.another() if timing else None
+            step = play_rank(spec, of_rank, instructions[place], schedule.stages - 1, clock)
+            sums = [row for stage in own for row in stages[stage].tied(index)] if clock else []
+            played[place, index] = _Rank(spec, step, sums)
     places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
     ranks = [like[place] for place in places]
     shards = positions(spec, differing_axes(stages[0].plan))
@@ -58,16 +66,31 @@ def in_flight(
     return Flight(
         memory=rows_by_rank(ranks, lambda rank: played[rank].rows()),
         peaks=peaks(always(base), keys, above),
+        step=pipeline_time(schedule, _timed(played), timing) if timing else None,
     )
+
+
+def _timed(played: Mapping[Place, _Rank]) -> list[RankTime]:
+    """The times of ranks of each place along pp, of each part of the model along tp."""
+    return [
+        RankTime(place=place, seconds=rank.played.seconds, passes=rank.passes, clock=rank.clock)
+        for (place, _), rank in played.items()
+        if rank.clock is not None
+    ]
 
 
 class _Rank:
     """A step up to the update, and the updates of ranks with different shards."""
 
-    def __init__(self, spec: Spec, played: Played) -> None:
-        self.played, self.tape = played, played.tape
+    def __init__(self, spec: Spec, played: Played, sums: Sequence[Traffic] = ()) -> None:
+        """`sums` are those of tensors that the first and the last stage share."""
+        self.played, self.tape, self.clock = played, played.tape, played.tape.clock
         axes = differing_axes(played.wraps[0].scene.plan)
+        self.passes = self.clock.seconds if self.clock else 0.0
         self.tape.enter(Phase.UPDATE)
+        if self.clock is not None:
+            for row in sums:
+                self.clock.between_ends(row.key.collective, Axis.PP, row.payload_bytes)
         self.updates = play_update(played.wraps, range(ranks_over(spec, axes)))
 
     def rows(self) -> tuple[Footprint, ...]:
@@ -85,8 +108,10 @@ class _Rank:
 class _PartsOfStages:
     """What the ranks have of the stages, equal stages taken apart once."""
 
-    def __init__(self, spec: Spec, stages: Sequence[StageParts]) -> None:
-        self.spec, self.stages = spec, stages
+    def __init__(
+        self, spec: Spec, stages: Sequence[StageParts], timing: PipelineTiming | None
+    ) -> None:
+        self.spec, self.stages, self.timing = spec, stages, timing
         self.known: dict[tuple[int, int], Part] = {}
 
     def first_of(self, stage: int, index: int) -> int:
@@ -104,7 +129,15 @@ class _PartsOfStages:
     def _part(self, taken: StageParts, index: int) -> Part:
         spec, stage, (ghost, _) = self.spec, taken.stage, taken.of(index)
         if taken.passes:
-            return Part(index=stage.index, ghost=ghost, passes=taken.passes[index])
-        played = represent(spec, ghost.wrapped.facts.units, stage.layers, ghost.reach)
-        known = passes(spec, stage, len(self.stages), played, taken.cut(spec, index))
-        return Part(index=stage.index, ghost=ghost, passes=known, representatives=played)
+            played, known = None, taken.passes[index]
+        else:
+            played = represent(spec, ghost.wrapped.facts.units, stage.layers, ghost.reach)
+            known = passes(spec, stage, len(self.stages), played, taken.cut(spec, index))
+        units = played.units if played else ghost.wrapped.facts.units
+        return Part(
+            index=stage.index,
+            ghost=ghost,
+            passes=known,
+            representatives=played,
+            scores=self.timing.scores(stage, index, played, units, known) if self.timing else {},
+        )

@@ -37,10 +37,10 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
         return ()
     like: dict[int, int] = {}  # ranks of tp differ in their slices of the vocabulary alone
     indices = [
-        like.setdefault(_words(_setting(spec, plan, index)), index)
+        like.setdefault(_words(setting_at(spec, plan, index)), index)
         for index in range(spec.degree(Axis.TP))
     ]
-    settings = {index: _setting(spec, plan, index) for index in like.values()}
+    settings = {index: setting_at(spec, plan, index) for index in like.values()}
     of_block = {
         (index, mode): blocks.operations(setting, mode)
         for index, setting in settings.items()
@@ -95,8 +95,8 @@ def _of_head(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple[str, in
         )
 
 
-def _setting(spec: Spec, plan: Plan, index: int) -> Setting:
-    """The setting of a built-in model's blocks, on the ranks at this place along tp."""
+def setting_at(spec: Spec, plan: Plan, index: int) -> Setting:
+    """Return the setting of a built-in model's blocks, on the ranks at this place along tp."""
     setting = setting_of(spec, cut_of(spec, plan, index))
     shape = setting.shape
     if spec.is_for_cuda and plan.tensor is not None:  # a GPU multiplies the same with dropout

@@ -82,6 +82,12 @@ class StageParts:
         """Return how the operators of the rank at this place along tp are cut, if they are."""
         return tensor.cut_of(spec, self.plan, index)
 
+    def tied(self, index: int) -> Rows:
+        """Return the sums of tensors that the first and the last stage share, on the rank at this
+        place along tp and with the largest shard."""
+        sums = tied_sums(self.of(index)[0], self.stage)
+        return max(sums, key=lambda rows: sum(row.payload_bytes for row in rows))
+
     def of(self, index: int) -> tuple[Wrapping, int]:
         """Return what the rank at this place along tp has, and the first place that has it."""
         return next((ghost, places[0]) for ghost, places in self.parts if index in places)
@@ -249,14 +255,18 @@ def over_boundaries(
     of the tokens where tp has those between the blocks."""
     step = plan.pipeline
     assert step is not None
-    is_cut = plan.tensor is not None and plan.tensor.is_sequence
-    slices = spec.degree(plan.tensor.axis) if plan.tensor and is_cut else 1
-    states = spec.batch.micro * math.prod(model.sample_shape(spec.batch.sequence, slices))
-    size = states * spec.precision.effective.parameters.itemsize
-    group = group_over(spec, (step.axis,))
+    size, group = message_bytes(spec, plan, model), group_over(spec, (step.axis,))
     for transfer in own:
         calls = Calls(transfer.collective, State.ACTIVATIONS, transfer.phase, transfer.calls)
         yield calls.over(group, size)
+
+
+def message_bytes(spec: Spec, plan: Plan, model: Chain) -> int:
+    """Return the bytes of what a stage gives to the next one, of a micro-batch."""
+    is_cut = plan.tensor is not None and plan.tensor.is_sequence
+    slices = spec.degree(plan.tensor.axis) if plan.tensor and is_cut else 1
+    states = spec.batch.micro * math.prod(model.sample_shape(spec.batch.sequence, slices))
+    return states * spec.precision.effective.parameters.itemsize
 
 
 def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[list[Rows]]:

@@ -9,7 +9,7 @@ output is the other's input.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -17,12 +17,15 @@ from typing import NamedTuple
 from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Release, Send
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import Phase
+from ptrain.derivation.clock import Clock, Seconds
+from ptrain.derivation.computing import PassScore
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.repeats import Representatives
 from ptrain.derivation.tape import Scene, Tape, Wrap
-from ptrain.derivation.timeline import play, seed_bytes
+from ptrain.derivation.timeline import play_pass, seed_bytes
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes, net
+from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Item, Kind, Run
@@ -52,26 +55,35 @@ _TAKEN = (_Role.INPUT, _Role.OUTPUT_GRADIENT)
 class Played:
     """One rank's step up to the update. `activations`: bytes when most of them lived as a backward
     pass began, and `moved` what was off the device then, (tier, bytes); `gathered`: of units, when
-    the last one did."""
+    the last one did; `seconds` of each action, where a clock went along."""
 
     tape: Tape
     wraps: tuple[Wrap, ...]
     activations: int
     gathered: int
     moved: tuple[tuple[str, int], ...] = ()
+    seconds: Mapping[Action, float] = field(default_factory=dict)
+
+
+class Did(NamedTuple):
+    """What a pass allocated, and what was spent in it."""
+
+    run: Run
+    spent: tuple[Seconds, Seconds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """What one rank has of a stage: its wrapping and its passes; `representatives` are whom they
-    play, and `known` is what a pass did that left the wrap as it was, by its kind and the wrap's
-    state."""
+    play, `scores` what they compute when, and `known` is what a pass did that left the wrap as it
+    was, by its kind and the wrap's state."""
 
     index: int
     ghost: Wrapping
     passes: Passes
     representatives: Representatives | None = None
-    known: dict[Hashable, Run] = field(default_factory=dict)
+    scores: Mapping[Kind, PassScore] = field(default_factory=dict)
+    known: dict[Hashable, Did] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
@@ -83,10 +95,14 @@ class Part:
 
 
 def play_rank(
-    spec: Spec, parts: Sequence[Part], instructions: Iterable[Instruction], is_last: int
+    spec: Spec,
+    parts: Sequence[Part],
+    instructions: Iterable[Instruction],
+    is_last: int,
+    clock: Clock | None = None,
 ) -> Played:
     """`instructions` of one step; `is_last` is the index of the model's last stage."""
-    rank = _Rank(spec, parts, is_last)
+    rank = _Rank(spec, parts, is_last, clock)
     for instruction in instructions:
         match instruction:
             case Action():
@@ -104,6 +120,7 @@ def play_rank(
         activations=rank.most,
         gathered=rank.gathered,
         moved=tuple(rank.most_moved.items()),
+        seconds=rank.seconds,
     )
 
 
@@ -121,8 +138,9 @@ class _Stage:
 
 
 class _Rank:
-    def __init__(self, spec: Spec, parts: Sequence[Part], last: int) -> None:
-        self.tape, self.last = Tape(), last
+    def __init__(self, spec: Spec, parts: Sequence[Part], last: int, clock: Clock | None) -> None:
+        self.tape, self.last = Tape(clock=clock), last
+        self.seconds: dict[Action, float] = {}
         self.stages = {part.index: _stage(spec, part, self.tape) for part in parts}
         self.boundaries = _Boundaries(self.tape, self.stages, last)
         self.saved = self.most = self.gathered = 0
@@ -131,6 +149,7 @@ class _Rank:
     def compute(self, action: Action) -> None:
         stage, kind = self.stages[action.stage], action.kind
         if action.stage == 0 and kind is Kind.INPUT:
+            self.seconds[action] = 0.0
             return  # nobody waits for gradients of tokens
         if action.stage == 0 and kind is Kind.WEIGHT:
             kind = Kind.BACKWARD
@@ -138,7 +157,7 @@ class _Rank:
             self.tape.enter(Phase.FORWARD)
         else:
             self._begin_backward(stage, kind)
-        self._play(stage, kind, stage.part.passes.items[kind])
+        self.seconds[action] = self._play(stage, kind, stage.part.passes.items[kind])
         self.saved += stage.net[kind]
         for tier, size in stage.part.passes.moved:
             self.moved[tier] += size if kind is Kind.FORWARD else -size
@@ -162,17 +181,22 @@ class _Rank:
         stage.wrap.begin(is_first=not stage.begun, is_last=is_last)
         stage.begun = stage.begun or kind is not Kind.INPUT
 
-    def known(self, stage: _Stage, key: Hashable) -> Run | None:
+    def known(self, stage: _Stage, key: Hashable) -> Did | None:
         """Return what an equal pass did; None where there was none."""
         return stage.part.known.get(key)
 
-    def _play(self, stage: _Stage, kind: Kind, items: Sequence[Item]) -> None:
-        before = stage.wrap.signature()
+    def _play(self, stage: _Stage, kind: Kind, items: Sequence[Item]) -> float:
+        """Return the seconds that it takes."""
+        before, clock = stage.wrap.signature(), self.tape.clock
         known = self.known(stage, (kind, before))
         if known is not None:
-            self.tape.spike(known.rise)
-            self.tape.add(known.net)
-            return
+            self.tape.spike(known.run.rise)
+            self.tape.add(known.run.net)
+            if clock is not None:
+                clock.add(known.spent)
+            return sum(known.spent[0].values())
+        start = clock.moment() if clock else None
+        self.tape.hook(Hook.PIPELINE_PASS)
         peak, level = self.tape.peak, self.tape.level
         self.tape.peak = level
         if kind in (Kind.INPUT, Kind.WEIGHT):
@@ -180,14 +204,16 @@ class _Rank:
         begins = stage.part.index == self.last and kind in (Kind.BACKWARD, Kind.INPUT)
         seed = seed_bytes(stage.part.plan.update.layout) if begins else 0
         self.tape.level -= seed
-        play(items, self.tape, stage.wrap)
+        play_pass(items, self.tape, stage.wrap, stage.part.scores.get(kind))
         self.tape.level += seed
         if kind in (Kind.INPUT, Kind.WEIGHT):
             stage.wrap.end_half(kind)
+        spent: tuple[Seconds, Seconds] = clock.since(start) if clock and start else ({}, {})
         if stage.wrap.signature() == before:
-            did = Run(self.tape.peak - level, self.tape.level - level)
-            stage.part.known[kind, before] = did
+            run = Run(self.tape.peak - level, self.tape.level - level)
+            stage.part.known[kind, before] = Did(run, spent)
         self.tape.peak = max(peak, self.tape.peak)
+        return sum(spent[0].values())
 
 
 def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:

@@ -28,6 +28,7 @@ MARKS = {">": Mark.ENTER, "<": Mark.LEAVE, "[": Mark.PRE_BACKWARD, "]": Mark.POS
 
 # Ways of a table beside the kinds of cut (`Cut.kind`).
 PLAIN, FUSED = "plain", "fused"
+GROUPED = "gqa"  # operators of blocks whose keys have fewer heads than their queries
 _GATHERED = "-gathered"
 _CUT, _SAVED, _NAIVE, _WHOLE = "cut", "saved", "naive", "whole"
 
@@ -74,7 +75,7 @@ class Setting:
         """Which operators a block has; what dropout keeps is another thing on a GPU."""
         shape = self.shape
         if self.family is Family.LLAMA:
-            return "mha" if shape.heads == shape.kv_heads else "gqa"
+            return "mha" if shape.heads == shape.kv_heads else GROUPED
         if not shape.drops:
             return PLAIN
         return "dropout-cuda" if self.is_for_cuda and self.cut is None else "dropout"
@@ -87,11 +88,14 @@ class Setting:
 
     def name(self, part: TablePart) -> str:
         """Return the name of its table. To a block it is nothing whether embedding and head are
-        tied, to a loss what the blocks do; one sample's targets need no copy."""
+        tied, to a loss what the blocks do, and to what is around the blocks how many heads keys
+        have; one sample's targets need no copy."""
+        is_of_block = part in (TablePart.BLOCK, TablePart.BLOCK_WORK)
+        is_of_llama = part is TablePart.END_WORK and self.family is Family.LLAMA
         words = [
             self.family.value,
-            *(() if part is TablePart.BLOCK else ("tied" if self.shape.tied else "untied",)),
-            *(() if part is TablePart.LOSS else (self.operators,)),
+            *(() if is_of_block else ("tied" if self.shape.tied else "untied",)),
+            *(() if part is TablePart.LOSS or is_of_llama else (self.operators,)),
             "full" if self.is_full else "bf16",
             *(("one",) if self.batch == 1 else ()),
         ]
@@ -105,7 +109,7 @@ class Setting:
             return FUSED if part is TablePart.LOSS and self.loss.fused else PLAIN
         kind = self.cut.kind
         match part:
-            case TablePart.BLOCK:
+            case TablePart.BLOCK | TablePart.BLOCK_WORK:
                 return kind.removesuffix(_GATHERED).replace(_NAIVE, _WHOLE)
             case TablePart.LOSS:
                 return kind.replace(_SAVED, _CUT)

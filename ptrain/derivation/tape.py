@@ -1,4 +1,5 @@
-"""Live bytes as they rise and fall in one step, and what every wrap says to a model's timeline."""
+"""A rank's step as it happens: live bytes as they rise and fall, what is sent, and the time; and
+what every wrap says to a model's timeline."""
 
 from __future__ import annotations
 
@@ -7,12 +8,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ptrain.axes.ring import Calls, Group
-from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.costs import Collective, Phase, Spent, State, Traffic, TrafficKey
 from ptrain.derivation.calls import group_over
+from ptrain.derivation.clock import Arrival, Clock
 from ptrain.derivation.repeats import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.rates.pace import UnknownRate
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
+from ptrain.spec.precision import DType, Layout
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Complete, Kind, Mark, Timeline, boundaries
@@ -60,8 +65,9 @@ class Account:
 @dataclass(slots=True)
 class Tape:
     """A rank's step as it happens. Of device memory: bytes above what lives for the whole step, and
-    their maximum by phase. Of what is sent: where there is an `account`. Of a room's events
-    nothing is read unless `is_reading`."""
+    their maximum by phase. Of what is sent: where there is an `account`; of time, where there is a
+    `clock`. `hooks` are what a room's collectives take of the host. Nothing is read unless
+    `is_reading`."""
 
     level: int = 0
     peak: int = 0
@@ -69,11 +75,15 @@ class Tape:
     phase: Phase = Phase.FORWARD
     account: Account | None = None
     is_reading: bool = True
+    clock: Clock | None = None
+    hooks: dict[Collective, Hook] = field(default_factory=dict)
 
     def enter(self, phase: Phase) -> None:
         """What follows counts for `phase`, what lives already included."""
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.peak)
         self.phase, self.peak = phase, self.level
+        if self.clock is not None:
+            self.clock.phase = phase
 
     def add(self, size: int) -> None:
         """Allocates, or frees where `size` is negative."""
@@ -94,10 +104,17 @@ class Tape:
         assert self.account is None, "who counts what is sent has units by kind"
         level, peak = self.level, self.peak
         self.peak = level
-        act()
+        self.in_time(times, act)
         net, rise = self.level - level, self.peak - level
         self.level = level + times * net
         self.peak = max(peak, level + rise + max(0, (times - 1) * net))
+
+    def in_time(self, times: int, act: Callable[[], None]) -> None:
+        """Count what `act` takes of time, and nothing else, so many times: it is done once."""
+        if self.clock is None:
+            act()
+        else:
+            self.clock.repeat(times, act)
 
     def allocated(self, size: int, tier: Tier) -> None:
         if tier is Tier.DEVICE and self.is_reading:
@@ -112,13 +129,71 @@ class Tape:
         via: str,
         *,
         ranks: int | None = None,
-    ) -> None:
-        if self.account is not None and self.account.times and self.is_reading:
+        is_awaited: bool = True,
+        since: float | None = None,
+    ) -> Arrival | None:
+        """Return what is on its way, where there is a clock and it is not awaited at once. It may
+        start from `since` on (`Clock`)."""
+        if not self.is_reading:
+            return None
+        if self.account is not None and self.account.times:
             self.account.sent(collective, axes, state, self.phase, payload, via or None, ranks)
+        if self.clock is None:
+            return None
+        if collective in self.hooks:
+            self.clock.hook(self.hooks[collective])
+        stand_in = Collective(via) if via else None
+        arrival = self.clock.send(collective, axes, payload, via=stand_in, ranks=ranks, since=since)
+        if is_awaited:
+            arrival.wait()
+            return None
+        return arrival
 
     def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
-        if self.account is not None and self.is_reading:
+        if not self.is_reading:
+            return
+        if self.account is not None:
             self.account.moved(source, target, state, self.phase, size)
+        if self.clock is not None:
+            self.clock.copy(_COPIES[source, target], size).wait()
+
+    def hook(self, hook: Hook) -> None:
+        """A wrapper does one of its parts on the host."""
+        if self.clock is not None and self.is_reading:
+            self.clock.hook(hook)
+
+    def computed(
+        self, kind: OperatorKind, dtype: DType, size: int, spent: Spent = Spent.WRAPPERS
+    ) -> None:
+        """An operator that is not the model's reads and writes `size` bytes."""
+        if self.clock is not None and self.is_reading:
+            self.clock.operator(spent, kind, dtype, size)
+
+    def computed_beside(self, kind: OperatorKind, dtype: DType, size: int) -> None:
+        """The same on a stream of its own, where there are any: it takes no time there."""
+        if self.clock is not None and not self.clock.pace.overlaps:
+            self.computed(kind, dtype, size)
+
+    def updated(self, rule: str, dtype: DType, tier: Tier, numels: Sequence[int]) -> None:
+        """An optimizer steps on a room's tensors, where what is cast around it is cast by the
+        room."""
+        if self.clock is None or not self.is_reading:
+            return
+        if tier is not Tier.DEVICE and self.clock.pace.overlaps:
+            raise UnknownRate("the update is the host's, whose pace no cluster's rates tell")
+        self.clock.update(rule, _uncast(dtype), numels)
+
+
+def _uncast(dtype: DType) -> Layout:
+    """A layout in which an update casts nothing."""
+    return Layout(
+        name=dtype.value,
+        parameters=dtype,
+        gradients=dtype,
+        master=None,
+        moments=dtype,
+        reduced=dtype,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,14 +235,8 @@ class Scene:
         }
 
 
-class Wrap(Protocol):
-    """A wrap's own allocations at the boundaries of a model's timeline."""
-
-    scene: Scene
-    updates_alike: bool  # on all ranks; and an update leaves nothing to play another one with
-
-    def begin(self, *, is_first: bool, is_last: bool) -> None:
-        """A micro-batch begins."""
+class Marks(Protocol):
+    """What acts at the marks of a model's timeline, and as gradients complete."""
 
     def enter(self, unit: int) -> None:
         """A unit's forward begins."""
@@ -183,6 +252,16 @@ class Wrap(Protocol):
 
     def complete(self, gradient: Complete) -> None:
         """A parameter's gradient stands alive (`gradient.cloned`: is to be copied)."""
+
+
+class Wrap(Marks, Protocol):
+    """A wrap's own allocations at the boundaries of a model's timeline."""
+
+    scene: Scene
+    updates_alike: bool  # on all ranks; and an update leaves nothing to play another one with
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        """A micro-batch begins."""
 
     def gathered(self) -> int:
         """Bytes of units that are gathered now."""

@@ -12,21 +12,23 @@ from typing import assert_never
 from ptrain.algebra.layout import positions
 from ptrain.axes.tensor.costs import Cut
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
-from ptrain.costs import Footprint, Peak, Phase, State
+from ptrain.costs import Footprint, Peak, Phase, State, StepTime
 from ptrain.derivation import activations
+from ptrain.derivation.clock import Slowest
+from ptrain.derivation.computing import Computing, PassScore, Timing
 from ptrain.derivation.differing import differing_axes
-from ptrain.derivation.ghosts.clipping import norm_bytes
+from ptrain.derivation.ghosts.clipping import clip, norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
 from ptrain.derivation.memory import resident
 from ptrain.derivation.repeats import Representatives, represent
 from ptrain.derivation.tables import setting_of
-from ptrain.derivation.tape import Scene, Tape, Wrap
+from ptrain.derivation.tape import Marks, Scene, Tape, Wrap
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Boundary, Complete, Item, Mark, Repeated, Run, Timeline
+from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, Timeline
 
 Phases = Mapping[Phase, int]
 
@@ -36,45 +38,59 @@ _BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # what lives for the w
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """`saved_bytes` and `transient_bytes` at the end of the last micro-batch's forward, alike on
-    all ranks; `peaks` by phase and rank; `timeline` is what was played."""
+    all ranks; `peaks` by phase and rank; `timeline` is what was played; `step` is the step's time,
+    where a clock went along."""
 
     timeline: Timeline
     saved_bytes: int
     transient_bytes: int
     peaks: ByRank[Peak]
+    step: StepTime | None = None
 
 
 def replay(
-    ghost: Wrapping, base: ByRank[Footprint] | None = None, cut: Cut | None = None
+    ghost: Wrapping,
+    base: ByRank[Footprint] | None = None,
+    cut: Cut | None = None,
+    timing: Timing | None = None,
 ) -> Replay:
     """One steady step. `base` are the resident rows, if they are known already; `cut` is how the
-    operators of a built-in model are."""
+    operators of a built-in model are; where `timing` is given its clock goes along."""
     spec, facts, plan = ghost.wrapped.spec, ghost.wrapped.facts, ghost.wrapped.plan
-    tape = Tape()
-    played = _represent(spec, facts, ghost.reach)
+    tape = Tape(clock=timing.clock if timing else None)
+    reach = None if timing and timing.plays_all else ghost.reach
+    played = _represent(spec, facts, reach)
     timeline = model_timeline(spec, facts, played, cut)
     scene = Scene(
         tape=tape, spec=spec, facts=facts, plan=plan, timeline=timeline, representatives=played
     )
     wrap = ghost.player(scene)
     seed = seed_bytes(plan.update.layout)
+    scores = timing.scores(scene) if timing else {}
     transient = 0
-    # after the second micro-batch everything repeats until the last one
-    for is_first, is_last, _ in micro_batches(plan.accumulate.micro_batches):
+
+    def micro_batch(*, is_first: bool, is_last: bool) -> None:
+        nonlocal transient
         wrap.begin(is_first=is_first, is_last=is_last)
         tape.enter(Phase.FORWARD)
-        play(timeline.forward, tape, wrap)
+        play_pass(timeline.forward, tape, wrap, scores.get(Kind.FORWARD))
         transient = wrap.gathered()
         tape.enter(Phase.BACKWARD)
         tape.level -= seed
-        play(timeline.backward, tape, wrap)
+        play_pass(timeline.backward, tape, wrap, scores.get(Kind.BACKWARD))
         tape.level += seed
+
+    # after the second micro-batch everything repeats until the last one
+    for is_first, is_last, times in micro_batches(plan.accumulate.micro_batches):
+        tape.in_time(times, partial(micro_batch, is_first=is_first, is_last=is_last))
     tape.enter(Phase.UPDATE)
+    peaks = _peaks(scene, wrap, resident(ghost) if base is None else base)
     return Replay(
         timeline=timeline,
         saved_bytes=timeline.saved_bytes,
         transient_bytes=transient,
-        peaks=_peaks(scene, wrap, resident(ghost) if base is None else base),
+        peaks=peaks,
+        step=tape.clock.step_time() if tape.clock else None,
     )
 
 
@@ -110,7 +126,17 @@ def model_timeline(
     return activations.timeline(setting_of(spec, cut), played, kept)
 
 
-def play(items: Iterable[Item], tape: Tape, wrap: Wrap) -> None:
+def play_pass(items: Sequence[Item], tape: Tape, wrap: Marks, score: PassScore | None) -> None:
+    """Play a pass, and what the model computes in it."""
+    if score is None or tape.clock is None:
+        play(items, tape, wrap)
+        return
+    computing = Computing(wrap, tape.clock, score)
+    play(items, tape, computing)
+    computing.finish()
+
+
+def play(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
     at = {
         Mark.ENTER: wrap.enter,
         Mark.LEAVE: wrap.leave,
@@ -142,21 +168,24 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     alike: dict[Hashable, list[int]] = {}
     for shard in shards:
         alike.setdefault(tuple(wrap.kind_of_shard(shard) for wrap in wraps), []).append(shard)
-    clips = {
-        shard: norm_bytes(scene, (wrap.clipped(shard) for wrap in wraps))
-        for shard, *_ in alike.values()
-    }
+    clipped = {shard: [wrap.clipped(shard) for wrap in wraps] for shard, *_ in alike.values()}
+    clips = {shard: norm_bytes(scene, groups) for shard, groups in clipped.items()}
     before, reduced = tape.level, tape.peak
     is_alike = any(wrap.updates_alike for wrap in wraps)
+    slowest = Slowest(tape.clock)
     peaks: dict[int, int] = {}
     for (shard, (at_once, stays)), all_of_kind in zip(clips.items(), alike.values(), strict=True):
         if not (peaks and is_alike):
             tape.level = tape.peak = before + stays
+            slowest.begin()
+            clip(scene, clipped[shard])
             for wrap in wraps:
                 wrap.update(shard)
             for wrap in wraps:
                 wrap.finish_update()
+            slowest.end()
         peaks |= dict.fromkeys(all_of_kind, max(reduced, before + at_once, tape.peak))
+    slowest.stay()
     return peaks
 
 

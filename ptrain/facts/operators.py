@@ -9,35 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ptrain.costs import Collective
 from ptrain.spec.precision import DType
-
-
-class OperatorKind(StrEnum):
-    """Operators whose time depends on the same dimensions, and is measured as one."""
-
-    PRODUCT = "product"  # dimensions: (matrices, rows, inner, columns)
-    ATTENTION = "attention"  # fused, forward: (samples, heads, queries, keys, features of a head)
-    ATTENTION_BACKWARD = "attention_backward"  # the same
-    # Of all that follow the one dimension is bytes, read and written together.
-    POINTWISE = "pointwise"  # sums, products, masks
-    ACTIVATION = "activation"  # what takes exponentials element by element: GELU, SiLU, tanh
-    NORM = "norm"  # of rows: layer and RMS norms, sums, means
-    SOFTMAX = "softmax"  # softmax and cross-entropy, and their gradients
-    COPY = "copy"  # copies, casts, concatenations
-    INDEX = "index"  # rows by number: an embedding, its gradient
-    DRAW = "draw"  # random numbers
-
-    @property
-    def is_of_bytes(self) -> bool:
-        """Whether its time depends on the bytes that it reads and writes, and not on shapes."""
-        return self not in (
-            OperatorKind.PRODUCT,
-            OperatorKind.ATTENTION,
-            OperatorKind.ATTENTION_BACKWARD,
-        )
+from ptrain.spec.rates import OperatorKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,17 @@ def parameters(module: FSDPModule) -> Iterator[FSDPParam]:
         yield from group.fsdp_params
 
 
+def policies(group: FSDPParamGroup) -> Iterator[object]:
+    """Yield the policies of precision and of offload that a group was given; from 2.15 on each
+    parameter has one of precision by itself."""
+    shared = getattr(group, "mp_policy", None)
+    if shared is not None:
+        yield shared
+    else:
+        yield from (part.mp_policy for part in group.fsdp_params)
+    yield group.offload_policy
+
+
 def backward_order(root: FSDPModule) -> list[FSDPParamGroup]:
     """Return torch's own list of the groups in the order in which their forward passes ended, which
     backward gathers from its end; an empty one before the first pass, that torch does not see."""

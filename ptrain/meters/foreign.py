@@ -26,7 +26,7 @@ from ptrain.costs import Collective, Phase, State
 from ptrain.errors import PtrainError
 from ptrain.internals import process_groups
 from ptrain.internals.autograd import is_in_backward
-from ptrain.internals.fsdp2 import parameter_groups
+from ptrain.internals.fsdp2 import parameter_groups, policies
 from ptrain.interpreter.program import Observer
 from ptrain.models.ledger import OperatorMode, local
 from ptrain.rooms.registry import Registry
@@ -84,7 +84,7 @@ class Foreign:
             for module in self.module.modules()
             if isinstance(module, FSDPModule)
             for group in parameter_groups(module)
-            for policy in (group.mp_policy, group.offload_policy)
+            for policy in policies(group)
         )
         return tuple(dict.fromkeys(filter(None, meanings)))
 

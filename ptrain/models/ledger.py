@@ -101,10 +101,10 @@ class Ledger(OperatorMode):
         self.died(key, self.sizes.pop(key))
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_of((args, kwargs)):
             self.watch(tensor)
         result = function(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in tensors_of(result):
             storage = storage_of(tensor)
             if self._follow(storage):
                 self.born(storage._cdata, storage, function._schema.name)
@@ -146,8 +146,8 @@ class Ledger(OperatorMode):
             gc.enable()
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors with bytes of their own among an operator's arguments or results."""
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors with bytes of their own among an operator's arguments or results."""
     return (
         leaf
         for leaf in tree_iter(tree)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ptrain.models.ledger import Ledger, local, storage_of
+from ptrain.models.ledger import Ledger, local, storage_of, tensors_of
 from ptrain.models.recomputing import runs_again
 from ptrain.models.selection import Extent, Selection
 from ptrain.models.tags import tier_of
-from ptrain.models.trace import Born, Completion, Died, Event, Recording
-from ptrain.models.work import OperatorWork, When, matrix_products, sent
+from ptrain.models.trace import Born, Completion, Died, Event, Recording, Works
+from ptrain.models.work import OperatorWork, When, sent, sizes_of
 from ptrain.spec.placement import Tier
 
 _ATTENTION = "aten::_scaled_dot_product"
@@ -36,7 +36,8 @@ class Recorder(Ledger):
         self._passes: dict[str, tuple[Event, ...]] = {}
         self._sizes: dict[int, int] = {}
         self._moved: list[tuple[int, str]] = []
-        self._works: list[tuple[int, OperatorWork]] = []
+        self._works: list[tuple[int, OperatorWork]] = []  # of the pass that runs
+        self._works_of: dict[str, Works] = {}
         self._draws = False
         self._statistics: set[int] = set()
         self._of_call = 0  # storages that the present operator gave birth to
@@ -83,30 +84,33 @@ class Recorder(Ledger):
             handle.remove()
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function is torch.ops.aten.add_.Tensor:
-            self._note_addition(*args)
+        is_kept = function is torch.ops.aten.add_.Tensor and self._note_addition(*args)
         self._settle()
         self._draws |= draws(function)
         self._of_call = 0
         self.selection.before(function, args, self._running[-1] if self._running else "")
         result = super().operator(function, args, kwargs)
         self.selection.after(function, (args, kwargs), result)
-        self._note_work(function, args, result)
+        if not is_kept:  # whether gradients are added up is the wrap's
+            self._note_work(function, args, kwargs, result)
         return result
 
-    def _note_addition(self, to: Tensor, added: object, *_: Any) -> None:
+    def _note_addition(self, to: Tensor, added: object, *_: Any) -> bool:
+        """Note what is added to a gradient; False of any other sum."""
         name = self._accumulated.get(storage_of(to)._cdata)
         if name is not None and isinstance(added, Tensor):  # a number where nothing is a gradient
             number = self._ids.get(storage_of(added)._cdata)
             if number is not None:
                 self._added[number] = name
+        return name is not None
 
-    def _note_work(self, function: Any, args: Any, result: Any) -> None:
-        if call := sent(function, args, result):
-            self._works.append((len(self.events), OperatorWork(self._when(), *call)))
-        number, size = matrix_products(function._schema.name.split("::")[-1], args)
-        work = OperatorWork(self._when(), None, size)
-        self._works += [(len(self.events), work)] * number
+    def _note_work(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if any(tier_of(storage_of(x)) is not Tier.DEVICE for x in tensors_of(args)):
+            return  # a copy between tiers, which is counted as moved
+        exchange = sent(function, args, result)
+        computed = [exchange] if exchange else sizes_of(function, args, kwargs, result)
+        place, when = len(self.events) - self._done(), self._when()
+        self._works += [(place, OperatorWork(when, what)) for what in computed]
 
     def _when(self) -> When:
         if self._running_again:
@@ -152,8 +156,12 @@ class Recorder(Ledger):
 
     def end(self, name: str) -> None:
         """Called when a pass is over: what happened since the one before it is its own."""
-        done = sum(map(len, self._passes.values()))
-        self._passes[name] = tuple(self.events[done:])
+        self._passes[name] = tuple(self.events[self._done() :])
+        self._works_of[name], self._works = tuple(self._works), []
+
+    def _done(self) -> int:
+        """How many events earlier passes have."""
+        return sum(map(len, self._passes.values()))
 
     def recording(self, output: Tensor | None = None) -> Recording:
         """Return what happened in the passes; `output` is what a stage hands on."""
@@ -164,7 +172,7 @@ class Recorder(Ledger):
             passes=passes,
             sizes=self._sizes,
             moved=tuple(self._moved),
-            works=tuple(self._works),
+            works=self._works_of,
             draws=self._draws,
             statistics=frozenset(self._statistics),
             selected=self.selection.selected,

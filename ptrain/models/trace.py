@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ptrain import timeline
+from ptrain.facts.operators import Exchange
 from ptrain.models.selection import Selected
 from ptrain.models.work import OperatorWork, When
 from ptrain.timeline import Boundary, Item, Timeline
@@ -43,21 +44,22 @@ class Completion:
 
 
 Event = Born | Died | Completion | Boundary
+Works = tuple[tuple[int, OperatorWork], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """The events of one micro-batch by pass: `forward`, and `backward` or its halves `input` and
     `weight`; `sizes` of all storages by id. `moved` are those off the device, each with its tier:
-    no event speaks of them. `works`: what operators computed and sent, each with the number of
-    events before it. `draws`: random numbers were drawn. `statistics` are the storages that fused
-    attention keeps beside its output; `output` the one that a stage hands on. `selected` is what of
-    it depends on data."""
+    no event speaks of them. `works`: what operators computed and sent by pass, each with the number
+    of the pass's events before it. `draws`: random numbers were drawn. `statistics` are the
+    storages that fused attention keeps beside its output; `output` the one that a stage hands on.
+    `selected` is what of it depends on data."""
 
     passes: Mapping[str, tuple[Event, ...]]
     sizes: Mapping[int, int]
     moved: tuple[tuple[int, str], ...] = ()
-    works: tuple[tuple[int, OperatorWork], ...] = ()
+    works: Mapping[str, Works] = field(default_factory=dict)
     draws: bool = False
     statistics: frozenset[int] = frozenset()
     output: int | None = None
@@ -85,9 +87,10 @@ class Recording:
     def repeated(self) -> tuple[tuple[str, int], ...]:
         """The collectives of forward that backward ran again, as a timeline has them."""
         return tuple(
-            (work.collective.value, work.size)
-            for _, work in self.works
-            if work.when is When.AGAIN and work.collective is not None
+            (work.what.collective.value, work.what.payload)
+            for works in self.works.values()
+            for _, work in works
+            if work.when is When.AGAIN and isinstance(work.what, Exchange)
         )
 
 

@@ -1,14 +1,21 @@
-"""What operators compute and send, beside what they allocate: floating-point operations of the
-matrix products (a multiplication and an addition each), as torch's own counter has them, and
-collectives."""
+"""What operators compute and send, beside what they allocate: of each the kind, the dtype and the
+sizes that its time depends on; and collectives."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ptrain.costs import Collective
+from ptrain.facts.operators import Exchange, Operator, OperatorKind
+from ptrain.models.ledger import tensors_of
+from ptrain.models.operator_kinds import is_free, kind_of
+from ptrain.spec.precision import DType
 
 
 class When(StrEnum):
@@ -20,32 +27,200 @@ class When(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class OperatorSizes:
+    """An operator that ran. `sizes`: the dimensions of its kind, or of a kind whose time depends on
+    bytes those of each tensor that it reads and of each that it writes."""
+
+    kind: OperatorKind
+    dtype: DType
+    sizes: tuple[int, ...]
+
+    @property
+    def operator(self) -> Operator:
+        """The same as a clock reads it."""
+        sizes = (sum(self.sizes),) if self.kind.is_of_bytes else self.sizes
+        return Operator(self.kind, self.dtype, sizes)
+
+
+@dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """`size` is in operations, or for a collective in bytes of the whole tensor."""
+    """What an operator computed, or sent over the axis that cuts operators."""
 
     when: When
-    collective: Collective | None
-    size: int
+    what: OperatorSizes | Exchange
 
 
-def matrix_products(name: str, args: Any) -> tuple[int, int]:
-    """(number, operations of each) of an operator's matrix products; none of any other operator.
-    Of a grouped product each row meets one group's factor alone. Fused attention has two in forward
-    (scores, and their product with the values) and in backward five: the scores again, and four
-    gradients."""
-    if name in ("mm", "addmm", "bmm", "baddbmm"):
+# An integer operator moves bytes as any other; no rate is measured of them.
+_WIDE = DType.FP32
+_DTYPES = {
+    torch.float64: DType.FP64,
+    torch.float32: DType.FP32,
+    torch.bfloat16: DType.BF16,
+    torch.float16: DType.FP16,
+}
+
+
+def products(name: str, args: Any, result: Any = None) -> list[tuple[int, int, int, int]]:
+    """Return (matrices, rows, inner, columns) of each of an operator's matrix products; none of any
+    other operator. Of a grouped product each row meets one group's factor alone. A convolution is
+    the product that computes it without a transform, as torch's counter has it."""
+    if name.removesuffix("_") in ("mm", "addmm", "bmm", "baddbmm"):
         left, right = args[1:3] if "add" in name else args[:2]
-        return 1, 2 * left.numel() * right.shape[-1]
+        *matrices, rows, inner = left.shape
+        return [(matrices[0] if matrices else 1, rows, inner, right.shape[-1])]
     if name == "_grouped_mm":
-        left, right = args[:2]
-        groups = left.shape[0] if left.dim() > right.dim() else 1
-        return 1, 2 * left.numel() // groups * right.shape[-1]
-    if "attention" in name and name.startswith("_scaled_dot_product"):
-        is_backward = name.endswith("backward")
-        query, key = args[1:3] if is_backward else args[:2]
-        batch, heads, tokens, features = query.shape
-        return (5 if is_backward else 2), 2 * batch * heads * tokens * key.shape[2] * features
-    return 0, 0
+        return [_grouped(args[0], args[1], args[2] if len(args) > 2 else None)]
+    if name == "convolution":
+        return [_convolution(args[0], args[1], result, args[6], args[8])]
+    if name == "convolution_backward":
+        return _convolution_backward(*args)
+    return []
+
+
+def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> tuple[int, int, int, int]:
+    """One group after the other, as if they were as large."""
+    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    if left.dim() == right.dim() == 3:
+        return left.shape[0], rows, inner, columns
+    groups = 1 if ends is None else ends.shape[0]
+    if left.dim() > right.dim():  # the columns belong to groups
+        is_even = columns % groups == 0
+        return (groups, rows, inner, columns // groups) if is_even else (1, rows, inner, columns)
+    if left.dim() < right.dim():  # the rows do
+        is_even = rows % groups == 0
+        return (groups, rows // groups, inner, columns) if is_even else (1, rows, inner, columns)
+    is_even = inner % groups == 0
+    return (groups, rows, inner // groups, columns) if is_even else (1, rows, inner, columns)
+
+
+def _convolution(
+    x: Tensor, weight: Tensor, y: Tensor, is_transposed: bool, groups: int
+) -> tuple[int, int, int, int]:
+    places = (x if is_transposed else y).shape
+    window = weight.shape[2:].numel()
+    own, others = weight.shape[0], weight.shape[1]  # the second is of a group
+    rows = places[0] * places[2:].numel()
+    if is_transposed:
+        return groups, rows, own // groups, others * window
+    return groups, rows, others * window, own // groups
+
+
+def _convolution_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any
+) -> list[tuple[int, int, int, int]]:
+    *_, is_transposed, _, groups, needs = rest
+    matrices, rows, inner, columns = _convolution(x, weight, gradient, is_transposed, groups)
+    of_input, of_weight = (
+        (matrices, rows, columns, inner),
+        (matrices, inner, rows, columns),
+    )
+    return [
+        dims for dims, is_needed in zip((of_input, of_weight), needs, strict=False) if is_needed
+    ]
+
+
+_ATTENTION = "_scaled_dot_product"
+
+
+def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[OperatorSizes]:
+    """Return what an operator that ran computed: one entry, or of a convolution's backward pass one
+    for each product, and none of an operator that only looks at a tensor in another way."""
+    name = function._schema.name.split("::")[-1]
+    if is_free(function._schema.name):
+        return []
+    if of_products := products(name, args, result):
+        dtype = _dtype(next(tensors_of(args)))
+        return [OperatorSizes(OperatorKind.PRODUCT, dtype, dims) for dims in of_products]
+    if name.startswith(_ATTENTION) and "attention" in name:
+        return [_attention(name, args)]
+    sizes = tuple(_bytes(function, name, args, kwargs, result))
+    if not sizes:
+        return []
+    is_drawn = torch.Tag.nondeterministic_seeded in function.tags
+    kind = OperatorKind.DRAW if is_drawn else kind_of(name)
+    tensors = (*tensors_of(result), *tensors_of((args, kwargs)))
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return [OperatorSizes(kind, _dtype(floating[0]) if floating else _WIDE, sizes)]
+
+
+def _attention(name: str, args: Any) -> OperatorSizes:
+    """Fused attention has two products in forward (scores, and their product with the values) and
+    in backward five: the scores again, and four gradients."""
+    is_backward = name.endswith("backward")
+    query, key = args[1:3] if is_backward else args[:2]
+    samples, heads, tokens, features = query.shape
+    kind = OperatorKind.ATTENTION_BACKWARD if is_backward else OperatorKind.ATTENTION
+    return OperatorSizes(kind, _dtype(query), (samples, heads, tokens, key.shape[2], features))
+
+
+def _dtype(tensor: Tensor) -> DType:
+    return _DTYPES.get(tensor.dtype, _WIDE)
+
+
+# Operators that read of their first tensor only what their result holds, or their targets name.
+_GATHERS = {"embedding", "gather", "index_select", "index", "take", "masked_select"}
+_NAMED = {"nll_loss_forward", "nll_loss2d_forward"}
+# Operators that write into a tensor as many elements as they are given.
+_SCATTERS = {
+    "index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_",
+}  # fmt: skip
+# In place, without a look at what was there.
+_OVERWRITES = {"copy_", "zero_", "fill_", "bernoulli_", "uniform_", "normal_", "exponential_"}
+_UNREAD = {"nll_loss_backward": 1, "nll_loss2d_backward": 1}  # the argument of which is the shape
+
+
+def _bytes(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Iterator[int]:
+    """Yield the bytes of each tensor that an operator reads, and of each that it writes; nothing of
+    one whose results are views of what it is given."""
+    given = [*tensors_of((args, kwargs))]
+    into = _written(function, args, kwargs)
+    results = [tensor for tensor in tensors_of(result) if all(tensor is not own for own in into)]
+    storages = {tensor.untyped_storage()._cdata for tensor in given}
+    new = [tensor for tensor in results if tensor.untyped_storage()._cdata not in storages]
+    if not into and not new:
+        return
+    if name in _SCATTERS:
+        values = given[-1]
+        yield from map(_size, [*given[1:], values])  # what is there is read as it is written
+        yield _size(values)
+        return
+    yield from _read(name, args, given, into, new)
+    yield from map(_size, (*into, *new))
+
+
+def _read(
+    name: str, args: Any, given: list[Tensor], into: list[Tensor], new: list[Tensor]
+) -> Iterator[int]:
+    if name.endswith("_like") or name.startswith("new_"):
+        return
+    for place, tensor in enumerate(given):
+        if name in _OVERWRITES and any(tensor is own for own in into):
+            continue
+        if place == 0 and name in _GATHERS:
+            yield sum(map(_size, new))
+        elif place == 0 and name in _NAMED:
+            yield given[1].numel() * tensor.itemsize
+        elif not (name in _UNREAD and tensor is args[_UNREAD[name]]):
+            yield _size(tensor)
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operator changes."""
+    written: list[Tensor] = []
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written += tensors_of(value)
+    return written
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of a tensor, of elements that are repeated without a copy once."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    number = tensor.itemsize
+    for length, stride in strides:
+        number *= length if stride or not length else 1
+    return number
 
 
 _COLLECTIVES = {
@@ -56,12 +231,12 @@ _COLLECTIVES = {
 }
 
 
-def sent(function: Any, args: Any, result: Any) -> tuple[Collective, int] | None:
-    """Return the collective that an operator is, and the bytes of the whole tensor; None of any
+def sent(function: Any, args: Any, result: Any) -> Exchange | None:
+    """Return the collective that an operator is, of the bytes of the whole tensor; None of any
     other operator."""
     name = function._schema.name.split("::")[-1]
     if function.namespace != "_c10d_functional" or name not in _COLLECTIVES:
         return None
     collective, is_result = _COLLECTIVES[name]
     whole = result if is_result else args[0]
-    return collective, whole.numel() * whole.itemsize
+    return Exchange(collective, whole.numel() * whole.itemsize)

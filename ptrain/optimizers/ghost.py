@@ -32,8 +32,12 @@ class GhostLeaf:
 class GhostFused:
     """An update that allocates nothing."""
 
+    def __init__(self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
+        self.rule, self.leaves, self.reader = rule, leaves, reader
+
     def step(self, lr: float, scalars: tuple[Ghost, Ghost] | None) -> None:
         """Values change, sizes do not."""
+        _tell(self.rule, self.leaves, self.reader)
 
 
 class GhostSGD:
@@ -47,6 +51,7 @@ class GhostSGD:
         self.scalars = 3 if has_momentum else 1
 
     def step(self, lr: float, scalars: tuple[Ghost, Ghost] | None) -> None:
+        _tell("sgd", self.leaves, self.reader)
         for leaf in self.leaves:
             if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:
                 size = self.scalars * DType.FP32.itemsize
@@ -61,6 +66,7 @@ class GhostMuon:
         self.leaves, self.reader = leaves, reader
 
     def step(self, lr: float, scalars: tuple[Ghost, Ghost] | None) -> None:
+        _tell("muon", self.leaves, self.reader)
         for leaf in self.leaves:
             if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:
                 value = leaf.value
@@ -97,7 +103,15 @@ class GhostRules:
         is_own = rule == "sgd" and self.is_cpu
         if is_own and any(leaf.value.dtype.itemsize == 2 for leaf in leaves):
             return GhostSGD(leaves, self.reader, has_momentum=bool(spec.momentum))
-        return GhostFused()
+        return GhostFused(rule, leaves, self.reader)
+
+
+def _tell(rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
+    """The reader hears what is updated, which is all on one tier."""
+    values = [leaf.value for leaf in leaves if leaf.gradient is not None]
+    if values:
+        numels = [value.numel for value in values]
+        reader.updated(rule, values[0].dtype, values[0].tier, numels)
 
 
 def muon_temporaries(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> int:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Protocol
 
 from ptrain.costs import Collective
 from ptrain.facts.operators import Operator
 from ptrain.spec.precision import Layout
+from ptrain.spec.rates import Hook
 
 
-class Hook(StrEnum):
-    """What a wrapper's own code takes of the host beside what it sends, each time."""
-
-    FSDP2_GATHER = "fsdp2_gather"  # a unit's all-gather: copy in, issue, copy out, as views
-    FSDP2_REDUCE = "fsdp2_reduce"  # a unit's reduction and the shard's gradient
-    DDP_BUCKET = "ddp_bucket"
-    FLAT_GATHER = "flat_gather"
-    FLAT_REDUCE = "flat_reduce"
-    PIPELINE_PASS = "pipeline_pass"  # of a stage: a forward or a backward pass of a micro-batch
-    TENSOR_SUM = "tensor_sum"  # a functional collective within a cut operator
+class UnknownRate(Exception):
+    """The machine's rates do not say it; the text says what they lack and who gives it."""
 
 
 class Pace(Protocol):
-    """One machine's rates, of ranks that all compute at once."""
+    """One machine's rates, of ranks that all compute at once. Each raises UnknownRate for what
+    was not measured."""
 
     overlaps: bool  # whether what is sent moves while the rank computes: not on a processor's cores
 
@@ -45,7 +38,13 @@ class Pace(Protocol):
     def update_seconds(
         self, optimizer: str, layout: Layout, *, elements: int, tensors: int
     ) -> float:
-        """Seconds of an optimizer's step over `tensors` tensors with together `elements`."""
+        """Seconds of an optimizer's step over `tensors` tensors with together `elements`, what is
+        cast before and after it included."""
+        ...
+
+    def clip_seconds(self, layout: Layout, *, elements: int, tensors: int) -> float:
+        """Seconds of the norm of so many gradients, and of their scaling; not of the all-reduce of
+        the norm."""
         ...
 
     def hook_seconds(self, hook: Hook) -> float:

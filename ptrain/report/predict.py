@@ -25,6 +25,7 @@ from ptrain.errors import refused
 from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
 from ptrain.report.heading import by_data_lines, heading
 from ptrain.report.places import by_place
+from ptrain.report.step_time import time_lines
 from ptrain.report.table import (
     MISSING,
     Largest,
@@ -96,6 +97,7 @@ def one(prediction: Prediction) -> str:
             *([places, ""] if places else []),
             _traffic(paper, exact),
             "",
+            *time_lines(prediction.derivation),
             *operations_lines(exact),
             *fit_lines(prediction),
             *(prediction.reserving.lines if prediction.reserving else ()),
@@ -236,6 +238,7 @@ def notes(paper: Estimate, exact: Estimate) -> list[str]:
         f"  {estimate.column}, {kind}: {reason}"
         for estimate in (paper, exact)
         for kind, reason in estimate.undefined.items()
+        if kind != "step_seconds"  # which stands where the time would
     ]
     if missing:
         lines += ["what a column does not define", *missing]

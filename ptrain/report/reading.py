@@ -15,7 +15,11 @@ from ptrain.costs import (
     Operations,
     Peak,
     Phase,
+    Spent,
     State,
+    StepTime,
+    TimeKey,
+    TimeRow,
     Traffic,
     TrafficKey,
 )
@@ -25,12 +29,13 @@ from ptrain.report.record import Check
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The columns of a record, its checks, and what was on the wire, of which a record has means
-    over the ranks only."""
+    """The columns of a record, its checks, what was on the wire, of which a record has means over
+    the ranks only, and the seconds of a measured step."""
 
     estimates: dict[Column, Estimate]
     checks: tuple[Check, ...]
     wire: tuple[WireRow, ...] = ()
+    step_seconds: float | None = None
 
 
 def read(record: Mapping[str, Any]) -> Reading:
@@ -41,6 +46,10 @@ def read(record: Mapping[str, Any]) -> Reading:
         estimates={column: _estimate(record, column) for column in columns},
         checks=tuple(Check(**check) for check in record["checks"]),
         wire=tuple(_wire(row) for row in record.get("wire", ())),
+        step_seconds=next(
+            (row["value"] for row in record["step_seconds"] if row["column"] == Column.MEASURED),
+            None,
+        ),
     )
 
 
@@ -58,7 +67,27 @@ def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
         operations=_operations(record, column),
         undefined=record.get("undefined", {}).get(column, {}),
         by_data=record.get("by_data", {}).get(column, {}),
+        step=_step(record, column),
     )
+
+
+def _step(record: Mapping[str, Any], column: Column) -> StepTime | None:
+    """A measured step's time has no rows, and records of older versions have none."""
+    for row in record["step_seconds"]:
+        if row["column"] == column and "rows" in row:
+            return StepTime(rows=tuple(map(_time, row["rows"])), assumed=tuple(row["assumed"]))
+    return None
+
+
+def _time(row: Mapping[str, Any]) -> TimeRow:
+    collective = row["collective"]
+    key = TimeKey(
+        Spent(row["spent"]),
+        Phase(row["phase"]),
+        tuple(row["axes"]),
+        None if collective is None else Collective(collective),
+    )
+    return TimeRow(key=key, seconds=row["seconds"], moving=row["moving"])
 
 
 def _footprint(row: Mapping[str, Any]) -> Footprint:

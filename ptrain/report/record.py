@@ -26,6 +26,7 @@ from ptrain.costs import (
 )
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.installed import versions
+from ptrain.report.step_time import time_row
 from ptrain.version import is_tested
 
 PEAK_TOLERANCE = 0.02
@@ -86,9 +87,10 @@ def verdict(checks: Sequence[Check]) -> str:
 
 def verdict_line(checks: Sequence[Check], *, torch: str, untold: Iterable[str] = ()) -> str:
     """`verdict: holds (14 of 14)`, how many are bounds, which kinds of figures are not predicted,
-    and whether exactness is claimed for this torch at all."""
+    and whether exactness is claimed for this torch at all. Time is no part of a verdict."""
     held = sum(check.holds for check in checks)
-    besides = f" · not predicted: {', '.join(sorted(untold))}" if untold else ""
+    missing = sorted({*untold} - {"step_seconds"})
+    besides = f" · not predicted: {', '.join(missing)}" if missing else ""
     claim = "" if is_tested(torch) else f" · not claimed for torch {torch}"
     number = sum(check.lower is not None for check in checks)
     bounds = f" · {number} are bounds: sizes depend on data" if number else ""
@@ -239,7 +241,12 @@ def record(
             for row in estimate.blocked
         ],
         "step_seconds": [
-            {"column": column, "value": value} for column, value in (step_seconds or {}).items()
+            *(
+                time_row(estimate.column, estimate.step)
+                for estimate in estimates
+                if estimate.step is not None
+            ),
+            *({"column": column, "value": value} for column, value in (step_seconds or {}).items()),
         ],
         "checks": [_check_row(check) for check in checks],
         "verdict": verdict(checks) if checks else None,

@@ -19,6 +19,7 @@ from ptrain.costs import (
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.report.heading import by_data_lines
 from ptrain.report.record import Check, checks_line, compared_ranks, verdict_line
+from ptrain.report.step_time import time_table
 from ptrain.report.table import (
     MISSING,
     moved_bytes,
@@ -52,9 +53,11 @@ def summary(
     *,
     torch: str,
     wire: Sequence[WireRow] | None = None,
+    step_seconds: float | None = None,
 ) -> str:
     """The tables, the checks that fail, what was checked, the verdict. `wire`: rows that a record
-    has; None: made from the two accounts."""
+    has; None: made from the two accounts. `step_seconds` were measured; they are shown beside what
+    was predicted, and no part of the verdict."""
     wire = wire_rows(exact, measured) if wire is None else wire
     failing = [
         f"fails: {check.name}: {check.why} (tolerance {check.tolerance:.0%})"
@@ -62,7 +65,8 @@ def summary(
         if not check.holds
     ]
     ranks = len({row.rank for row in measured.memory})
-    more = [table for table in (wire_table(wire), blocked_table(measured)) if table]
+    time = time_table(exact, measured, step_seconds)
+    more = [table for table in (wire_table(wire), blocked_table(measured), time) if table]
     return "\n".join(
         [
             end_table(exact, measured),

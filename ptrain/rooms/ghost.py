@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ptrain.costs import Collective, State
-from ptrain.rooms.room import Axes, Move, Shape
+from ptrain.rooms.room import Axes, Move, Shape, Work
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 
 
 class Reader(Protocol):
@@ -24,13 +25,27 @@ class Reader(Protocol):
         """Bytes come (negative: go) on a tier."""
 
     def sent(
-        self, collective: Collective, axes: Sequence[Axis], state: State, payload: int, via: str
-    ) -> None:
+        self,
+        collective: Collective,
+        axes: Sequence[Axis],
+        state: State,
+        payload: int,
+        via: str,
+        *,
+        is_awaited: bool,
+    ) -> Work | None:
         """A collective over the group along `axes`, of a full tensor of `payload` bytes; `via`
-        names what stands for it, if anything does."""
+        names what stands for it, if anything does. Returns what is to be awaited, if anything
+        is."""
 
     def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
         """A copy between two tiers."""
+
+    def computed(self, kind: OperatorKind, dtype: DType, size: int) -> None:
+        """An operator reads and writes `size` bytes."""
+
+    def updated(self, rule: str, dtype: DType, tier: Tier, numels: Sequence[int]) -> None:
+        """An optimizer steps on a tier: tensors of so many elements."""
 
 
 class Storage:
@@ -108,7 +123,12 @@ class GhostRoom:
         size = (1 if numel is None else numel) * dtype.itemsize
         return Ghost(Storage(size, tier, state, name, self.reader), dtype, shape)
 
-    zeros = new
+    def zeros(
+        self, numel: int | None, dtype: DType, tier: Tier, state: State, name: str = ""
+    ) -> Ghost:
+        tensor = self.new(numel, dtype, tier, state, name)
+        self.reader.computed(OperatorKind.POINTWISE, dtype, tensor.nbytes)
+        return tensor
 
     def like(self, tensor: Ghost, numel: int) -> Ghost:
         size, of = numel * tensor.dtype.itemsize, tensor.storage
@@ -144,6 +164,7 @@ class GhostRoom:
             copied = self._shaped(tensor, dtype, state, name if state else "")
             if copied.tier is not tensor.tier:
                 self.reader.moved(tensor.tier, copied.tier, _state_of(tensor), tensor.nbytes)
+            self.reader.computed(OperatorKind.COPY, dtype, tensor.nbytes + copied.nbytes)
             return copied
         if state is not None:
             tensor.storage.state, tensor.storage.name = state, name or tensor.storage.name
@@ -165,12 +186,17 @@ class GhostRoom:
         if source.tier is not into.tier:
             state = _state_of(into, source)
             self.reader.moved(source.tier, into.tier, state, source.nbytes)
+        else:
+            self.reader.computed(OperatorKind.COPY, into.dtype, source.nbytes + into.nbytes)
 
     def add(self, tensor: Ghost, part: Ghost) -> None:
         assert tensor.numel == part.numel, f"{part.numel} elements to {tensor.numel}"
+        size = 2 * tensor.nbytes + part.nbytes
+        self.reader.computed(OperatorKind.POINTWISE, tensor.dtype, size)
 
     def clear(self, tensor: Ghost) -> None:
         """Zeros take no room."""
+        self.reader.computed(OperatorKind.POINTWISE, tensor.dtype, tensor.nbytes)
 
     def piece(self, tensor: Ghost, start: int, shape: Shape) -> Ghost:
         return Ghost(tensor.storage, tensor.dtype, shape, tensor.start + start)
@@ -188,6 +214,7 @@ class GhostRoom:
         return Ghost(tensor.storage, tensor.dtype, (tensor.numel,), tensor.start)
 
     def permuted(self, tensor: Ghost, shape: Shape, order: Sequence[int]) -> Ghost:
+        self.reader.computed(OperatorKind.COPY, tensor.dtype, 2 * tensor.nbytes)
         return self.like(tensor, tensor.numel)
 
     def unpermute(self, tensor: Ghost, shape: Shape, order: Sequence[int], into: Ghost) -> None:
@@ -205,10 +232,10 @@ class GhostRoom:
     def ahead(self, tensor: Ghost) -> None:
         """Pages that are read ahead are the kernel's."""
 
-    def all_gather(self, shard: Ghost, into: Ghost, axes: Axes, *, is_awaited: bool) -> None:
+    def all_gather(self, shard: Ghost, into: Ghost, axes: Axes, *, is_awaited: bool) -> Work | None:
         self._meet(Collective.ALL_GATHER, axes, into, shard)
-        state = _state_of(into, shard)
-        self.reader.sent(Collective.ALL_GATHER, axes, state, into.nbytes, "")
+        state, gather = _state_of(into, shard), Collective.ALL_GATHER
+        return self.reader.sent(gather, axes, state, into.nbytes, "", is_awaited=is_awaited)
 
     def reduce_scatter(
         self, whole: Ghost, into: Ghost, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
@@ -218,14 +245,15 @@ class GhostRoom:
         received = None if is_native else self.like(whole, whole.numel)
         named = "" if is_native else via.value
         state = _state_of(*((into, whole) if is_native else (whole,)))
-        self.reader.sent(Collective.REDUCE_SCATTER, axes, state, whole.nbytes, named)
-        return Move(into, (whole, received))
+        reduce, size = Collective.REDUCE_SCATTER, whole.nbytes
+        work = self.reader.sent(reduce, axes, state, size, named, is_awaited=is_awaited)
+        return Move(into, (whole, received), work)
 
     def all_reduce(self, tensor: Ghost, axes: Axes, *, is_awaited: bool) -> Move[Ghost]:
         assert tensor.tier is Tier.DEVICE, "collectives are of the device"
-        state = _state_of(tensor)
-        self.reader.sent(Collective.ALL_REDUCE, axes, state, tensor.nbytes, "")
-        return Move(tensor, tensor)
+        state, reduce = _state_of(tensor), Collective.ALL_REDUCE
+        work = self.reader.sent(reduce, axes, state, tensor.nbytes, "", is_awaited=is_awaited)
+        return Move(tensor, tensor, work)
 
     def _meet(self, collective: Collective, axes: Axes, whole: Ghost, shard: Ghost) -> None:
         ranks = math.prod(self._degrees[axis] for axis in axes)

@@ -7,6 +7,7 @@ know fused attention on a processor, nor the fused loss; this looks below and do
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from ptrain.costs import Operations, Phase
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.recomputing import runs_again
-from ptrain.models.work import matrix_products
+from ptrain.models.work import products
 
 _aten = torch.ops.aten
 # An operator of processors -> the one whose formula counts it.
@@ -55,8 +56,7 @@ class OperationsMeter(OperatorMode):
         if formula is not None:
             self._add(int(formula(*args, **kwargs, out_val=result)))
         elif function._schema.name == _GROUPED:  # torch has no formula of it
-            _, number = matrix_products(_GROUPED.removeprefix("aten::"), args)
-            self._add(number)
+            self._add(2 * sum(map(math.prod, products(_GROUPED.removeprefix("aten::"), args))))
         elif function._schema.name == _FUSED:
             self._add_logits(args[0], args[1])
         return result

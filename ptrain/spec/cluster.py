@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, describe, refuse
 from ptrain.spec.model import NAME_OR_FILE
-from ptrain.spec.section import section
+from ptrain.spec.rates import Rates
+from ptrain.spec.section import Section, section
 
 
 class _Alike(Leaf):
@@ -94,3 +95,13 @@ class Cluster:
     flops: Annotated[
         float, _Figure("operations per second of one device; 0: nobody says it", 0.0, 1e20)
     ] = 0.0
+    rates: Annotated[
+        Rates | None,
+        Section(
+            Rates,
+            "what operators, collectives and updates take on it, for step_seconds",
+            null=True,
+            is_partial=True,
+            is_sparse=True,
+        ),
+    ] = None

@@ -28,6 +28,7 @@ from ptrain.spec.model import (
 )
 from ptrain.spec.names import listing, missing
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
+from ptrain.spec.resolve_rates import resolve_rates
 from ptrain.spec.text import Tree, read
 
 MUON_MOMENTUM = 0.95  # of its authors
@@ -260,6 +261,7 @@ def resolve_cluster(written: Mapping[str, Any] | None, report: Report) -> Cluste
     if written.get("kind") == "cpu":  # processors in the preset's place
         preset = {name: value for name, value in preset.items() if name != "sm"}
     values = {**preset, **written, "preset": None}
+    values["rates"] = resolve_rates(values.get("rates"), report.folder, report.add)
     needed = ("devices", "device_memory", "intra_node_bandwidth")
     missing_keys = [key for key in needed if key not in values]
     if missing_keys:

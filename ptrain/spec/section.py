@@ -20,7 +20,8 @@ def section(kind: type[Kind]) -> type[Kind]:
 @declared
 class Section:
     """A nested mapping of the grammar; `also` is what may stand for it in a file. What
-    `is_partial` may lack what the section needs, which a preset gives."""
+    `is_partial` may lack what the section needs, which a preset gives; of what `is_sparse` only
+    what is not the default is written."""
 
     kind: type = field(kw_only=False)
     about: str = field(kw_only=False)
@@ -28,6 +29,7 @@ class Section:
     null: bool = False
     key: str = ""
     is_partial: bool = False
+    is_sparse: bool = False
 
 
 @cache

@@ -71,7 +71,14 @@ def section(values: object) -> dict[str, object]:
 
 
 def _value(holds: Leaf | Section, value: object) -> object:
-    return holds.say(value) if isinstance(holds, Leaf) else section(value)
+    if isinstance(holds, Leaf):
+        return holds.say(value)
+    spots = {key: spot for key, (spot, _) in keys(holds.kind).items()}
+    return {
+        key: said
+        for key, said in section(value).items()
+        if not holds.is_sparse or getattr(value, spots[key].name) != spots[key].default
+    }
 
 
 def _is_unsaid(holds: Leaf | Section, default: object, value: object) -> bool:

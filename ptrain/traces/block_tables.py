@@ -5,6 +5,7 @@ operators compute, and the collectives that recomputation repeats.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.blocks import VARIANTS
 from ptrain.derivation.tables import Setting
+from ptrain.facts.operators import Exchange
 from ptrain.models.kernels import kernels_of
 from ptrain.models.trace import Born, Died
-from ptrain.models.work import OperatorWork, When
+from ptrain.models.work import OperatorSizes, OperatorWork, When
 from ptrain.spec.activations import Kept
 from ptrain.spec.model import Attention
 from ptrain.steps.step import Keep
@@ -49,17 +51,18 @@ class BlockTable:
         )
 
     def _variant(self, attention: Attention, kept: Kept) -> dict[str, object]:
-        trace = self._trace(attention, kept)
+        trace = self.trace(attention, kept)
         return {
-            "forward": self.writer.part(_alike(trace.layers("forward")[1:-1])),
-            "backward": self.writer.part(_alike(trace.layers("backward")[1:-1])),
+            "forward": self.writer.part(alike(trace.layers("forward")[1:-1])),
+            "backward": self.writer.part(alike(trace.layers("backward")[1:-1])),
             "saved": self.writer.part(_saved(trace)),
             "moved": self.writer.part(_moved(trace)),
             "frees_input": _frees_input(trace),
             "work": self.writer.part([self._work(trace)]),
         }
 
-    def _trace(self, attention: Attention, kept: Kept) -> CodedTrace:
+    def trace(self, attention: Attention, kept: Kept) -> CodedTrace:
+        """Return the trace of a model of such blocks."""
         shape = replace(self.setting.shape, attention=attention, layers=LAYERS)
         setting = replace(self.setting, shape=shape)
         units = smallest_units(setting)
@@ -73,27 +76,36 @@ class BlockTable:
 
     def _work(self, trace: CodedTrace) -> dict[str, object]:
         """The operations of one block by pass, and the collectives that it repeats."""
-        works = _alike([*_works(trace)])
+        works = alike([*_works(trace)])
         record: dict[str, object] = {}
         for when in When:
             flops = Counter(
-                factorised(work.size, self.values, self.values)
+                self._operations(work.what)
                 for work in works
-                if work.when is when and work.collective is None
+                if work.when is when
+                and isinstance(work.what, OperatorSizes)
+                and not work.what.kind.is_of_bytes
             )
             record[when.value] = [[times * c, list(e)] for (c, e), times in flops.items()]
         first: dict[int, int] = {}  # storage by size: what is sent is what some operator allocated
         for storage, size in trace.recording.sizes.items():
             first.setdefault(size, storage)
         record["sent"] = [
-            [work.collective, trace.size(first[work.size])]
+            [work.what.collective, trace.size(first[work.what.payload])]
             for work in works
-            if work.when is When.AGAIN and work.collective is not None
+            if work.when is When.AGAIN and isinstance(work.what, Exchange)
         ]
         return record
 
+    def _operations(self, ran: OperatorSizes) -> tuple[int, tuple[int, ...]]:
+        """Coefficient and exponents: how many there are of each product of the dimensions is no
+        factor of them, though it may be as large as one."""
+        size = math.prod(ran.sizes)
+        coefficient, exponents = factorised(size, self.values, self.values)
+        return ran.operator.flops // size * coefficient, exponents
 
-def _alike(layers: Sequence[Did]) -> Did:
+
+def alike(layers: Sequence[Did]) -> Did:
     """What each of these layers does."""
     first, *others = layers
     assert all(other == first for other in others), "the blocks do not repeat"
@@ -108,18 +120,21 @@ def _entered(trace: CodedTrace, block: int) -> int:
 
 def _works(trace: CodedTrace) -> Iterator[list[OperatorWork]]:
     """Of each block, between its boundaries in forward and in backward."""
-    events = (*trace.recording.forward, *trace.recording.backward)
     for block in range(LAYERS):
         unit = trace.units.index((f"blocks.{block}",))
         yield [
             work
-            for first, last in (
-                (Mark.ENTER, Mark.LEAVE),
-                (Mark.PRE_BACKWARD, Mark.POST_BACKWARD),
+            for name, first, last in (
+                ("forward", Mark.ENTER, Mark.LEAVE),
+                ("backward", Mark.PRE_BACKWARD, Mark.POST_BACKWARD),
             )
-            for place, work in trace.recording.works
-            if events.index(Boundary(first, unit)) < place <= events.index(Boundary(last, unit))
+            for place, work in trace.recording.works[name]
+            if _place(trace, name, first, unit) < place <= _place(trace, name, last, unit)
         ]
+
+
+def _place(trace: CodedTrace, name: str, mark: Mark, unit: int) -> int:
+    return trace.recording.passes[name].index(Boundary(mark, unit))
 
 
 def _moved(trace: CodedTrace) -> Coded:

@@ -30,6 +30,7 @@ class CodedTrace:
         values: Mapping[str, int],
         writer: TableWriter,
     ) -> None:
+        self.recordings = recordings
         self.recording, *self._wider = recordings
         self.units, self._values, self.writer = units, values, writer
         for other in self._wider:

@@ -57,14 +57,15 @@ class PassTable:
 
     def _passes(self, place: Place, layers: int) -> tuple[Passes, dict[str, object]]:
         """Return the passes of so many layers, and what else a table says of this place."""
-        traces = self._alone(layers) if place is Place.ALONE else self.stage(place, layers)
+        traces = [self.alone(layers)] if place is Place.ALONE else self.stage(place, layers)
         passes = {name: trace.layers(name) for trace in traces for name in trace.recording.passes}
         whole = traces[0]
         if whole.recording.output is None:
             return passes, {"saved": _saved(whole)}
         return passes, {"output": whole.size(whole.recording.output)}
 
-    def _alone(self, layers: int) -> list[CodedTrace]:
+    def alone(self, layers: int) -> CodedTrace:
+        """Return the trace of a whole model of so many layers."""
         setting = replace(self.setting, shape=replace(self.setting.shape, layers=layers))
         units = smallest_units(setting)
         part = part_of(setting, self.mesh, has_learnt=layers > 1)
@@ -72,7 +73,7 @@ class PassTable:
             recordings = [
                 part.trace(model_of(setting, dtype), units) for dtype in DTYPES[setting.compute]
             ]
-        return [CodedTrace(recordings, units, self.values, self.writer)]
+        return CodedTrace(recordings, units, self.values, self.writer)
 
     def stage(self, place: Place, layers: int) -> list[CodedTrace]:
         """Return the passes of a stage of so many layers, and but for the first one its halves."""

@@ -87,7 +87,7 @@ def _rows(whole: Recording, halves: Recording | None = None) -> dict[str, Any]:
     rows = {"passes": to_plain(to_timeline(whole), Timeline), "output": whole.sizes[whole.output]}
     if halves is not None:
         of_backward = {"forward": halves.passes["input"], "backward": halves.passes["weight"]}
-        timeline = to_timeline(replace(halves, passes=of_backward, moved=(), works=()))
+        timeline = to_timeline(replace(halves, passes=of_backward, moved=(), works={}))
         rows["halves"] = to_plain(replace(timeline, saved=()), Timeline)
     return rows
 

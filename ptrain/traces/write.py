@@ -11,36 +11,47 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
-from ptrain.derivation.tables import Setting
+from ptrain.derivation.tables import GROUPED, Setting
 from ptrain.traces import attention_kernels, loss_tables
 from ptrain.traces.block_tables import BlockTable
 from ptrain.traces.loss_tables import LossTable
 from ptrain.traces.pass_tables import PassTable
 from ptrain.traces.settings import fake_mesh, settings
 from ptrain.traces.table_format import Make
+from ptrain.traces.work_tables import BlockWorkTable, EndWorkTable
 
-Maker = Callable[[Setting, DeviceMesh | None], PassTable | BlockTable | LossTable]
+
+class Maker(Protocol):
+    """Makes a table."""
+
+    def build(self) -> dict[str, object]: ...
 
 
-def block_settings() -> Iterator[Setting]:
-    """Yield a setting of every table of blocks, and of every way in it."""
+def distinct_settings(part: TablePart) -> Iterator[Setting]:
+    """Yield a setting of every table of a part, and of every way in it: where it is nothing how
+    many heads keys have, one with fewer than queries, whose sizes tell the two apart."""
     seen: dict[tuple[str, str], Setting] = {}
     for setting in settings():
-        key = setting.name(TablePart.BLOCK), setting.way(TablePart.BLOCK)
-        seen.setdefault(key, setting)
+        key = setting.name(part), setting.way(part)
+        if key not in seen or seen[key].operators != GROUPED == setting.operators:
+            seen[key] = setting
     yield from seen.values()
 
 
-MAKERS: dict[TablePart, tuple[Maker, Callable[[], Iterator[Setting]]]] = {
+MakerOf = Callable[[Setting, DeviceMesh | None], Maker]
+MAKERS: dict[TablePart, tuple[MakerOf, Callable[[], Iterator[Setting]]]] = {
     TablePart.PASSES: (PassTable, settings),
-    TablePart.BLOCK: (BlockTable, block_settings),
+    TablePart.BLOCK: (BlockTable, partial(distinct_settings, TablePart.BLOCK)),
     TablePart.LOSS: (LossTable, loss_tables.settings),
+    TablePart.BLOCK_WORK: (BlockWorkTable, partial(distinct_settings, TablePart.BLOCK_WORK)),
+    TablePart.END_WORK: (EndWorkTable, partial(distinct_settings, TablePart.END_WORK)),
 }
 
 
@@ -56,7 +67,9 @@ def tables(mesh: DeviceMesh | None) -> Iterator[tuple[TablePart, str, Make]]:
         yield TablePart.KERNEL, name, make
 
 
-def _table_of(maker: Maker, ways: dict[str, Setting], mesh: DeviceMesh | None) -> dict[str, object]:
+def _table_of(
+    maker: MakerOf, ways: dict[str, Setting], mesh: DeviceMesh | None
+) -> dict[str, object]:
     return {way: maker(setting, mesh).build() for way, setting in ways.items()}
 
 

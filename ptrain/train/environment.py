@@ -50,6 +50,12 @@ def world_size() -> int:
     return int(text) if text.isdigit() else 1
 
 
+def ranks_of_node() -> int:
+    """Return how many ranks the launcher started on this node; 0 where it does not say."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "") if launched() else ""
+    return int(text) if text.isdigit() else 0
+
+
 def is_first() -> bool:
     """Return whether this process is rank 0, or no rank at all: the one that prints. One that
     cannot know its number says so itself."""

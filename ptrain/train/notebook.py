@@ -65,6 +65,7 @@ class Run:
             account.checks,
             torch=self.record["versions"]["torch"],
             wire=account.wire,
+            step_seconds=account.step_seconds,
         )
 
 

@@ -244,13 +244,12 @@ def _conclude(
     journal: Journal,
 ) -> int:
     """Compare, write summary.json, say the last lines; the exit code, equal on all ranks."""
-    measured = None
+    measured, seconds = None, journal.step_seconds()
     if estimate is not None:
         measured = join_estimates(gather_estimates(session.world, estimate))
     checks = compare(derivation.exact, measured) if measured else ()
     if session.world.is_first:
         estimates = [derivation.paper, derivation.exact, *([measured] if measured else [])]
-        seconds = journal.step_seconds()
         result = record(
             session.spec.name,
             estimates,
@@ -264,9 +263,10 @@ def _conclude(
             say(json.dumps(result))
     session.exchange.barrier()  # no rank ends with a failed verdict before the summary says so
     if measured:
-        LOG.info(
-            summary(derivation.exact, measured, checks, torch=torch.__version__) + _end(session)
+        text = summary(
+            derivation.exact, measured, checks, torch=torch.__version__, step_seconds=seconds
         )
+        LOG.info(text + _end(session))
     else:
         LOG.info("no verdict: a steady step is the third of a run" + _end(session))
     if outcome.interrupt:

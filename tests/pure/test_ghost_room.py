@@ -13,6 +13,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 
 OUTER, INNER = Axis.DP_REPLICATE, Axis.DP_SHARD
 DEGREES = {OUTER: 2, INNER: 3}
@@ -27,17 +28,31 @@ class Rows:
     def __init__(self) -> None:
         self.sizes: list[tuple[int, Tier]] = []
         self.calls: list[tuple[object, ...]] = []
+        self.operators: list[tuple[OperatorKind, DType, int]] = []
 
     def allocated(self, size: int, tier: Tier) -> None:
         self.sizes.append((size, tier))
 
     def sent(
-        self, collective: Collective, axes: Sequence[Axis], state: State, payload: int, via: str
+        self,
+        collective: Collective,
+        axes: Sequence[Axis],
+        state: State,
+        payload: int,
+        via: str,
+        *,
+        is_awaited: bool,
     ) -> None:
         self.calls.append((collective, tuple(axes), state, payload, via))
 
     def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
         self.calls.append((source, target, state, size))
+
+    def computed(self, kind: OperatorKind, dtype: DType, size: int) -> None:
+        self.operators.append((kind, dtype, size))
+
+    def updated(self, rule: str, dtype: DType, tier: Tier, numels: Sequence[int]) -> None:
+        raise AssertionError("a room updates nothing")
 
 
 @pytest.fixture
@@ -166,3 +181,22 @@ def test_what_does_not_fit_together_is_no_collective(room):
         room.add(whole, room.new(2, FP32, DEVICE, G))
     with pytest.raises(AssertionError):
         room.window(whole, (2, 4), {0: 1})
+
+
+def test_a_room_tells_what_its_operators_read_and_write():
+    """Zeros are written; a cast and a copy read one and write the other; a sum reads both and
+    writes one of them. What goes to another tier is a copy between tiers and no operator."""
+    rows = Rows()
+    room = GhostRoom(rows, DEGREES, {INNER: 2})
+    zeros = room.zeros(6, FP32, Tier.DEVICE, G)
+    narrow = room.cast(zeros, BF16)
+    room.copy(narrow, room.new(6, BF16, Tier.DEVICE, G))
+    room.add(zeros, narrow)
+    room.move(zeros, Tier.HOST, G)
+    assert rows.operators == [
+        (OperatorKind.POINTWISE, FP32, 24),
+        (OperatorKind.COPY, BF16, 24 + 12),
+        (OperatorKind.COPY, BF16, 12 + 12),
+        (OperatorKind.POINTWISE, FP32, 24 + 12 + 24),
+    ]
+    assert rows.calls == [(Tier.DEVICE, Tier.HOST, G, 24)]

@@ -45,6 +45,7 @@ LAYERS = (
     r"ptrain\.traces(\..*)?",
     r"ptrain\.meters(\..*)?",
     r"ptrain\.train(\..*)?",
+    r"ptrain\.calibration(\..*)?",
     r"ptrain\.simulation(\..*)?",
     r"ptrain\.verification(\..*)?",
     r"ptrain\.charts(\..*)?",

@@ -219,7 +219,7 @@ def test_models_and_clusters_have_the_documented_defaults():
     assert defaults(Cluster) == {
         "preset": None, "name": "cluster", "devices_per_node": 0, "inter_node_bandwidth": 0.0,
         "intra_node_latency": 5e-6, "inter_node_latency": 1e-5, "flops": 0.0, "host_memory": None,
-        "kind": None, "price": None, "sm": None,
+        "kind": None, "price": None, "sm": None, "rates": None,
     }  # fmt: skip
 
 
@@ -363,4 +363,5 @@ def test_a_text_of_a_form_of_its_own_is_told_the_form():
         "loss.target": "package.module:function",
         "step.target": "package.module:function",
         "model.blocks": "names of modules, like encoder.layers.*",
+        "cluster.rates.date": "a date, 2026-11-24",
     }

@@ -9,8 +9,9 @@ are never busy. A pair starts when both its halves can.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from ptrain.axes.pipeline.proof import StepWork
 from ptrain.axes.pipeline.schedule import Action, Pair, Schedule, Step
@@ -41,6 +42,37 @@ class StageCost:
                 assert_never(kind)
 
 
+class Durations(Protocol):
+    """How long each step takes, and what is sent between ranks (`communication`, of each
+    message)."""
+
+    @property
+    def communication(self) -> float: ...
+
+    def covers(self, schedule: Schedule) -> bool:
+        """Return whether they are those of a schedule."""
+        ...
+
+    def of(self, step: Step) -> float:
+        """Return how long a step takes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionCosts:
+    """What each action takes by itself; a pair is one after the other."""
+
+    seconds: Mapping[Action, float]
+    communication: float = 0
+
+    def covers(self, schedule: Schedule) -> bool:
+        actions = (part for order in schedule.orders for step in order for part in step.parts)
+        return all(action in self.seconds for action in actions)
+
+    def of(self, step: Step) -> float:
+        return sum(self.seconds[part] for part in step.parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """`communication` is per micro-batch and boundary between ranks; `hidden` is what a pair takes
@@ -49,6 +81,9 @@ class Costs:
     stages: tuple[StageCost, ...]
     communication: float = 0
     hidden: float = 0
+
+    def covers(self, schedule: Schedule) -> bool:
+        return len(self.stages) == schedule.stages
 
     def of(self, step: Step) -> float:
         seconds = sum(self.stages[part.stage].of(part.kind) for part in step.parts)
@@ -102,17 +137,17 @@ class Simulation:
         return sum(self.idle) / sum(self.busy)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+def simulate(schedule: Schedule, costs: Durations | None = None) -> Simulation:
     """Raises BrokenSchedule with the rank, the action and what is wrong. O(actions)."""
     costs = costs or equal_stages(schedule)
-    assert len(costs.stages) == schedule.stages, "costs of other stages than the schedule's"
+    assert costs.covers(schedule), "costs of other stages than the schedule's"
     return _Simulation(schedule, costs).to_the_end()
 
 
 class _Simulation:
     """How far each rank is, and who waits for what."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Schedule, costs: Durations) -> None:
         self.schedule = schedule
         self.costs = costs
         self.work = StepWork(schedule)

@@ -12,6 +12,10 @@ too, as allocations; what they send is `derivation.tensor`'s.
 
 from __future__ import annotations
 
+from ptrain.costs import Spent
+from ptrain.derivation.tape import Tape
+from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 from ptrain.timeline import Complete
 
 
@@ -23,3 +27,14 @@ def kept(gradient: Complete) -> int:
 def added(gradient: Complete) -> int:
     """Return the bytes that come (negative: go) where one is added to what is kept."""
     return 0 if gradient.cloned else -gradient.size
+
+
+def keeps(tape: Tape, dtype: DType, gradient: Complete) -> None:
+    """A first gradient is kept: copied, unless it is stolen."""
+    if gradient.cloned:
+        tape.computed(OperatorKind.COPY, dtype, 2 * gradient.size, Spent.COMPUTE)
+
+
+def adds(tape: Tape, dtype: DType, gradient: Complete) -> None:
+    """One is added to what is kept: both are read, and the sum is written."""
+    tape.computed(OperatorKind.POINTWISE, dtype, 3 * gradient.size, Spent.COMPUTE)

@@ -10,8 +10,10 @@ from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation.calls import group_over
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.tape import Scene
+from ptrain.rates.pace import UnknownRate
+from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType
-from ptrain.steps.step import LONG_NORM, NORM_ROW
+from ptrain.steps.step import LONG_NORM, NORM_ROW, Plan
 
 
 def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
@@ -62,10 +64,34 @@ def norm(wrapping: Wrapping) -> Iterator[Traffic]:
     whether any gradient overflowed, in fp32; and their copies between tiers."""
     spec, plan = wrapping.wrapped.spec, wrapping.wrapped.plan
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
+    for axis, size in _scalars(plan):
+        yield calls.over(group_over(spec, (axis,)), size)
+    yield from wrapping.scalars()
+
+
+def _scalars(plan: Plan) -> Iterator[tuple[Axis, int]]:
+    """Yield the scalars that are summed: over which axis, and their bytes."""
     if plan.clip is not None:
         scalar = max(4, plan.update.layout.gradients.itemsize)
         for axis in plan.clip.reduced_axes:
-            yield calls.over(group_over(spec, (axis,)), scalar)
+            yield axis, scalar
     for axis in plan.update.scale_axes:
-        yield calls.over(group_over(spec, (axis,)), DType.FP32.itemsize)
-    yield from wrapping.scalars()
+        yield axis, DType.FP32.itemsize
+
+
+def clip(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:
+    """The norm over all wraps of a rank, summed over the ranks, and the gradients scaled. What is
+    not on the device, the host's, takes nobody knows how long."""
+    plan, tape = scene.plan, scene.tape
+    if tape.clock is None:
+        return
+    for axis, size in _scalars(plan):
+        tape.sent(Collective.ALL_REDUCE, (axis,), State.GRADIENTS, size, "")
+    if plan.clip is None:
+        return
+    numels: list[int] = []
+    for groups in clipped:
+        if groups is None and not plan.wrap.keeps_gradients_on_device and tape.clock.pace.overlaps:
+            raise UnknownRate("the norm is the host's, whose pace no cluster's rates tell")
+        numels += chain.from_iterable(groups or ())
+    tape.clock.clip(plan.update.layout, numels)

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 
 from ptrain.axes.data.costs import bucket_caps, bucket_sizes
 from ptrain.costs import Collective, Phase, State, Traffic
+from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.one_device import Local
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped
 from ptrain.derivation.tape import Account, Scene
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import Replicate
 from ptrain.timeline import Complete
 
@@ -73,6 +75,7 @@ class Replicated(Local):
         self.root = len(scene.facts.units) - 1
         self.due: list[int] = []  # bytes of buckets that are to be reduced
         self.arrived = 0  # bytes of gradients that none of them has
+        self.reducing: list[Arrival] = []
 
     def rebuild_buckets(self) -> None:
         """A run's first backward pass is over: the indices of all tensors and how many there are,
@@ -84,7 +87,7 @@ class Replicated(Local):
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         super().begin(is_first=is_first, is_last=is_last)
-        if is_last and self.tape.account is not None:
+        if is_last and (self.tape.account is not None or self.tape.clock is not None):
             self.due = self.replicas.buckets()
         self.arrived = 0
 
@@ -92,6 +95,11 @@ class Replicated(Local):
         """A full bucket is reduced while the gradient that filled it still lives."""
         if gradient.cloned and self.copies:
             self.tape.spike(gradient.size)
+        dtype = self.scene.plan.update.layout.gradients
+        if self.copies:
+            self.tape.computed(OperatorKind.COPY, dtype, 2 * gradient.size)
+        else:
+            autograd.adds(self.tape, dtype, gradient)
         self.arrived += gradient.size
         if self.replicas.step.overlaps:
             while self.due and self.due[0] <= self.arrived:
@@ -99,12 +107,35 @@ class Replicated(Local):
         self.tape.add(autograd.added(gradient))
 
     def after_backward(self, unit: int) -> None:
-        """Reduce what is due still when the root's backward is over, one bucket after the other."""
-        while unit == self.root and self.due:
+        """Reduce what is due still when the root's backward is over, one bucket after the other;
+        then all of them are awaited."""
+        if unit != self.root:
+            return
+        while self.due:
             self._reduce()
+        for arrival in self.reducing:
+            arrival.wait()
+        self.reducing = []
 
     def _reduce(self) -> None:
         """A bucket, in place."""
         size = self.due.pop(0)
         self.arrived -= size
-        self.tape.sent(Collective.ALL_REDUCE, self.axes, State.GRADIENTS, size, "")
+        self.tape.hook(Hook.DDP_BUCKET)
+        arrival = self.tape.sent(
+            Collective.ALL_REDUCE,
+            self.axes,
+            State.GRADIENTS,
+            size,
+            "",
+            is_awaited=not self.replicas.step.overlaps,
+        )
+        if arrival is not None:
+            self.reducing.append(arrival)
+
+    def finish_update(self) -> None:
+        """Buckets that gradients are added to are zeroed for the next step."""
+        if not self.copies:
+            layout = self.scene.plan.update.layout
+            size = self.scene.facts.numel * layout.gradients.itemsize
+            self.tape.computed(OperatorKind.POINTWISE, layout.gradients, size)

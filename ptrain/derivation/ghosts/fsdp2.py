@@ -3,8 +3,13 @@
 torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py` says when, `_fsdp_collectives.py` what.
 A gather is a buffer and then a tensor per parameter. In forward the buffer lives until the next
 unit is gathered; in backward it goes at once, and the next unit's gather starts before this
-unit's backward. A reduction's input lives until the next unit's begins. What torch's versions do
-otherwise is `axes.data.fsdp2`.
+unit's backward. A reduction's input lives until the next unit's begins, which waits for it. What
+torch's versions do otherwise is `axes.data.fsdp2`.
+
+On an accelerator the host is ahead of the device, so that a gather starts when the stream of the
+gathers lets it: in forward that waits for the parameters of the unit before the one that is in use
+to be there (its root's pre-forward: for all that was computed before), in backward for those of the
+unit in use (`wait_for_unshard`). A collective and its buffer's copies take the device's time.
 """
 
 from __future__ import annotations
@@ -17,10 +22,12 @@ from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import kept_ranks, padded_rows
 from ptrain.axes.data.fsdp2 import habits
 from ptrain.costs import Collective, State
+from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes
 from ptrain.derivation.tape import Scene
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import FullyShard
 from ptrain.timeline import Complete, Kind, Mark, boundaries
 
@@ -50,6 +57,10 @@ class Gathers:
         self.is_pending = [False for _ in units]
         self.between = [0 for _ in units]
         self.buffer = 0  # of the last gather in forward
+        self.arrivals: list[Arrival | None] = [None for _ in units]
+        self.since: float | None = None  # when the stream of the gathers lets the next one start
+        self.there: float | None = None  # when the last one's parameters were
+        self.root, self.dtype = len(padded) - 1, layout.parameters
         self.forward, self.backward = self._ahead(scene)
 
     def _ahead(self, scene: Scene) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
@@ -65,11 +76,14 @@ class Gathers:
 
     def enter(self, unit: int) -> None:
         """A unit's forward begins."""
+        if unit == self.root:
+            self.since = self.there = self._now()
         if not self.whole[unit]:
             return
         self._start(unit)
         if self.is_pending[unit]:
             self._receive(unit)
+            self.since, self.there = self.there, self._now()
         for other in self.forward[unit]:
             self._start(other)
 
@@ -104,6 +118,7 @@ class Gathers:
         if self.is_pending[unit]:
             self._copy_out(unit)
             self.tape.add(-self.whole[unit])
+            self.since = self.there = self._now()
         for other in self.backward[unit]:
             self._start(other)
 
@@ -121,10 +136,28 @@ class Gathers:
         copied = (between or self.shard[unit]) if self.casts else 0
         ranks, axes = self.kept_ranks if between else self.ranks, self.step.shard_axes
         self.tape.add(copied + whole)
-        self.tape.sent(Collective.ALL_GATHER, axes, State.PARAMETERS, whole, "", ranks=ranks)
+        self.tape.hook(Hook.FSDP2_GATHER)
+        self.tape.computed_beside(OperatorKind.COPY, self.dtype, 2 * (between or self.shard[unit]))
+        self.arrivals[unit] = self.tape.sent(
+            Collective.ALL_GATHER,
+            axes,
+            State.PARAMETERS,
+            whole,
+            "",
+            ranks=ranks,
+            is_awaited=False,
+            since=self.since if self.step.overlaps else None,
+        )
         self.tape.add(-copied)
 
+    def _now(self) -> float | None:
+        return self.tape.clock.now if self.tape.clock is not None else None
+
     def _copy_out(self, unit: int) -> None:
+        arrival, self.arrivals[unit] = self.arrivals[unit], None
+        if arrival is not None:
+            arrival.wait()
+        self.tape.computed(OperatorKind.COPY, self.dtype, 2 * self.whole[unit])
         self.tape.add(self.whole[unit])
         self.tape.add(-self.between[unit])
         self.between[unit] = 0
@@ -173,6 +206,8 @@ class FullySharded(InPlaceUpdate):
         self.accumulates = [False] * num_units  # autograd adds to gradients of before
         self.added = [0] * num_units  # the sum in another dtype than autograd's
         self.reduce_input = 0
+        self.reducing: Arrival | None = None
+        self.all_reducing: Arrival | None = None
         self.all_reduced = [0] * num_units
         self.reduces = self.is_last = True
         self.is_pipelined = scene.plan.pipeline is not None
@@ -225,6 +260,7 @@ class FullySharded(InPlaceUpdate):
         unit = self.unit_of[gradient.parameter]
         if self.accumulates[unit]:
             self.tape.add(autograd.added(gradient))
+            autograd.adds(self.tape, self.scene.plan.update.layout.parameters, gradient)
             return
         if self.habits.casts_on_arrival and self.casts_before and not self.reduces:
             size = gradient.size // self.e_parameters * self.e_reduced
@@ -245,6 +281,7 @@ class FullySharded(InPlaceUpdate):
         if self.reduces and self.reduced[unit]:
             self.tape.add(-self.reduce_input)
             self.reduce_input = 0
+            self._wait_for_reduction()
             if self.fresh[unit] or self.added[unit]:
                 self._reduce(unit)
         elif self.casts_before and not self.habits.casts_on_arrival:
@@ -255,6 +292,16 @@ class FullySharded(InPlaceUpdate):
         if not self.ends_left and self.is_over:
             self.tape.add(-self.lingering())
             self.reduce_input, self.all_reduced = 0, [0] * len(self.reduced)
+            self._wait_for_reduction()
+            if self.all_reducing is not None:
+                self.all_reducing.wait()
+                self.all_reducing = None
+
+    def _wait_for_reduction(self) -> None:
+        """The one that was issued last."""
+        if self.reducing is not None:
+            self.reducing.wait()
+            self.reducing = None
 
     def _drop_fresh(self, unit: int) -> None:
         self.tape.add(-sum(self.fresh[unit].values()))
@@ -296,11 +343,28 @@ class FullySharded(InPlaceUpdate):
         step = self.step
         is_native = step.reduce_scatter is ReduceScatterVia.NATIVE
         received, via = (0, "") if is_native else (whole, step.reduce_scatter.value)
+        self.tape.hook(Hook.FSDP2_REDUCE)
+        self.tape.computed(OperatorKind.COPY, self.scene.plan.update.layout.reduced, 2 * whole)
         self.tape.add(received)
-        self.tape.sent(Collective.REDUCE_SCATTER, step.shard_axes, State.GRADIENTS, whole, via)
+        self.reducing = self.tape.sent(
+            Collective.REDUCE_SCATTER,
+            step.shard_axes,
+            State.GRADIENTS,
+            whole,
+            via,
+            is_awaited=not step.overlaps,
+        )
         self.tape.add(-received)
         if step.replicate_axes:
-            self.tape.sent(Collective.ALL_REDUCE, step.replicate_axes, State.GRADIENTS, shard, "")
+            self.all_reducing = self.tape.sent(
+                Collective.ALL_REDUCE,
+                step.replicate_axes,
+                State.GRADIENTS,
+                shard,
+                "",
+                is_awaited=not step.overlaps,
+                since=self.reducing.at if self.reducing is not None else None,
+            )
 
     def _accumulate(self, unit: int) -> None:
         """A reduced shard becomes G, or is added to it. What replicas all-reduced lives until

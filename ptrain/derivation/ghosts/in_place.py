@@ -183,6 +183,9 @@ class InPlaceUpdate:
     def update(self, shard: int) -> None:
         for rise in self.wrapping.rises(shard):
             self.tape.spike(rise)
+        if self.tape.clock is not None:
+            update = self.scene.plan.update
+            self.tape.clock.update(update.optimizer, update.layout, self.wrapping.numels(shard))
 
     def finish_update(self) -> None:
         """Nothing is on its way."""

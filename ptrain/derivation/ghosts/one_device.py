@@ -56,8 +56,13 @@ class Local(InPlaceUpdate):
         """Nothing is reduced."""
 
     def complete(self, gradient: Complete) -> None:
-        accumulate = autograd.kept if self.is_first else autograd.added
-        self.tape.add(accumulate(gradient))
+        dtype = self.scene.plan.update.layout.gradients
+        if self.is_first:
+            self.tape.add(autograd.kept(gradient))
+            autograd.keeps(self.tape, dtype, gradient)
+        else:
+            self.tape.add(autograd.added(gradient))
+            autograd.adds(self.tape, dtype, gradient)
 
     def gathered(self) -> int:
         return 0

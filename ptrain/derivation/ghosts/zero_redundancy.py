@@ -84,8 +84,20 @@ class SpreadReplicated(Replicated):
         return bool(self.spread_update.owned[shard])
 
     def update(self, shard: int) -> None:
-        """The optimizer works on the parameters themselves: nothing is cast."""
+        """The optimizer works on the parameters themselves: nothing is cast. All broadcasts are
+        issued before the first of them is awaited, and that of the owner with most comes last."""
         for tensor in self.spread_update.owned[shard][:1]:
             self.tape.spike(self.spread_update.played((tensor.shape,), [False]).rise)
-        for size in self.spread_update.parameter_buckets():
-            self.tape.sent(Collective.BROADCAST, self.axes, State.PARAMETERS, size, "")
+        update = self.scene.plan.update
+        if self.tape.clock is not None:
+            numels = [[tensor.numel for tensor in owned] for owned in self.spread_update.owned]
+            self.tape.clock.update(update.optimizer, update.layout, max(numels, key=sum))
+        arrivals = [
+            self.tape.sent(
+                Collective.BROADCAST, self.axes, State.PARAMETERS, size, "", is_awaited=False
+            )
+            for size in self.spread_update.parameter_buckets()
+        ]
+        for arrival in arrivals:
+            if arrival is not None:
+                arrival.wait()

@@ -1,0 +1,289 @@
+"""Writes specs/rates: the H100's from the page that measured one, those of other GPUs from it.
+
+`python benchmarks/cluster_rates.py` writes h100, h200, a100 and b200; `--check` exits 1 if a file
+is not what it would be now. No figure of a training is in any of them.
+
+An H100's seconds stand as they were measured. Another GPU's are a derivation: each operator takes
+longer than its roofline (published peaks of arithmetic and memory) by as much as it does on the
+H100; what a dispatch alone takes, it takes there too. Norms are the mean of a layer norm and an
+RMS norm; a cast from bf16 is the copy of fp32; updates in bf16 and by SGD are AdamW's of as many
+bytes. Links: 370 of the 450 GB/s of NVLink 4 reach a collective, and all of a network card's; the
+latencies are those by which NCCL chooses its algorithms (src/graph/tuning.cc: LL128 in a ring).
+
+Claim: of each shape of a product the others give its seconds to within 15 % in the median
+(`--leave-out` lists them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from _machine import ROOT
+
+from ptrain.facts.operators import Operator
+from ptrain.rates.measured import MeasuredPace
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.leaf import Leaf
+from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind, Rates
+from ptrain.spec.section import keys
+from ptrain.spec.write import to_yaml
+
+PAGE = ROOT / "benchmarks" / "results" / "gpu_rates_hbm3_2026-11-24.md"
+FOLDER = ROOT / "specs" / "rates"
+MIB = 2**20
+DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+LINKS = [["within", 14.0e-6, 1.9e-6, 0.82], ["between", 14.0e-6, 4.0e-6, 1.0]]
+TABLES = ("products", "attention", "operators", "updates", "copies")
+DISPATCH = 1.5  # what takes less than so many dispatches is not bound by the device
+BOUND = 0.15
+# Kinds of what the page names, and how many times its size they read and write.
+MOVED = {
+    "copy": ("copy", "bf16", 2),
+    "cast to fp32": ("copy", "fp32", 3),
+    "add": ("pointwise", "bf16", 3),
+    "gelu": ("activation", "bf16", 2),
+    "layer_norm": ("norm", "bf16", 2),
+    "rms_norm": ("norm", "bf16", 2),
+}
+COPIED = {"to host": "device_to_host", "from host": "host_to_device"}
+# Bytes of an element that an update reads and writes: parameter, gradient, moments.
+UPDATED = {("adamw", "fp32"): 28, ("adamw", "bf16"): 14, ("sgd", "fp32"): 20, ("sgd", "bf16"): 10}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """Published peaks: operations per second by dtype, bytes per second of its memory and of the
+    bus to its host."""
+
+    title: str
+    source: str
+    flops: dict[str, float]
+    memory: float
+    host: float
+
+
+H100 = Gpu(
+    title="One H100 SXM, measured.",
+    source="NVIDIA H100 datasheet: SXM",
+    flops={"bf16": 989e12, "fp32": 67e12},
+    memory=3.35e12,
+    host=64e9,
+)
+OTHERS = {
+    "h200": Gpu(
+        title="One H200 SXM, derived from the H100.",
+        source="NVIDIA H200 datasheet: SXM",
+        flops=H100.flops,
+        memory=4.8e12,
+        host=64e9,
+    ),
+    "a100": Gpu(
+        title="One A100 SXM of 80 GB, derived from the H100.",
+        source="NVIDIA A100 datasheet: 80GB SXM",
+        flops={"bf16": 312e12, "fp32": 19.5e12},
+        memory=2.039e12,
+        host=32e9,
+    ),
+    "b200": Gpu(
+        title="One B200, derived from the H100.",
+        source="NVIDIA HGX platform: B200",
+        flops={"bf16": 2250e12, "fp32": 75e12},
+        memory=8.0e12,
+        host=64e9,
+    ),
+}
+
+Rows = list[list[Any]]
+Tables = dict[str, Rows]
+
+
+def read(page: str) -> Tables:
+    """The page's rows as tables of rates."""
+    tables: Tables = {
+        key: [] for key in ("products", "attention", "operators", "updates", "copies")
+    }
+    norms: dict[int, list[float]] = {}
+    for name, seconds in re.findall(r"^\| (.+?) \| (\d\.\d+e[-+]\d+) \|", page, re.MULTILINE):
+        key, row = _row(name)
+        if key == "norms":
+            norms.setdefault(row[-1], []).append(float(seconds))
+        elif key:
+            tables[key].append([*row, float(seconds)])
+    tables["operators"] += [
+        ["norm", "bf16", size, _rounded(statistics.mean(taken))] for size, taken in norms.items()
+    ]
+    tables["updates"] = list(_updates(tables["updates"]))
+    return tables
+
+
+def _row(name: str) -> tuple[str, list[Any]]:
+    """The table that a row of the page belongs to, and what was measured; none of others."""
+    if match := re.fullmatch(r"(\d+) × (\d+) × (\d+) (\w+)", name):
+        rows, inner, columns, dtype = match.groups()
+        return "products", [DTYPES[dtype], 1, int(rows), int(inner), int(columns)]
+    if match := re.fullmatch(r"\((\d+), (\d+), (\d+), (\d+)\) (\w+) (forward|backward)", name):
+        samples, heads, sequence, features = map(int, match.groups()[:4])
+        kind = "attention" if match[6] == "forward" else "attention_backward"
+        return "attention", [
+            kind, DTYPES[match[5]], samples, heads, sequence, sequence, features
+        ]  # fmt: skip
+    if match := re.fullmatch(r"(.+) ([\d.]+) MiB", name):
+        size = round(float(match[2]) * MIB)
+        if match[1] in COPIED:
+            return "copies", [COPIED[match[1]], size]
+        kind, dtype, times = MOVED[match[1]]
+        return "norms" if kind == "norm" else "operators", [kind, dtype, times * size]
+    if match := re.fullmatch(r"AdamW fused (\d+) M fp32", name):
+        return "updates", ["adamw", "fp32", int(match[1]) * 10**6, 1]
+    return "", []
+
+
+def _updates(rows: Rows) -> Iterator[list[Any]]:
+    for (rule, dtype), size in UPDATED.items():
+        for _, _, elements, tensors, seconds in rows:
+            yield [rule, dtype, elements * UPDATED["adamw", "fp32"] // size, tensors, seconds]
+
+
+def derived(measured: Tables, gpu: Gpu) -> Tables:
+    """Another GPU's seconds, from those of the H100."""
+    tables: Tables = {}
+    for key, rows in measured.items():
+        least: dict[object, float] = {}
+        for row in rows:
+            least[row[0]] = min(row[-1], least.get(row[0], math.inf))
+        tables[key] = [
+            [*row[:-1], _rounded(_elsewhere(row[-1], least[row[0]], _work(key, row), gpu))]
+            for row in rows
+        ]
+    return tables
+
+
+def _elsewhere(seconds: float, least: float, work: tuple[str, float, float], gpu: Gpu) -> float:
+    """Seconds on another GPU. `work`: the dtype, its operations, and its bytes of memory."""
+    here, there = (_roofline(work, known) for known in (H100, gpu))
+    if seconds < DISPATCH * least:
+        return max(seconds, there)
+    return max(least, seconds * there / here)
+
+
+def _roofline(work: tuple[str, float, float], gpu: Gpu) -> float:
+    dtype, flops, size = work
+    if dtype == "host":
+        return size / gpu.host
+    return max(flops / gpu.flops[dtype], size / gpu.memory)
+
+
+def _work(key: str, row: list[Any]) -> tuple[str, float, float]:
+    match key:
+        case "products":
+            dtype, matrices, rows, inner, columns, _ = row
+            size = DType(dtype).itemsize * (rows * inner + inner * columns + rows * columns)
+            return dtype, 2.0 * matrices * rows * inner * columns, matrices * size
+        case "attention":
+            _, dtype, *shape, _ = row
+            return dtype, math.prod(shape), 0.0  # to a constant, which both have
+        case "updates":
+            rule, dtype, elements, *_ = row
+            return dtype, 0.0, elements * UPDATED[rule, dtype]
+        case "copies":
+            return "host", 0.0, row[1]
+        case _:
+            return row[1], 0.0, row[2]
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
+def text(name: str, page: str) -> str:
+    """The file of one GPU."""
+    measured = read(page)
+    source = f"benchmarks/results/{PAGE.name}, by benchmarks/cluster_rates.py"
+    gpu, head = H100, {"source": source, **_head(page)}
+    if name != "h100":
+        gpu = OTHERS[name]
+        peaks = f"{gpu.flops['bf16'] / 1e12:g} TFLOP/s bf16, {gpu.memory / 1e12:g} TB/s"
+        said = (
+            f"derived: published peaks ({gpu.source}, {peaks}) x the H100's efficiency in {source}"
+        )
+        head, measured = {"source": said}, derived(measured, gpu)
+    links = "links: NCCL src/graph/tuning.cc, and 370 of NVLink 4's 450 GB/s"
+    head["source"] += f"; {links}"
+    return f"# {gpu.title}\n" + to_yaml({**head, **measured, "links": LINKS})
+
+
+def _head(page: str) -> dict[str, str]:
+    cells = dict(re.findall(r"^\| ([\w ]+) \| (.+) \|$", page, re.MULTILINE))
+    torch = re.search(r"torch ([\d.]+)", cells["packages"])
+    assert torch, "the page names torch's version"
+    return {
+        "date": cells["date"][:10],
+        "machine": f"{cells['accelerator'].partition(',')[0]}, {cells['machine']}",
+        "torch": torch[1],
+    }
+
+
+def errors(page: str) -> Iterator[tuple[str, float]]:
+    """Yield of each shape of a product what the others give over what was measured."""
+    tables = read(page)
+    for dtype in DTYPES.values():
+        rows = [row for row in tables["products"] if row[0] == dtype]
+        for left in rows:
+            rest = [row for row in tables["products"] if row is not left]
+            pace = _pace({**tables, "products": rest})
+            operator = Operator(OperatorKind.PRODUCT, DType(dtype), tuple(left[1:-1]))
+            name = " × ".join(map(str, left[2:-1]))
+            yield f"{name} {dtype}", pace.operator_seconds(operator) / left[-1]
+
+
+def _pace(tables: Tables) -> MeasuredPace:
+    rows: dict[str, Any] = {}
+    for key, table in tables.items():
+        leaf = keys(Rates)[key][1]
+        assert isinstance(leaf, Leaf), "a table"
+        rows[key] = leaf.take(table)
+    cluster = Cluster(kind="cuda", devices=1, device_memory=1, intra_node_bandwidth=1.0)
+    return MeasuredPace(cluster, Rates(**rows), 1)
+
+
+def leave_out(page: str) -> int:
+    """Print what each shape is given by the others; 1 where the claim fails."""
+    ratios = dict(errors(page))
+    for name, ratio in ratios.items():
+        print(f"{ratio:6.3f}  {name}")
+    median = statistics.median(abs(ratio - 1) for ratio in ratios.values())
+    verdict = "holds" if median <= BOUND else "fails"
+    print(f"{len(ratios)} shapes, median error {median:.1%}: {verdict}")
+    return int(median > BOUND)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit 1 if a file is out of date")
+    parser.add_argument("--leave-out", action="store_true", help="errors of what lies between")
+    args = parser.parse_args()
+    page = PAGE.read_text(encoding="utf-8")
+    if args.leave_out:
+        return leave_out(page)
+    stale = 0
+    for name in ("h100", *OTHERS):
+        path, new = FOLDER / f"{name}.yaml", text(name, page)
+        is_stale = not path.exists() or path.read_text(encoding="utf-8") != new
+        stale += is_stale
+        if not args.check:
+            path.write_text(new, encoding="utf-8")
+        print(f"{path.relative_to(ROOT)}: {'out of date' if args.check else 'written anew'}"
+              if is_stale else f"{path.relative_to(ROOT)}: up to date")  # fmt: skip
+    return int(args.check and stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

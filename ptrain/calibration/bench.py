@@ -1,0 +1,103 @@
+"""A stopwatch for ranks that compute at once: each measurement begins together and is repeated."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ptrain.rooms.world import World
+
+Work = Callable[[], object]
+
+_ROUNDS, _FEWEST = 7, 3
+_SECONDS = 0.004  # of a round
+# Of ranks that share cores a round must see many time slices of the scheduler, not a part of one.
+_SHARED_SECONDS = 0.03
+_LONG = 0.3  # seconds of all rounds, beyond which there are only the fewest
+_MOST_CALLS = 2000
+
+
+class Bench:
+    """The measurements of one rank; every rank makes the same ones in the same order. `spreads` are
+    those of each: the middle half of its rounds over their median."""
+
+    def __init__(self, world: World, *, is_shared: bool, deadline: float) -> None:
+        self.world, self.deadline = world, deadline
+        self.round_seconds = _SHARED_SECONDS if is_shared else _SECONDS
+        self.spreads: list[float] = []
+        self._began = time.monotonic()
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time for what can be left out is over: rank 0's clock decides."""
+        return bool(self.agreed(time.monotonic() - self._began > self.deadline))
+
+    def seconds(self, work: Work, *, parts: int = 1) -> float:
+        """Return the median seconds of one of the `parts` that `work` has, all of them alike."""
+        work()
+        estimate = self._timed(work, 1)
+        calls = round(min(max(1, self.round_seconds / max(estimate, 1e-9)), _MOST_CALLS))
+        is_long = calls * estimate * _ROUNDS > _LONG and calls == 1
+        number = int(self.agreed(-calls if is_long else calls))
+        rounds = _FEWEST if number < 0 else _ROUNDS
+        samples = [self._timed(work, abs(number)) for _ in range(rounds)]
+        return self.noted(samples) / parts
+
+    def noted(self, samples: list[float]) -> float:
+        """Return the median of the rounds, and keep their spread."""
+        median = statistics.median(samples)
+        low, _, high = statistics.quantiles(samples, n=4)
+        self.spreads.append((high - low) / median if median else 0.0)
+        return median
+
+    def together(self) -> None:
+        """Begin when all ranks do, with nothing left to do."""
+        self.settle()
+        if self.world.size > 1:
+            dist.barrier()
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def agreed(self, value: float) -> float:
+        """Return rank 0's value."""
+        if self.world.size == 1:
+            return value
+        held = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.broadcast(held, src=0)
+        return float(held)
+
+    def _timed(self, work: Work, calls: int) -> float:
+        self.together()
+        began = time.perf_counter()
+        for _ in range(calls):
+            work()
+        self.settle()
+        return (time.perf_counter() - began) / calls
+
+
+class Sheet:
+    """What a rank measured: seconds by table and by what was measured."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, dict[tuple[Any, ...], float]] = {}
+
+    def note(self, table: str, *key: Any, seconds: float) -> None:
+        """Write a measurement down. No time is nothing: a difference may come out as that."""
+        plain = tuple(str(cell) if isinstance(cell, str) else cell for cell in key)
+        self.tables.setdefault(table, {})[plain] = max(seconds, 1e-9)
+
+    def get(self, table: str, *key: Any) -> float:
+        """Return what was measured before."""
+        return self.tables[table][tuple(str(c) if isinstance(c, str) else c for c in key)]

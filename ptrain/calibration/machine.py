@@ -1,0 +1,86 @@
+"""The machine that is measured: what is known of it, and whether somebody else is using it.
+Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ptrain.train import environment
+from ptrain.train.folder import write_json
+
+_LOOK = 0.5  # seconds
+_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What `ranks` ranks of a node measured at once, on so many nodes: rows of each table, without
+    a figure for others. `spread` is the median of all measurements'."""
+
+    ranks: int
+    nodes: int
+    kind: str
+    spread: float
+    tables: dict[str, list[list[Any]]]
+    device_memory: int | None = None
+    sm: int | None = None
+    name: str = ""
+
+
+def write_part(path: Path, part: Part) -> None:
+    write_json(path, asdict(part))
+
+
+def read_part(path: Path) -> Part:
+    return Part(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def busy_cores() -> float:
+    """Return how many of the cores are busy now; by the load of the last minute where the system
+    does not say it."""
+    if not _STAT.exists():
+        return os.getloadavg()[0]
+    before = _ticks()
+    time.sleep(_LOOK)
+    busy, idle = (after - first for after, first in zip(_ticks(), before, strict=True))
+    return environment.cores() * busy / max(1, busy + idle)
+
+
+def _ticks() -> tuple[int, int]:
+    """Of all cores together, busy and idle, waiting for a disk included."""
+    first = _STAT.read_text(encoding="ascii").splitlines()[0].split()[1:9]
+    numbers = list(map(int, first))
+    idle = numbers[3] + numbers[4]
+    return sum(numbers) - idle, idle
+
+
+def gpus() -> int:
+    """Return how many GPUs the driver knows here."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def memory() -> int:
+    """Physical memory in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def machine_name(part: Part) -> str:
+    """Return what a reader should know of it: devices, processor and cores."""
+    processor = f"{_processor()}, {environment.cores()} cores"
+    return f"{part.name}, {processor}" if part.name else processor
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

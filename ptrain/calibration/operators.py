@@ -1,0 +1,112 @@
+"""Products, attention and operators that memory bounds, as a training calls them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ptrain.calibration.bench import Bench, Sheet, Work
+from ptrain.calibration.extent import AttentionShape, Extent, ProductShape
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
+
+_ROW = 256  # elements of a row that is normed, or looked up by its number
+
+
+def products(bench: Bench, sheet: Sheet, extent: Extent) -> None:
+    """Each shape by all three layouts of a step: forward, and the gradients of input and weight.
+    The largest are left out when the time is over."""
+    for dtype in extent.flops:
+        for shape in extent.products(dtype):
+            if bench.is_late:
+                return
+            taken = bench.seconds(_product(shape, dtype, bench.device), parts=3)
+            sheet.note("products", dtype, *shape, seconds=taken)
+
+
+def _product(shape: ProductShape, dtype: DType, device: torch.device) -> Work:
+    matrices, rows, inner, columns = shape
+    batch = (matrices,) if matrices > 1 else ()
+
+    def factor(*sides: int) -> torch.Tensor:
+        return torch.randn(*batch, *sides, dtype=TORCH_DTYPES[dtype], device=device)
+
+    left, right = factor(rows, inner), factor(inner, columns)
+    turned_left, turned_right = factor(inner, rows).mT, factor(columns, inner).mT
+    pairs = ((left, turned_right), (left, right), (turned_left, right))
+
+    def work() -> None:
+        for first, second in pairs:
+            torch.matmul(first, second)
+
+    return work
+
+
+def attention(bench: Bench, sheet: Sheet, extent: Extent) -> None:
+    for dtype in extent.flops:
+        for shape in extent.attention:
+            _attention(bench, sheet, shape, dtype)
+
+
+def _attention(bench: Bench, sheet: Sheet, shape: AttentionShape, dtype: DType) -> None:
+    samples, heads, tokens, features = shape
+    query, key, value = parts = [
+        torch.randn(shape, dtype=TORCH_DTYPES[dtype], device=bench.device, requires_grad=True)
+        for _ in range(3)
+    ]
+
+    def forward() -> torch.Tensor:
+        attended: torch.Tensor = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended
+
+    output = forward()
+    gradient = torch.randn_like(output)
+
+    def backward() -> object:
+        return torch.autograd.grad(output, parts, gradient, retain_graph=True)
+
+    for kind, work in (
+        (OperatorKind.ATTENTION, forward),
+        (OperatorKind.ATTENTION_BACKWARD, backward),
+    ):
+        measured = (kind, dtype, samples, heads, tokens, tokens, features)
+        sheet.note("attention", *measured, seconds=bench.seconds(work))
+
+
+def memory_bound(bench: Bench, sheet: Sheet, extent: Extent) -> None:
+    """Each kind by the bytes that it reads and writes."""
+    for dtype in extent.flops:
+        for size in extent.sizes:
+            for kind, times, works in _works(size, TORCH_DTYPES[dtype], bench.device):
+
+                def work(works: tuple[Work, ...] = works) -> None:
+                    for operator in works:
+                        operator()
+
+                taken = bench.seconds(work, parts=len(works))
+                sheet.note("operators", kind, dtype, times * size, seconds=taken)
+
+
+Moved = tuple[OperatorKind, int, tuple[Work, ...]]
+
+
+def _works(size: int, dtype: torch.dtype, device: torch.device) -> list[Moved]:
+    """Operators on tensors of `size` bytes, by kind: each of one kind reads and writes so many
+    times as many. What autograd notes of them in a forward pass is in their time."""
+    width = min(_ROW, size // dtype.itemsize)
+    x = torch.randn(size // dtype.itemsize // width, width, dtype=dtype, device=device)
+    other, scale = torch.randn_like(x), torch.ones(width, dtype=dtype, device=device)
+    x.requires_grad_()
+    numbers = torch.randint(len(x), (len(x),), device=device)
+    turned = x.detach().view(2, -1, width // 2).transpose(0, 1)
+
+    return [
+        (OperatorKind.POINTWISE, 3, (lambda: x + other, lambda: x * other)),
+        (OperatorKind.ACTIVATION, 2, (lambda: F.gelu(x), lambda: F.silu(x))),
+        (OperatorKind.NORM, 2, (lambda: F.layer_norm(x, (width,), scale, scale),)),
+        (OperatorKind.SOFTMAX, 2, (lambda: F.softmax(x, -1), lambda: F.log_softmax(x, -1))),
+        (OperatorKind.COPY, 2, (x.clone, turned.contiguous)),
+        (OperatorKind.INDEX, 2, (lambda: F.embedding(numbers, x),)),
+        (OperatorKind.DRAW, 1, (lambda: torch.empty_like(other).bernoulli_(0.9),)),
+    ]

@@ -1,0 +1,72 @@
+"""The update that a training runs, on tensors of its own, and the clip of their gradients' norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ptrain.axes.data.run.wrapped import ParameterWrap
+from ptrain.calibration.bench import Bench, Sheet, Work
+from ptrain.calibration.extent import Extent
+from ptrain.interpreter.clip import global_norm, scale_down
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.units import ROOT
+from ptrain.optimizers.torch import TorchRules
+from ptrain.optimizers.update import TargetsUpdate
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.torch import TorchRoom
+from ptrain.rooms.world import World
+from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.precision import LAYOUTS, Layout
+from ptrain.spec.rates import CLIP
+from ptrain.steps.step import Clip, CreateMesh
+
+_RULES = ("adamw", "sgd")
+
+
+def updates(bench: Bench, sheet: Sheet, extent: Extent) -> None:
+    """Of layouts that keep every state in one dtype: what others cast beside it are copies."""
+    for layout in _plain(extent):
+        for elements, tensors in extent.updates:
+            for name, work in _works(layout, elements, tensors, bench.device):
+                key = (name, layout.updated, elements, tensors)
+                sheet.note("updates", *key, seconds=bench.seconds(work))
+
+
+def _plain(extent: Extent) -> Iterator[Layout]:
+    for layout in LAYOUTS.values():
+        is_one = layout.parameters is layout.gradients is layout.moments and not layout.master
+        if is_one and layout.parameters in extent.flops:
+            yield layout
+
+
+def _works(
+    layout: Layout, elements: int, tensors: int, device: torch.device
+) -> Iterator[tuple[str, Work]]:
+    dtype, own = TORCH_DTYPES[layout.updated], elements // tensors
+    mesh = Mesh(CreateMesh(axes=(), degrees=()), World(device=device))
+    for rule in _RULES:
+        model = nn.ParameterList(
+            torch.randn(own, dtype=dtype, device=device) for _ in range(tensors)
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        wrapped = ParameterWrap(model, ((ROOT,),))
+        update = TargetsUpdate(
+            wrapped.targets(),
+            OptimizerSpec(name=rule),
+            layout,
+            TorchRoom(mesh, mesh.registry),
+            TorchRules(),
+        )
+        yield rule, lambda update=update: update.step(1e-9)  # type: ignore[misc]
+    step = Clip(max_norm=1.0, axes=())
+    gradients = [torch.randn(own, dtype=dtype, device=device) for _ in range(tensors)]
+
+    def clip() -> None:
+        with torch.no_grad():
+            scale_down(gradients, global_norm(gradients, step, mesh), step)
+
+    yield CLIP, clip

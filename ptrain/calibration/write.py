@@ -1,0 +1,177 @@
+"""From what ranks measured to a cluster's file, and to a table. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ptrain.calibration.machine import Part, machine_name, memory
+from ptrain.calibration.options import CalibrationOptions
+from ptrain.costs import Collective
+from ptrain.errors import refused
+from ptrain.installed import versions
+from ptrain.rates.links import bus_factor
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.leaf import Leaf
+from ptrain.spec.load import load
+from ptrain.spec.rates import Rates
+from ptrain.spec.section import keys
+from ptrain.spec.text import read
+from ptrain.spec.write import section, to_yaml
+from ptrain.train.folder import write_text
+
+SOURCE = "ptrain calibrate"
+MOST_SPREAD = 0.25
+_DIGITS = 4
+
+
+def require_writable(options: CalibrationOptions) -> None:
+    """Raises SpecError where the file cannot be written, or is one that no calibration wrote."""
+    out = options.out
+    if not out.parent.is_dir():
+        raise refused("--out", f"{out}: there is no folder {out.parent}", "make it first")
+    if out.is_dir():
+        raise refused("--out", f"{out} is a folder", "name a file in it")
+    if options.force or not out.exists():
+        return
+    source = read(out).at(("rates", "source"))
+    if not str(source).startswith(SOURCE):
+        finding = f"{out} is there, and no calibration wrote it"
+        raise refused("--out", finding, "choose another file, or --force")
+
+
+def base_of(options: CalibrationOptions) -> Cluster | None:
+    """Return the cluster whose fields are kept; None where none is named. Raises SpecError with all
+    that is wrong with its file."""
+    if options.cluster is None:
+        return None
+    mapping: dict[str, object] = {
+        "model": {"preset": "llama-tiny"},
+        "mesh": {},
+        "batch": {"micro": 1, "sequence": 8},
+        "cluster": {"preset": options.cluster},
+    }
+    return load(mapping).spec.cluster
+
+
+def conclude(parts: Sequence[Part], options: CalibrationOptions) -> int:
+    """Print the rates, and write them unless the measurements were too far apart."""
+    cluster = cluster_of(parts, options)
+    assert cluster.rates is not None, "they were measured"
+    if options.json:
+        print(json.dumps(section(cluster)["rates"]))
+    else:
+        print(*_table(parts, cluster.rates), sep="\n")
+    widest = max(part.spread for part in parts)
+    if widest > MOST_SPREAD and not options.force:
+        finding = (
+            f"measurements of one thing are {widest:.0%} apart, more than {MOST_SPREAD:.0%}: "
+            "something else runs on this machine; nothing is written"
+        )
+        raise refused("calibrate", finding, "wait until it is quiet, or --force")
+    write(cluster, options.out)
+    if not options.json:
+        print(f"wrote {options.out}: cluster.preset={options.out} in a spec")
+    return 0
+
+
+def write(cluster: Cluster, path: Path) -> None:
+    """Raises SpecError where the file cannot be written."""
+    head = "# Measured by `ptrain calibrate`.\n"
+    try:
+        write_text(path, head + to_yaml(section(cluster)))
+    except OSError as error:
+        raise refused("--out", f"{path}: cannot write: {error.strerror}") from None
+
+
+def cluster_of(parts: Sequence[Part], options: CalibrationOptions) -> Cluster:
+    """The cluster with what was measured."""
+    rates = rates_of(parts, options)
+    base = base_of(options)
+    return replace(base or _this_machine(parts, options), rates=rates)
+
+
+def rates_of(parts: Sequence[Part], options: CalibrationOptions) -> Rates:
+    """One table of all numbers of ranks at once."""
+    known = versions()
+    written: dict[str, Any] = {
+        "source": f"{SOURCE}{' --brief' * options.brief}",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine_name(parts[0]),
+        "torch": known["torch"],
+        "ptrain": known["ptrain"],
+        "at_once": [part.ranks for part in parts],
+        "spread": [_rounded(part.spread) for part in parts],
+        **_tables(parts),
+    }
+    checked: dict[str, Any] = {}
+    for key, value in written.items():
+        leaf = keys(Rates)[key][1]
+        assert isinstance(leaf, Leaf), "a table or a word"
+        checked[key] = leaf.take(value)
+    return Rates(**checked)
+
+
+def _tables(parts: Sequence[Part]) -> dict[str, list[list[Any]]]:
+    seconds: dict[str, dict[tuple[Any, ...], list[float | None]]] = {}
+    for number, part in enumerate(parts):
+        for table, rows in part.tables.items():
+            for *key, taken in rows:
+                empty: list[float | None] = [None] * len(parts)
+                seconds.setdefault(table, {}).setdefault(tuple(key), empty)[number] = _rounded(
+                    taken
+                )
+    return {
+        table: [[*key, *figures] for key, figures in sorted(rows.items(), key=lambda row: row[0])]
+        for table, rows in seconds.items()
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _this_machine(parts: Sequence[Part], options: CalibrationOptions) -> Cluster:
+    """What can be known of it. On processors the ranks share the memory, and a node has as many as
+    measured at once at most."""
+    last = parts[-1]
+    bandwidth = _bandwidth(last)
+    return Cluster(
+        name=options.out.stem,
+        devices=last.ranks * last.nodes,
+        devices_per_node=last.ranks,
+        device_memory=last.device_memory or memory() // last.ranks,
+        intra_node_bandwidth=bandwidth,
+        inter_node_bandwidth=bandwidth,
+        kind=last.kind,
+        sm=last.sm,
+    )
+
+
+def _bandwidth(part: Part) -> float:
+    """The bus bandwidth of the largest all-gather; of one rank that of a copy."""
+    gathers = [row for row in part.tables.get("collectives", ()) if row[0] == Collective.ALL_GATHER]
+    if gathers:
+        _, ranks, _, size, taken = max(gathers, key=lambda row: (row[2] == 1, row[3]))
+        return float(round(size * bus_factor(Collective.ALL_GATHER, ranks) / taken))
+    *_, size, taken = max(part.tables["operators"], key=lambda row: row[2])
+    return float(round(size / taken))
+
+
+def _table(parts: Sequence[Part], rates: Rates) -> Iterable[str]:
+    """The rows of all tables, seconds by ranks at once."""
+    yield f"{rates.machine}, torch {rates.torch}, {rates.date}"
+    yield "ranks at once: " + ", ".join(
+        f"{part.ranks} (spread {part.spread:.1%})" for part in parts
+    )
+    for key, rows in section(rates).items():
+        if isinstance(rows, list) and rows and isinstance(rows[0], list):
+            yield f"\n{key}"
+            number = len(parts)
+            for row in rows:
+                cells = (f"{taken:.3e}" if taken is not None else "-" for taken in row[-number:])
+                yield f"  {' '.join(map(str, row[:-number])):<40} " + "  ".join(cells)

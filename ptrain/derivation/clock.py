@@ -1,0 +1,326 @@
+"""A rank's time as it passes in a step: what it computes, what moves beside that, and where it
+waits.
+
+Every second of the rank's own time is spent on one thing (`TimeKey`). What is sent or copied goes
+on a lane, one call after the other: a lane for each group of mesh axes, and one for each direction
+between two tiers. Where cores both compute and send (`Pace.overlaps` is false), what is sent takes
+the rank's own time at once.
+
+Where they do not, the host runs ahead of the device. So what a wrapper does on the host costs
+nothing until the host is behind, and a call may start before what was computed when it was issued
+is there: `since` says from when on, where that is not the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
+from ptrain.derivation.network import Network
+from ptrain.facts.operators import Exchange, Operator, PassWork
+from ptrain.rates.pace import Pace
+from ptrain.spec.axis import Axis
+from ptrain.spec.precision import DType, Layout
+from ptrain.spec.rates import Hook, OperatorKind
+
+Seconds = dict[TimeKey, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PassSeconds:
+    """What a pass takes of a layer's operators, of the collectives between them and of the
+    hooks of these."""
+
+    compute: float = 0.0
+    sums: tuple[tuple[Collective, float], ...] = ()
+    hooks: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something on a lane, from when to when; None is the lane of the rank itself."""
+
+    lane: Hashable
+    key: TimeKey
+    start: float
+    end: float
+
+
+class Arrival:
+    """Something that is on its way."""
+
+    __slots__ = ("_clock", "at", "key")
+
+    def __init__(self, clock: Clock, key: TimeKey, at: float) -> None:
+        self._clock, self.key, self.at = clock, key, at
+
+    def wait(self) -> None:
+        """The rank has nothing to do until it is there."""
+        self._clock.spend_until(self.key, self.at)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A clock's state, to which it can go back."""
+
+    now: float
+    issued: float
+    free: dict[Hashable, float]
+    own: Seconds
+    moving: Seconds
+
+
+class Clock:
+    """`now` is the rank's own time, without what repetitions add: what they take is counted with
+    their number, and everything on its way keeps its distance to now. `tensor_axis` is the axis
+    whose collectives stand between operators. `spans` are noted where a list is given."""
+
+    def __init__(
+        self,
+        pace: Pace,
+        network: Network,
+        tensor_axis: Axis | None = None,
+        spans: list[Span] | None = None,
+    ) -> None:
+        self.pace, self.network, self.tensor_axis, self.spans = pace, network, tensor_axis, spans
+        self.now = self.issued = 0.0
+        self.phase = Phase.FORWARD
+        self.free: dict[Hashable, float] = {}
+        self.own: Seconds = {}
+        self.moving: Seconds = {}
+        self._seconds_of: dict[Hashable, float] = {}
+        self._passes: dict[int, tuple[PassWork, PassSeconds]] = {}
+
+    def another(self) -> Clock:
+        """Return the clock of another rank of the same machine, at the beginning of a step."""
+        clock = Clock(self.pace, self.network, self.tensor_axis)
+        clock._seconds_of, clock._passes = self._seconds_of, self._passes
+        return clock
+
+    # -- the rank's own time
+
+    def spend(self, key: TimeKey, seconds: float) -> None:
+        """The rank does something, or waits for it."""
+        if seconds <= 0:
+            return
+        self.own[key] = self.own.get(key, 0.0) + seconds
+        if self.spans is not None:
+            self.spans.append(Span(None, key, self.now, self.now + seconds))
+        self.now += seconds
+
+    def spend_until(self, key: TimeKey, moment: float) -> None:
+        """The rank waits for a moment, if it is not over."""
+        self.spend(key, moment - self.now)
+
+    def compute(self, work: PassSeconds, share: float = 1.0) -> None:
+        """Compute a share of a layer's pass, with the collectives within it."""
+        self.spend(TimeKey(Spent.COMPUTE, self.phase), work.compute * share)
+        axes = (self.tensor_axis.value,) if self.tensor_axis else ()
+        for collective, seconds in work.sums:
+            key = TimeKey(Spent.COLLECTIVES, self.phase, axes, collective)
+            self._issue(axes, key, seconds * share, None).wait()
+        if work.hooks:
+            self._on_host(work.hooks * share)
+
+    def operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
+        """An operator reads and writes `size` bytes."""
+        operator = Operator(kind, dtype, (size,))
+        seconds = self._once(operator, self.pace.operator_seconds, operator) if size else 0.0
+        self.spend(TimeKey(spent, self.phase), seconds)
+
+    def update(self, optimizer: str, layout: Layout, numels: Sequence[int]) -> None:
+        """The optimizer steps: tensors of so many elements."""
+        elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
+        if elements:
+            seconds = self.pace.update_seconds(
+                optimizer, layout, elements=elements, tensors=tensors
+            )
+            self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+
+    def clip(self, layout: Layout, numels: Sequence[int]) -> None:
+        """Gradients of so many elements have a norm, and are scaled."""
+        elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
+        if elements:
+            seconds = self.pace.clip_seconds(layout, elements=elements, tensors=tensors)
+            self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+
+    def hook(self, hook: Hook) -> None:
+        """A wrapper does one of its parts on the host."""
+        self._on_host(self._once(hook, self.pace.hook_seconds, hook))
+
+    def _on_host(self, seconds: float) -> None:
+        self.issued = (self.issued if self.pace.overlaps else self.now) + seconds
+        self.spend_until(TimeKey(Spent.WRAPPERS, self.phase), self.issued)
+
+    # -- beside it
+
+    def send(
+        self,
+        collective: Collective,
+        axes: Sequence[Axis],
+        payload: int,
+        *,
+        via: Collective | None = None,
+        ranks: int | None = None,
+        since: float | None = None,
+    ) -> Arrival:
+        """Issue a collective over the group along `axes` (or so many neighbours of it), of a full
+        tensor of `payload` bytes; `via` is the one that stands for it."""
+        names = self.network.ordered(axes)
+        key = TimeKey(Spent.COLLECTIVES, self.phase, names, collective)
+        seconds = self._group_seconds(via or collective, names, ranks, payload)
+        return self._issue(names, key, seconds, since)
+
+    def between_ends(self, collective: Collective, axis: Axis, payload: int) -> None:
+        """The first and the last rank along an axis meet in a collective, and wait for it."""
+        names = (axis.value,)
+        key = TimeKey(Spent.COLLECTIVES, self.phase, names, collective)
+        seconds = self.pace.collective_seconds(
+            collective, ranks=2, nodes=self.network.ends(axis), payload=payload
+        )
+        self._issue(names, key, seconds, None).wait()
+
+    def message_seconds(self, axis: Axis, payload: int) -> float:
+        """Return how long a message to the next rank along an axis is under way."""
+        return self.pace.collective_seconds(
+            Collective.SEND, ranks=2, nodes=self.network.pair(axis), payload=payload
+        )
+
+    def _group_seconds(
+        self, collective: Collective, names: tuple[str, ...], ranks: int | None, payload: int
+    ) -> float:
+        question = (collective, names, ranks, payload)
+        if question not in self._seconds_of:
+            number, nodes = self.network.group(names, ranks)
+            self._seconds_of[question] = (
+                self.pace.collective_seconds(collective, ranks=number, nodes=nodes, payload=payload)
+                if number > 1
+                else 0.0
+            )
+        return self._seconds_of[question]
+
+    def copy(self, copy: Collective, size: int) -> Arrival:
+        """Issue a copy between two tiers."""
+        key = TimeKey(Spent.COPIES, self.phase, (), copy)
+        seconds = self._once((copy, size), self.pace.copy_seconds, copy, size)
+        return self._issue(copy, key, seconds, None)
+
+    def _issue(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> Arrival:
+        self.moving[key] = self.moving.get(key, 0.0) + seconds
+        if not self.pace.overlaps:
+            self.spend(key, seconds)
+            return Arrival(self, key, self.now)
+        ready = self.now if since is None else max(since, self.issued)
+        start = max(ready, self.free.get(lane, 0.0))
+        self.free[lane] = end = start + seconds
+        if self.spans is not None:
+            self.spans.append(Span(lane, key, start, end))
+        return Arrival(self, key, end)
+
+    # -- what comes several times
+
+    def repeat(self, times: int, act: Callable[[], None]) -> None:
+        """Count what `act` takes so many times: it is done once."""
+        before = self.moment()
+        act()
+        if times > 1:
+            self.add(self.since(before), times - 1)
+
+    def moment(self) -> Moment:
+        """Return the state of now."""
+        return Moment(self.now, self.issued, dict(self.free), dict(self.own), dict(self.moving))
+
+    def back_to(self, moment: Moment) -> None:
+        """What was done since then is not done."""
+        self.now, self.issued, self.free = moment.now, moment.issued, dict(moment.free)
+        self.own, self.moving = dict(moment.own), dict(moment.moving)
+
+    def since(self, moment: Moment) -> tuple[Seconds, Seconds]:
+        """Return what was spent since then, and how long something moved."""
+        return _more(self.own, moment.own), _more(self.moving, moment.moving)
+
+    def add(self, spent: tuple[Seconds, Seconds], times: int = 1) -> None:
+        """Count what was spent at another time once more, or so many times."""
+        for sums, more in zip((self.own, self.moving), spent, strict=True):
+            for key, seconds in more.items():
+                sums[key] = sums.get(key, 0.0) + times * seconds
+
+    # -- what it says
+
+    @property
+    def seconds(self) -> float:
+        """All that was spent."""
+        return sum(self.own.values())
+
+    def step_time(self) -> StepTime:
+        """Return a step that is over."""
+        return step_time(self.own, self.moving)
+
+    def pass_seconds(self, work: PassWork) -> PassSeconds:
+        """Return how long a pass of a layer takes; equal layers are asked about once."""
+        if id(work) not in self._passes:
+            self._passes[id(work)] = work, self._pass_seconds(work)
+        return self._passes[id(work)][1]
+
+    def _pass_seconds(self, work: PassWork) -> PassSeconds:
+        compute, hooks, sums = 0.0, 0.0, dict[Collective, float]()
+        axes = (self.tensor_axis,) if self.tensor_axis else ()
+        names = self.network.ordered(axes)
+        for item in work:
+            if isinstance(item, Exchange):
+                seconds = self._group_seconds(item.collective, names, None, item.payload)
+                sums[item.collective] = sums.get(item.collective, 0.0) + item.times * seconds
+                hooks += item.times * self._once(
+                    Hook.TENSOR_SUM, self.pace.hook_seconds, Hook.TENSOR_SUM
+                )
+            else:
+                compute += self.pace.operator_seconds(item)
+        return PassSeconds(compute, tuple(sums.items()), hooks)
+
+    def _once(self, question: Hashable, ask: Callable[..., float], *words: object) -> float:
+        """The machine's answer, which is asked for once."""
+        if question not in self._seconds_of:
+            self._seconds_of[question] = ask(*words)
+        return self._seconds_of[question]
+
+
+class Slowest:
+    """Of what different ranks do from a moment on, one after the other on one clock, that which
+    takes longest stays. Without a clock nothing happens."""
+
+    def __init__(self, clock: Clock | None) -> None:
+        self._clock = clock
+        self._start = clock.moment() if clock else None
+        self._end: Moment | None = None
+        self._most = -1.0
+
+    def begin(self) -> None:
+        """A rank starts where all do."""
+        if self._clock is not None and self._start is not None:
+            self._clock.back_to(self._start)
+
+    def end(self) -> None:
+        """It is there."""
+        if self._clock is not None and self._clock.seconds > self._most:
+            self._most, self._end = self._clock.seconds, self._clock.moment()
+
+    def stay(self) -> None:
+        """No other comes."""
+        if self._clock is not None and self._end is not None:
+            self._clock.back_to(self._end)
+
+
+def step_time(own: Seconds, moving: Seconds) -> StepTime:
+    """Return a step in which this was spent, and so long something moved."""
+    return StepTime(
+        rows=tuple(
+            TimeRow(key=key, seconds=own.get(key, 0.0), moving=moving.get(key, 0.0))
+            for key in dict.fromkeys((*own, *moving))
+        )
+    )
+
+
+def _more(after: Seconds, before: Seconds) -> Seconds:
+    more = {key: seconds - before.get(key, 0.0) for key, seconds in after.items()}
+    return {key: seconds for key, seconds in more.items() if seconds}

@@ -1,0 +1,256 @@
+"""What the model computes along a timeline: the seconds of its layers, put where its units begin
+and its gradients complete, around what a wrap does there.
+
+A layer's forward pass is computed when the units that have its tensors are entered; its backward
+pass as its gradients complete, each after its share. Shares are those of the elements of matrices,
+which are what is multiplied. What stands in front of the layers comes first in forward and last in
+backward, what stands behind them the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ptrain.derivation.clock import Clock, PassSeconds
+from ptrain.derivation.repeats import Representatives
+from ptrain.derivation.tape import Marks, Scene
+from ptrain.facts.model import TensorFacts, UnitFacts, prefixes
+from ptrain.facts.operators import LayerWork, ModelWork, PassWork
+from ptrain.facts.stages import Stage
+from ptrain.rates.pace import UnknownRate
+from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, boundaries
+
+Shares = list[tuple[PassSeconds, float]]
+
+_FIRST = {Kind.FORWARD: Mark.ENTER}  # of a backward pass it is PRE_BACKWARD
+_LAST = {Kind.FORWARD: Mark.LEAVE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """The work of those layers of a model, or of a stage of it, that are played, by name; `front`
+    and `behind` are None where another stage has them."""
+
+    layers: Mapping[str, LayerWork]
+    front: LayerWork | None = None
+    behind: LayerWork | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What a step's time is made of: a clock, and the work of a micro-batch. `plays_all`: every
+    block by itself, whatever stands for it else."""
+
+    clock: Clock
+    work: ModelWork
+    plays_all: bool = False
+
+    def of_stage(
+        self,
+        stage: Stage,
+        stages: int,
+        played: Representatives | None,
+        units: Sequence[UnitFacts],
+        passes: Mapping[Kind, Sequence[Item]],
+        blocks: Sequence[str] = (),
+    ) -> dict[Kind, PassScore]:
+        """Return what is computed when in these passes of a stage, one of so many."""
+        numbers = {name: number for number, name in enumerate(block_names(blocks, self.work))}
+        names = [stage.layers[place] for place, _ in played.turns] if played else stage.layers
+        layers = Layers(
+            layers={name: self.work.layers[numbers[name]] for name in names},
+            front=self.work.front if stage.index == 0 else None,
+            behind=self.work.behind if stage.index == stages - 1 else None,
+        )
+        return scores(self.clock, passes, units, layers)
+
+    def scores(self, scene: Scene) -> dict[Kind, PassScore]:
+        """Return what is computed when in the passes of a whole model."""
+        names = block_names(scene.facts.blocks, self.work)
+        played = scene.representatives
+        places = [place for place, _ in played.turns] if played else range(len(names))
+        layers = Layers(
+            layers={names[place]: self.work.layers[place] for place in places},
+            front=self.work.front,
+            behind=self.work.behind,
+        )
+        passes = {Kind.FORWARD: scene.timeline.forward, Kind.BACKWARD: scene.timeline.backward}
+        return scores(self.clock, passes, scene.units, layers)
+
+
+def block_names(blocks: Sequence[str], work: ModelWork) -> Sequence[str]:
+    """Return the names of a model's layers; of one that is built in nobody says them."""
+    return blocks or [f"blocks.{number}" for number in range(len(work.layers))]
+
+
+def scores(
+    clock: Clock, passes: Mapping[Kind, Sequence[Item]], units: Sequence[UnitFacts], layers: Layers
+) -> dict[Kind, PassScore]:
+    """Return what is computed when in each kind of pass."""
+    return {kind: score(clock, kind, items, units, layers) for kind, items in passes.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassScore:
+    """What is computed in one kind of pass: `first` and `last` behind its first mark and ahead of
+    its last one, `at_unit` as a unit's part begins, `at_gradient` ahead of a gradient."""
+
+    kind: Kind
+    first: Shares
+    last: Shares
+    at_unit: Mapping[int, Shares]
+    at_gradient: Mapping[str, Shares]
+    opening: int | None
+    closing: int | None
+
+
+class Computing:
+    """A wrap whose model computes, in one pass."""
+
+    def __init__(self, wrap: Marks, clock: Clock, score: PassScore) -> None:
+        self.wrap, self.clock, self.score = wrap, clock, score
+        self.first, self.last = list(score.first), list(score.last)
+
+    def enter(self, unit: int) -> None:
+        self.wrap.enter(unit)
+        self._begin(unit)
+
+    def leave(self, unit: int) -> None:
+        if unit == self.score.closing:
+            self._play(self.last)
+        self.wrap.leave(unit)
+
+    def before_backward(self, unit: int) -> None:
+        self.wrap.before_backward(unit)
+        self._begin(unit)
+
+    def complete(self, gradient: Complete) -> None:
+        for work, share in self.score.at_gradient.get(gradient.parameter, ()):
+            self.clock.compute(work, share)
+        self.wrap.complete(gradient)
+
+    def after_backward(self, unit: int) -> None:
+        if unit == self.score.closing:
+            self._play(self.last)
+        self.wrap.after_backward(unit)
+
+    def finish(self) -> None:
+        """The pass is over; one without marks has computed nothing yet."""
+        self._play(self.first)
+        self._play(self.last)
+
+    def _begin(self, unit: int) -> None:
+        if unit == self.score.opening:
+            self._play(self.first)
+        for work, share in self.score.at_unit.get(unit, ()):
+            self.clock.compute(work, share)
+
+    def _play(self, shares: Shares) -> None:
+        """Once."""
+        for work, share in shares:
+            self.clock.compute(work, share)
+        shares.clear()
+
+
+def score(
+    clock: Clock, kind: Kind, items: Sequence[Item], units: Sequence[UnitFacts], layers: Layers
+) -> PassScore:
+    """Return what is computed when in a pass with these items, of the units that are played."""
+    is_forward = kind is Kind.FORWARD
+    marks = [*boundaries(items)]
+    opening = next((b.unit for b in marks if b.mark is _FIRST.get(kind, Mark.PRE_BACKWARD)), None)
+    closes = _LAST.get(kind, Mark.POST_BACKWARD)
+    closing = next((b.unit for b in reversed(marks) if b.mark is closes), None)
+    completed = {} if is_forward else dict.fromkeys(_completed(items))
+    at_unit, at_gradient = defaultdict[int, Shares](list), defaultdict[str, Shares](list)
+    unplaced: Shares = []
+    for name, parts in _tensors_of(units, layers.layers).items():
+        seconds = _seconds(clock, layers.layers[name], kind)
+        whose = [(tensor, unit) for tensor, unit in parts if tensor.name in completed] or parts
+        by_gradient = whose[0][0].name in completed if whose else False
+        sizes = [_multiplied(tensor) for tensor, _ in whose]
+        if not any(sizes):
+            sizes = [tensor.numel for tensor, _ in whose]
+        total = sum(sizes)
+        for (tensor, unit), size in zip(whose, sizes, strict=True):
+            if by_gradient:
+                at_gradient[tensor.name].append((seconds, size / total))
+            elif unit in _present(marks):
+                at_unit[unit].append((seconds, size / total))
+            else:
+                unplaced.append((seconds, size / total))
+        if not total:
+            unplaced.append((seconds, 1.0))
+    front = [(_seconds(clock, layers.front, kind), 1.0)] if layers.front else []
+    behind = [(_seconds(clock, layers.behind, kind), 1.0)] if layers.behind else []
+    first, last = (front, behind) if is_forward else (behind, front)
+    if not is_forward and front and (gradient := _last_of_root(items, at_gradient)):
+        at_gradient[gradient], last = front, []
+    return PassScore(
+        kind=kind,
+        first=[*first, *unplaced],
+        last=last,
+        at_unit=at_unit,
+        at_gradient=at_gradient,
+        opening=opening,
+        closing=closing,
+    )
+
+
+def _present(marks: Iterable[Boundary]) -> set[int]:
+    return {boundary.unit for boundary in marks}
+
+
+def _seconds(clock: Clock, work: LayerWork, kind: Kind) -> PassSeconds:
+    match kind:
+        case Kind.FORWARD:
+            return clock.pass_seconds(work.forward)
+        case Kind.BACKWARD:
+            return clock.pass_seconds(work.backward)
+        case Kind.INPUT:
+            return clock.pass_seconds(_half(work, work.inputs))
+        case Kind.WEIGHT:
+            return clock.pass_seconds(_half(work, work.weights))
+
+
+def _half(work: LayerWork, half: PassWork) -> PassWork:
+    if work.backward and not (work.inputs or work.weights):
+        raise UnknownRate("nobody says what the halves of this model's backward passes compute")
+    return half
+
+
+def _tensors_of(
+    units: Sequence[UnitFacts], layers: Mapping[str, LayerWork]
+) -> dict[str, list[tuple[TensorFacts, int]]]:
+    """Return by layer its tensors, each with its unit's index."""
+    parts: dict[str, list[tuple[TensorFacts, int]]] = {name: [] for name in layers}
+    for index, unit in enumerate(units):
+        for tensor in unit.tensors:
+            layer = next((name for name in prefixes(tensor.name) if name in layers), None)
+            if layer is not None:
+                parts[layer].append((tensor, index))
+    return parts
+
+
+def _multiplied(tensor: TensorFacts) -> int:
+    return math.prod(tensor.shape) if len(tensor.shape) > 1 else 0
+
+
+def _completed(items: Iterable[Item]) -> Iterator[str]:
+    """Yield the parameters whose gradients complete, of what is repeated once."""
+    for item in items:
+        if isinstance(item, Complete):
+            yield item.parameter
+        elif isinstance(item, Repeated):
+            yield from _completed(item.items)
+
+
+def _last_of_root(items: Iterable[Item], of_layers: Mapping[str, Shares]) -> str | None:
+    """Return the first gradient behind those of all layers."""
+    following: str | None = None
+    for parameter in _completed(items):
+        following = None if parameter in of_layers else following or parameter
+    return following

@@ -1,0 +1,71 @@
+"""What a step is timed with: the pace of a cluster's devices, and the work of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ptrain.axes.pipeline.schedule import Schedule
+from ptrain.axes.pipeline.stage_facts import chain_of
+from ptrain.costs import StepTime
+from ptrain.derivation.clock import Clock
+from ptrain.derivation.computing import Timing, block_names
+from ptrain.derivation.network import Network
+from ptrain.derivation.pipeline import message_bytes
+from ptrain.derivation.pipeline_time import PipelineTiming
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.operators import ModelWork
+from ptrain.rates.measured import lacking, pace_of
+from ptrain.rates.pace import Pace, UnknownRate
+from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The `pace` of a rank, and the `work` of a micro-batch of the whole model by its place along
+    tp. `plays_all`: every block by itself, whatever stands for it else."""
+
+    pace: Pace
+    work: Callable[[int], ModelWork]
+    plays_all: bool = False
+
+    def of_part(self, spec: Spec, plan: Plan, index: int) -> Timing:
+        """Return what times the ranks at a place along tp."""
+        return Timing(
+            clock=self._clock(spec, plan), work=self.work(index), plays_all=self.plays_all
+        )
+
+    def of_pipeline(
+        self, spec: Spec, plan: Plan, facts: ModelFacts, schedule: Schedule
+    ) -> PipelineTiming:
+        """Return what times the ranks of a pipeline."""
+        works = [self.work(index) for index in range(spec.degree(Axis.TP))]
+        clip = plan.clip
+        return PipelineTiming(
+            clock=self._clock(spec, plan),
+            works=works,
+            blocks=block_names(facts.blocks, works[0]),
+            schedule=schedule,
+            message=message_bytes(spec, plan, chain_of(spec, facts)),
+            meets=clip is not None and Axis.PP in clip.reduced_axes,
+        )
+
+    def _clock(self, spec: Spec, plan: Plan) -> Clock:
+        return Clock(self.pace, Network(spec), plan.tensor.axis if plan.tensor else None)
+
+
+def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
+    """Return that of a spec's cluster. Raises UnknownRate with what is missing."""
+    pace = pace_of(spec.cluster, spec.world_size)
+    if pace is None:
+        raise UnknownRate(lacking(spec.cluster, spec.world_size))
+    raise UnknownRate("nobody says what the model computes")
+
+
+def slowest(times: Iterable[StepTime | None]) -> StepTime | None:
+    """Return the longest; None where one is not known."""
+    known = list(times)
+    steps = [time for time in known if time is not None]
+    return max(steps, key=lambda time: time.seconds) if len(steps) == len(known) else None

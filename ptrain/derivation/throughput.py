@@ -1,0 +1,64 @@
+"""Tokens per second, and what part of the devices' operations the model's are (MFU).
+
+A token costs 6N + 12·L·d·s operations, forward and backward: N parameters without those that are
+only looked up (the input embedding, positions), L layers whose heads are
+d wide together, a sequence of s. That is
+attention `full`, whose scores count whole; `causal` counts the half that a mask leaves, 6·L·d·s.
+What is recomputed does not count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ptrain.costs import StepTime
+from ptrain.facts.model import ModelFacts
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+
+_OF_A_PARAMETER, _FULL, _CAUSAL = 6, 12, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """Tokens per second of the whole job. `mfu_full` and `mfu_causal`: None where the cluster says
+    no `flops`, or the model's shape is not known."""
+
+    tokens_per_second: float
+    mfu_full: float | None = None
+    mfu_causal: float | None = None
+
+
+def throughput(spec: Spec, facts: ModelFacts, step: StepTime) -> Throughput | None:
+    """Return what a step of this time processes; None of samples that are not tokens, and where a
+    step takes no time."""
+    if facts.sample_bytes is not None or not step.seconds:
+        return None
+    tokens = spec.batch.global_samples * spec.batch.sequence / step.seconds
+    flops = spec.cluster.flops * spec.world_size if spec.cluster else 0.0
+    if not flops or not isinstance(spec.model, ModelShape):
+        return Throughput(tokens_per_second=tokens)
+    full, causal = (
+        token_operations(spec.model, facts, spec.batch.sequence, is_causal=is_causal)
+        for is_causal in (False, True)
+    )
+    return Throughput(
+        tokens_per_second=tokens,
+        mfu_full=tokens * full / flops,
+        mfu_causal=tokens * causal / flops,
+    )
+
+
+def token_operations(
+    shape: ModelShape, facts: ModelFacts, sequence: int, *, is_causal: bool
+) -> int:
+    """Return the operations of one token, forward and backward."""
+    tensors = [tensor for tensor in facts.tensors if not _is_looked_up(shape, tensor.name)]
+    scores = (_CAUSAL if is_causal else _FULL) * shape.layers * shape.query_width * sequence
+    return _OF_A_PARAMETER * sum(tensor.numel for tensor in tensors) + scores
+
+
+def _is_looked_up(shape: ModelShape, name: str) -> bool:
+    """Return whether a tensor multiplies nothing: an embedding that is not the head too."""
+    module = name.split(".", maxsplit=1)[0]
+    return module == "positions" or (module == "embed" and not shape.tied)

@@ -1,0 +1,323 @@
+"""The pace of a cluster by its rates: what was measured, and what lies between."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ptrain.costs import Collective
+from ptrain.facts.operators import Operator
+from ptrain.rates.interpolation import Curve, Shape, Surface
+from ptrain.rates.links import LinkRate, link_seconds
+from ptrain.rates.pace import Pace, UnknownRate
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.precision import DType, Layout
+from ptrain.spec.rates import CLIP, Hook, LinkTier, OperatorKind, RateRow, Rates
+from ptrain.spec.resolve_rates import tables
+
+# The tensor cores of GPUs multiply both at one pace, and neither has a path of its own in memory.
+_ALIKE = {DType.FP16: DType.BF16, DType.BF16: DType.FP16}
+_ALIGNED = 8  # elements: the tensor cores' rows are whole 16 bytes, or slow
+
+
+def pace_of(cluster: Cluster | None, ranks: int) -> Pace | None:
+    """Return the pace of `ranks` ranks in all on a cluster, each beside as many as a node has; None
+    where nobody measured it, and `lacking` says why."""
+    if cluster is None or cluster.rates is None or lacking(cluster, ranks):
+        return None
+    return MeasuredPace(cluster, tables(cluster.rates), ranks)
+
+
+def lacking(cluster: Cluster | None, ranks: int) -> str:
+    """Why there is no pace, and what gives one; "" where there is."""
+    if cluster is None:
+        return "no cluster says how fast its devices are: cluster.preset=h100-8, say"
+    if cluster.rates is None:
+        return (
+            f"the cluster {cluster.name} has no rates: `ptrain calibrate` measures those of this "
+            "machine"
+        )
+    at_once, here = tables(cluster.rates).at_once, _on_a_node(cluster, ranks)
+    if cluster.kind == "cuda" or here in at_once:
+        return ""
+    measured = ", ".join(map(str, at_once))
+    return (
+        f"{here} ranks of a node compute at once, and the rates of {cluster.name} are of "
+        f"{measured}: `ptrain calibrate --ranks {','.join(map(str, (*at_once, here)))}`"
+    )
+
+
+def _on_a_node(cluster: Cluster, ranks: int) -> int:
+    return min(ranks, cluster.devices_per_node or cluster.devices)
+
+
+class MeasuredPace:
+    """The rates of a cluster whose nodes have one of the measured numbers of ranks at once."""
+
+    def __init__(self, cluster: Cluster, rates: Rates, ranks: int) -> None:
+        self.is_cuda = cluster.kind == "cuda"
+        self.overlaps = self.is_cuda
+        self.ranks = _on_a_node(cluster, ranks)
+        column = rates.at_once.index(self.ranks) if self.ranks in rates.at_once else -1
+        self.curves = {
+            key: Curve(points)
+            for key, points in _by_last(_figures(rates.operators, column)).items()
+        }
+        self.collectives = {
+            key: Curve(points)
+            for key, points in _by_last(_figures(rates.collectives, column)).items()
+        }
+        self.copies = {
+            key: Curve(points) for key, points in _by_last(_figures(rates.copies, column)).items()
+        }
+        self.hooks = {key[0]: taken for key, taken in _figures(rates.hooks, column)}
+        self.products = self._products(_by_first(_figures(rates.products, column), 1))
+        self.attention = self._attention(_by_first(_figures(rates.attention, column), 2))
+        self.updates = _updates(_by_first(_figures(rates.updates, column), 2))
+        self.links = _links(rates, cluster)
+
+    # -------- operators
+
+    def operator_seconds(self, operator: Operator) -> float:
+        match operator.kind:
+            case OperatorKind.PRODUCT:
+                surface = self._of_dtype(self.products, operator.kind, operator.dtype)
+                return operator.times * surface.at(operator.dimensions)
+            case OperatorKind.ATTENTION | OperatorKind.ATTENTION_BACKWARD:
+                by_dtype = {
+                    (dtype,): surface
+                    for (kind, dtype), surface in self.attention.items()
+                    if kind is operator.kind
+                }
+                surface = self._of_dtype(by_dtype, operator.kind, operator.dtype)
+                return operator.times * surface.at(operator.dimensions)
+            case _:
+                (size,) = operator.dimensions
+                return operator.times * self._curve(operator.kind, operator.dtype).at(size)
+
+    def _of_dtype(
+        self, surfaces: Mapping[tuple[Any, ...], Surface], kind: OperatorKind, dtype: DType
+    ) -> Surface:
+        surface = surfaces.get((dtype,))
+        if surface is None and self.is_cuda and dtype in _ALIKE:
+            surface = surfaces.get((_ALIKE[dtype],))
+        if surface is None:
+            raise self._unknown(f"{kind} in {dtype}")
+        return surface
+
+    def _curve(self, kind: OperatorKind, dtype: DType) -> Curve:
+        """Of the dtype that is nearest in size where that one was not measured, and of copies where
+        that kind was not: memory bounds them all."""
+        for like in dict.fromkeys((kind, OperatorKind.COPY)):
+            measured = [known for of, known in self.curves if of is like]
+            if measured:
+                near = min(
+                    measured,
+                    key=lambda known: (known is not dtype, abs(known.itemsize - dtype.itemsize)),
+                )
+                return self.curves[like, near]
+        raise self._unknown(f"{kind} in {dtype}")
+
+    def _products(
+        self, rows: Mapping[tuple[Any, ...], Mapping[Shape, float]]
+    ) -> dict[tuple[Any, ...], Surface]:
+        least = min((min(points.values()) for points in rows.values()), default=0.0)
+        return {
+            (dtype,): Surface(
+                points,
+                expected=self._expected(points, least, _product_flops, _product_bytes(dtype)),
+                kind=lambda shape: all(size % _ALIGNED == 0 for size in shape[1:]),
+            )
+            for (dtype,), points in rows.items()
+        }
+
+    def _attention(
+        self, rows: Mapping[tuple[Any, ...], Mapping[Shape, float]]
+    ) -> dict[tuple[Any, ...], Surface]:
+        return {
+            (kind, dtype): Surface(
+                points,
+                expected=self._expected(
+                    points, min(points.values()), math.prod, _attention_bytes(dtype)
+                ),
+                coordinates=lambda shape: (shape[0] * shape[1], *shape[2:]),
+            )
+            for (kind, dtype), points in rows.items()
+        }
+
+    def _expected(
+        self,
+        points: Mapping[Shape, float],
+        least: float,
+        work: Callable[[Shape], int],
+        size: Callable[[Shape], int],
+    ) -> Callable[[Shape], float]:
+        """The roofline of what was measured: `work` at the best pace of all shapes, or the bytes at
+        memory's, and a dispatch of `least` seconds. A processor does that first; the device of
+        one that runs ahead waits for it only where it is done before."""
+        fastest = max(work(shape) / taken for shape, taken in points.items())
+        copies = [curve.bandwidth for (kind, _), curve in self.curves.items()
+                  if kind is OperatorKind.COPY]  # fmt: skip
+        bandwidth = max(copies, default=math.inf)
+
+        def seconds(shape: Shape) -> float:
+            busy = max(work(shape) / fastest, size(shape) / bandwidth)
+            return max(busy, least) if self.is_cuda else busy + least
+
+        return seconds
+
+    # -------- what is sent and copied
+
+    def collective_seconds(
+        self, collective: Collective, *, ranks: int, nodes: int, payload: int
+    ) -> float:
+        if ranks == 1 or collective is Collective.RECV:
+            return 0.0
+        curve = self.collectives.get((collective, ranks, nodes))
+        if curve is not None:
+            return curve.at(payload)
+        if (LinkTier.BETWEEN if nodes > 1 else LinkTier.WITHIN) not in self.links:
+            where = "one node" if nodes == 1 else f"{nodes} nodes"
+            raise self._unknown(f"{collective} of {ranks} ranks on {where}")
+        return link_seconds(self.links, collective, ranks=ranks, nodes=nodes, payload=payload)
+
+    def copy_seconds(self, copy: Collective, size: int) -> float:
+        if (copy,) not in self.copies:
+            raise self._unknown(str(copy))
+        return self.copies[copy,].at(size)
+
+    # -------- update and hooks
+
+    def update_seconds(
+        self, optimizer: str, layout: Layout, *, elements: int, tensors: int
+    ) -> float:
+        surface = self.updates.get((optimizer, layout.updated))
+        if surface is None:
+            raise self._unknown(f"an update by {optimizer} in {layout.updated}")
+        return surface.at((elements, tensors)) + sum(
+            tensors
+            * self.operator_seconds(
+                Operator(OperatorKind.COPY, wide, (elements // max(1, tensors) * both,))
+            )
+            for wide, both in _casts(optimizer, layout)
+        )
+
+    def clip_seconds(self, layout: Layout, *, elements: int, tensors: int) -> float:
+        dtype = layout.gradients
+        surface = self.updates.get((CLIP, dtype))
+        if surface is not None:
+            return surface.at((elements, tensors))
+        if not self.is_cuda:
+            raise self._unknown(f"clipping in {dtype}")
+        size = elements * dtype.itemsize  # read for the norm; read and written to be scaled
+        return sum(
+            self.operator_seconds(Operator(kind, dtype, (times * size,)))
+            for kind, times in ((OperatorKind.COPY, 1), (OperatorKind.POINTWISE, 2))
+        )
+
+    def hook_seconds(self, hook: Hook) -> float:
+        """Nothing on GPUs where it was not measured: the host runs ahead of a device that is
+        busy."""
+        if hook not in self.hooks and not self.is_cuda:
+            raise self._unknown(f"the hook {hook}")
+        return self.hooks.get(hook, 0.0)
+
+    def _unknown(self, what: str) -> UnknownRate:
+        command = f"ptrain calibrate --ranks {self.ranks}"
+        return UnknownRate(f"the cluster's rates have no {what}: `{command}` measures it")
+
+
+def _casts(optimizer: str, layout: Layout) -> Iterator[tuple[DType, int]]:
+    """What the update copies beside itself: the wider dtype, and the bytes of an element in both.
+    Of moments that are kept in another dtype than they are updated in, there and back."""
+    moments = {"adamw": 2, "sgd": 1}.get(optimizer, 0)
+    for dtype, times in (
+        (layout.gradients, 1),
+        (layout.moments, 2 * moments),
+        (layout.parameters, 1),
+    ):
+        if dtype is not layout.updated:
+            wide = max(dtype, layout.updated, key=lambda known: known.itemsize)
+            for _ in range(times):
+                yield wide, dtype.itemsize + layout.updated.itemsize
+
+
+def _product_flops(shape: Shape) -> int:
+    return 2 * math.prod(shape)
+
+
+def _product_bytes(dtype: DType) -> Callable[[Shape], int]:
+    def size(shape: Shape) -> int:
+        matrices, rows, inner, columns = shape
+        return dtype.itemsize * matrices * (rows * inner + inner * columns + rows * columns)
+
+    return size
+
+
+def _attention_bytes(dtype: DType) -> Callable[[Shape], int]:
+    def size(shape: Shape) -> int:
+        samples, heads, queries, keys, features = shape
+        return dtype.itemsize * samples * heads * features * 2 * (queries + keys)
+
+    return size
+
+
+def _updates(
+    rows: Mapping[tuple[Any, ...], Mapping[Shape, float]],
+) -> dict[tuple[Any, ...], Surface]:
+    """A step takes at least what the shortest does, and each element and each further tensor what
+    they do where they take least."""
+    surfaces = {}
+    for key, points in rows.items():
+        least = min(points.values())
+        of_element = min(taken / elements for (elements, _), taken in points.items())
+        of_tensor = min(
+            (
+                (taken - least) / (tensors - 1)
+                for (_, tensors), taken in points.items()
+                if tensors > 1
+            ),
+            default=0.0,
+        )
+        surfaces[key] = Surface(points, expected=_sum_of(least, of_element, of_tensor))
+    return surfaces
+
+
+def _sum_of(least: float, of_element: float, of_tensor: float) -> Callable[[Shape], float]:
+    return lambda shape: least + of_element * shape[0] + of_tensor * (shape[1] - 1)
+
+
+def _links(rates: Rates, cluster: Cluster) -> dict[LinkTier, LinkRate]:
+    bandwidths = {
+        LinkTier.WITHIN: cluster.intra_node_bandwidth,
+        LinkTier.BETWEEN: cluster.inter_node_bandwidth,
+    }
+    links = {}
+    for (tier,), figures in rates.links:
+        call, hop, share = (figure or 0.0 for figure in figures)
+        links[tier] = LinkRate(call=call, hop=hop, bandwidth=share * bandwidths[tier])
+    return links
+
+
+Figures = list[tuple[tuple[Any, ...], float]]
+
+
+def _figures(rows: Iterable[RateRow], column: int) -> Figures:
+    """What was measured with so many ranks at once."""
+    return [(row.key, taken) for row in rows if (taken := row.figures[column]) is not None]
+
+
+def _by_last(figures: Figures) -> dict[tuple[Any, ...], dict[int, float]]:
+    grouped: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
+    for (*first, size), taken in figures:
+        grouped[tuple(first)][size] = taken
+    return grouped
+
+
+def _by_first(figures: Figures, count: int) -> dict[tuple[Any, ...], dict[Shape, float]]:
+    grouped: dict[tuple[Any, ...], dict[Shape, float]] = defaultdict(dict)
+    for key, taken in figures:
+        grouped[key[:count]][key[count:]] = taken
+    return grouped

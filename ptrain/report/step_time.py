@@ -1,0 +1,183 @@
+"""The time of a step as text: its parts as bars, and what it waits for in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ptrain.costs import Collective, Column, Estimate, Phase, Spent, StepTime
+from ptrain.derivation.estimate import Derivation
+from ptrain.derivation.throughput import throughput
+from ptrain.report.table import MISSING, render
+from ptrain.units import format_count, format_seconds
+
+_BAR = 24  # columns of the longest bar
+_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+_NAMED = 2  # parts that a sentence names
+
+_MOVES = {
+    Collective.ALL_GATHER: "gathers",
+    Collective.REDUCE_SCATTER: "reductions",
+    Collective.ALL_REDUCE: "sums",
+    Collective.ALL_TO_ALL: "exchanges",
+    Collective.BROADCAST: "broadcasts",
+    Collective.SEND: "messages",
+}
+
+Part = tuple[str, float, float]  # what, seconds of the step, seconds that it moves
+
+
+def time_lines(derivation: Derivation) -> list[str]:
+    """Return the block of a prediction: parts, phases, what is waited for, tokens per second; or
+    why there is none, where a cluster is named."""
+    exact, spec = derivation.exact, derivation.spec
+    step = exact.step
+    if step is None:
+        why = exact.undefined.get("step_seconds")
+        return [f"time per step unknown: {why}", ""] if why and spec.cluster else []
+    return [
+        _table(step),
+        "",
+        f"{critical_path(step)}{_pace(derivation, step)}",
+        *(f"assumed: {sentence}" for sentence in step.assumed),
+        "",
+    ]
+
+
+def step_cell(estimate: Estimate) -> str:
+    """Return the seconds of a step as a cell of a table."""
+    return MISSING if estimate.step is None else f"{estimate.step.seconds:.4g}"
+
+
+def critical_path(step: StepTime) -> str:
+    """Return what a step consists of beside what is computed: `0.31 s of 1.20 s wait for dp_shard's
+    gathers`."""
+    whole = format_seconds(step.seconds)
+    parts = sorted(_phrases(step), key=lambda part: -part[1])
+    large = [part for part in parts if part[1] >= 0.005 * step.seconds][:_NAMED]
+    if not large:
+        hidden = sum(row.moving - row.seconds for row in step.rows if row.moving)
+        beside = f", {format_seconds(hidden)} of what moves is hidden" if hidden > 0 else ""
+        return f"all of {whole} is computed{beside}"
+    (phrase, seconds), *others = large
+    more = "".join(f", {format_seconds(taken)} {other}" for other, taken in others)
+    return f"{format_seconds(seconds)} of {whole} {phrase}{more}"
+
+
+def time_row(column: Column, step: StepTime) -> dict[str, object]:
+    """Return a record's row of a step: its seconds, by phase and by part, and all of its rows."""
+    return {
+        "column": str(column),
+        "value": step.seconds,
+        "phases": {str(phase): step.of_phase(phase) for phase in _PHASES},
+        "parts": {str(spent): step.spent(spent) for spent in Spent},
+        "exposed": [
+            {"axes": list(axes), "seconds": seconds} for axes, seconds in step.exposed().items()
+        ],
+        "rows": [
+            {
+                "spent": str(row.key.spent),
+                "phase": str(row.key.phase),
+                "axes": list(row.key.axes),
+                "collective": None if row.key.collective is None else str(row.key.collective),
+                "seconds": row.seconds,
+                "moving": row.moving,
+            }
+            for row in step.rows
+        ],
+        "assumed": list(step.assumed),
+    }
+
+
+def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) -> str:
+    """Return predicted beside measured seconds: of the step, and of the waiting for each axes'
+    collectives; empty where no time is predicted. Measured is the rank that waits most."""
+    step = exact.step
+    if step is None:
+        return ""
+    waits: dict[tuple[str, ...], float] = {}
+    for row in measured.blocked:
+        waits[row.axes] = max(waits.get(row.axes, 0.0), row.seconds)
+    exposed = step.exposed()
+    rows = [_compared("step", step.seconds, step_seconds)]
+    rows += [
+        _compared(f"waits for {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
+        for axes in sorted({*exposed, *waits})
+    ]
+    return render(("time per step", "predicted", "measured", "difference"), rows)
+
+
+def _compared(what: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:
+    difference = f"{measured / predicted - 1:+.1%}" if predicted and measured is not None else ""
+    cells = (MISSING if seconds is None else format_seconds(seconds) for seconds in (
+        predicted, measured
+    ))  # fmt: skip
+    return what, *cells, difference
+
+
+def _table(step: StepTime) -> str:
+    parts = [*_parts(step)]
+    longest = max((seconds for _, seconds, _ in parts), default=0.0)
+    rows = [
+        (
+            name,
+            format_seconds(seconds),
+            _hidden(seconds, moving),
+            "█" * round(_BAR * seconds / longest) if longest else "",
+        )
+        for name, seconds, moving in parts
+    ]
+    phases = [
+        (f"in {phase}", format_seconds(seconds), "", "")
+        for phase in _PHASES
+        if (seconds := step.of_phase(phase))
+    ]
+    head = ("time per step", "exact", "", "")
+    return render(
+        head, [*rows, ("step", format_seconds(step.seconds), "", ""), *phases], left=(0, 3)
+    )
+
+
+def _hidden(seconds: float, moving: float) -> str:
+    return f"and {format_seconds(moving - seconds)} hidden" if moving > seconds * 1.0005 else ""
+
+
+def _parts(step: StepTime) -> Iterator[Part]:
+    """Yield what takes time, the model's operators first; what moves by axes."""
+    yield "compute", step.spent(Spent.COMPUTE), 0.0
+    moved: dict[str, tuple[float, float]] = {}
+    for row in step.rows:
+        if row.key.spent in (Spent.COLLECTIVES, Spent.COPIES):
+            name = f"waits for {'+'.join(row.key.axes)}" if row.key.axes else "waits for copies"
+            seconds, moving = moved.get(name, (0.0, 0.0))
+            moved[name] = seconds + row.seconds, moving + row.moving
+    for name, (seconds, moving) in moved.items():
+        if moving:
+            yield name, seconds, moving
+    for spent in (Spent.WRAPPERS, Spent.UPDATE, Spent.BUBBLE):
+        if seconds := step.spent(spent):
+            yield str(spent), seconds, 0.0
+
+
+def _phrases(step: StepTime) -> Iterator[tuple[str, float]]:
+    """Yield what the step does but compute, as the end of a sentence."""
+    waits: dict[str, float] = {}
+    for row in step.rows:
+        if row.key.spent is Spent.COLLECTIVES and row.key.collective is not None:
+            whose = f"{'+'.join(row.key.axes)}'s {_MOVES.get(row.key.collective, 'collectives')}"
+            waits[f"wait for {whose}"] = waits.get(f"wait for {whose}", 0.0) + row.seconds
+    yield from waits.items()
+    yield "wait for copies between tiers", step.spent(Spent.COPIES)
+    yield "go to the wrappers' own work", step.spent(Spent.WRAPPERS)
+    yield "go to the update", step.spent(Spent.UPDATE)
+    yield "are the pipeline's bubble", step.spent(Spent.BUBBLE)
+
+
+def _pace(derivation: Derivation, step: StepTime) -> str:
+    """`; 52,000 tokens/s, MFU 41.2 % (causal: 36.0 %)`."""
+    pace = throughput(derivation.spec, derivation.facts, step)
+    if pace is None:
+        return ""
+    text = f"; {format_count(pace.tokens_per_second)} tokens/s"
+    if pace.mfu_full is not None and pace.mfu_causal is not None:
+        text += f", MFU {pace.mfu_full:.1%} with whole attention, {pace.mfu_causal:.1%} causal"
+    return text

@@ -1,0 +1,299 @@
+"""What was measured on a cluster: seconds of operators, collectives, copies, updates and hooks.
+
+A table is a list of rows: what was measured, and the seconds it took while so many ranks of a node
+computed at once. Processors share their cores, so that a product of one of four ranks on two cores
+takes twice as long as one of two; of GPUs every rank has its own.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from enum import StrEnum
+from typing import Annotated, Any, NamedTuple
+
+from ptrain.costs import Collective
+from ptrain.spec.leaf import (
+    Choice,
+    Leaf,
+    Numbers,
+    Real,
+    Refused,
+    Size,
+    Text,
+    Whole,
+    declared,
+    describe,
+    plain,
+    refuse,
+)
+from ptrain.spec.model import NAME_OR_FILE
+from ptrain.spec.precision import DType
+from ptrain.spec.section import section
+
+
+class OperatorKind(StrEnum):
+    """Operators whose time depends on the same dimensions, and is measured as one."""
+
+    PRODUCT = "product"  # dimensions: (matrices, rows, inner, columns)
+    ATTENTION = "attention"  # fused, forward: (samples, heads, queries, keys, features of a head)
+    ATTENTION_BACKWARD = "attention_backward"  # the same
+    # Of all that follow the one dimension is bytes, read and written together.
+    POINTWISE = "pointwise"  # sums, products, masks
+    ACTIVATION = "activation"  # what takes exponentials element by element: GELU, SiLU, tanh
+    NORM = "norm"  # of rows: layer and RMS norms, sums, means
+    SOFTMAX = "softmax"  # softmax and cross-entropy, and their gradients
+    COPY = "copy"  # copies, casts, concatenations
+    INDEX = "index"  # rows by number: an embedding, its gradient
+    DRAW = "draw"  # random numbers
+
+    @property
+    def is_of_bytes(self) -> bool:
+        """Whether its time depends on the bytes that it reads and writes, and not on shapes."""
+        return self not in (
+            OperatorKind.PRODUCT,
+            OperatorKind.ATTENTION,
+            OperatorKind.ATTENTION_BACKWARD,
+        )
+
+
+class Hook(StrEnum):
+    """What a wrapper's own code takes of the host beside what it sends, each time."""
+
+    FSDP2_GATHER = "fsdp2_gather"  # a unit's all-gather: copy in, issue, copy out, as views
+    FSDP2_REDUCE = "fsdp2_reduce"  # a unit's reduction and the shard's gradient
+    DDP_BUCKET = "ddp_bucket"
+    FLAT_GATHER = "flat_gather"
+    FLAT_REDUCE = "flat_reduce"
+    PIPELINE_PASS = "pipeline_pass"  # of a stage: a forward or a backward pass of a micro-batch
+    TENSOR_SUM = "tensor_sum"  # a functional collective within a cut operator
+
+
+class LinkTier(StrEnum):
+    """What a collective's slowest link is between."""
+
+    WITHIN = "within"  # devices of one node
+    BETWEEN = "between"  # nodes
+
+
+CLIP = "clip"  # among updates: the norm of all gradients, and their scaling
+
+
+class RateRow(NamedTuple):
+    """What was measured, and seconds by the number of ranks that did it at once, in the order of
+    `Rates.at_once` (None: not measured). Of a link: its figures."""
+
+    key: tuple[Any, ...]
+    figures: tuple[float | None, ...]
+
+
+@declared
+class Rows(Leaf):
+    """A table: a list of rows, each a list of the `columns` and of figures behind them: seconds for
+    each number of ranks at once, or those that `figures` names."""
+
+    columns: Mapping[str, Leaf] = field(kw_only=False)
+    figures: tuple[str, ...] = ()
+
+    def takes(self) -> str:
+        figures = ", ".join(self.figures) or "seconds by ranks at once"
+        return f"rows [{', '.join(self.columns)}, {figures}]"
+
+    def check(self, value: Any) -> object:
+        if not isinstance(value, list):
+            refuse(f"must be a list of {self.takes()}; got {describe(value)}")
+        rows = tuple(self._row(number, row) for number, row in enumerate(value, 1))
+        numbers: dict[tuple[Any, ...], int] = {}
+        for number, row in enumerate(rows, 1):
+            if numbers.setdefault(row.key, number) != number:
+                finding = f"row {number} measures what row {numbers[row.key]} does"
+                refuse(finding, "keep one of the two")
+        return rows
+
+    def _row(self, number: int, row: object) -> RateRow:
+        num_figures = len(self.figures)
+        num_cells = len(row) if isinstance(row, list) else 0
+        is_long = num_cells > len(self.columns)
+        if not is_long or (num_figures and num_cells != len(self.columns) + num_figures):
+            shown = row if isinstance(row, list) else describe(row)
+            refuse(f"row {number} must be {self.takes()[5:]}; got {shown}")
+        assert isinstance(row, list), "it has cells"
+        leaves = self.columns.items()
+        key = tuple(
+            self._cell(number, name, leaf, cell)
+            for (name, leaf), cell in zip(leaves, row, strict=False)
+        )
+        names = self.figures or ("seconds",) * (num_cells - len(self.columns))
+        cells = zip(names, row[len(self.columns) :], strict=True)
+        return RateRow(key, tuple(self._cell(number, name, _FIGURE, cell) for name, cell in cells))
+
+    def _cell(self, number: int, name: str, leaf: Leaf, cell: object) -> Any:
+        """The fault of a cell names its row and its column."""
+        try:
+            return leaf.take(cell)
+        except Refused as error:
+            refuse(f"row {number}, {name}: {error.finding}", error.remedy)
+
+    def say(self, value: object) -> object:
+        assert isinstance(value, tuple), "rows"
+        return [[plain(cell) for cell in (*row.key, *row.figures)] for row in value]
+
+    def schema(self) -> dict[str, Any]:
+        least = len(self.columns) + max(1, len(self.figures))
+        return {"type": "array", "items": {"type": "array", "minItems": least}}
+
+
+_FIGURE = Real("seconds, or a share", 0.0, 1e6, open=True, null=True)
+_BYTES = Size("bytes", high=2**50)
+_DTYPE = Choice("dtype", {dtype.value: f"{dtype.itemsize} bytes" for dtype in DType}, read=DType)
+
+
+def _words(about: str, kinds: type[StrEnum], *members: StrEnum) -> Choice:
+    words = {kind.value: kind.name for kind in (members or tuple(kinds))}
+    return Choice(about, words, read=kinds)
+
+
+def _wholes(*names: str) -> dict[str, Leaf]:
+    return {name: Whole(name, 1, 2**40) for name in names}
+
+
+COLLECTIVES = tuple(kind for kind in Collective if not kind.is_copy and kind is not Collective.RECV)
+_COPIES = tuple(kind for kind in Collective if kind.is_copy)
+_OF_BYTES = tuple(kind for kind in OperatorKind if kind.is_of_bytes)
+_ATTENTION = (OperatorKind.ATTENTION, OperatorKind.ATTENTION_BACKWARD)
+
+
+@section
+class Rates:
+    """What its parts take on a cluster, as `ptrain calibrate` measures it: seconds, by the number
+    of ranks of a node that compute at once."""
+
+    preset: Annotated[
+        str | None, Text("rates of specs/rates, or a file of its fields", NAME_OR_FILE)
+    ] = None
+    source: Annotated[str | None, Text("who measured or published it, and how", null=True)] = None
+    date: Annotated[
+        str | None,
+        Text("when it was measured", r"\d{4}-\d\d-\d\d", "a date, 2026-11-24", null=True),
+    ] = None
+    machine: Annotated[str | None, Text("on what it was measured", null=True)] = None
+    torch: Annotated[str | None, Text("torch's version", null=True)] = None
+    ptrain: Annotated[str | None, Text("ptrain's version", null=True)] = None
+    at_once: Annotated[
+        tuple[int, ...],
+        Numbers(
+            "ranks of a node that compute at once, for each figure of seconds in a row; of GPUs "
+            "one, which is as many",
+            1,
+            2**17,
+            whole=True,
+        ),
+    ] = (1,)
+    spread: Annotated[
+        tuple[float, ...],
+        Numbers(
+            "by ranks at once: how far apart measurements of one thing are, relatively", 0, 1e3
+        ),
+    ] = ()
+    products: Annotated[
+        tuple[RateRow, ...],
+        Rows(
+            "products of matrices",
+            {"dtype": _DTYPE, **_wholes("matrices", "rows", "inner", "columns")},
+        ),
+    ] = ()
+    attention: Annotated[
+        tuple[RateRow, ...],
+        Rows(
+            "torch's fused causal attention, and its backward pass",
+            {
+                "pass": _words("pass", OperatorKind, *_ATTENTION),
+                "dtype": _DTYPE,
+                **_wholes("samples", "heads", "queries", "keys", "features"),
+            },
+        ),
+    ] = ()
+    operators: Annotated[
+        tuple[RateRow, ...],
+        Rows(
+            "operators that memory bounds, by the bytes that they read and write",
+            {
+                "kind": _words("kind", OperatorKind, *_OF_BYTES),
+                "dtype": _DTYPE,
+                "bytes": _BYTES,
+            },
+        ),
+    ] = ()
+    updates: Annotated[
+        tuple[RateRow, ...],
+        Rows(
+            "an optimizer's step of so many tensors with together so many elements, or the clip "
+            "of their gradients' norm",
+            {
+                "update": Choice(
+                    "update",
+                    {
+                        "adamw": "torch's, fused",
+                        "sgd": "torch's, fused",
+                        CLIP: "the norm of all gradients, and their scaling",
+                    },
+                ),
+                "dtype": _DTYPE,
+                **_wholes("elements", "tensors"),
+            },
+        ),
+    ] = ()
+    collectives: Annotated[
+        tuple[RateRow, ...],
+        Rows(
+            "collectives of so many ranks on so many nodes, by the bytes of the full tensor",
+            {
+                "collective": _words("collective", Collective, *COLLECTIVES),
+                **_wholes("ranks", "nodes"),
+                "bytes": _BYTES,
+            },
+        ),
+    ] = ()
+    links: Annotated[
+        tuple[RateRow, ...],
+        Rows(
+            "of collectives that were not measured: what a call takes in any case, each hop, and "
+            "how much of the cluster's bandwidth reaches a collective (0.8 of it, say)",
+            {"tier": _words("tier", LinkTier)},
+            figures=("seconds of a call", "seconds of a hop", "share of the bandwidth"),
+        ),
+    ] = ()
+    copies: Annotated[
+        tuple[RateRow, ...],
+        Rows(
+            "copies between a rank's tiers",
+            {"copy": _words("copy", Collective, *_COPIES), "bytes": _BYTES},
+        ),
+    ] = ()
+    hooks: Annotated[
+        tuple[RateRow, ...],
+        Rows("what wrappers do beside what they send", {"hook": _words("hook", Hook)}),
+    ] = ()
+
+
+def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield key, finding and remedy of tables that do not have a figure for each number of ranks at
+    once, of the fields that are written."""
+    at_once = rates.get("at_once", (1,))
+    if not at_once or list(at_once) != sorted(set(at_once)):
+        yield "at_once", f"{list(at_once)}: not in ascending order", "write 1, 2, 4, say"
+        return
+    if len(rates.get("spread", ())) not in (0, len(at_once)):
+        yield "spread", *_uneven("it", len(rates["spread"]), at_once)
+    for key, rows in rates.items():
+        if key == "links" or not isinstance(rows, tuple):
+            continue
+        for number, row in enumerate(rows, 1):
+            if isinstance(row, RateRow) and len(row.figures) != len(at_once):
+                yield key, *_uneven(f"row {number}", len(row.figures), at_once)
+                break
+
+
+def _uneven(subject: str, num_figures: int, at_once: tuple[int, ...]) -> tuple[str, str]:
+    figures = "1 figure" if num_figures == 1 else f"{num_figures} figures"
+    numbers = ", ".join(map(str, at_once))
+    finding = f"{subject} has {figures}, and the ranks at once are {numbers}"
+    return finding, "write a figure for each, null where it was not measured; or at_once"

@@ -1,0 +1,312 @@
+"""The time of a step, on timelines and machines small enough to follow by hand.
+
+A model is a chain of blocks and a root, a unit each, whose parameters take as long to gather or to
+reduce; front and end are the root's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate as running
+
+import pytest
+
+from ptrain.costs import Collective, Phase, Spent, StepTime
+from ptrain.derivation.clock import Clock
+from ptrain.derivation.computing import Timing
+from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.network import Network
+from ptrain.derivation.timeline import replay
+from ptrain.plan.lower import lower
+from ptrain.spec.axis import Axis
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy
+from ptrain.spec.placement import Placement
+from ptrain.spec.rates import Hook
+from ptrain.spec.spec import Spec
+from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
+from tests.pure.paces import HandPace, chain, model
+
+SHARD, REPLICATE = Axis.DP_SHARD, Axis.DP_REPLICATE
+BLOCKS, NUMEL = 4, 100
+UNIT = 4 * NUMEL  # bytes
+FORWARD, BACKWARD = 10, 20  # seconds of a block
+FRONT, BEHIND = (2, 4), (6, 12)
+COMPUTED = BLOCKS * (FORWARD + BACKWARD) + sum(FRONT) + sum(BEHIND)
+NEVER_AHEAD = {"overlap": Overlap.NONE}
+
+
+def step(spec: Spec, pace: HandPace, blocks: int = BLOCKS) -> StepTime:
+    facts = chain(blocks, NUMEL)
+    plan = lower(spec, facts.unit_modules)
+    work = model(FORWARD, BACKWARD, layers=blocks, front=FRONT, behind=BEHIND)
+    timing = Timing(clock=Clock(pace, Network(spec)), work=work)
+    time = replay(wrapping(spec, plan, facts), timing=timing).step
+    assert time is not None
+    return time
+
+
+def spec(placement: Placement | None = None, axis: Axis = SHARD, **dials: object) -> Spec:
+    """A spec over two ranks of one data axis, or of one device; nothing is clipped."""
+    mesh = {} if placement is None else {axis: (2, placement)}
+    made, more = {}, {}
+    for name, value in dials.items():
+        (made if name in ("accumulate", "sync", "clip", "bucket_bytes") else more)[name] = value
+    return replace(make_spec(mesh, **{"clip": None, "model": BY_HAND} | made), **more)
+
+
+def unit_seconds(seconds: float) -> HandPace:
+    """A machine on which a unit is gathered or reduced in so many seconds."""
+    return HandPace(sent=seconds / UNIT)
+
+
+def waits(time: StepTime, collective: Collective | None = None) -> float:
+    return sum(
+        row.seconds
+        for row in time.rows
+        if row.key.spent is Spent.COLLECTIVES and collective in (None, row.key.collective)
+    )
+
+
+def moving(time: StepTime) -> float:
+    return sum(row.moving for row in time.rows)
+
+
+def test_one_device_computes_and_updates():
+    time = step(spec(), HandPace(element=0.5))
+    assert time.spent(Spent.COMPUTE) == COMPUTED
+    assert time.spent(Spent.UPDATE) == time.of_phase(Phase.UPDATE) == 0.5 * (BLOCKS + 1) * NUMEL
+    assert time.of_phase(Phase.FORWARD) == BLOCKS * FORWARD + FRONT[0] + BEHIND[0]
+    assert time.of_phase(Phase.BACKWARD) == BLOCKS * BACKWARD + FRONT[1] + BEHIND[1]
+    assert time.seconds == sum(time.of_phase(phase) for phase in Phase)
+
+
+@pytest.mark.parametrize("overlap", Overlap)
+@pytest.mark.parametrize("placement", [WHOLE, GATHERED, ZERO_1, ZERO_2], ids=str)
+def test_a_network_that_takes_no_time_leaves_what_is_computed(placement, overlap):
+    axis = REPLICATE if placement is WHOLE else SHARD
+    time = step(spec(placement, axis, overlap=overlap), HandPace())
+    assert time.seconds == COMPUTED
+
+
+@pytest.mark.parametrize("placement", [WHOLE, GATHERED, ZERO_1, ZERO_2], ids=str)
+def test_cores_that_send_compute_nothing_meanwhile(placement):
+    """Whatever is issued ahead: all that moves is exposed."""
+    axis = REPLICATE if placement is WHOLE else SHARD
+    time = step(spec(placement, axis), replace(unit_seconds(7), overlaps=False))
+    assert waits(time) == pytest.approx(moving(time)) and moving(time) > 0
+    assert time.seconds == pytest.approx(COMPUTED + moving(time))
+
+
+# -- FSDP2
+
+
+def test_of_fsdp2_the_first_gather_and_the_last_reduction_are_exposed_where_the_rest_is_hidden():
+    """A gather takes as long as the front's forward, which hides that of the first block."""
+    time = step(spec(GATHERED), unit_seconds(2))
+    assert waits(time, Collective.ALL_GATHER) == pytest.approx(2)
+    assert waits(time, Collective.REDUCE_SCATTER) == pytest.approx(2)  # the root's, issued last
+    assert moving(time) == pytest.approx(2 * (BLOCKS + 1) * 2 + (BLOCKS + 1) * 2)
+
+
+@pytest.mark.parametrize("unit", [0.5, 2, 6, 10, 14, 30, 100])
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_fsdp2_takes_the_longer_of_gather_and_computation_unit_by_unit(unit, blocks):
+    """Forward: the network gathers one unit after the other, but none before the parameters of the
+    unit before the one in use are there. Backward: one gather ahead, behind it in the network the
+    reduction of the unit before, which the next reduction waits for."""
+    time = step(spec(GATHERED), unit_seconds(unit), blocks)
+    assert time.seconds == pytest.approx(_fully_sharded(unit, blocks))
+
+
+def _fully_sharded(unit: float, blocks: int) -> float:
+    """By a recursion over units, the root first."""
+    there = network = unit
+    now, before = there + FRONT[0], 0.0
+    for _ in range(blocks):
+        network = max(network, before) + unit
+        before, there = there, max(now, network)
+        now = there + FORWARD
+    now += BEHIND[0]
+    network = max(network, before) + unit  # the root again, given back after forward
+    now = max(now, network)
+    gathered = network = max(network, now) + unit  # the last block, beside the end's backward
+    now, reduced = now + BEHIND[1], 0.0
+    for block in reversed(range(blocks)):
+        now = max(now, gathered)
+        if block:
+            gathered = network = max(network, now) + unit
+        now = max(now + BACKWARD, reduced)
+        reduced = network = max(network, now) + unit
+    now = max(now + FRONT[1], reduced)
+    return max(network, now) + unit
+
+
+def test_without_overlap_fsdp2_waits_for_all_that_it_sends():
+    time = step(spec(GATHERED, **NEVER_AHEAD), unit_seconds(7))
+    assert waits(time) == pytest.approx(moving(time)) == pytest.approx(7 * 3 * (BLOCKS + 1))
+
+
+def test_gathering_one_unit_ahead_spares_what_reductions_delay():
+    """With none ahead in backward a gather stands behind the reduction of the unit before it, and
+    each block but the last waits for both."""
+    ahead, behind = (step(spec(GATHERED, prefetch=n), unit_seconds(8)).seconds for n in (1, 0))
+    assert behind - ahead == pytest.approx(2 * 8 * (BLOCKS - 1))
+
+
+def test_parameters_that_stay_gathered_are_gathered_once():
+    keep = SyncPolicy(gradients=GradientSync.LAST, reshard_after_forward=False)
+    once = step(spec(GATHERED, sync=keep), unit_seconds(7))
+    assert moving(once) == pytest.approx(2 * 7 * (BLOCKS + 1))
+
+
+def test_a_reduction_over_replicas_follows_that_over_shards_and_is_awaited_at_the_end():
+    """Half of a unit's bytes go on, over another network."""
+    mesh = {REPLICATE: (2, tuple_of("R,R,R")), SHARD: (2, GATHERED)}
+    hybrid = make_spec(mesh, clip=None, model=BY_HAND)
+    pace = HandPace(by_collective={Collective.ALL_REDUCE: 30 / (UNIT / 2)})
+    time = step(hybrid, pace)
+    assert moving(time) == pytest.approx(30 * (BLOCKS + 1))
+    # from the last block's gradient on one after the other
+    late = 30 * (BLOCKS + 1) - (BACKWARD * (BLOCKS - 1) + FRONT[1])
+    assert time.seconds == pytest.approx(COMPUTED + late)
+
+
+# -- DDP
+
+
+def _replicas(unit: float, bucket: int = UNIT, **dials: object) -> StepTime:
+    dials = {"bucket_bytes": bucket} | dials
+    return step(spec(WHOLE, REPLICATE, **dials), unit_seconds(unit))
+
+
+@pytest.mark.parametrize("unit", [1, 4, 10, 20, 25, 100])
+def test_ddps_buckets_are_reduced_beside_the_rest_of_backward(unit):
+    """Bucket i is full when the gradient of block i from behind is there, the root's at last."""
+    full = [BEHIND[1] + BACKWARD * (block + 1) for block in range(BLOCKS)]
+    full.append(full[-1] + FRONT[1])
+    over = list(running(full, lambda network, ready: max(network, ready) + unit, initial=0))[-1]
+    time = _replicas(unit)
+    assert waits(time) == pytest.approx(over - full[-1])
+    assert time.seconds == pytest.approx(COMPUTED + over - full[-1])
+
+
+def test_one_bucket_hides_nothing():
+    time = _replicas(3, bucket=2**40)
+    assert waits(time) == moving(time) == pytest.approx(3 * (BLOCKS + 1))
+
+
+def test_ddp_without_overlap_reduces_when_backward_is_over():
+    time = _replicas(3, overlap=Overlap.NONE)
+    assert waits(time) == moving(time) == pytest.approx(3 * (BLOCKS + 1))
+
+
+def test_ddp_reduces_in_the_last_micro_batch_alone():
+    for number in (1, 2, 3, 5):
+        time = _replicas(4, accumulate=number)
+        assert time.seconds == pytest.approx(number * COMPUTED + 4)
+        assert moving(time) == pytest.approx(4 * (BLOCKS + 1))
+
+
+def test_torchs_zero_redundancy_waits_for_the_owner_with_most_and_for_all_broadcasts():
+    """Of five tensors one rank owns three; two buckets go out, whose bytes are the model's."""
+    placement = spec(ZERO_1, REPLICATE)
+    time = step(placement, replace(unit_seconds(10), element=0.1))
+    assert time.spent(Spent.UPDATE) == pytest.approx(0.1 * 3 * NUMEL)
+    assert waits(time, Collective.BROADCAST) == pytest.approx(10 * (BLOCKS + 1))
+
+
+# -- flat units
+
+
+def _flat(unit: float, placement: Placement = ZERO_1, element: float = 0.0, **dials: object):
+    return step(spec(placement, **dials), replace(unit_seconds(unit), element=element))
+
+
+def test_a_gather_after_the_update_is_awaited_at_once_when_it_blocks():
+    time = _flat(5, element=0.1)
+    assert waits(time, Collective.ALL_GATHER) == pytest.approx(5 * (BLOCKS + 1))
+    assert time.spent(Spent.UPDATE) == pytest.approx(0.1 * (BLOCKS + 1) * NUMEL / 2)
+
+
+def test_gathers_during_the_update_hide_behind_it():
+    """Each unit is updated in 5 s and gathered in 5 s: the last one's gather is exposed."""
+    dial = {"gather_after_update": GatherAfterUpdate.DURING_UPDATE}
+    time = _flat(5, element=0.1, **dial)
+    assert waits(time, Collective.ALL_GATHER) == pytest.approx(5)
+
+
+def test_gathers_of_the_next_forward_are_awaited_where_a_unit_is_used():
+    dial = {"gather_after_update": GatherAfterUpdate.NEXT_FORWARD}
+    time = _flat(5, **dial)
+    assert waits(time, Collective.ALL_GATHER) == pytest.approx(5 * (BLOCKS + 1))
+    assert time.of_phase(Phase.FORWARD) == pytest.approx(
+        BLOCKS * FORWARD + FRONT[0] + BEHIND[0] + 5 * (BLOCKS + 1)
+    )
+
+
+def test_an_overlapped_reduction_of_flat_units_is_awaited_by_the_next_one():
+    alone = _flat(15, ZERO_2, overlap=Overlap.NONE)
+    beside = _flat(15, ZERO_2, overlap=Overlap.BACKWARD)
+    reduced = 15 * (BLOCKS + 1)
+    assert waits(alone, Collective.REDUCE_SCATTER) == pytest.approx(reduced)
+    # those of the blocks are done when the next one's gradients are there, but for the last
+    assert waits(beside, Collective.REDUCE_SCATTER) == pytest.approx(15 - FRONT[1] + 15)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_units_that_are_gathered_ahead_are_gathered_beside_what_is_computed(ahead):
+    """By the prefetch of our own units, whose gather of the unit in use is awaited at once."""
+    placement = tuple_of("S*,S,R")
+    time = _flat(6, placement, prefetch=ahead)
+    exposed = waits(time, Collective.ALL_GATHER)
+    assert exposed == pytest.approx(2 * 6 * (BLOCKS + 1) if not ahead else exposed)
+    assert ahead == 0 or exposed < 2 * 6 * (BLOCKS + 1) / 2
+
+
+# -- the host, tiers, micro-batches, the network
+
+
+def test_a_wrappers_hooks_take_a_processors_time_and_hide_behind_a_device_that_is_busy():
+    hooks = {Hook.FSDP2_GATHER: 0.5, Hook.FSDP2_REDUCE: 0.25}
+    on_cores = step(spec(GATHERED), HandPace(overlaps=False, hooks=hooks))
+    assert on_cores.spent(Spent.WRAPPERS) == (BLOCKS + 1) * (2 * 0.5 + 0.25)
+    beside = step(spec(GATHERED), HandPace(hooks=hooks))
+    assert beside.spent(Spent.WRAPPERS) == 0.5  # before the first unit nothing is computed
+    slow = step(spec(GATHERED), HandPace(hooks={Hook.FSDP2_GATHER: 100.0}))
+    # when the last gather is issued, ahead of the first block, two blocks are to come
+    assert slow.seconds == pytest.approx(2 * 100 * (BLOCKS + 1) + 2 * BACKWARD + FRONT[1])
+
+
+def test_gradients_that_are_added_are_read_and_written():
+    """K micro-batches: K - 1 sums of 12 bytes an element on one device."""
+    pace = HandPace(byte=0.01)
+    times = [step(spec(accumulate=number), pace).seconds for number in (1, 2, 4)]
+    added = 0.01 * 3 * UNIT * (BLOCKS + 1)
+    assert times == pytest.approx([COMPUTED, 2 * COMPUTED + added, 4 * COMPUTED + 3 * added])
+
+
+def test_each_micro_batch_between_the_first_and_the_last_takes_the_same():
+    for placement in (GATHERED, ZERO_1, ZERO_2):
+        times = [step(spec(placement, accumulate=k), unit_seconds(7)).seconds for k in (2, 3, 4, 9)]
+        assert times[2] - times[1] == pytest.approx(times[1] - times[0])
+        assert times[3] - times[2] == pytest.approx(5 * (times[1] - times[0]))
+
+
+def test_the_norm_is_awaited_and_gradients_are_clipped():
+    clipped = spec(GATHERED, clip=1.0)
+    pace = HandPace(clipped=0.5, by_collective={Collective.ALL_REDUCE: 1.0})
+    time = step(clipped, pace)
+    assert time.spent(Spent.UPDATE) == 0.5 * (BLOCKS + 1) * NUMEL / 2
+    assert waits(time, Collective.ALL_REDUCE) == 4  # a scalar
+
+
+def test_a_group_counts_the_nodes_that_its_ranks_are_on():
+    cluster = Cluster(devices=16, devices_per_node=4, device_memory=1, intra_node_bandwidth=1.0)
+    mesh = {Axis.PP: (2, WHOLE), REPLICATE: (4, WHOLE), SHARD: (2, GATHERED)}
+    network = Network(make_spec(mesh, cluster=cluster))
+    assert network.group(("dp_shard",)) == (2, 1)
+    assert network.group(("dp_replicate",)) == (4, 2)
+    assert network.group(("dp_replicate",), 2) == (2, 1)
+    assert network.group(("dp_replicate", "dp_shard")) == (8, 2)
+    assert (network.pair(REPLICATE), network.pair(Axis.PP), network.ends(REPLICATE)) == (2, 2, 2)

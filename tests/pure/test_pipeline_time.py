@@ -1,0 +1,160 @@
+"""The time of whole steps that `derive` predicts: repeated blocks and pipelines, on a machine made
+by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ptrain.costs import Collective, Phase, Spent, StepTime
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.machine import Machine
+from ptrain.facts.operators import ModelWork
+from ptrain.spec.load import load
+from ptrain.spec.rates import Hook
+from tests.pure.paces import HandPace, model
+
+SAMPLES = 8
+FORWARD, BACKWARD = 10, 20
+MESSAGE = 32 * 128 * 4  # bytes of the hidden states of a micro-batch
+
+
+def step(
+    pace: HandPace, work: ModelWork | None = None, *, plays_all: bool = False, **changes: Any
+) -> StepTime:
+    layers = changes.pop("layers", 8)
+    of_model = work or model(FORWARD, BACKWARD, layers=layers)
+    machine = Machine(pace=pace, work=lambda _: of_model, plays_all=plays_all)
+    time = derive(load(of_all(changes, layers)).spec, machine=machine).exact.step
+    assert time is not None
+    return time
+
+
+def of_all(changes: dict[str, Any], layers: int = 8) -> dict[str, Any]:
+    return {
+        "model": {"preset": "llama-tiny", "layers": layers},
+        "batch": {"global": SAMPLES, "micro": 1, "sequence": 32},
+        "optimizer": {"name": "adamw", "clip": None},
+    } | changes
+
+
+def pipeline(pace: HandPace, ranks: int, microbatches: int, schedule: str = "1f1b", **more: Any):
+    changes = {
+        "mesh": {"pp": ranks},
+        "placement": {"pp": "S,S,S,R"},
+        "pipeline": {"schedule": schedule},
+        "batch": {"global": microbatches, "micro": 1, "sequence": 32},
+    }
+    return step(pace, **changes | more)
+
+
+# -- blocks that stand for others
+
+
+@pytest.mark.parametrize("sent", [0.0, 1e-5, 1e-3])
+@pytest.mark.parametrize("dials", [{}, {"prefetch": 2}, {"overlap": "none"}], ids=str)
+def test_a_block_that_stands_for_others_takes_their_time(sent, dials):
+    """Whether computation or the network is in front."""
+    mesh = {"mesh": {"dp_shard": 4}, "placement": {"dp_shard": "S*,S,S,R"}, "layers": 24, **dials}
+    pace = HandPace(sent=sent, byte=1e-6)
+    by_one, all_of_them = (step(pace, plays_all=plays, **mesh) for plays in (False, True))
+    assert by_one.seconds == pytest.approx(all_of_them.seconds)
+    for row, other in zip(by_one.rows, all_of_them.rows, strict=True):
+        assert row.key == other.key
+        assert (row.seconds, row.moving) == pytest.approx((other.seconds, other.moving), abs=1e-9)
+
+
+# -- pipelines
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 4), (4, 16), (8, 32)])
+def test_the_bubble_of_equal_stages_is_p_minus_1_over_m_plus_p_minus_1(
+    schedule, ranks, microbatches
+):
+    time = pipeline(HandPace(), ranks, microbatches, schedule)
+    of_stage = 8 // ranks * (FORWARD + BACKWARD)
+    assert time.seconds == pytest.approx((microbatches + ranks - 1) * of_stage)
+    share = (ranks - 1) / (microbatches + ranks - 1)
+    assert time.spent(Spent.BUBBLE) / time.seconds == pytest.approx(share)
+    assert time.spent(Spent.COMPUTE) == pytest.approx(microbatches * of_stage)
+
+
+def test_halves_of_backward_fill_the_bubble():
+    """ZB-H1: (p - 1)(F + I - W)."""
+    time = pipeline(HandPace(), 4, 8, "zero-bubble")
+    assert time.spent(Spent.BUBBLE) == pytest.approx(3 * 2 * FORWARD)
+
+
+def test_the_slowest_stage_decides():
+    """What stands behind the layers is as much as all other stages: these wait for it."""
+    work = model(FORWARD, BACKWARD, layers=8, behind=(40, 80))
+    time = pipeline(HandPace(), 4, 16, work=work)
+    slow = 2 * (FORWARD + BACKWARD) + 120
+    assert time.seconds == pytest.approx(16 * slow + 3 * 2 * (FORWARD + BACKWARD))
+    assert time.spent(Spent.BUBBLE) == pytest.approx(3 * 2 * (FORWARD + BACKWARD))
+
+
+def test_messages_are_under_way_beside_what_is_computed():
+    """gpipe's fill and drain wait for one message a boundary, whatever comes after it."""
+    free, sending = (pipeline(HandPace(sent=s), 4, 8, "gpipe") for s in (0, 5 / MESSAGE))
+    assert sending.seconds - free.seconds == pytest.approx(2 * 3 * 5)
+    assert sending.exposed() == {}
+
+
+def test_a_message_takes_its_senders_time_where_cores_send():
+    pace = HandPace(sent=5 / MESSAGE, overlaps=False)
+    time = pipeline(pace, 2, 4, "gpipe")
+    sent = time.exposed()["pp",]
+    assert sent == pytest.approx(4 * 5)
+    assert time.spent(Spent.COMPUTE) == pytest.approx(4 * 4 * (FORWARD + BACKWARD))
+
+
+def test_a_stages_passes_have_a_hook_each():
+    pace = HandPace(overlaps=False, hooks={Hook.PIPELINE_PASS: 1.0})
+    time = pipeline(pace, 4, 8)
+    assert time.spent(Spent.WRAPPERS) == 2 * 8
+    assert time.seconds == pytest.approx((8 + 3) * (2 * (FORWARD + BACKWARD) + 2))
+
+
+def test_the_last_micro_batch_reduces_for_all():
+    """Flat units within a pipeline, ZeRO-2: a stage's units are reduced when its last backward pass
+    is over."""
+    changes = {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "placement": {"pp": "S,S,S,R", "dp_shard": "R,S,S,R"},
+        "sync": {"gradients": "last"},
+        "batch": {"global": 8, "micro": 1, "sequence": 32},
+        "pipeline": {"schedule": "gpipe"},
+        "overlap": "none",
+    }
+    free, reducing = (
+        step(HandPace(by_collective={Collective.REDUCE_SCATTER: sent}), **changes)
+        for sent in (0.0, 1e-4)
+    )
+    assert reducing.of_phase(Phase.BACKWARD) > free.of_phase(Phase.BACKWARD)
+    # the last stage reduces before it gives its last gradient to the first one, which then does
+    numel = derive(load(of_all(changes)).spec).facts.numel
+    assert reducing.seconds - free.seconds == pytest.approx(4 * numel * 1e-4, rel=1e-3)
+
+
+def test_the_slowest_part_of_operators_decides():
+    """Of the ranks of tp with unequal slices the one with most to compute."""
+    of_rank = [model(FORWARD, BACKWARD, layers=8), model(2 * FORWARD, BACKWARD, layers=8)]
+    base = {
+        "model": {"preset": "llama-tiny", "layers": 8, "vocab": 257},
+        "mesh": {"tp": 2},
+        "placement": {"tp": "S,S,S,R"},
+        "batch": {"global": 8, "micro": 1, "sequence": 32},
+        "optimizer": {"name": "adamw", "clip": None},
+    }
+    machine = Machine(pace=HandPace(), work=lambda index: of_rank[index])
+    time = derive(load(base).spec, machine=machine).exact.step
+    assert time is not None and time.seconds == pytest.approx(8 * 8 * (2 * FORWARD + BACKWARD))
+
+
+def test_a_prediction_without_rates_says_what_gives_them():
+    estimate = derive(load(of_all({"mesh": {"dp_shard": 1}})).spec).exact
+    assert estimate.step is None
+    assert "cluster" in estimate.undefined["step_seconds"]
