@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ptrain.charts.sheet import BLACK, GREY, LIGHT, LINE, Label, Rectangle, Sheet
 from ptrain.report.predict import Prediction
 from ptrain.report.sweep import SweepPoint, step_seconds
-from ptrain.units import format_bytes
+from ptrain.units import format_bytes, format_seconds
 
 # Okabe and Ito's blue and vermillion (2008), which the colour-blind tell apart; grey for unknown.
 _FITS = {True: "#0072b2", False: "#d55e00", None: "#999999"}
@@ -86,7 +86,7 @@ def _figures(prediction: Prediction) -> Iterator[str]:
     peak = prediction.fit.peak_bytes
     yield "peak unknown" if peak is None else format_bytes(peak)
     if (seconds := step_seconds(prediction.derivation.exact)) is not None:
-        yield f"{seconds:.3g} s a step"
+        yield f"{format_seconds(seconds)} a step"
 
 
 def _add_legend(sheet: Sheet, points: Sequence[SweepPoint], x: float) -> None:

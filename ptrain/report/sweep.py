@@ -12,6 +12,7 @@ from ptrain.costs import Estimate, Phase, busiest
 from ptrain.errors import Fault
 from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
+from ptrain.report.step_time import step_cell
 from ptrain.report.table import MISSING, render, size
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.follow import MeshFollower
@@ -51,8 +52,7 @@ class SweepPoint:
 
 def step_seconds(exact: Estimate) -> float | None:
     """Return how long a step is predicted to take; None where no rates say it."""
-    step = getattr(exact, "step", None)
-    return None if step is None else float(step.seconds)
+    return None if exact.step is None else exact.step.seconds
 
 
 def collectives(exact: Estimate) -> int:
@@ -124,7 +124,6 @@ def _cells(point: SweepPoint, base: Prediction, *, is_timed: bool) -> tuple[str,
         return (point.label, *[MISSING] * 5, "refused", *[MISSING] * (4 + is_timed))
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
     memory, sent = model_state_bytes(exact), sent_bytes(exact)
-    seconds = step_seconds(exact)
     return (
         point.label,
         size(model_state_bytes(paper)),
@@ -133,7 +132,7 @@ def _cells(point: SweepPoint, base: Prediction, *, is_timed: bool) -> tuple[str,
         _relative(memory, model_state_bytes(base.derivation.exact)),
         size(prediction.fit.peak_bytes),
         fits_word(prediction),
-        *([MISSING if seconds is None else f"{seconds:.3g}"] if is_timed else []),
+        *([step_cell(exact)] if is_timed else []),
         size(sent_bytes(paper)),
         size(sent),
         _relative(sent, sent_bytes(base.derivation.exact)),
