@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.network import Network
-from ptrain.facts.operators import Exchange, Operator, PassWork
+from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.rates.pace import Pace
 from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType, Layout
@@ -268,7 +268,7 @@ class Clock:
         axes = (self.tensor_axis,) if self.tensor_axis else ()
         names = self.network.ordered(axes)
         for item in work:
-            if isinstance(item, Exchange):
+            if isinstance(item, InnerCollective):
                 seconds = self._group_seconds(item.collective, names, None, item.payload)
                 sums[item.collective] = sums.get(item.collective, 0.0) + item.times * seconds
                 hooks += item.times * self._once(

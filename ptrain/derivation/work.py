@@ -18,17 +18,11 @@ from ptrain.derivation.archive import TablePart
 from ptrain.derivation.operations import setting_at
 from ptrain.derivation.tables import Monomial, Place, Setting, monomials
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import (
-    Exchange,
-    LayerWork,
-    ModelWork,
-    Operator,
-    OperatorKind,
-    PassWork,
-)
+from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, Operator, PassWork
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
@@ -70,11 +64,11 @@ class _Listed:
     dtype: DType | None
     sizes: tuple[int, ...]
 
-    def at(self, sizes: Sequence[int], compute: DType, times: int) -> Operator | Exchange:
+    def at(self, sizes: Sequence[int], compute: DType, times: int) -> Operator | InnerCollective:
         """Return so many of them, where a table's sizes are these."""
         own = tuple([sizes[number] for number in self.sizes])
         if isinstance(self.kind, Collective):
-            return Exchange(self.kind, own[0], times)
+            return InnerCollective(self.kind, own[0], times)
         dimensions = (sum(own),) if self.kind.is_of_bytes else own
         return Operator(self.kind, self.dtype or compute, dimensions, times)
 
@@ -122,7 +116,7 @@ class _Evaluated:
         values, self._compute = setting.values, setting.compute
         itemsize = setting.compute.itemsize
         self._sizes = [size.bytes(values, itemsize) for size in self.table.sizes]
-        self._known: dict[tuple[int, int], Operator | Exchange] = {}
+        self._known: dict[tuple[int, int], Operator | InnerCollective] = {}
 
     def work(self, numbers: Mapping[str, int]) -> LayerWork:
         """Return the passes with these numbers."""
@@ -131,7 +125,7 @@ class _Evaluated:
     def _pass(self, number: int) -> PassWork:
         return tuple([self._at(*pair) for pair in self.table.passes[number]])
 
-    def _at(self, number: int, times: int) -> Operator | Exchange:
+    def _at(self, number: int, times: int) -> Operator | InnerCollective:
         known = self._known.get((number, times))
         if known is None:
             known = self.table.operators[number].at(self._sizes, self._compute, times)

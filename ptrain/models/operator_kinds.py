@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptrain.facts.operators import OperatorKind
+from ptrain.spec.rates import OperatorKind
 
 _KINDS = {
     OperatorKind.ACTIVATION: """

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ptrain import timeline
-from ptrain.facts.operators import Exchange
+from ptrain.facts.operators import InnerCollective
 from ptrain.models.selection import Selected
 from ptrain.models.work import OperatorWork, When
 from ptrain.timeline import Boundary, Item, Timeline
@@ -90,7 +90,7 @@ class Recording:
             (work.what.collective.value, work.what.payload)
             for works in self.works.values()
             for _, work in works
-            if work.when is When.AGAIN and isinstance(work.what, Exchange)
+            if work.when is When.AGAIN and isinstance(work.what, InnerCollective)
         )
 
 

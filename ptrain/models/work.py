@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ptrain.costs import Collective
-from ptrain.facts.operators import Exchange, Operator, OperatorKind
+from ptrain.facts.operators import InnerCollective, Operator
 from ptrain.models.ledger import tensors_of
 from ptrain.models.operator_kinds import is_free, kind_of
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 
 
 class When(StrEnum):
@@ -47,7 +48,7 @@ class OperatorWork:
     """What an operator computed, or sent over the axis that cuts operators."""
 
     when: When
-    what: OperatorSizes | Exchange
+    what: OperatorSizes | InnerCollective
 
 
 # An integer operator moves bytes as any other; no rate is measured of them.
@@ -231,7 +232,7 @@ _COLLECTIVES = {
 }
 
 
-def sent(function: Any, args: Any, result: Any) -> Exchange | None:
+def sent(function: Any, args: Any, result: Any) -> InnerCollective | None:
     """Return the collective that an operator is, of the bytes of the whole tensor; None of any
     other operator."""
     name = function._schema.name.split("::")[-1]
@@ -239,4 +240,4 @@ def sent(function: Any, args: Any, result: Any) -> Exchange | None:
         return None
     collective, is_result = _COLLECTIVES[name]
     whole = result if is_result else args[0]
-    return Exchange(collective, whole.numel() * whole.itemsize)
+    return InnerCollective(collective, whole.numel() * whole.itemsize)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.blocks import VARIANTS
 from ptrain.derivation.tables import Setting
-from ptrain.facts.operators import Exchange
+from ptrain.facts.operators import InnerCollective
 from ptrain.models.kernels import kernels_of
 from ptrain.models.trace import Born, Died
 from ptrain.models.work import OperatorSizes, OperatorWork, When
@@ -93,7 +93,7 @@ class BlockTable:
         record["sent"] = [
             [work.what.collective, trace.size(first[work.what.payload])]
             for work in works
-            if work.when is When.AGAIN and isinstance(work.what, Exchange)
+            if work.when is When.AGAIN and isinstance(work.what, InnerCollective)
         ]
         return record
 

@@ -7,12 +7,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ptrain.facts.operators import Exchange
+from ptrain.facts.operators import InnerCollective
 from ptrain.models.trace import Completion, Event, Recording
 from ptrain.models.work import OperatorSizes
 from ptrain.timeline import Boundary, Mark
 
-Computed = list[OperatorSizes | Exchange]  # in the order of execution
+Computed = list[OperatorSizes | InnerCollective]  # in the order of execution
 Units = Sequence[tuple[str, ...]]
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.blocks import VARIANTS
 from ptrain.derivation.tables import Place, Setting
-from ptrain.facts.operators import Exchange
+from ptrain.facts.operators import InnerCollective
 from ptrain.models.work import OperatorSizes
 from ptrain.spec.precision import DType
 from ptrain.traces.block_tables import ATTENTIONS, LAYERS, BlockTable, alike
@@ -51,7 +51,7 @@ class WorkWriter:
 
     def _number(
         self,
-        together: Sequence[OperatorSizes | Exchange],
+        together: Sequence[OperatorSizes | InnerCollective],
         values: Mapping[str, int],
         compute: DType,
     ) -> int:
@@ -73,10 +73,10 @@ class WorkWriter:
         return self.writer.table(operators=operators, **content)
 
 
-def _described(what: OperatorSizes | Exchange, compute: DType) -> tuple[str, str, bool]:
+def _described(what: OperatorSizes | InnerCollective, compute: DType) -> tuple[str, str, bool]:
     """Return kind or collective, dtype where it is another than the model's, and whether its sizes
     are bytes."""
-    if isinstance(what, Exchange):
+    if isinstance(what, InnerCollective):
         return what.collective.value, "", True
     own = _TRACED[compute]
     return what.kind.value, "" if what.dtype is own else what.dtype.value, what.kind.is_of_bytes
@@ -85,8 +85,8 @@ def _described(what: OperatorSizes | Exchange, compute: DType) -> tuple[str, str
 _TRACED = {DType.FP32: DType.FP32, DType.FP64: DType.FP32, DType.BF16: DType.BF16}
 
 
-def _sizes(what: OperatorSizes | Exchange) -> tuple[int, ...]:
-    return (what.payload,) if isinstance(what, Exchange) else what.sizes
+def _sizes(what: OperatorSizes | InnerCollective) -> tuple[int, ...]:
+    return (what.payload,) if isinstance(what, InnerCollective) else what.sizes
 
 
 class BlockWorkTable:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ptrain.costs import Collective
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import Exchange, LayerWork, ModelWork, Operator, PassWork
+from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, Operator, PassWork
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
@@ -61,7 +61,7 @@ def seconds(number: int) -> PassWork:
     return (Operator(OperatorKind.PRODUCT, DType.FP32, (1, 1, 1, number // 2)),) if number else ()
 
 
-def layer(forward: int, backward: int, exchanges: tuple[Exchange, ...] = ()) -> LayerWork:
+def layer(forward: int, backward: int, exchanges: tuple[InnerCollective, ...] = ()) -> LayerWork:
     """Work of so many seconds in each pass; of halves half each."""
     half = seconds(backward // 2)
     return LayerWork(
