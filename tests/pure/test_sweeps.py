@@ -7,13 +7,14 @@ import csv
 import io
 import json
 from argparse import ArgumentParser
+from dataclasses import replace
 
 import pytest
 
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.main import main
 from ptrain.cli.predict import add_arguments
-from ptrain.costs import Column, Estimate
+from ptrain.costs import Column, Estimate, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError
 from ptrain.report.predict import prediction_of
@@ -29,7 +30,7 @@ def cells(line: str) -> list[str]:
 
 
 def test_a_sweep_says_what_fits_and_how_much_a_device_has(ptrain):
-    head, first, second = ptrain(*SWEEP).splitlines()
+    head, first, second, *_ = ptrain(*SWEEP).splitlines()
     assert "peak of 85.9 GB  fits" in head
     assert "yes" in cells(first)[6] and "no" in cells(second)[6]
 
@@ -40,7 +41,7 @@ def test_where_devices_differ_no_capacity_stands_at_the_head(ptrain):
 
 
 def test_without_a_cluster_nothing_is_said_to_fit(ptrain):
-    _, line, _ = ptrain("predict", "8b-zero3", "cluster=null", "batch.micro=1,2").splitlines()
+    _, line, *_ = ptrain("predict", "8b-zero3", "cluster=null", "batch.micro=1,2").splitlines()
     assert cells(line)[6].strip() == "–"
 
 
@@ -201,6 +202,31 @@ def test_a_chart_is_written(ptrain, tmp_path):
     text = ptrain("predict", "zero3", "batch.micro=1,2", "--chart", str(path))
     assert text.splitlines()[-1] == f"chart    {path}"
     assert "<svg" in path.read_text(encoding="utf-8")
+
+
+def timed(point: SweepPoint, seconds: float | None, why: str = "") -> SweepPoint:
+    """The point with a step of so many seconds, or with none and why."""
+    prediction = point.prediction
+    assert prediction is not None
+    key = TimeKey(Spent.COMPUTE, Phase.FORWARD)
+    step = None if seconds is None else StepTime(rows=(TimeRow(key=key, seconds=seconds),))
+    undefined = {"step_seconds": why} if why else {}
+    exact = replace(prediction.derivation.exact, step=step, undefined=undefined)
+    derivation = replace(prediction.derivation, exact=exact)
+    return replace(point, prediction=replace(prediction, derivation=derivation))
+
+
+def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
+    slow, fast, _ = points()
+    rows = [timed(slow, 2.5), timed(fast, 0.25), timed(fast, None, "no rates")]
+    lines = table(rows).splitlines()
+    assert "step s" in lines[0]
+    assert [cells(line)[7].strip() for line in lines[1:4]] == ["2.5", "0.25", "–"]
+    assert lines[4:] == [f"{fast.label}: no step time: no rates"]
+    assert [figures(row)["step_seconds"] for row in rows] == [2.5, 0.25, None]
+    assert ordered(rows, "time") == [rows[1], rows[0], rows[2]]
+    texts = [label.text for label in sweep_sheet(rows).texts]
+    assert any(text.endswith("250 ms a step") for text in texts)
 
 
 def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sweep():
