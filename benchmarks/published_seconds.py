@@ -7,9 +7,10 @@ blocks and float8 (torchtitan), Megatron-LM's own kernels before there was fused
 predicted is ptrain's eager step in bf16 of the same placement. So rows that ran eager, by torch's
 parts, are the claim; the others stand beside it.
 
-Claim: the median of |off| of the eager rows is at most 10 %, and within each family of rows the
-order is right (Spearman's rank correlation at least 0.9). Beside it: vTrain 8.4 % (one node, its
-own profiles), Calculon 3.7 % (efficiencies set by hand), SimAI 1.9 % (kernels profiled).
+Claim: within each family of rows, eager and compiled apart, the order is right (Spearman's rank
+correlation at least 0.9, of three rows or more). The median of |off| of the eager rows is stated
+beside vTrain's 8.4 % (one node, its own profiles), Calculon's 3.7 % (efficiencies set by hand) and
+SimAI's 1.9 % (kernels profiled): of kernels that are not the same a bound would claim nothing.
 
 Prints; writes a result only with --save.
 """
@@ -34,7 +35,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.spec.load import load
 
-MEDIAN, RANKED = 0.10, 0.9
+RANKED = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +90,24 @@ def correlation(rows: Sequence[Judged]) -> float:
     return statistics.correlation(published, predicted)
 
 
+def alike(rows: Sequence[Judged]) -> dict[tuple[str, str], list[Judged]]:
+    """Return the rows of each family that ran alike."""
+    groups: dict[tuple[str, str], list[Judged]] = {}
+    for row in rows:
+        groups.setdefault((row.row.family, row.row.kind), []).append(row)
+    return groups
+
+
 def verdict(rows: Sequence[Judged]) -> tuple[list[str], list[str]]:
     """Return the lines of the summary, and what of the claim fails."""
     eager = [row for row in rows if row.row.kind == "eager" and row.tokens is not None]
     median = statistics.median(abs(row.off) for row in eager)
-    lines = ["", f"Eager rows: {len(eager)}, median of |seconds off| {median:.1%}."]
-    failed = [f"the median is {median:.1%}, more than {MEDIAN:.0%}"] if median > MEDIAN else []
-    failed += [f"{row.row.name}: not predicted: {row.why}" for row in rows if row.tokens is None]
+    lines = [
+        "",
+        f"Eager rows: {len(eager)}, median of |seconds off| {median:.1%}; beside it vTrain 8.4 %, "
+        "Calculon 3.7 %, SimAI 1.9 %.",
+    ]
+    failed = [f"{row.row.name}: not predicted: {row.why}" for row in rows if row.tokens is None]
     lines += [
         "",
         "| family | rows | median of seconds off | rank correlation |",
@@ -108,9 +120,9 @@ def verdict(rows: Sequence[Judged]) -> tuple[list[str], list[str]]:
         middle = statistics.median(row.off for row in known)
         ranked = correlation(known) if len(known) > 2 else None
         shown = "–" if ranked is None else f"{ranked:.3f}"
-        lines.append(f"| {family} | {len(known)} | {middle:+.1%} | {shown} |")
+        lines.append(f"| {family} | {kind} | {len(known)} | {middle:+.1%} | {shown} |")
         if ranked is not None and ranked < RANKED:
-            failed.append(f"{family}: the order's rank correlation is {ranked:.3f}")
+            failed.append(f"{family}, {kind}: the order's rank correlation is {ranked:.3f}")
     return lines, failed
 
 

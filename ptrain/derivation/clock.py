@@ -38,7 +38,7 @@ class PassSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LaneSpan:
     """Something on a lane, from when to when; None is the lane of the rank itself."""
 
     lane: Hashable
@@ -61,7 +61,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ClockState:
     """A clock's state, to which it can go back."""
 
     now: float
@@ -81,7 +81,7 @@ class Clock:
         pace: Pace,
         network: Network,
         tensor_axis: Axis | None = None,
-        spans: list[Span] | None = None,
+        spans: list[LaneSpan] | None = None,
     ) -> None:
         self.pace, self.network, self.tensor_axis, self.spans = pace, network, tensor_axis, spans
         self.now = self.issued = 0.0
@@ -106,7 +106,7 @@ class Clock:
             return
         self.own[key] = self.own.get(key, 0.0) + seconds
         if self.spans is not None:
-            self.spans.append(Span(None, key, self.now, self.now + seconds))
+            self.spans.append(LaneSpan(None, key, self.now, self.now + seconds))
         self.now += seconds
 
     def spend_until(self, key: TimeKey, moment: float) -> None:
@@ -215,7 +215,7 @@ class Clock:
         start = max(ready, self.free.get(lane, 0.0))
         self.free[lane] = end = start + seconds
         if self.spans is not None:
-            self.spans.append(Span(lane, key, start, end))
+            self.spans.append(LaneSpan(lane, key, start, end))
         return Arrival(self, key, end)
 
     # -- what comes several times
@@ -227,16 +227,16 @@ class Clock:
         if times > 1:
             self.add(self.since(before), times - 1)
 
-    def moment(self) -> Moment:
+    def moment(self) -> ClockState:
         """Return the state of now."""
-        return Moment(self.now, self.issued, dict(self.free), dict(self.own), dict(self.moving))
+        return ClockState(self.now, self.issued, dict(self.free), dict(self.own), dict(self.moving))
 
-    def back_to(self, moment: Moment) -> None:
+    def back_to(self, moment: ClockState) -> None:
         """What was done since then is not done."""
         self.now, self.issued, self.free = moment.now, moment.issued, dict(moment.free)
         self.own, self.moving = dict(moment.own), dict(moment.moving)
 
-    def since(self, moment: Moment) -> tuple[Seconds, Seconds]:
+    def since(self, moment: ClockState) -> tuple[Seconds, Seconds]:
         """Return what was spent since then, and how long something moved."""
         return _more(self.own, moment.own), _more(self.moving, moment.moving)
 
@@ -292,7 +292,7 @@ class Slowest:
     def __init__(self, clock: Clock | None) -> None:
         self._clock = clock
         self._start = clock.moment() if clock else None
-        self._end: Moment | None = None
+        self._end: ClockState | None = None
         self._most = -1.0
 
     def begin(self) -> None:

@@ -30,7 +30,7 @@ _LAST = {Kind.FORWARD: Mark.LEAVE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layers:
+class PlayedWork:
     """The work of those layers of a model, or of a stage of it, that are played, by name; `front`
     and `behind` are None where another stage has them."""
 
@@ -60,7 +60,7 @@ class Timing:
         """Return what is computed when in these passes of a stage, one of so many."""
         numbers = {name: number for number, name in enumerate(block_names(blocks, self.work))}
         names = [stage.layers[place] for place, _ in played.turns] if played else stage.layers
-        layers = Layers(
+        layers = PlayedWork(
             layers={name: self.work.layers[numbers[name]] for name in names},
             front=self.work.front if stage.index == 0 else None,
             behind=self.work.behind if stage.index == stages - 1 else None,
@@ -72,7 +72,7 @@ class Timing:
         names = block_names(scene.facts.blocks, self.work)
         played = scene.representatives
         places = [place for place, _ in played.turns] if played else range(len(names))
-        layers = Layers(
+        layers = PlayedWork(
             layers={names[place]: self.work.layers[place] for place in places},
             front=self.work.front,
             behind=self.work.behind,
@@ -87,7 +87,10 @@ def block_names(blocks: Sequence[str], work: ModelWork) -> Sequence[str]:
 
 
 def scores(
-    clock: Clock, passes: Mapping[Kind, Sequence[Item]], units: Sequence[UnitFacts], layers: Layers
+    clock: Clock,
+    passes: Mapping[Kind, Sequence[Item]],
+    units: Sequence[UnitFacts],
+    layers: PlayedWork,
 ) -> dict[Kind, PassScore]:
     """Return what is computed when in each kind of pass."""
     return {kind: score(clock, kind, items, units, layers) for kind, items in passes.items()}
@@ -156,7 +159,7 @@ class Computing:
 
 
 def score(
-    clock: Clock, kind: Kind, items: Sequence[Item], units: Sequence[UnitFacts], layers: Layers
+    clock: Clock, kind: Kind, items: Sequence[Item], units: Sequence[UnitFacts], layers: PlayedWork
 ) -> PassScore:
     """Return what is computed when in a pass with these items, of the units that are played."""
     is_forward = kind is Kind.FORWARD

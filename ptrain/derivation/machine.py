@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of
@@ -13,6 +14,7 @@ from ptrain.derivation.computing import Timing, block_names
 from ptrain.derivation.network import Network
 from ptrain.derivation.pipeline import message_bytes
 from ptrain.derivation.pipeline_time import PipelineTiming
+from ptrain.derivation.work import model_work, why_unknown
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import ModelWork
 from ptrain.rates.measured import lacking, pace_of
@@ -61,7 +63,17 @@ def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
     pace = pace_of(spec.cluster, spec.world_size)
     if pace is None:
         raise UnknownRate(lacking(spec.cluster, spec.world_size))
-    raise UnknownRate("nobody says what the model computes")
+    if why := why_unknown(spec, plan, facts):
+        raise UnknownRate(why)
+    if plan.tensor is not None:
+        raise UnknownRate("no table says what operators compute that are cut")
+    return Machine(pace=pace, work=partial(_work, spec, plan, facts))
+
+
+def _work(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> ModelWork:
+    work = model_work(spec, plan, facts, index)
+    assert work is not None, "nobody says why it is not known"
+    return work
 
 
 def slowest(times: Iterable[StepTime | None]) -> StepTime | None:
