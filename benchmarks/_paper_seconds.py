@@ -1,5 +1,5 @@
-"""What the notes, a blog and the lecture say of seconds. Each claim is worked out from the time of a
-step that is predicted on nodes of H100, and is undefined where nothing tells it."""
+"""What the notes, a blog and the lecture say of seconds. Each claim is worked out from the time of
+a step that is predicted on nodes of H100, and is undefined where nothing tells it."""
 
 from __future__ import annotations
 
