@@ -61,6 +61,17 @@ def refusal(capsys, *words: str) -> str:
     return captured.err
 
 
+def test_a_list_of_passes_that_cannot_run_is_a_row_too(ptrain, tmp_path):
+    good = tmp_path / "good.csv"
+    good.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", encoding="utf-8")
+    bad = tmp_path / "bad.csv"
+    bad.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", encoding="utf-8")
+    words = (f"pipeline.schedule={good},{bad}", "batch.global=2", "batch.micro=1")
+    lines = ptrain("predict", "pp-1f1b", *words).splitlines()
+    assert "refused" not in lines[1] and "refused" in lines[2]
+    assert any(line.startswith(f"refused: pipeline.schedule={bad}: ") for line in lines)
+
+
 def test_a_sweep_of_which_nothing_is_left_is_refused(capsys):
     text = refusal(capsys, "zero3", "mesh.dp_shard=3,5", "batch.global=16")
     assert "data degree=3 = 6" in text and "data degree=5 = 10" in text
