@@ -119,6 +119,12 @@ def test_what_followed_the_mesh_is_said_with_its_points(ptrain):
     assert "cluster.devices=N pins it" in text
 
 
+def test_many_points_that_followed_the_mesh_are_a_range(ptrain):
+    ranks = ",".join(map(str, range(9, 17)))
+    text = ptrain("predict", "70b-zero3", f"mesh.dp_shard={ranks}")
+    assert "global 8 → 9 … 16 at 8 points (--csv lists them); batch.global=N pins it" in text
+
+
 def test_a_single_spec_is_taken_as_it_is_written(capsys):
     words = ("70b-zero3", "mesh.dp_shard=16", "batch.global=16")
     assert "h100-8 8 devices" in refusal(capsys, *words)
@@ -233,11 +239,22 @@ def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
     lines = table(rows).splitlines()
     assert "step s" in lines[0]
     assert [cells(line)[7].strip() for line in lines[1:4]] == ["2.5", "0.25", "–"]
-    assert lines[4:] == [f"{fast.label}: no step time: no rates"]
+    assert lines[4:] == [f"{fast.label}: no step time: no rates"]  # and only the slow one fits
     assert [figures(row)["step_seconds"] for row in rows] == [2.5, 0.25, None]
     assert ordered(rows, "time") == [rows[1], rows[0], rows[2]]
     texts = [label.text for label in sweep_sheet(rows).texts]
     assert any(text.endswith("250 ms a step") for text in texts)
+
+
+def test_the_point_that_fits_and_gives_most_is_named_and_so_is_that_none_fits():
+    fits, large, refused = points()
+    slow = replace(timed(fits, 2.5), label="slow")
+    rows = [timed(large, 0.25), slow, timed(fits, 0.5), refused]
+    best = f"of those that fit {fits.label} gives most: 65,536 tokens a second and device"
+    assert best in table(rows)  # 64 samples of 4096 on 8 devices
+    assert "none fits" not in table(rows)
+    none = table([large, refused])
+    assert f"none fits: {large.label} needs least, " in none and "gives most" not in none
 
 
 def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sweep():
