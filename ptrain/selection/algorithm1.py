@@ -9,7 +9,7 @@ say; lines 2 to 7 have refused DP and ZeRO-3 by then.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from ptrain.derivation.paper import reconstruction_unit
@@ -169,6 +169,19 @@ def lines(answer: Answer) -> list[str]:
         for test in answer.tests
     ]
     return [head, *conditions, _conclusion(answer), *_remarks(answer)]
+
+
+def record(answer: Answer) -> dict[str, object]:
+    """Return the answer as plain data: what was required, each condition, and the overrides that
+    make a spec of it."""
+    return {
+        "algorithm": "algorithm1",
+        "thresholds": asdict(answer.thresholds),
+        "requirements": asdict(answer.requirements),
+        "conditions": [asdict(test) for test in answer.tests],
+        "advice": None if answer.advice is Advice.NONE else str(answer.advice),
+        "overrides": list(answer.overrides),
+    }
 
 
 def _conclusion(answer: Answer) -> str:
