@@ -197,12 +197,12 @@ def _remarks(answer: Answer) -> list[str]:
     share = STATE_BYTES * required.parameters / required.devices
     whole = format_bytes(share)
     if answer.advice is Advice.NONE:
-        fits = share < required.device_memory
+        if share < required.device_memory:
+            rest = format_bytes(required.device_memory - share)
+            return [f"  a share of {whole} is below the memory itself, and leaves {rest} beside it"]
         return [
-            f"  the states' share of {whole} is "
-            + ("above the threshold, not above the memory" if fits else "above the memory itself")
-            + ": other devices, layers by stage or states on the host would change it, and the "
-            "algorithm knows none of them"
+            f"  a share of {whole} is above the memory itself: more devices, fewer bytes a "
+            "parameter or states on the host would change that; the algorithm knows none of them"
         ]
     if answer.advice is Advice.ADD_TENSOR:
         return [

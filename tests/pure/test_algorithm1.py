@@ -54,7 +54,9 @@ def test_70b_on_8_devices_of_80_gb_has_no_answer():
     assert "line 5: 16P/N = 140 GB < 0.7 M_d = 56 GB: no" in text
     assert "line 8: a layer = 1.71 GB > 0.3 M_d = 24 GB" in text
     assert "no answer: line 11" in text
-    assert "above the memory itself" in text
+    assert "140 GB is above the memory itself: more devices" in text
+    close = "\n".join(lines(algorithm1(replace(SEVENTY_BILLION, devices=16))))
+    assert "70 GB is below the memory itself, and leaves 10 GB" in close
 
 
 def test_states_below_seven_tenths_are_data_parallelism_and_at_it_no_more():
