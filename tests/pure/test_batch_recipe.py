@@ -203,3 +203,9 @@ def test_what_a_step_waits_for_is_a_share_of_its_seconds_where_they_are_known():
     assert stages.endswith("for which 0.0% of the step waits")
     untimed = replace(derivation, exact=replace(derivation.exact, step=None))
     assert not any("waits" in line for line in axis_reasons(untimed))
+
+
+def test_a_plan_says_what_became_of_the_batch(ptrain):
+    text = ptrain("plan", "zero3", "batch.global=2k tokens", "batch.micro=auto")
+    assert "batch.global: 2k tokens are 15 samples of 128: 16 to the nearest power of two" in text
+    assert "batch.micro: auto is 8, the largest whose predicted peak fits" in text
