@@ -71,9 +71,9 @@ def _throughput_reasons(derivation: Derivation) -> Iterator[str]:
     spec = derivation.spec
     if spec.data_degree > DATA_LIMIT:
         yield (
-            f"throughput: {spec.data_degree} data ranks are above some {DATA_LIMIT}, from which on "
-            "a ring's latency and the shrinking share of computation are no longer hidden, and "
-            "plain replicas take as much memory as ever: tp and pp take ranks off this axis"
+            f"throughput: {spec.data_degree} data ranks are above some {DATA_LIMIT}, beyond which "
+            "the notes see each device's throughput fall, for a ring's latency grows with them; tp "
+            f"and pp take ranks off this axis{_waits(derivation, *DATA_AXES)}"
         )
     if bubble := _bubble(spec):
         yield f"throughput: {bubble}"
