@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from ptrain.algebra.legality import check
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.main import main
 from ptrain.cli.predict import add_arguments
@@ -19,8 +20,10 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError
 from ptrain.report.predict import prediction_of
 from ptrain.report.sweep import SORTS, SweepPoint, figures, ordered, step_seconds, table
+from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.follow import followers
 from ptrain.spec.load import load
+from ptrain.spec.names import listing
 
 SWEEP = ("predict", "8b-zero3", "batch.sequence=4096,16384")
 
@@ -94,6 +97,18 @@ def test_the_batch_stays_while_micro_batches_make_it_up_and_then_grows():
     assert batch(3, "batch.accumulate=2") == ["batch.global=6"]  # which is written, and stays
     assert batch(512, "batch.global=64") == batch(512, "batch={global: 8, sequence: 8}") == []
     assert batch(512, "batch.global=4M tokens") == []
+
+
+def test_every_named_spec_follows_a_data_axis_of_24_ranks():
+    for name in listing("strategies", "paper", "node"):
+        axis = next((f.axis for f in load(name).spec.factors if f.axis in DATA_AXES), None)
+        if axis is None:
+            continue
+        words = (f"mesh.{axis}=24",)
+        follows = [follower.override for follower in followers(name, words)]
+        spec = load(name, [*words, *follows]).spec
+        assert spec.degree(axis) == 24 and spec.batch.global_samples % spec.data_degree == 0
+        assert not any(fault.place in ("mesh", "batch.global") for fault in check(spec)), name
 
 
 def test_a_batch_that_is_not_written_in_samples_follows_by_itself():
