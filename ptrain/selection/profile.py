@@ -179,7 +179,8 @@ def _seconds(spec: Spec, work: PassWork, pace: Pace) -> float:
     total = 0.0
     for item in work:
         if isinstance(item, InnerCollective):
-            hook = pace.hook_seconds(Hook.TENSOR_SUM)
+            # where the device computes by itself, the host runs ahead
+            hook = 0.0 if pace.overlaps else pace.hook_seconds(Hook.TENSOR_SUM)
             alone = pace.collective_seconds(
                 item.collective, ranks=ranks, nodes=nodes, payload=item.payload
             )

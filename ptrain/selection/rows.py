@@ -157,7 +157,8 @@ class Ways:
         reduced then, `whole` of a unit that is gathered, `opened` of a unit's gradients while they
         arrive, `flying` while they are reduced; `ahead` units are gathered ahead. `unit`:
         parameters of the largest unit, `moved` of one on average, `per_layer`: units of a layer.
-        Seconds to `gather` and to `reduce` a unit, to `add` its gradients to those before (flat
+        Seconds to `gather` and to `reduce` a unit, to copy it out of the one and into the other
+        (`unpack`, `pack`), to `add` its gradients to those before (flat
         units do so with the first, too: `adds_first`), to make it whole again when it is updated
         (`finish`), and of a parameter's `update`, copies between tiers included."""
         np = numpy()
@@ -189,6 +190,10 @@ class Ways:
             "moved": moved.astype(float),
             "per_layer": 1 / layers,
             "add": self._added(moved * held),
+            "unpack": np.where(
+                self.by_tensor & self.brought, self._copied_within(moved * held), 0.0
+            ),
+            "pack": np.where(self.by_tensor, self._copied_within(moved * reduced), 0.0),
             "gather": np.where(self.brought, moves.gather(moved * held), 0.0),
             "reduce": moves.reduce(moved * reduced),
             "finish": moves.finish(moved * held),
@@ -197,15 +202,22 @@ class Ways:
 
     def _added(self, sizes: Array) -> Array:
         """Seconds of the sum of a unit's gradient and that of the micro-batches before: read twice
-        and written. Of what is reduced after each there is none."""
+        and written. Of what is reduced after each there is none, but for flat units, which are
+        filled with zeros then."""
+        np = numpy()
+        is_late = self.fixed["is_late"] > 0
+        sums = self._of_bytes(OperatorKind.POINTWISE, np.where(is_late, 3, 4) * sizes)
+        return np.where(self.by_tensor & ~is_late, 0.0, sums)
+
+    def _copied_within(self, sizes: Array) -> Array:
+        """Seconds in which so many bytes are copied on the device: read and written."""
+        return self._of_bytes(OperatorKind.COPY, 2 * sizes)
+
+    def _of_bytes(self, kind: OperatorKind, sizes: Array) -> Array:
         np, pace, dtype = numpy(), self.wires.pace, self.layout.parameters
         values, where = np.unique(sizes, return_inverse=True)
-        seconds = [
-            pace.operator_seconds(Operator(OperatorKind.POINTWISE, dtype, (3 * int(value),)))
-            for value in values
-        ]
-        sums = np.array(seconds)[where.reshape(-1)]
-        return np.where(self.by_tensor & (self.fixed["is_late"] == 0), 0.0, sums)
+        seconds = [pace.operator_seconds(Operator(kind, dtype, (int(value),))) for value in values]
+        return np.array(seconds)[where.reshape(-1)]
 
     def _update(self, parts: Array, sizes: Sizes) -> Array:
         np, base = numpy(), self.wires.base
@@ -256,7 +268,10 @@ class _Moves:
         return np.array(seconds)[where.reshape(-1)]
 
     def _hook(self, flat: Hook, other: Hook) -> Array:
+        """Seconds of the host's, which runs ahead where the device computes by itself."""
         pace = self.ways.wires.pace
+        if pace.overlaps:
+            return 0.0
         return numpy().where(self.ways.flat, pace.hook_seconds(flat), pace.hook_seconds(other))
 
     def gather(self, sizes: Array) -> Array:
@@ -273,7 +288,8 @@ class _Moves:
         np, ways = numpy(), self.ways
         if not self.degrees:
             return np.zeros(len(sizes))
-        hook = self.ways.wires.pace.hook_seconds(Hook.DDP_BUCKET)
+        pace = ways.wires.pace
+        hook = 0.0 if pace.overlaps else pace.hook_seconds(Hook.DDP_BUCKET)
         pieces = np.maximum(1.0, sizes / _BUCKET)
         buckets = pieces * (hook + self._over(Collective.ALL_REDUCE, 0, sizes / pieces))
         total = self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE)

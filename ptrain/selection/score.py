@@ -101,14 +101,18 @@ def step_seconds(
     again = np.where(rows["keeps_forward"] > 0, 0, number)
     reduces = np.where(rows["is_late"] > 0, 1, number)
     gather, reduce = rows["gather"], rows["reduce"]
-    # a pass waits for its root and its first unit, and for what the others take beyond a unit
+    # a pass through a stage waits for its root and its first unit, and for what the others take
+    # beyond a unit
+    later = units - np.maximum(1, places.boundaries)
     ahead = rows["overlaps"] * (rows["ahead"] > 0)
     behind_forward = np.minimum(gather, seconds.block[0] / rows["per_layer"]) * ahead
-    waits = gathers * (gather * (of_root + units) - behind_forward * (units - 1))
+    waits = gathers * (gather * (of_root + units) - behind_forward * later)
     moved = again * gather + reduces * reduce
     apart = ahead * again * gather + rows["overlaps"] * reduces * reduce
     room = np.maximum(again, reduces) * seconds.block[1] / rows["per_layer"]
-    waits = waits + moved * (units + of_root) - np.minimum(apart, room) * (units - 1)
+    waits = waits + moved * (units + of_root) - np.minimum(apart, room) * later
+    copies = (gathers + again) * rows["unpack"] + reduces * rows["pack"]
+    waits = waits + copies * (units + of_root)
     adds = (number - 1 + rows["adds_first"]) * rows["add"] * (units + of_root)
     after = rows["update"] * (root + places.layers * sizes.block)
     after = after + rows["finish"] * (units + of_root)
