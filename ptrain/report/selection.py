@@ -69,6 +69,9 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
         yield "well-known choices, each with the best of all else:"
         yield from _lost(selection)
     yield ""
+    yield "why the best one is as it is:"
+    yield from (f"  {line}" for line in selection.reasons)
+    yield ""
     yield f"best: {command(selection, best)}"
 
 
@@ -211,6 +214,7 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> dict[str, 
             }
             for lost in selection.lost
         ],
+        "reasons": list(selection.reasons),
         "least": None if least is None else row_record(selection, least),
         "remedies": [
             {"change": remedy.change, "fitting": row_record(selection, remedy.fitting)}

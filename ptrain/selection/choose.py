@@ -18,11 +18,14 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import ModelWork
 from ptrain.plan.lower import lower
 from ptrain.rates.pace import Pace, UnknownRate
+from ptrain.selection.algorithm1 import algorithm1, requirements
+from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
 from ptrain.selection.figures import Ranked, on_more, ranked
 from ptrain.selection.job import SearchedJob, searched_job
 from ptrain.selection.known import KNOWN, reason
 from ptrain.selection.nominal import NominalPace
 from ptrain.selection.ranking import Lost, PlacementRanking, Remedy, front_of, order_of
+from ptrain.selection.recipe import reasons
 from ptrain.selection.search import Search
 from ptrain.selection.space import alone
 from ptrain.selection.task import Scored, SearchGoal, SearchResult, SearchTask
@@ -47,11 +50,52 @@ def select(
     objective: str = "time",
     where: Sequence[str] = (),
     count: int = _BEST,
+    tokens: str | None = None,
+    deadline: str | None = None,
+    budget: float | None = None,
 ) -> PlacementRanking:
     """Return the ranking of all legal placements of a model, or of a spec with `auto` in it, on so
-    many devices of a cluster. Raises SpecError for a job that cannot be searched."""
+    many devices of a cluster; `count` of them are derived exactly. With the objective `devices` on
+    the fewest on which `tokens` are trained within a `deadline` (30d) or a `budget`, with `cost` on
+    as many as take least for a token. Raises SpecError for a job that cannot be searched."""
     job = searched_job(source, overrides, cluster=cluster, devices=devices, where=where)
-    return Chooser(job, SearchGoal(objective), count=count).choose()
+    chooser = Chooser(job, SearchGoal(objective), count=count)
+    return answer(chooser, demand_of(tokens, deadline, budget))
+
+
+def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
+    """Return the ranking on the chooser's devices, or on as many as its objective asks for. Raises
+    SpecError where no number of devices does."""
+    goal, most = chooser.objective, chooser.job.devices
+    if goal is SearchGoal.COST:
+        best = cheapest(_by_number(chooser))
+        if best is None:
+            raise refused("--objective", f"cost: {_no_time(chooser)}", "write --objective memory")
+        return chooser.on(best[0]).choose()
+    if goal is not SearchGoal.DEVICES:
+        return chooser.choose()
+    if demand is None:
+        finding = "devices: the fewest for what, nobody says"
+        raise refused("--objective", finding, "write --tokens 1T --deadline 30d")
+    last = "nothing fits"
+    for number, row in _by_number(chooser):
+        if demand.is_met(row):
+            return chooser.on(number).choose()
+        last = f"{number} devices take {demand.described(row)}"
+    finding = f"no number of devices up to {most} meets it: {last}"
+    raise refused("--objective", finding, "write a later deadline or a larger budget")
+
+
+def _by_number(chooser: Chooser) -> Iterator[tuple[int, Ranked]]:
+    """The best on each number of devices on which something fits."""
+    for number in numbers(chooser.job.devices):
+        row = chooser.on(number).first()
+        if row is not None:
+            yield number, row
+
+
+def _no_time(chooser: Chooser) -> str:
+    return chooser.unknown or "nothing fits"
 
 
 MachineOf = Callable[[Spec, Plan, ModelFacts], Machine]
@@ -69,6 +113,17 @@ class Chooser:
     facts: dict[UnitSize, ModelFacts] = field(default_factory=dict)
     works: dict[tuple[object, ...], ModelWork] = field(default_factory=dict)
     derived: int = 0
+
+    def on(self, devices: int) -> Chooser:
+        """Return the same on another number of devices, by time."""
+        job = replace(self.job, base=on_more(self.job.base, devices), devices=devices)
+        by_time = self.objective not in (SearchGoal.TIME, SearchGoal.MEMORY)
+        goal = SearchGoal.TIME if by_time else self.objective
+        return Chooser(job, goal, machine=self.machine, count=self.count)
+
+    def first(self) -> Ranked | None:
+        """Return the best that fits by closed form, exactly."""
+        return next(self._fitting(self.search.run(self.job.where).best, 1), None)
 
     # -- the machine
 
@@ -199,7 +254,11 @@ class Chooser:
         )
         if not rows:
             return self._without_fit(selection, result)
-        return replace(selection, lost=tuple(self._lost(rows[0])))
+        best = rows[0].spec
+        derivation = derive(best, self._facts(best), self._timing(best))
+        return replace(
+            selection, lost=tuple(self._lost(rows[0])), reasons=tuple(reasons(derivation))
+        )
 
     def _named(self, row: Ranked) -> Ranked:
         """With a spec that can be written: its resolved mapping is its own."""
@@ -228,18 +287,33 @@ class Chooser:
 
     # -- what lost, and what would fit
 
+    def _by_algorithm1(self, best: Ranked) -> Lost:
+        """What the paper's selection says, and how it does here."""
+        base, devices = self.job.base, self.job.devices
+        assert base.cluster is not None, "a job that is searched for has a cluster"
+        advised = algorithm1(requirements(self._facts(base), base.cluster, devices))
+        name = f"the paper's Algorithm 1: {advised.advice}"
+        if not advised.degrees:
+            return Lost(name=name, best=None, why="the search has one")
+        where = [f"mesh.{axis}={degree}" for axis, degree, _ in advised.degrees]
+        where += [f"placement.{axis}={modes}" for axis, _, modes in advised.degrees]
+        return self._like(name, where, best)
+
+    def _like(self, name: str, where: Iterable[str], best: Ranked) -> Lost:
+        """The best that obeys constraints besides the job's own."""
+        result = self.search.run(Where((*self.job.where.constraints, *map(parse, where))))
+        if not result.counts.scored:
+            return Lost(name=name, best=None, why="not legal here")
+        row = next(self._fitting(result.best, 1), None) or self._least(result)
+        return Lost(name=name, best=row, why=reason(row, best, self.objective))
+
     def _lost(self, best: Ranked) -> Iterator[Lost]:
         for known in KNOWN:
             where = known.where(self.job.devices)
             if where is None:
                 continue
-            rules = (*self.job.where.constraints, *map(parse, where))
-            result = self.search.run(Where(rules))
-            if not result.counts.scored:
-                yield Lost(name=known.name, best=None, why="not legal here")
-                continue
-            row = next(self._fitting(result.best, 1), None) or self._least(result)
-            yield Lost(name=known.name, best=row, why=reason(row, best, self.objective))
+            yield self._like(known.name, where, best)
+        yield self._by_algorithm1(best)
 
     def _least(self, result: SearchResult, base: Spec | None = None) -> Ranked | None:
         """The exact figures of what needs least by closed form."""
@@ -262,14 +336,7 @@ class Chooser:
                 yield Remedy(change=f"without {rule.text}", fitting=row)
         devices = 2 * self.job.devices
         while devices <= _MOST_DEVICES:
-            base = on_more(self.job.base, devices)
-            wider = Chooser(
-                replace(self.job, base=base, devices=devices),
-                self.objective,
-                machine=self.machine,
-                count=self.count,
-            )
-            row = next(wider._fitting(wider.search.run(self.job.where).best, 1), None)
+            row = self.on(devices).first()
             if row is not None:
                 yield Remedy(change=f"--devices {devices}", fitting=row)
                 return

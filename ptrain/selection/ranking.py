@@ -36,7 +36,8 @@ class PlacementRanking(Worded):
     """A ranking, best first: exact figures of those that are best by closed form and fit. `front`:
     no other that was derived is faster and needs less. `unknown` says why there is no time; the
     order is then that of nominal seconds. Where nothing fits, `least` needs least memory of all and
-    `remedies` are what would."""
+    `remedies` are what would. `reasons`: why the
+    best one is as it is."""
 
     job: SearchedJob
     objective: SearchGoal
@@ -48,6 +49,7 @@ class PlacementRanking(Worded):
     least: Ranked | None = None
     remedies: tuple[Remedy, ...] = ()
     lost: tuple[Lost, ...] = ()
+    reasons: tuple[str, ...] = ()
 
     @property
     def best(self) -> Ranked | None:

@@ -21,6 +21,8 @@ class SearchGoal(StrEnum):
 
     TIME = "time"
     MEMORY = "memory"
+    DEVICES = "devices"
+    COST = "cost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

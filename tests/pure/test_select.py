@@ -19,7 +19,8 @@ from ptrain.cli.main import main
 from ptrain.derivation.machine import Machine
 from ptrain.errors import SpecError
 from ptrain.report.selection import as_csv, as_record, as_spec, selection_text
-from ptrain.selection.choose import Chooser
+from ptrain.selection.choose import Chooser, answer
+from ptrain.selection.demand import Demand, demand_of, numbers
 from ptrain.selection.job import searched_job
 from ptrain.selection.known import reason
 from ptrain.selection.ranking import PlacementRanking
@@ -377,3 +378,44 @@ def test_without_rates_time_is_unknown_and_said_to_be(capsys):
 def test_constraints_of_a_where_are_asked_of_what_says_them():
     where = Where.of(["tp<=2", "memory<=1 GB"])
     assert [rule.name for rule in where.bounds("memory")] == ["memory"]
+
+
+# -- how many devices
+
+
+def test_numbers_of_devices_are_powers_of_two_and_the_last():
+    assert list(numbers(24)) == [1, 2, 4, 8, 16, 24]
+    assert list(numbers(8)) == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("words", "finding"),
+    [
+        ((None, "30d", None), "nobody says"),
+        (("many", "30d", None), "is no number"),
+        (("1T", "soon", None), "is no duration"),
+    ],
+)
+def test_a_demand_that_says_too_little_is_refused(words, finding):
+    with pytest.raises(SpecError, match=finding):
+        demand_of(*words)
+
+
+def test_the_fewest_devices_meet_a_deadline_and_half_of_them_do_not():
+    few = chooser("recompute==full", "pp==1", "tp==1", "micro==1", count=1)
+    few.objective = SearchGoal.DEVICES
+    on_four = few.on(4).first()
+    assert on_four is not None and on_four.seconds is not None
+    tokens = on_four.spec.batch.tokens
+    ranking = answer(few, Demand(tokens=tokens, deadline=1.01 * on_four.seconds))
+    assert ranking.job.devices == 4 and ranking.best is not None
+    with pytest.raises(SpecError, match="no number of devices up to 8 meets it"):
+        answer(few, Demand(tokens=tokens, deadline=1.0))
+
+
+def test_a_price_is_of_devices_and_hours():
+    job = chooser("recompute==full", "pp==1", "tp==1", "micro==1", "cluster.price=2.0", count=1)
+    row = job.first()
+    assert row is not None and row.seconds is not None and row.price is not None
+    hours = 1e9 / row.spec.batch.tokens * row.seconds / 3600
+    assert row.price == pytest.approx(2.0 * 8 * hours)
