@@ -110,10 +110,10 @@ def verdict(rows: Sequence[Judged]) -> tuple[list[str], list[str]]:
     failed = [f"{row.row.name}: not predicted: {row.why}" for row in rows if row.tokens is None]
     lines += [
         "",
-        "| family | rows | median of seconds off | rank correlation |",
-        "|---|---|---|---|",
+        "| family | ran | rows | median of seconds off | rank correlation |",
+        "|---|---|---|---|---|",
     ]
-    for family, group in groupby(rows, lambda judgement: judgement.row.family):
+    for (family, kind), group in alike(rows).items():
         known = [row for row in group if row.tokens is not None]
         if not known:
             continue

@@ -100,13 +100,13 @@ def test_a_spec_without_a_cluster_is_told_how_to_name_one(ptrain, tmp_path):
 
 def test_three_specs_are_rows(ptrain):
     lines = ptrain("predict", "70b-zero1", "70b-zero2", "70b-zero3").splitlines()
-    assert len(lines) == 4
-    assert [line.split()[0] for line in lines[1:]] == ["70b-zero1", "70b-zero2", "70b-zero3"]
+    assert [line.split()[0] for line in lines[1:4]] == ["70b-zero1", "70b-zero2", "70b-zero3"]
+    assert lines[4].startswith("none fits: 70b-zero3 needs least")
 
 
 def test_a_list_sweeps_one_row_per_value(ptrain):
     text = ptrain("predict", "zero3", "mesh.dp_shard=1,2,4")
-    assert [line.split()[0] for line in text.splitlines()[1:]] == [
+    assert [line.split()[0] for line in text.splitlines()[1:4]] == [
         "mesh.dp_shard=1",
         "mesh.dp_shard=2",
         "mesh.dp_shard=4",
@@ -116,7 +116,7 @@ def test_a_list_sweeps_one_row_per_value(ptrain):
 def test_a_sweep_counts_the_collectives_of_each_row(ptrain):
     text = ptrain("predict", "zero3", "unit=sub-block,block,model").splitlines()
     assert text[0].split()[-1] == "calls"
-    calls = [int(line.split()[-1]) for line in text[1:]]
+    calls = [int(line.split()[-1]) for line in text[1:4]]
     assert calls == sorted(set(calls), reverse=True)
     one = ptrain("predict", "zero3", "unit=model").splitlines()
     table = one[next(i for i, line in enumerate(one) if line.startswith("traffic")) + 1 :]
@@ -126,7 +126,7 @@ def test_a_sweep_counts_the_collectives_of_each_row(ptrain):
 
 def test_a_sweep_over_two_specs_names_the_spec_in_each_row(ptrain):
     lines = ptrain("predict", "zero3", "zero1", "mesh.dp_shard=2,4").splitlines()
-    assert [" ".join(line.split()[:2]) for line in lines[1:]] == [
+    assert [" ".join(line.split()[:2]) for line in lines[1:5]] == [
         "zero3 mesh.dp_shard=2",
         "zero3 mesh.dp_shard=4",
         "zero1 mesh.dp_shard=2",

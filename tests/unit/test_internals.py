@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import ptrain.internals
 from ptrain.internals import fsdp2
 from ptrain.internals.part import FIRST, LAST, PrivatePart
-from ptrain.traces.settings import fake_mesh
+from ptrain.rooms.fake import fake_world
 from ptrain.version import TESTED_TORCH
 
 SUBSYSTEMS = sorted(
@@ -64,12 +65,14 @@ def test_what_torch_has_otherwise_is_a_sentence(part, fault):
 
 
 def test_the_policies_of_a_group_are_those_that_fully_shard_was_given():
-    mesh = fake_mesh()
+    world = fake_world(0, 2)
+    mesh = init_device_mesh("cpu", (2,))
     given = MixedPrecisionPolicy(param_dtype=torch.bfloat16), CPUOffloadPolicy(pin_memory=False)
     wrapped = fully_shard(
         torch.nn.Linear(8, 8), mesh=mesh, mp_policy=given[0], offload_policy=given[1]
     )
     (group,) = fsdp2.parameter_groups(wrapped)
     *precisions, offload = fsdp2.policies(group)
+    world.close()
     assert precisions and all(policy == given[0] for policy in precisions)
     assert offload is given[1]
