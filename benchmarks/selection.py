@@ -177,14 +177,17 @@ def exhaustive(case: Case, most: int | None) -> tuple[list[str], list[str]]:
     assert best is not None and best.seconds is not None, "a small model fits, and has rates"
     fastest: Ranked | None = None
     number = 0
+    everything = Chooser(case.job())
     candidates = (
-        block.scored(place) for block in chooser.search.blocks() for place in range(len(block.rows))
+        block.scored(place)
+        for block in everything.search.blocks()
+        for place in range(len(block.rows))
     )
     for scored in candidates:
         if number == most:
             break
         number += 1
-        row = chooser.exactly(scored)
+        row = everything.exactly(scored)
         if row is None or row.seconds is None or not row.memory.fits:
             continue
         if fastest is None or row.seconds < (fastest.seconds or 0.0):

@@ -25,10 +25,11 @@ from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 
 _ALL_AHEAD = (ScheduleName.GPIPE, ScheduleName.BFS)
+_LATE_WEIGHTS = (ScheduleName.ZERO_BUBBLE,)  # the head's wait as those of the layers do
 _ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
 # The first rank, of those in the middle the fullest and the one with most layers, the last one.
 _PLACES = 4
-Row = tuple[int, bool, bool, float, int, int]
+Row = tuple[int, bool, bool, float, float, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class PipelineFlows:
         """Return what the ranks have, flow by flow."""
         np = numpy()
         table = np.array([self._rows(flow, micro_batches) for flow in flows], dtype=float)
-        named = ("layers", "front", "behind", "in_flight", "heads", "boundaries")
+        named = ("layers", "front", "behind", "in_flight", "heads", "outputs", "boundaries")
         return Places(**{name: table[:, :, at] for at, name in enumerate(named)})
 
     def _rows(self, flow: PipelineFlow, micro_batches: int) -> list[Row]:
@@ -86,7 +87,7 @@ class PipelineFlows:
 
     def _make_rows(self, flow: PipelineFlow, micro_batches: int) -> list[Row]:
         if flow.schedule is None:
-            return [(self.num_layers, True, True, 1.0, 1, 0)] * _PLACES
+            return [(self.num_layers, True, True, 1.0, 1.0, 1, 0)] * _PLACES
         counts = self._counts(flow)
         size = PipelineSize(
             schedule=flow.schedule,
@@ -103,12 +104,15 @@ class PipelineFlows:
     @staticmethod
     def _row(size: PipelineSize, rank: int, counts: Sequence[int]) -> Row:
         own = stages_of_rank(size, rank)
+        in_flight = chunks_in_flight(size, rank) / size.stages_per_rank
+        outputs = size.microbatches if size.schedule in _ALL_AHEAD else 1
         return (
             sum(counts[stage] for stage in own),
             0 in own,
             len(counts) - 1 in own,
-            chunks_in_flight(size, rank) / size.stages_per_rank,
-            size.microbatches if size.schedule in _ALL_AHEAD else 1,
+            in_flight,
+            max(1.0, in_flight) if size.schedule in _LATE_WEIGHTS else float(outputs),
+            outputs,
             size.stages_per_rank,
         )
 

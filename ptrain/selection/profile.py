@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.derivation import activations
 from ptrain.derivation.tables import setting_of
 from ptrain.derivation.tensor import cut_of, local_units
@@ -27,12 +28,13 @@ _LAYERS = 3  # a first, a middle and a last one
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Parameters of one rank's part of the model: of a block, by tensor in the order of its units,
-    in front of the blocks and behind them."""
+    in front of the blocks and behind them; `copied` those in front that a last stage has too."""
 
     block: int
     largest_part: int  # of a block's sub-blocks
     front: int
     behind: int
+    copied: int
     tensors: int  # of a block
 
 
@@ -46,6 +48,7 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
     *blocks, root = units
     block = max(blocks, key=lambda unit: unit.numel)
     front = sum(t.numel for t in root.tensors if is_within(t.name, FRONT))
+    tied = dict(chain_of(spec, facts).tied)
     parts: dict[str, int] = {}
     for tensor in block.tensors:
         part = ".".join(tensor.name.split(".")[:3])
@@ -55,6 +58,7 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
         largest_part=max(parts.values()),
         front=front,
         behind=root.numel - front,
+        copied=sum(t.numel for t in root.tensors if t.name in tied),
         tensors=len(block.tensors),
     )
 

@@ -22,19 +22,21 @@ Array = Any
 class Places:
     """What ranks of a pipeline have of the model, the last dimension being the ranks that differ:
     `layers` on all of their stages, `front` and `behind` where embedding and head are, `in_flight`
-    micro-batches of all of its stages at most, `heads` of the last stage alone, and `boundaries`,
-    tensors of a micro-batch between stages."""
+    micro-batches of all of its stages at most, `heads` of the last stage alone, of `outputs` of
+    which the logits are there, and `boundaries`, tensors of a micro-batch between stages."""
 
     layers: Array
     front: Array
     behind: Array
     in_flight: Array
     heads: Array
+    outputs: Array
     boundaries: Array
 
     def root(self, sizes: Sizes) -> Array:
         """Return the parameters around the blocks."""
-        return self.front * sizes.front + self.behind * sizes.behind
+        behind = sizes.behind + (self.boundaries > 0) * sizes.copied
+        return self.front * sizes.front + self.behind * behind
 
     def at(self, indices: Array) -> Places:
         """Return those of some flows."""
@@ -44,6 +46,7 @@ class Places:
             behind=self.behind[indices],
             in_flight=self.in_flight[indices],
             heads=self.heads[indices],
+            outputs=self.outputs[indices],
             boundaries=self.boundaries[indices],
         )
 
@@ -74,7 +77,7 @@ def peaks(rows: Columns, places: Places, sizes: Sizes, act: Activity, micro_batc
     inner = places.layers * act.block + places.boundaries * act.hidden
     behind = places.behind * places.heads * act.behind
     logits = places.behind * (places.boundaries > 0) * act.logits
-    behind = behind + places.heads * logits
+    behind = behind + places.outputs * logits
     saved = places.in_flight * (inner + places.front * act.front) + behind
     base = rest + gathered + (grown if many else 0.0)
     in_forward = base + (saved - act.block + act.forward_rise) + ahead
