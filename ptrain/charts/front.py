@@ -46,6 +46,7 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
         )
         for row in selection.front
     )
+    sheet.height += _TITLE
     return sheet
 
 

@@ -303,7 +303,7 @@ class Chooser:
         """The best that obeys constraints besides the job's own."""
         result = self.search.run(Where((*self.job.where.constraints, *map(parse, where))))
         if not result.counts.scored:
-            return Lost(name=name, best=None, why="not legal here")
+            return Lost(name=name, best=None, why="none is legal with this batch")
         row = next(self._fitting(result.best, 1), None) or self._least(result)
         return Lost(name=name, best=row, why=reason(row, best, self.objective))
 

@@ -4,18 +4,22 @@ written and so not chosen."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ptrain.derivation.activations import is_tabulated
 from ptrain.errors import refused
 from ptrain.selection.where import Where, parse
 from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES
+from ptrain.spec.block import BlockOptions
 from ptrain.spec.load import load, written
-from ptrain.spec.model import ModelShape
+from ptrain.spec.model import FAMILIES, ModelShape
 from ptrain.spec.names import listing, missing
+from ptrain.spec.section import keys
 from ptrain.spec.spec import Spec
+from ptrain.spec.text import flow
 
 _AUTO = "auto"
 _TOKENS, _SEQUENCE = 4e6, 4096  # of a step and of a sample, where nothing is written
@@ -87,6 +91,8 @@ def searched_job(
             "not yet: a search over a model that is not built in, whose every cut is traced",
             "write a preset or a shape of the same sizes: ptrain help models",
         )
+    if not is_tabulated(base):
+        raise refused("model", *_untabulated(base, base.model))
     number = base.cluster.devices if devices is None else devices
     if number > base.cluster.devices:
         raise refused(
@@ -96,6 +102,30 @@ def searched_job(
         )
     shown = [*of_cluster, *overrides]
     return replace(job, devices=number, overrides=tuple(shown))
+
+
+def _untabulated(base: Spec, shape: ModelShape) -> tuple[str, str]:
+    """Of a built-in model whose blocks no table tells: which of its options is the reason."""
+    finding = f"not yet: a search over {base.name}, whose every cut would have to be traced: no "
+    finding += "table tells what its blocks allocate"
+    usual = {
+        key: (spot.name, FAMILIES[shape.family].get(spot.name, spot.default))
+        for key, (spot, _) in keys(BlockOptions).items()
+    }
+    other = {key: pair for key, pair in usual.items() if getattr(shape, pair[0]) != pair[1]}
+
+    def is_told(reset: Iterable[str]) -> bool:
+        like = replace(shape, **dict(other[key] for key in reset))
+        return is_tabulated(replace(base, model=like))
+
+    if not is_told(other):
+        return finding, "name a preset whose blocks are llama's or gpt's: llama3-8b, gpt3-13b"
+    reset = [*other]
+    for key in other:
+        fewer = [kept for kept in reset if kept != key]
+        reset = fewer if is_told(fewer) else reset
+    words = " ".join(f"model.{key}={flow(other[key][1])}" for key in reset)
+    return finding, f"search its like, {words}, and predict the winner with what it has itself"
 
 
 def said_in(

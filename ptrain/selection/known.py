@@ -76,8 +76,10 @@ def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
         return "is the best"
     if objective is SearchGoal.MEMORY:
         return f"needs {format_bytes(row.peak_bytes - best.peak_bytes)} more"
-    if row.step is None or best.step is None:
+    if best.step is None:
         return _of_bytes(row, best)
+    if row.step is None:
+        return "its time is unknown"
     ratio = row.step.seconds / best.step.seconds
     return f"{ratio - 1:+.1%}: {_more(row.step, best.step)}"
 

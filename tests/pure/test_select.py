@@ -13,6 +13,7 @@ import pytest
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import chosen
+from ptrain.charts.front import front_sheet
 from ptrain.errors import SpecError
 from ptrain.report.selection import as_csv, as_record, as_spec, selection_text
 from ptrain.selection.choose import Chooser
@@ -238,6 +239,13 @@ def test_a_ranking_prints_and_is_plain_data(best_of_eight):
     assert len(record["ranking"]) == 2 and record["time_unknown"] is None
     header, *rows = as_csv(best_of_eight).splitlines()
     assert header.startswith("placement,") and len(rows) == len(best_of_eight.ranking)
+
+
+def test_a_chart_has_a_dot_for_each_of_the_derived(best_of_eight):
+    sheet = front_sheet(best_of_eight)
+    dots = [box for box in sheet.rectangles if box.width == box.height]
+    assert len(dots) == len(best_of_eight.ranking) + len(best_of_eight.front)
+    assert all(0 <= box.x <= sheet.width and 0 <= box.y <= sheet.height for box in dots)
 
 
 def test_where_nothing_fits_nothing_is_ranked_and_something_would():
