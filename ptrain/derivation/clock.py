@@ -29,6 +29,8 @@ from ptrain.spec.rates import Hook, OperatorKind
 
 Seconds = dict[TimeKey, float]
 
+_AGREED = 64  # bytes: a few numbers of 8
+
 
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
@@ -194,6 +196,19 @@ class Clock:
             collective, ranks=2, nodes=self.network.ends(axis), payload=payload
         )
         self._issue(names, key, seconds, None).wait()
+
+    def agree(self) -> None:
+        """All ranks agree on the loss before they update (`train.finite`), over a group of
+        processors: how long that takes is known where ranks are on such."""
+        if self.network.world > 1 and not self.pace.overlaps:
+            key = TimeKey(Spent.COLLECTIVES, self.phase, ("world",), Collective.ALL_REDUCE)
+            seconds = self.pace.collective_seconds(
+                Collective.ALL_REDUCE,
+                ranks=self.network.world,
+                nodes=self.network.nodes,
+                payload=_AGREED,
+            )
+            self._issue("world", key, seconds, None)
 
     def message_seconds(self, axis: Axis, payload: int) -> float:
         """Return how long a message to the next rank along an axis is under way."""

@@ -50,7 +50,6 @@ class Machine:
     ) -> PipelineTiming:
         """Return what times the ranks of a pipeline."""
         works = [self.work(index) for index in range(spec.degree(Axis.TP))]
-        clip = plan.clip
         speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, works[0])
         return PipelineTiming(
             spec=spec,
@@ -59,7 +58,6 @@ class Machine:
             blocks=block_names(facts.blocks, works[0]),
             schedule=schedule,
             message=message_bytes(spec, plan, chain_of(spec, facts)),
-            meets=clip is not None and Axis.PP in clip.reduced_axes,
             speed=speed,
             assumed=assumed,
             spans=self.spans,

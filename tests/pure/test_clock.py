@@ -346,6 +346,14 @@ def test_the_norm_is_awaited_and_gradients_are_clipped():
     assert waits(time, Collective.ALL_REDUCE) == 4  # a scalar
 
 
+def test_ranks_on_cores_agree_on_the_loss_before_they_update():
+    """An all-reduce of a few numbers, over all ranks; of accelerators nobody knows its time."""
+    pace = HandPace(by_collective={Collective.ALL_REDUCE: 1.0})
+    assert step(spec(GATHERED), replace(pace, overlaps=False)).exposed()["world",] == 64
+    assert ("world",) not in step(spec(GATHERED), pace).exposed()
+    assert ("world",) not in step(spec(), replace(pace, overlaps=False)).exposed()
+
+
 def test_a_group_counts_the_nodes_that_its_ranks_are_on():
     cluster = Cluster(devices=16, devices_per_node=4, device_memory=1, intra_node_bandwidth=1.0)
     mesh = {Axis.PP: (2, WHOLE), REPLICATE: (4, WHOLE), SHARD: (2, GATHERED)}
