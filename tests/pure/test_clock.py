@@ -331,6 +331,20 @@ def test_gradients_that_are_added_are_read_and_written():
     assert times == pytest.approx([COMPUTED, 2 * COMPUTED + added, 4 * COMPUTED + 3 * added])
 
 
+def test_what_fsdp2_copies_and_adds_takes_time_beside_its_collectives():
+    """Of a unit of 400 bytes among two ranks: 2 x 400 out of a gather's buffer, twice, and 2 x 400
+    into a reduction's; where there are no streams also 2 x 200 into the gather's, twice, and 3 x
+    200 where a shard is added to that of the micro-batch before."""
+    pace = HandPace(byte=0.001)
+    for number, overlaps, size in (
+        (1, True, 6 * 400),
+        (1, False, 6 * 400 + 4 * 200),
+        (2, False, 2 * (6 * 400 + 4 * 200) + 3 * 200),
+    ):
+        time = step(spec(GATHERED, accumulate=number), replace(pace, overlaps=overlaps))
+        assert time.spent(Spent.WRAPPERS) == pytest.approx(0.001 * size * (BLOCKS + 1))
+
+
 def test_each_micro_batch_between_the_first_and_the_last_takes_the_same():
     for placement in (GATHERED, ZERO_1, ZERO_2):
         times = [step(spec(placement, accumulate=k), unit_seconds(7)).seconds for k in (2, 3, 4, 9)]
