@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from ptrain.by_rank import distinct, of_ranks
 from ptrain.wording import Worded
@@ -234,8 +235,7 @@ class Spent(StrEnum):
     BUBBLE = "bubble"  # a pipeline's rank has nothing to do
 
 
-@dataclass(frozen=True, slots=True)
-class TimeKey:
+class TimeKey(NamedTuple):
     """What seconds are added up over; of collectives mesh axes and which, of copies which."""
 
     spent: Spent

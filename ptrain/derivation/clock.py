@@ -30,6 +30,7 @@ from ptrain.spec.rates import Hook, OperatorKind
 Seconds = dict[TimeKey, float]
 
 _AGREED = 64  # bytes: a few numbers of 8
+_COMPUTES = {phase: TimeKey(Spent.COMPUTE, phase) for phase in Phase}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +122,12 @@ class Clock:
 
     def compute(self, work: PassSeconds, share: float = 1.0) -> None:
         """Compute a share of a layer's pass, with the collectives within it."""
-        self.spend(TimeKey(Spent.COMPUTE, self.phase), work.compute * share)
-        axes = (self.tensor_axis.value,) if self.tensor_axis else ()
-        for collective, seconds in work.sums:
-            key = TimeKey(Spent.COLLECTIVES, self.phase, axes, collective)
-            self._issue(axes, key, seconds * share, None).wait()
+        self.spend(_COMPUTES[self.phase], work.compute * share)
+        if work.sums and self.tensor_axis:
+            axes = (self.tensor_axis.value,)
+            for collective, seconds in work.sums:
+                key = TimeKey(Spent.COLLECTIVES, self.phase, axes, collective)
+                self._issue(axes, key, seconds * share, None).wait()
         if work.hooks:
             self._on_host(work.hooks * share)
 

@@ -323,6 +323,13 @@ def test_activations_on_the_host_go_and_come_beside_what_is_computed(copy):
     assert _offloaded(copy).seconds == pytest.approx(now + FRONT[1])
 
 
+def test_flat_units_have_hooks_for_what_they_gather_and_reduce_and_none_for_the_norm():
+    hooks = {Hook.FLAT_GATHER: 1.0, Hook.FLAT_REDUCE: 0.25}
+    clipped = spec(ZERO_2, clip=1.0)
+    time = step(clipped, HandPace(overlaps=False, hooks=hooks))
+    assert time.spent(Spent.WRAPPERS) == (BLOCKS + 1) * 1.25
+
+
 def test_gradients_that_are_added_are_read_and_written():
     """K micro-batches: K - 1 sums of 12 bytes an element on one device."""
     pace = HandPace(byte=0.01)
