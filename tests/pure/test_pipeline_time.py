@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.costs import Collective, Phase, Spent, StepTime
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
@@ -134,6 +135,22 @@ def test_ranks_that_wait_leave_their_core_to_the_others(schedule):
         time = pipeline(pace, ranks, 4, schedule, fewer=alone.get)
         assert time.seconds == pytest.approx(4 * 8 * (FORWARD + BACKWARD))
         assert time.assumed == ()
+
+
+def test_between_numbers_of_ranks_that_are_known_all_together_do_as_much_as_a_line_says():
+    """Four ranks on two cores: one or two of them are twice as fast, three as fast as two cores
+    are for three."""
+    fewer = {1: HandPace(overlaps=False), 2: HandPace(overlaps=False)}
+    work = model(FORWARD, BACKWARD, layers=8)
+    machine = Machine(
+        pace=HandPace(overlaps=False, operation=2), work=lambda _: work, fewer=fewer.get
+    )
+    changes = {"mesh": {"pp": 4}, "placement": {"pp": "S,S,S,R"}}
+    derivation = derive(load(of_all(changes)).spec)
+    spec, plan, facts = derivation.spec, derivation.plan, derivation.facts
+    speed = machine.of_pipeline(spec, plan, facts, schedule_of(spec)).speed
+    assert speed is not None
+    assert [speed(busy) for busy in (1, 2, 3, 4)] == pytest.approx([2, 2, 4 / 3, 1])
 
 
 def test_without_rates_of_fewer_ranks_it_is_said_what_is_assumed():
