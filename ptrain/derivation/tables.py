@@ -87,15 +87,15 @@ class Setting:
         return dimensions_of(self.shape, batch=self.batch, sequence=self.sequence)
 
     def name(self, part: TablePart) -> str:
-        """Return the name of its table. To a block it is nothing whether embedding and head are
-        tied, to a loss what the blocks do, and to what is around the blocks how many heads keys
-        have; one sample's targets need no copy."""
-        is_of_block = part in (TablePart.BLOCK, TablePart.BLOCK_WORK)
+        """Return the name of its table. To a block and to what a loss computes it is nothing
+        whether embedding and head are tied, to a loss what the blocks do, and to what is around the
+        blocks how many heads keys have; one sample's targets need no copy."""
+        is_of_either = part in (TablePart.BLOCK, TablePart.BLOCK_WORK, TablePart.LOSS_WORK)
         is_of_loss = part in (TablePart.LOSS, TablePart.LOSS_WORK)
         is_of_llama = part is TablePart.END_WORK and self.family is Family.LLAMA
         words = [
             self.family.value,
-            *(() if is_of_block else ("tied" if self.shape.tied else "untied",)),
+            *(() if is_of_either else ("tied" if self.shape.tied else "untied",)),
             *(() if is_of_loss or is_of_llama else (self.operators,)),
             "full" if self.is_full else "bf16",
             *(("one",) if self.batch == 1 else ()),
@@ -105,14 +105,14 @@ class Setting:
     def way(self, part: TablePart) -> str:
         """Return which way of its table's it is: how operators are cut, as far as the part sees it.
         A block does not see how logits are, and computes the same where a cut is naive; what it
-        saves is nothing to the loss."""
+        saves is nothing to the loss, nor to what else is computed around the blocks."""
         if self.cut is None:
             return FUSED if part is TablePart.LOSS and self.loss.fused else PLAIN
         kind = self.cut.kind
         match part:
             case TablePart.BLOCK | TablePart.BLOCK_WORK:
                 return kind.removesuffix(_GATHERED).replace(_NAIVE, _WHOLE)
-            case TablePart.LOSS | TablePart.LOSS_WORK:
+            case TablePart.LOSS | TablePart.LOSS_WORK | TablePart.END_WORK:
                 return kind.replace(_SAVED, _CUT)
             case _:
                 return kind

@@ -16,7 +16,7 @@ from ptrain.costs import Collective
 from ptrain.derivation import archive, blocks, loss_chunks
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.operations import setting_at
-from ptrain.derivation.tables import Monomial, Place, Setting, monomials
+from ptrain.derivation.tables import Monomial, Setting, monomials
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import (
     InnerCollective,
@@ -50,7 +50,8 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
     assert isinstance(spec.model, ModelShape), "a built-in model"
     setting = setting_at(spec, plan, index)
     kept = spec.activations.of(spec.model.layers)
-    of_layer = {mode: _layer(setting, mode) for mode in {*kept}}
+    # copies between tiers are no operators: whatever the tier, the layer computes the same
+    of_layer = {mode: _layer(setting, Kept(policy=mode.policy)) for mode in {*kept}}
     front, behind = _ends(setting, is_staged=plan.pipeline is not None)
     return ModelWork(front=front, layers=tuple(of_layer[mode] for mode in kept), behind=behind)
 
@@ -68,7 +69,7 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
         return _NO_TABLE
     if not all(blocks.is_known(shape, mode) for mode in spec.activations.of(shape.layers)):
         return _NO_TABLE
-    is_cut = plan.tensor is not None or plan.pipeline is not None
+    is_cut = plan.tensor is not None
     return _DROPS_IN_PARTS if spec.is_for_cuda and shape.drops and is_cut else ""
 
 
@@ -166,9 +167,8 @@ def _block_table(setting: Setting) -> _Evaluated:
 def _layer(setting: Setting, kept: Kept) -> LayerWork:
     evaluated = _block_table(setting)
     content, attention = evaluated.table.content, setting.shape.attention
-    on_device = Kept(policy=kept.policy)  # copies between tiers are no operators
-    entry = content[attention.value][blocks.variant(on_device)]
-    is_plain = on_device == PLAIN and attention is Attention.SDPA
+    entry = content[attention.value][blocks.variant(kept)]
+    is_plain = kept == PLAIN and attention is Attention.SDPA
     halves = content.get("halves", {}) if is_plain else {}
     in_parts = {name: halves[name] for name in ("inputs", "weights") if name in halves}
     return evaluated.work({**entry, **in_parts})
@@ -176,23 +176,27 @@ def _layer(setting: Setting, kept: Kept) -> LayerWork:
 
 @cache
 def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
-    """What is in front of the layers and what is behind them. Nobody waits for the gradient of
-    tokens: of the front the half of the weights is the whole."""
+    """What is in front of the layers and what is behind them. A stage has a head of its own,
+    whatever it is tied to. Nobody waits for the gradient of tokens: of the front the half of the
+    weights is the whole."""
+    if is_staged:
+        setting = replace(setting, shape=replace(setting.shape, tied=False))
     evaluated = _Evaluated(TablePart.END_WORK, setting, setting.values)
     content = evaluated.table.content
-    first, last = (Place.FIRST, Place.LAST) if is_staged else (Place.ALONE, Place.ALONE)
-    front = content[first]["front"]
-    front = {**front, "weights": front["backward"]} if is_staged else front
+    front, behind = content["front"], content["behind"]
+    if is_staged:
+        front = {**front, "weights": front["backward"]}
+        behind = {**content.get("halves", {}), **behind}
     if setting.loss.chunk is None:
-        return evaluated.work(front), evaluated.work(content[last]["behind"])
-    return evaluated.work(front), _in_chunks(setting, last)
+        return evaluated.work(front), evaluated.work(behind)
+    return evaluated.work(front), _in_chunks(setting)
 
 
-def _in_chunks(setting: Setting, place: Place) -> LayerWork:
+def _in_chunks(setting: Setting) -> LayerWork:
     """What is behind the layers where the loss is in chunks."""
     values = loss_chunks.values_of(setting)
     evaluated = _Evaluated(TablePart.LOSS_WORK, setting, values)
-    listed = evaluated.table.content[place]["rest" if values["rest"] else "even"]
+    listed = evaluated.table.content["rest" if values["rest"] else "even"]
     chunks = loss_chunks.full_chunks(setting)
     return LayerWork(
         **{

@@ -175,9 +175,9 @@ def settings() -> Iterator[Setting]:
 
 
 def settings_of_operators() -> Iterator[Setting]:
-    """Yield those whose loss shows its operators: a fused one is a single one, of which nobody sees
-    what it computes."""
-    return (setting for setting in settings() if not setting.loss.fused)
+    """Yield one of each kind whose loss shows its operators: a fused one is a single one, of which
+    nobody sees what it computes; and a tied head computes what another does."""
+    return (setting for setting in settings() if not (setting.loss.fused or setting.shape.tied))
 
 
 def _shape(family: Family, kind: CutKind | None, *, tied: bool) -> ModelShape:

@@ -1,5 +1,5 @@
 """Makes the tables of what is computed: by one block, by how its activations are kept, and in front
-of the blocks and behind them, of a whole model, of a first stage and of a last one.
+of the blocks and behind them.
 
 A pass is a list of operators by their numbers in the table; each is its kind or collective, its
 dtype (none: that in which the model computes) and the numbers of its sizes.
@@ -118,15 +118,14 @@ class LossWorkTable:
         self.writer = WorkWriter(setting, SYMBOLS)
 
     def build(self) -> dict[str, object]:
-        """Return the table as JSON."""
-        places = {
-            place: {name: self._passes(place, has_rest=name == "rest") for name in ("even", "rest")}
-            for place in (Place.ALONE, Place.LAST)
-        }
-        return self.writer.table(**places)
+        """Return the table as JSON. A last stage computes the same, and so does a tied head."""
+        return self.writer.table(
+            even=self._passes(has_rest=False),
+            rest=self._passes(has_rest=True),
+        )
 
-    def _passes(self, place: Place, *, has_rest: bool) -> dict[str, object]:
-        coded = partial(self._coded, place, has_rest=has_rest)
+    def _passes(self, *, has_rest: bool) -> dict[str, object]:
+        coded = partial(self._coded, has_rest=has_rest)
         less, more = map(coded, CHUNKS)
         pieces = {name: repeating(less[name], more[name]) for name in less}
         few = [coded(number) for number in range(1, max(of.least for of in pieces.values()))]
@@ -138,8 +137,8 @@ class LossWorkTable:
             for name, of in pieces.items()
         }
 
-    def _coded(self, place: Place, chunks: int, *, has_rest: bool) -> dict[str, Coded]:
-        trace = self.traces.trace(place, chunks, has_rest=has_rest)
+    def _coded(self, chunks: int, *, has_rest: bool) -> dict[str, Coded]:
+        trace = self.traces.trace(Place.ALONE, chunks, has_rest=has_rest)
         self.writer.values = trace.values
         return {name: self.writer.coded(ran) for name, ran in _by_layer(trace).behind.items()}
 
@@ -152,17 +151,14 @@ class EndWorkTable:
         self.writer = WorkWriter(setting)
 
     def build(self) -> dict[str, object]:
-        """Return the table as JSON. A GPU's dropout is known of whole models alone."""
+        """Return the table as JSON. Stages compute what an untied model does; `halves` are those of
+        a last stage."""
         traces = PassTable(self.setting, self.mesh, dtypes=_TRACED[self.setting.compute])
         passes, alone = self.writer.passes, _by_layer(traces.alone(1))
-        content: dict[str, object] = {
-            Place.ALONE: {"front": passes(alone.front), "behind": passes(alone.behind)}
-        }
-        if not self.setting.is_for_cuda:
-            (first,) = traces.stage(Place.FIRST, 1)
-            content[Place.FIRST] = {"front": passes(_by_layer(first).front)}
-            last = [passes(_by_layer(trace).behind) for trace in traces.stage(Place.LAST, 1)]
-            content[Place.LAST] = {"behind": {**last[0], **last[1]}}
+        content = {"front": passes(alone.front), "behind": passes(alone.behind)}
+        if not (self.setting.is_for_cuda or self.setting.shape.tied):
+            *_, halves = traces.stage(Place.LAST, 1)
+            content["halves"] = passes(_by_layer(halves).behind)
         return self.writer.table(**content)
 
 
