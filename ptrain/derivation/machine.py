@@ -106,8 +106,6 @@ def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
         raise UnknownRate(lacking(spec.cluster, spec.world_size))
     if why := why_unknown(spec, plan, facts):
         raise UnknownRate(why)
-    if plan.tensor is not None:
-        raise UnknownRate("no table says what operators compute that are cut")
     work, fewer = partial(_work, spec, plan, facts), partial(pace_of, spec.cluster)
     return Machine(pace=pace, work=work, fewer=fewer)
 
