@@ -37,7 +37,7 @@ class PipelineTiming:
 
     spec: Spec
     clock: Clock
-    works: Sequence[ModelWork]
+    work: Callable[[int], ModelWork]
     blocks: Sequence[str]
     schedule: Schedule
     message: int
@@ -72,7 +72,7 @@ class PipelineTiming:
     ) -> dict[Kind, PassScore]:
         """Return what is computed when in the passes of a stage, on the ranks at this place along
         tp."""
-        timing = Timing(clock=self.clock, work=self.works[index % len(self.works)])
+        timing = Timing(clock=self.clock, work=self.work(index))
         kinds = _kinds(self.schedule, stage.index)
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
         ends = stage.index == 0, stage.index == self.schedule.stages - 1

@@ -20,7 +20,6 @@ from ptrain.derivation.timeline import replay
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
-from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.rates import Hook
@@ -373,17 +372,6 @@ def test_ranks_on_cores_agree_on_the_loss_before_they_update():
     assert step(spec(GATHERED), replace(pace, overlaps=False)).exposed()["world",] == 64
     assert ("world",) not in step(spec(GATHERED), pace).exposed()
     assert ("world",) not in step(spec(), replace(pace, overlaps=False)).exposed()
-
-
-def test_a_group_counts_the_nodes_that_its_ranks_are_on():
-    cluster = Cluster(devices=16, devices_per_node=4, device_memory=1, intra_node_bandwidth=1.0)
-    mesh = {Axis.PP: (2, WHOLE), REPLICATE: (4, WHOLE), SHARD: (2, GATHERED)}
-    network = Network(make_spec(mesh, cluster=cluster))
-    assert network.group(("dp_shard",)) == (2, 1)
-    assert network.group(("dp_replicate",)) == (4, 2)
-    assert network.group(("dp_replicate",), 2) == (2, 1)
-    assert network.group(("dp_replicate", "dp_shard")) == (8, 2)
-    assert (network.pair(REPLICATE), network.pair(Axis.PP), network.ends(REPLICATE)) == (2, 2, 2)
 
 
 def test_muon_takes_what_its_iterations_multiply_and_adamw_the_rest():

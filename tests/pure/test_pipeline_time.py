@@ -12,9 +12,13 @@ from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.costs import Collective, Phase, Spent, StepTime
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
+from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, ModelWork
+from ptrain.spec.axis import Axis
+from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
 from ptrain.spec.rates import Hook
+from tests.pure.build import GATHERED, WHOLE, make_spec
 from tests.pure.paces import HandPace, layer, model
 
 SAMPLES = 8
@@ -214,3 +218,18 @@ def test_a_prediction_without_rates_says_what_gives_them():
     estimate = derive(load(of_all({"mesh": {"dp_shard": 1}})).spec).exact
     assert estimate.step is None
     assert "cluster" in estimate.undefined["step_seconds"]
+
+
+def test_a_group_counts_the_nodes_that_its_ranks_are_on():
+    cluster = Cluster(devices=16, devices_per_node=4, device_memory=1, intra_node_bandwidth=1.0)
+    mesh = {Axis.PP: (2, WHOLE), Axis.DP_REPLICATE: (4, WHOLE), Axis.DP_SHARD: (2, GATHERED)}
+    network = Network(make_spec(mesh, cluster=cluster))
+    assert network.group(("dp_shard",)) == (2, 1)
+    assert network.group(("dp_replicate",)) == (4, 2)
+    assert network.group(("dp_replicate",), 2) == (2, 1)
+    assert network.group(("dp_replicate", "dp_shard")) == (8, 2)
+    assert (
+        network.pair(Axis.DP_REPLICATE),
+        network.pair(Axis.PP),
+        network.ends(Axis.DP_REPLICATE),
+    ) == (2, 2, 2)
