@@ -236,7 +236,8 @@ class Spent(StrEnum):
 
 
 class TimeKey(NamedTuple):
-    """What seconds are added up over; of collectives mesh axes and which, of copies which."""
+    """What seconds are added up over; of collectives mesh axes and which, of copies which, of a
+    bubble its axis."""
 
     spent: Spent
     phase: Phase
@@ -276,11 +277,12 @@ class StepTime:
         rows = (row for row in self.rows if row.key.spent is not Spent.BUBBLE)
         return sum(row.seconds for row in rows if row.key.phase is phase)
 
-    def exposed(self) -> dict[tuple[str, ...], float]:
-        """Return by mesh axes the seconds in which a rank waits for their collectives alone."""
+    def exposed(self, *, idle: bool = False) -> dict[tuple[str, ...], float]:
+        """Return by mesh axes the seconds in which a rank waits for their collectives alone; with
+        `idle` a pipeline's bubble too, in which it waits for other ranks' messages."""
         sums: dict[tuple[str, ...], float] = {}
         for row in self.rows:
-            if row.key.spent is Spent.COLLECTIVES:
+            if row.key.spent is Spent.COLLECTIVES or (idle and row.key.spent is Spent.BUBBLE):
                 sums[row.key.axes] = sums.get(row.key.axes, 0.0) + row.seconds
         return sums
 

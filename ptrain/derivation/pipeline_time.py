@@ -129,7 +129,7 @@ def pipeline_time(
     factor = simulation.busy[busiest.place] / alone if alone else 1.0
     rows = [row if row.key.phase is Phase.UPDATE else _scaled(row, factor) for row in rows]
     idle = max(over - sum(row.seconds for row in rows), 0.0)
-    bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD), seconds=idle)
+    bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, (Axis.PP.value,)), seconds=idle)
     return StepTime(rows=(*rows, bubble), assumed=timing.assumed)
 
 

@@ -116,6 +116,12 @@ def test_measured_seconds_stand_beside_predicted_ones_and_decide_nothing():
     _, step, waiting = time_table(exact, measured, 1.5).splitlines()
     assert step.split()[1:] == ["1.20", "s", "1.50", "s", "+25.0%"]
     assert waiting.split()[2:] == ["dp_shard", "500", "ms", "500", "ms", "+0.0%"]
+    bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, ("pp",)), seconds=0.25)
+    piped = replace(exact, step=StepTime(rows=(bubble,)))
+    idle = time_table(
+        piped, replace(measured, blocked=(Blocked(axes=("pp",), rank=0, seconds=0.2),)), 1
+    )
+    assert idle.splitlines()[2].split()[2:] == ["pp", "250", "ms", "200", "ms", "-20.0%"]
     assert time_table(replace(exact, step=None), measured, 1.5) == ""
     assert "step_seconds" not in verdict_line([], torch="2.13.0", untold=["step_seconds"])
 
