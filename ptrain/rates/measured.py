@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from ptrain.costs import Collective
@@ -27,6 +28,13 @@ def pace_of(cluster: Cluster | None, ranks: int) -> Pace | None:
     where nobody measured it, and `lacking` says why."""
     if cluster is None or cluster.rates is None or lacking(cluster, ranks):
         return None
+    return _pace(cluster, _on_a_node(cluster, ranks))
+
+
+@lru_cache(maxsize=64)
+def _pace(cluster: Cluster, ranks: int) -> Pace:
+    """A search asks for the same one thousands of times."""
+    assert cluster.rates is not None, "what lacks nothing has rates"
     return MeasuredPace(cluster, tables(cluster.rates), ranks)
 
 
