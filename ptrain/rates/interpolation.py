@@ -13,7 +13,8 @@ from itertools import chain
 
 Shape = tuple[int, ...]
 
-_SHARPNESS = 3  # of weights over distance: see benchmarks/cluster_rates.py --leave-out
+# Of weights over distance: above the number of coordinates, or the many that are far decide.
+_SHARPNESS = 6
 
 
 class Curve:

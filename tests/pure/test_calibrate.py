@@ -99,11 +99,12 @@ def test_cores_are_busy_by_what_they_did_meanwhile(tmp_path, monkeypatch):
 
 def test_a_file_that_no_calibration_wrote_is_not_overwritten(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("devices: 2\n", encoding="utf-8")
-    assert refusal(CalibrationOptions(out=file)) == (
-        f"error: --out: {file} is there, and no calibration wrote it\n"
-        "  remedy: choose another file, or --force"
-    )
+    for content in (b"devices: 2\n", b"\0\xff", b""):
+        file.write_bytes(content)
+        assert refusal(CalibrationOptions(out=file)) == (
+            f"error: --out: {file} is there, and no calibration wrote it\n"
+            "  remedy: choose another file, or --force"
+        )
     folder = refusal(CalibrationOptions(out=tmp_path / "none" / "out.yaml"))
     assert folder.endswith(
         "there is no folder " + str(tmp_path / "none") + "\n  remedy: make it first"
