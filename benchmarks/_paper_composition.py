@@ -27,7 +27,9 @@ TUPLES = {"pp": "S,S,S,R", "dp_replicate": "R,R,R,R", "dp_shard": "S*,S,S,R", "t
 SHAPE = {"layers": 8, "hidden": 64, "heads": 8, "kv_heads": 8, "ffn": 128, "vocab": 264}
 HOLDS = "holds"
 
-Said = tuple[bool, str]  # whether a claim is right, and what was found
+UNDEFINED = "undefined"
+
+Said = tuple[bool | None, str]  # whether a claim is right, None if nobody knows; what was found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +297,7 @@ def table(claims: Sequence[Claim]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for claim in claims:
         right, found = claim.find()
-        verdict = HOLDS if right else claim.otherwise
+        verdict = UNDEFINED if right is None else HOLDS if right else claim.otherwise
         yield f"| **{claim.title}** ({claim.where}) | {claim.printed} | {found} | {verdict} |"
     yield ""
     yield from (f"- *{claim.title}*: {claim.why}" for claim in claims)

@@ -28,6 +28,7 @@ from _paper_composition import section as composition
 from _paper_digest import section as digest
 from _paper_lectures import section as lectures
 from _paper_memory import MEMORY
+from _paper_seconds import section as seconds
 from _paper_traffic import TRAFFIC
 
 from ptrain.algebra.legality import require
@@ -162,7 +163,7 @@ def apart(source: Source, measured: Figures) -> list[str]:
 def page(measured: Measured, machine: str) -> str:
     found = {case: find(case, measured) for claim in CLAIMS for case in claim.cases}
     parts = [_introduction(found), _table(found), *_sections(found)]
-    parts += [digest(), lectures(), composition(), _MACHINE, machine, _runs(measured)]
+    parts += [digest(), lectures(), seconds(), composition(), _MACHINE, machine, _runs(measured)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 

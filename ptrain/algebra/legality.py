@@ -139,7 +139,8 @@ def _cluster_faults(spec: Spec) -> Iterator[Fault]:
             place="mesh",
             finding=f"the mesh has {spec.world_size} ranks, the cluster {cluster.name} "
             f"{cluster.devices} devices",
-            remedy=f"choose degrees whose product is at most {cluster.devices}",
+            remedy=f"choose degrees whose product is at most {cluster.devices}, or write "
+            f"cluster.devices: {spec.world_size}",
         )
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from ptrain.charts.sheet import BLACK, GREY, LIGHT, LINE, Label, Rectangle, Sheet
 from ptrain.report.predict import Prediction
 from ptrain.report.sweep import SweepPoint, step_seconds
-from ptrain.units import format_bytes
+from ptrain.units import format_bytes, format_seconds
 
 # Okabe and Ito's blue and vermillion (2008), which the colour-blind tell apart; grey for unknown.
 _FITS = {True: "#0072b2", False: "#d55e00", None: "#999999"}
 _MEANINGS = {True: "fits", False: "does not fit", None: "unknown"}
 _EDGE, _TITLE, _SMALL = 14.0, 12.0, 8.0
 _BAR, _GAP, _WIDTH = 14.0, 8.0, 420.0
-_NUMBERS = 150.0  # right of the bars: the peak and the step's seconds
+_NUMBERS = 130.0  # right of the bars: the peak and the step's seconds
 
 
 def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
@@ -71,7 +71,8 @@ def _add_row(sheet: Sheet, point: SweepPoint, x: float, y: float, scale: float) 
     if point.prediction is not None and length:
         colour = _FITS[point.prediction.fit.fits]
         sheet.rectangles.append(Rectangle(x=x, y=y, width=length, height=_BAR, colour=colour))
-    words = Label(text=_words(point), x=x + length + 4, y=middle, size=_SMALL, colour=GREY)
+    beside = x + _WIDTH + _GAP if point.prediction else x + 4  # clear of the lines
+    words = Label(text=_words(point), x=beside, y=middle, size=_SMALL, colour=GREY)
     sheet.texts.append(words)
 
 
@@ -85,7 +86,7 @@ def _figures(prediction: Prediction) -> Iterator[str]:
     peak = prediction.fit.peak_bytes
     yield "peak unknown" if peak is None else format_bytes(peak)
     if (seconds := step_seconds(prediction.derivation.exact)) is not None:
-        yield f"{seconds:.3g} s a step"
+        yield f"{format_seconds(seconds)} a step"
 
 
 def _add_legend(sheet: Sheet, points: Sequence[SweepPoint], x: float) -> None:

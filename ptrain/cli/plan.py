@@ -19,6 +19,7 @@ from ptrain.errors import PtrainError, refused
 from ptrain.plan.composition import theorem_6, theorem_7
 from ptrain.plan.show import show
 from ptrain.selection.recompute import settled
+from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments
 from ptrain.spec.spec import Spec
@@ -53,7 +54,8 @@ def run(args: Namespace) -> int:
 def as_text(spec: Spec, derivation: Derivation) -> str:
     """The plan, and what to know before it runs."""
     warnings = [f"warning: {warning}" for warning in derivation.exact.warnings]
-    return "\n".join([show(spec, derivation.plan), *warnings])
+    lines = batch_lines(spec.batch, spec.data_degree)
+    return "\n".join([show(spec, derivation.plan), *lines, *warnings])
 
 
 def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:

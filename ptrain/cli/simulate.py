@@ -29,6 +29,7 @@ from ptrain.rooms.patches import require_supported
 from ptrain.selection.recompute import settled
 from ptrain.simulation.choice import ALL_DISTINCT, chosen, classes, require_ranks
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
+from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
@@ -150,7 +151,8 @@ def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Deriva
     derivation = derive(spec, facts)
     alike = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
     if not args.json:
-        print(heading(spec, facts.numel), flush=True)
+        lines = batch_lines(spec.batch, spec.data_degree)
+        print(heading(spec, facts.numel), *lines, sep="\n", flush=True)
     for rank in chosen(spec, derivation.exact, args.rank):
         simulated = simulate(
             spec,

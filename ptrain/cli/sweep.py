@@ -15,7 +15,7 @@ from ptrain.charts.canvas import Format, painted
 from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.arguments import print_json
-from ptrain.errors import SpecError
+from ptrain.errors import Fault, PtrainError, SpecError
 from ptrain.report.predict import Prediction, require_cuda
 from ptrain.report.sweep import SweepPoint, as_csv, ordered, table
 from ptrain.spec.follow import followers
@@ -84,10 +84,17 @@ def _points(
             follows = followers(source, choice)
             words = (*choice, *(follower.override for follower in follows))
             prediction = predict(source, words, label=point.label)
-        except SpecError as error:
-            yield replace(point, faults=error.faults)
+        except PtrainError as error:
+            yield replace(point, faults=_faults(error))
         else:
             yield replace(point, follows=follows, prediction=prediction)
+
+
+def _faults(error: PtrainError) -> tuple[Fault, ...]:
+    """Return what is wrong with a point. Raises what is not the user's input."""
+    if error.exit_code != PtrainError.exit_code:
+        raise error
+    return error.faults if isinstance(error, SpecError) else (Fault(place="", finding=str(error)),)
 
 
 def _draw(points: Sequence[SweepPoint], path: Path, form: Format) -> None:

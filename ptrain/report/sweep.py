@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ptrain.costs import Estimate, Phase, busiest
+from ptrain.derivation.throughput import throughput
 from ptrain.errors import Fault
 from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
@@ -17,6 +18,9 @@ from ptrain.report.table import MISSING, render, size
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.follow import MeshFollower
 from ptrain.spec.overrides import parse_override
+from ptrain.units import format_count
+
+_NAMED_POINTS = 6  # of what followed the mesh; more of them are not named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,14 @@ class SweepPoint:
 def step_seconds(exact: Estimate) -> float | None:
     """Return how long a step is predicted to take; None where no rates say it."""
     return None if exact.step is None else exact.step.seconds
+
+
+def device_pace(prediction: Prediction) -> float | None:
+    """Return tokens per second of one device; None where no rates say it, or samples are none."""
+    derivation = prediction.derivation
+    step = derivation.exact.step
+    pace = None if step is None else throughput(derivation.spec, derivation.facts, step)
+    return None if pace is None else pace.tokens_per_second / prediction.spec.world_size
 
 
 def collectives(exact: Estimate) -> int:
@@ -88,13 +100,15 @@ def ordered(points: Sequence[SweepPoint], sort: str | None) -> list[SweepPoint]:
 
 def table(points: Sequence[SweepPoint]) -> str:
     """A row per point, with bytes per parameter, ratios to the first one that is not refused, the
-    capacity that decides whether it fits, and below it what is said of some of them."""
+    capacity that decides whether it fits, tokens per second of a device, and below it what is said
+    of some of them."""
     predictions = [point.prediction for point in points if point.prediction]
     assert predictions, "a sweep of which nothing is left is refused as a whole"
     capacities = {prediction.fit.device_memory for prediction in predictions}
     capacity = capacities.pop() if len(capacities) == 1 else None
     is_timed = any(
-        step_seconds(prediction.derivation.exact) is not None for prediction in predictions
+        step_seconds(prediction.derivation.exact) is not None or untimed(prediction.derivation)
+        for prediction in predictions
     )
     columns = [
         "per rank",
@@ -104,7 +118,7 @@ def table(points: Sequence[SweepPoint]) -> str:
         "ratio",
         f"peak of {size(capacity)}" if capacity else "peak",
         "fits",
-        *(["step s"] if is_timed else []),
+        *(["step s", "tok/s"] if is_timed else []),
         "sent paper",
         "exact",
         "ratio",
@@ -117,10 +131,9 @@ def table(points: Sequence[SweepPoint]) -> str:
 def _cells(point: SweepPoint, base: Prediction, *, is_timed: bool) -> tuple[str, ...]:
     prediction = point.prediction
     if prediction is None:
-        return (point.label, *[MISSING] * 5, "refused", *[MISSING] * (4 + is_timed))
+        return (point.label, *[MISSING] * 5, "refused", *[MISSING] * (4 + 2 * is_timed))
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
     memory, sent = model_state_bytes(exact), sent_bytes(exact)
-    seconds = step_seconds(exact)
     return (
         point.label,
         size(model_state_bytes(paper)),
@@ -129,12 +142,22 @@ def _cells(point: SweepPoint, base: Prediction, *, is_timed: bool) -> tuple[str,
         _relative(memory, model_state_bytes(base.derivation.exact)),
         size(prediction.fit.peak_bytes),
         fits_word(prediction),
-        *([MISSING if seconds is None else f"{seconds:.3g}"] if is_timed else []),
+        *([_seconds_cell(exact), _pace_cell(prediction)] if is_timed else []),
         size(sent_bytes(paper)),
         size(sent),
         _relative(sent, sent_bytes(base.derivation.exact)),
         str(collectives(exact)),
     )
+
+
+def _seconds_cell(exact: Estimate) -> str:
+    seconds = step_seconds(exact)
+    return MISSING if seconds is None else f"{seconds:.3g}"
+
+
+def _pace_cell(prediction: Prediction) -> str:
+    pace = device_pace(prediction)
+    return MISSING if pace is None else format_count(pace)
 
 
 def fits_word(prediction: Prediction) -> str:
@@ -149,8 +172,8 @@ def _relative(number: int | None, base: int | None) -> str:
 
 
 def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
-    """Yield what is said of points: what is refused, what followed the mesh, which batch it is, why
-    a figure is missing or a bound, what is reserved, and warnings."""
+    """Yield what is said of points: what is refused, what followed the mesh, which is best, which
+    batch it is, why a figure is missing or a bound, what is reserved, and warnings."""
     refused: dict[str, list[str]] = {}
     for point in points:
         if point.refusal:
@@ -158,6 +181,7 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     yield from (f"refused: {', '.join(labels)}: {why}" for why, labels in refused.items())
     yield from _followed(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
+    yield from _decision(named)
     yield from _gathered(named, _batch_lines)
     yield from _gathered(named, _missing_time)
     for label, prediction in named:
@@ -174,6 +198,22 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
             yield f"warning: {label}: {warning}"
 
 
+def _decision(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
+    """Yield the point that fits and gives most, where seconds are known, or that none fits. What is
+    compared is of a device: batches and meshes may differ."""
+    if all(prediction.fit.fits is False for _, prediction in named):
+        label, least = min(named, key=lambda entry: entry[1].fit.least_bytes)
+        yield f"none fits: {label} needs least, {size(least.fit.least_bytes)}"
+    paced = [
+        (pace, label)
+        for label, prediction in named
+        if prediction.fit.fits and (pace := device_pace(prediction)) is not None
+    ]
+    if len(paced) > 1:
+        pace, label = max(paced)
+        yield f"of those that fit {label} gives most: {pace:,.0f} tokens a second and device"
+
+
 def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:
     """Yield a line for each key that followed the mesh, with what it became where."""
     became: dict[tuple[str, int], dict[int, list[str]]] = {}
@@ -183,8 +223,14 @@ def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:
             labels.setdefault(follower.after, []).append(point.label)
     for (key, before), labels in became.items():
         section, _, name = key.partition(".")
-        after = ", ".join(f"{number} ({', '.join(where)})" for number, where in labels.items())
-        yield f"{section} follows the mesh: {name} {before} → {after}; {key}=N pins it"
+        yield f"{section} follows the mesh: {name} {before} → {_became(labels)}; {key}=N pins it"
+
+
+def _became(labels: Mapping[int, Sequence[str]]) -> str:
+    """Return each number with its points, or the range where these are many."""
+    if (points := sum(map(len, labels.values()))) > _NAMED_POINTS:
+        return f"{min(labels)} … {max(labels)} at {points} points (--csv lists them)"
+    return ", ".join(f"{number} ({', '.join(where)})" for number, where in labels.items())
 
 
 def _gathered(
@@ -224,6 +270,7 @@ def figures(point: SweepPoint) -> dict[str, object]:
         "device_memory": prediction.fit.device_memory,
         "fits": prediction.fit.fits,
         "step_seconds": step_seconds(exact),
+        "device_tokens_per_second": device_pace(prediction),
         "sent_bytes_paper": sent_bytes(paper),
         "sent_bytes": sent_bytes(exact),
         "calls": collectives(exact),

@@ -9,7 +9,7 @@ say; lines 2 to 7 have refused DP and ZeRO-3 by then.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from ptrain.derivation.paper import reconstruction_unit
@@ -171,6 +171,19 @@ def lines(answer: Answer) -> list[str]:
     return [head, *conditions, _conclusion(answer), *_remarks(answer)]
 
 
+def record(answer: Answer) -> dict[str, object]:
+    """Return the answer as plain data: what was required, each condition, and the overrides that
+    make a spec of it."""
+    return {
+        "algorithm": "algorithm1",
+        "thresholds": asdict(answer.thresholds),
+        "requirements": asdict(answer.requirements),
+        "conditions": [asdict(test) for test in answer.tests],
+        "advice": None if answer.advice is Advice.NONE else str(answer.advice),
+        "overrides": list(answer.overrides),
+    }
+
+
 def _conclusion(answer: Answer) -> str:
     if answer.advice is Advice.NONE:
         return "  no answer: line 11 returns a specification that no line has made"
@@ -184,12 +197,12 @@ def _remarks(answer: Answer) -> list[str]:
     share = STATE_BYTES * required.parameters / required.devices
     whole = format_bytes(share)
     if answer.advice is Advice.NONE:
-        fits = share < required.device_memory
+        if share < required.device_memory:
+            rest = format_bytes(required.device_memory - share)
+            return [f"  a share of {whole} is below the memory itself, and leaves {rest} beside it"]
         return [
-            f"  the states' share of {whole} is "
-            + ("above the threshold, not above the memory" if fits else "above the memory itself")
-            + ": other devices, layers by stage or states on the host would change it, and the "
-            "algorithm knows none of them"
+            f"  a share of {whole} is above the memory itself: more devices, fewer bytes a "
+            "parameter or states on the host would change that; the algorithm knows none of them"
         ]
     if answer.advice is Advice.ADD_TENSOR:
         return [

@@ -71,9 +71,9 @@ def _throughput_reasons(derivation: Derivation) -> Iterator[str]:
     spec = derivation.spec
     if spec.data_degree > DATA_LIMIT:
         yield (
-            f"throughput: {spec.data_degree} data ranks are above some {DATA_LIMIT}, from which on "
-            "a ring's latency and the shrinking share of computation are no longer hidden, and "
-            "plain replicas take as much memory as ever: tp and pp take ranks off this axis"
+            f"throughput: {spec.data_degree} data ranks are above some {DATA_LIMIT}, beyond which "
+            "the notes see each device's throughput fall, for a ring's latency grows with them; tp "
+            f"and pp take ranks off this axis{_waits(derivation, *DATA_AXES)}"
         )
     if bubble := _bubble(spec):
         yield f"throughput: {bubble}"
@@ -105,7 +105,7 @@ def _sharding_reason(derivation: Derivation) -> str:
     if ranks > 1:
         return (
             f"1. dp_shard {ranks}, the first to reach for: of {states} a rank has "
-            f"{format_bytes(_states(derivation))}; {sent}, which can move while it computes"
+            f"{format_bytes(_states(derivation))}; {sent}{_waits(derivation, *DATA_AXES)}"
         )
     room = spec.cluster.device_memory if spec.cluster else 0
     if whole < room:
@@ -126,7 +126,7 @@ def _tensor_reason(derivation: Derivation) -> str:
         return f"2. no tp: {layer}{share}, and its sums would be on the critical path"
     return (
         f"2. tp {ranks}: {layer}, cut by {ranks}; {_sent(derivation, Axis.TP)} on the critical "
-        f"path, {_where(derivation, Axis.TP, cluster)}"
+        f"path, {_where(derivation, Axis.TP, cluster)}{_waits(derivation, Axis.TP)}"
     )
 
 
@@ -140,7 +140,7 @@ def _stages_reason(derivation: Derivation) -> str:
     return (
         f"3. pp {ranks}: {_sent(derivation, Axis.PP)} in sends, "
         f"{_where(derivation, Axis.PP, spec.cluster)}; {micro} micro-batches, "
-        f"{micro / ranks:g} a stage"
+        f"{micro / ranks:g} a stage{_waits(derivation, Axis.PP)}"
     )
 
 
@@ -152,6 +152,16 @@ def _sent(derivation: Derivation, *axes: Axis) -> str:
         if row.key.phase is not Phase.SETUP and {*row.key.axes} <= names
     )
     return f"{format_bytes(sent)} sent a step"
+
+
+def _waits(derivation: Derivation, *axes: Axis) -> str:
+    """Return how much of a step waits for what moves over the axes; empty where no rates say it."""
+    step = derivation.exact.step
+    if step is None:
+        return ""
+    names = {axis.value for axis in axes}
+    waited = sum(seconds for over, seconds in step.exposed().items() if {*over} <= names)
+    return f", for which {waited / step.seconds:.1%} of the step waits"
 
 
 def _where(derivation: Derivation, axis: Axis, cluster: Cluster | None) -> str:

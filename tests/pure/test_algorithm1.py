@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from ptrain.selection.algorithm1 import (
     Thresholds,
     algorithm1,
     lines,
+    record,
     requirements,
     thresholds_of,
 )
@@ -52,7 +54,9 @@ def test_70b_on_8_devices_of_80_gb_has_no_answer():
     assert "line 5: 16P/N = 140 GB < 0.7 M_d = 56 GB: no" in text
     assert "line 8: a layer = 1.71 GB > 0.3 M_d = 24 GB" in text
     assert "no answer: line 11" in text
-    assert "above the memory itself" in text
+    assert "140 GB is above the memory itself: more devices" in text
+    close = "\n".join(lines(algorithm1(replace(SEVENTY_BILLION, devices=16))))
+    assert "70 GB is below the memory itself, and leaves 10 GB" in close
 
 
 def test_states_below_seven_tenths_are_data_parallelism_and_at_it_no_more():
@@ -153,3 +157,13 @@ def test_thresholds_that_are_no_two_shares_are_refused(text):
 def test_thresholds_are_read_as_they_are_written():
     assert thresholds_of("0.7,0.3") == Thresholds()
     assert thresholds_of("0.85, 0.2") == Thresholds(states=0.85, layer=0.2)
+
+
+def test_an_answer_is_plain_data_with_what_makes_a_spec_of_it():
+    none = json.loads(json.dumps(record(algorithm1(SEVENTY_BILLION))))
+    assert none["advice"] is None and none["overrides"] == []
+    assert [condition["line"] for condition in none["conditions"]] == [2, 5, 8]
+    assert not any(condition["is_true"] for condition in none["conditions"])
+    sharded = record(algorithm1(replace(SEVENTY_BILLION, devices=64)))
+    assert sharded["advice"] == "ZeRO-3"
+    assert sharded["overrides"] == ["mesh={dp_shard: 64}", "placement={dp_shard: [S*,S,S,R]}"]

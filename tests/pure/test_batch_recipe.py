@@ -3,12 +3,15 @@ is accumulated follows."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from ptrain.costs import Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection.fit import fit
-from ptrain.selection.recipe import reasons
+from ptrain.selection.recipe import axis_reasons, reasons
 from ptrain.selection.recompute import settled
 from ptrain.spec.batch import Batch, batch_lines, nearest_power_of_two
 from ptrain.spec.load import load
@@ -184,3 +187,25 @@ def test_an_axis_that_is_not_there_says_why_it_need_not_be():
     assert "first to reach for: it would cut states of 64.24 GB" in reasons_of(
         "8b-ddp", "cluster.device_memory=40 GiB"
     )
+
+
+def test_what_a_step_waits_for_is_a_share_of_its_seconds_where_they_are_known():
+    derivation = derive(load("70b-3d").spec)
+    rows = (
+        TimeRow(key=TimeKey(Spent.COMPUTE, Phase.FORWARD), seconds=6.0),
+        TimeRow(key=TimeKey(Spent.COLLECTIVES, Phase.FORWARD, ("tp",)), seconds=3.0),
+        TimeRow(key=TimeKey(Spent.COLLECTIVES, Phase.BACKWARD, ("dp_shard",)), seconds=1.0),
+    )
+    timed = replace(derivation, exact=replace(derivation.exact, step=StepTime(rows=rows)))
+    sharding, tensor, stages = axis_reasons(timed)
+    assert sharding.endswith("for which 10.0% of the step waits")
+    assert tensor.endswith("for which 30.0% of the step waits")
+    assert stages.endswith("for which 0.0% of the step waits")
+    untimed = replace(derivation, exact=replace(derivation.exact, step=None))
+    assert not any("waits" in line for line in axis_reasons(untimed))
+
+
+def test_a_plan_says_what_became_of_the_batch(ptrain):
+    text = ptrain("plan", "zero3", "batch.global=2k tokens", "batch.micro=auto")
+    assert "batch.global: 2k tokens are 15 samples of 128: 16 to the nearest power of two" in text
+    assert "batch.micro: auto is 8, the largest whose predicted peak fits" in text

@@ -319,7 +319,7 @@ def test_more_ranks_than_devices_are_refused():
     assert fault == Fault(
         place="mesh",
         finding="the mesh has 4 ranks, the cluster laptop 2 devices",
-        remedy="choose degrees whose product is at most 2",
+        remedy="choose degrees whose product is at most 2, or write cluster.devices: 4",
     )
     assert not check(make_spec({Axis.DP_SHARD: (2, ZERO_2)}, cluster=cluster))
 

@@ -181,3 +181,18 @@ def test_what_the_blog_and_the_lecture_claim_is_worked_out(paper):
         "ZeroBubble and DualPipe idle near zero",
     ]
     assert "17.9% with 32 micro-batches, 63.6% with 4" in paper.PAGE.read_text(encoding="utf-8")
+
+
+def test_a_claim_of_seconds_that_nobody_predicts_is_undefined_with_the_reason(
+    benchmark_module, monkeypatch
+):
+    seconds = benchmark_module("_paper_seconds")
+
+    def unknown(name: str, *overrides: str) -> None:
+        raise seconds.UnknownSeconds(f"{name} has no rates")
+
+    monkeypatch.setattr(seconds, "step", unknown)
+    found = {claim.find() for claim in seconds.SECONDS}
+    assert {right for right, _ in found} == {None}
+    assert (None, "8b-tp has no rates") in found
+    assert seconds.section().count("| undefined |") == len(seconds.SECONDS)

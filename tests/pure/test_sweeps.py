@@ -7,19 +7,23 @@ import csv
 import io
 import json
 from argparse import ArgumentParser
+from dataclasses import replace
 
 import pytest
 
+from ptrain.algebra.legality import check
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.main import main
 from ptrain.cli.predict import add_arguments
-from ptrain.costs import Column, Estimate
+from ptrain.costs import Column, Estimate, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError
 from ptrain.report.predict import prediction_of
 from ptrain.report.sweep import SORTS, SweepPoint, figures, ordered, step_seconds, table
+from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.follow import followers
 from ptrain.spec.load import load
+from ptrain.spec.names import listing
 
 SWEEP = ("predict", "8b-zero3", "batch.sequence=4096,16384")
 
@@ -29,7 +33,7 @@ def cells(line: str) -> list[str]:
 
 
 def test_a_sweep_says_what_fits_and_how_much_a_device_has(ptrain):
-    head, first, second = ptrain(*SWEEP).splitlines()
+    head, first, second, *_ = ptrain(*SWEEP).splitlines()
     assert "peak of 85.9 GB  fits" in head
     assert "yes" in cells(first)[6] and "no" in cells(second)[6]
 
@@ -40,7 +44,7 @@ def test_where_devices_differ_no_capacity_stands_at_the_head(ptrain):
 
 
 def test_without_a_cluster_nothing_is_said_to_fit(ptrain):
-    _, line, _ = ptrain("predict", "8b-zero3", "cluster=null", "batch.micro=1,2").splitlines()
+    _, line, *_ = ptrain("predict", "8b-zero3", "cluster=null", "batch.micro=1,2").splitlines()
     assert cells(line)[6].strip() == "–"
 
 
@@ -58,6 +62,17 @@ def refusal(capsys, *words: str) -> str:
     captured = capsys.readouterr()
     assert not captured.out
     return captured.err
+
+
+def test_a_list_of_passes_that_cannot_run_is_a_row_too(ptrain, tmp_path):
+    good = tmp_path / "good.csv"
+    good.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", encoding="utf-8")
+    bad = tmp_path / "bad.csv"
+    bad.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", encoding="utf-8")
+    words = (f"pipeline.schedule={good},{bad}", "batch.global=2", "batch.micro=1")
+    lines = ptrain("predict", "pp-1f1b", *words).splitlines()
+    assert "refused" not in lines[1] and "refused" in lines[2]
+    assert any(line.startswith(f"refused: pipeline.schedule={bad}: ") for line in lines)
 
 
 def test_a_sweep_of_which_nothing_is_left_is_refused(capsys):
@@ -84,6 +99,18 @@ def test_the_batch_stays_while_micro_batches_make_it_up_and_then_grows():
     assert batch(512, "batch.global=4M tokens") == []
 
 
+def test_every_named_spec_follows_a_data_axis_of_24_ranks():
+    for name in listing("strategies", "paper", "node"):
+        axis = next((f.axis for f in load(name).spec.factors if f.axis in DATA_AXES), None)
+        if axis is None:
+            continue
+        words = (f"mesh.{axis}=24",)
+        follows = [follower.override for follower in followers(name, words)]
+        spec = load(name, [*words, *follows]).spec
+        assert spec.degree(axis) == 24 and spec.batch.global_samples % spec.data_degree == 0
+        assert not any(fault.place in ("mesh", "batch.global") for fault in check(spec)), name
+
+
 def test_a_batch_that_is_not_written_in_samples_follows_by_itself():
     base = {"model": {"preset": "llama-tiny"}, "mesh": {"dp_shard": 2}, "placement": "zero3"}
     for batch in ({"sequence": 64, "accumulate": 2}, {"sequence": 64, "global": "4k tokens"}):
@@ -105,6 +132,12 @@ def test_what_followed_the_mesh_is_said_with_its_points(ptrain):
     assert "batch follows the mesh: global 8 → 512 (mesh.dp_shard=512), 1024 (mesh.d" in text
     assert "cluster follows the mesh: devices 8 → 512 (mesh.dp_shard=512), 1024" in text
     assert "cluster.devices=N pins it" in text
+
+
+def test_many_points_that_followed_the_mesh_are_a_range(ptrain):
+    ranks = ",".join(map(str, range(9, 17)))
+    text = ptrain("predict", "70b-zero3", f"mesh.dp_shard={ranks}")
+    assert "global 8 → 9 … 16 at 8 points (--csv lists them); batch.global=N pins it" in text
 
 
 def test_a_single_spec_is_taken_as_it_is_written(capsys):
@@ -201,6 +234,42 @@ def test_a_chart_is_written(ptrain, tmp_path):
     text = ptrain("predict", "zero3", "batch.micro=1,2", "--chart", str(path))
     assert text.splitlines()[-1] == f"chart    {path}"
     assert "<svg" in path.read_text(encoding="utf-8")
+
+
+def timed(point: SweepPoint, seconds: float | None, why: str = "") -> SweepPoint:
+    """The point with a step of so many seconds, or with none and why."""
+    prediction = point.prediction
+    assert prediction is not None
+    key = TimeKey(Spent.COMPUTE, Phase.FORWARD)
+    step = None if seconds is None else StepTime(rows=(TimeRow(key=key, seconds=seconds),))
+    undefined = {"step_seconds": why} if why else {}
+    exact = replace(prediction.derivation.exact, step=step, undefined=undefined)
+    derivation = replace(prediction.derivation, exact=exact)
+    return replace(point, prediction=replace(prediction, derivation=derivation))
+
+
+def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
+    slow, fast, _ = points()
+    rows = [timed(slow, 2.5), timed(fast, 0.25), timed(fast, None, "no rates")]
+    lines = table(rows).splitlines()
+    assert "step s" in lines[0]
+    assert [cells(line)[7].strip() for line in lines[1:4]] == ["2.5", "0.25", "–"]
+    assert lines[4:] == [f"{fast.label}: no step time: no rates"]  # and only the slow one fits
+    assert [figures(row)["step_seconds"] for row in rows] == [2.5, 0.25, None]
+    assert ordered(rows, "time") == [rows[1], rows[0], rows[2]]
+    texts = [label.text for label in sweep_sheet(rows).texts]
+    assert any(text.endswith("250 ms a step") for text in texts)
+
+
+def test_the_point_that_fits_and_gives_most_is_named_and_so_is_that_none_fits():
+    fits, large, refused = points()
+    slow = replace(timed(fits, 2.5), label="slow")
+    rows = [timed(large, 0.25), slow, timed(fits, 0.5), refused]
+    best = f"of those that fit {fits.label} gives most: 65,536 tokens a second and device"
+    assert best in table(rows)  # 64 samples of 4096 on 8 devices
+    assert "none fits" not in table(rows)
+    none = table([large, refused])
+    assert f"none fits: {large.label} needs least, " in none and "gives most" not in none
 
 
 def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sweep():
