@@ -23,6 +23,7 @@ from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.names import listing, strategy
+from ptrain.spec.rates import Rates
 from ptrain.spec.section import Section, keys
 from ptrain.spec.shorthand import POLICIES
 from ptrain.spec.text import flow
@@ -69,6 +70,7 @@ LEFT_OUT: Mapping[str, str] = {
         for section in ("data", "loss", "step")
         for key in ("target", "arguments", "folder")
     },
+    **{f"cluster.rates.{key}": "of time alone: tests/pure/test_rates.py" for key in keys(Rates)},
     "data.path": "a simulation reads no data, and the file would have to be there",
 }
 # Kinds of value, by key and type, that are not drawn though others of the key are.

@@ -15,11 +15,11 @@ from tests.source_tree import SourceTree
 
 # In the order of reading, which is that of the imports.
 ROOMS = (
-    *("spec", "facts", "steps", "rooms", "optimizers"),
+    *("spec", "facts", "rates", "steps", "rooms", "optimizers"),
     *("axes", "axes/data", "axes/tensor", "axes/pipeline", "activations"),
     *("algebra", "plan", "derivation", "selection", "report"),
     *("internals", "models", "data", "interpreter", "traces", "meters", "train"),
-    *("simulation", "verification", "charts", "cli"),
+    *("calibration", "simulation", "verification", "charts", "cli"),
 )
 STEP = 500  # lines: the nearest multiple, so that a small change leaves the page true
 

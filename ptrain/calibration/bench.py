@@ -14,11 +14,11 @@ from ptrain.rooms.world import World
 
 Work = Callable[[], object]
 
-_ROUNDS, _FEWEST = 7, 3
+_ROUNDS, _FEWEST = 5, 3
 _SECONDS = 0.004  # of a round
 # Of ranks that share cores a round must see many time slices of the scheduler, not a part of one.
-_SHARED_SECONDS = 0.03
-_LONG = 0.3  # seconds of all rounds, beyond which there are only the fewest
+_SHARED_SECONDS = 0.015
+_LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
 _MOST_CALLS = 2000
 
 
@@ -38,16 +38,22 @@ class Bench:
 
     @property
     def is_late(self) -> bool:
-        """Whether the time for what can be left out is over: rank 0's clock decides."""
-        return bool(self.agreed(time.monotonic() - self._began > self.deadline))
+        """Whether the time for what can be left out is over: rank 0's clock decides. What cannot
+        is then measured as few times as can be."""
+        return bool(self.agreed(self._is_over))
+
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() - self._began > self.deadline
 
     def seconds(self, work: Work, *, parts: int = 1) -> float:
         """Return the median seconds of one of the `parts` that `work` has, all of them alike."""
-        work()
-        estimate = self._timed(work, 1)
+        estimate = self.agreed(self._timed(work, 1))  # and what is set up in a first call
+        if estimate < self.round_seconds:
+            estimate = self.agreed(self._timed(work, 1))
         calls = round(min(max(1, self.round_seconds / max(estimate, 1e-9)), _MOST_CALLS))
         is_long = calls * estimate * _ROUNDS > _LONG and calls == 1
-        number = int(self.agreed(-calls if is_long else calls))
+        number = int(self.agreed(-calls if is_long or self._is_over else calls))
         rounds = _FEWEST if number < 0 else _ROUNDS
         samples = [self._timed(work, abs(number)) for _ in range(rounds)]
         return self.noted(samples) / parts
@@ -87,7 +93,7 @@ class Bench:
         return (time.perf_counter() - began) / calls
 
 
-class Sheet:
+class RateSheet:
     """What a rank measured: seconds by table and by what was measured."""
 
     def __init__(self) -> None:

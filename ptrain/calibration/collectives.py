@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ptrain.calibration.bench import Bench, Sheet, Work
-from ptrain.calibration.extent import Extent
+from ptrain.calibration.bench import Bench, RateSheet, Work
+from ptrain.calibration.points import Points
 from ptrain.costs import Collective
 from ptrain.rooms.comm import all_gather, all_reduce, reduce_scatter
 from ptrain.rooms.registry import Registry
@@ -50,17 +50,22 @@ def _own(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
     return next(group for group, line in zip(groups, lines, strict=True) if rank in line)
 
 
-def collectives(bench: Bench, sheet: Sheet, extent: Extent, peers: list[Peers]) -> None:
+def collectives(bench: Bench, sheet: RateSheet, points: Points, peers: list[Peers]) -> None:
     for known in peers:
-        for size in extent.sent:
+        for size in points.sent:
             whole = max(1, size // 4 // known.ranks) * known.ranks
             for collective, work in _works(known, whole, bench.device):
                 key = (collective, known.ranks, known.nodes, 4 * whole)
                 sheet.note("collectives", *key, seconds=bench.seconds(work))
-            if known.ranks == 2:
-                taken = bench.seconds(_ping_pong(known.group, whole, bench.device), parts=2)
-                key = (Collective.SEND, 2, known.nodes, 4 * whole)
-                sheet.note("collectives", *key, seconds=taken)
+            if known is _neighbours(peers, known.nodes):
+                taken = bench.seconds(_messages(known, whole, bench.device), parts=2)
+                sent = (Collective.SEND, 2, known.nodes, 4 * whole)
+                sheet.note("collectives", *sent, seconds=taken)
+
+
+def _neighbours(peers: list[Peers], nodes: int) -> Peers:
+    """The smallest group on so many nodes: a pair, where the ranks are an even number."""
+    return min((known for known in peers if known.nodes == nodes), key=lambda known: known.ranks)
 
 
 def _works(
@@ -80,24 +85,26 @@ def _works(
     yield Collective.BROADCAST, lambda: dist.broadcast(whole, group=group, group_src=0)
 
 
-def _ping_pong(group: dist.ProcessGroup, numel: int, device: torch.device) -> Work:
-    """There and back, as a pipeline's neighbours send."""
-    tensor, place = torch.zeros(numel, device=device), dist.get_rank(group)
+def _messages(peers: Peers, numel: int, device: torch.device) -> Work:
+    """Two messages one after the other, as stages of a pipeline send: there and back between the
+    ranks of a pair; of an odd number each rank to the next, twice."""
+    group, place = peers.group, dist.get_rank(peers.group)
+    sent, received = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
 
-    def send() -> None:
-        work = dist.isend(tensor, group=group, group_dst=1 - place)
-        assert work is not None, "a rank of the group"
-        work.wait()
+    def send() -> dist.Work | None:
+        return dist.isend(sent, group=group, group_dst=(place + 1) % peers.ranks)
 
-    def receive() -> None:
-        work = dist.irecv(tensor, group=group, group_src=1 - place)
-        assert work is not None, "a rank of the group"
-        work.wait()
+    def receive() -> dist.Work | None:
+        return dist.irecv(received, group=group, group_src=(place - 1) % peers.ranks)
 
-    order = (send, receive) if place == 0 else (receive, send)
+    # a ring in which all send first would wait for itself on NCCL
+    order = (send, receive) if place % 2 == 0 else (receive, send)
+    steps = [(act,) for act in order] if peers.ranks == 2 else [order, order]
 
-    def there_and_back() -> None:
-        for act in order:
-            act()
+    def work() -> None:
+        for acts in steps:
+            for pending in [act() for act in acts]:
+                assert pending is not None, "a rank of the group"
+                pending.wait()
 
-    return there_and_back
+    return work

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from ptrain.calibration.bench import Bench, Sheet
-from ptrain.calibration.extent import Extent
+from ptrain.calibration.bench import Bench, RateSheet
+from ptrain.calibration.points import Points
 from ptrain.costs import Collective, State
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
@@ -19,11 +19,11 @@ _ROUTES = {
 }
 
 
-def copies(bench: Bench, sheet: Sheet, extent: Extent) -> None:
+def copies(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Files are in the system's temporary folder, and as warm as the kernel keeps them."""
     tiers = Tiers(bench.device, Registry())
     for tier, (there, back) in _ROUTES.items():
-        for size in extent.copied:
+        for size in points.copied:
             here = torch.zeros(size // 4, device=bench.device)
             stored = tiers.move(here, tier, State.OPTIMIZER)
             for copy, target, source in ((there, stored, here), (back, here, stored)):

@@ -18,8 +18,8 @@ from torch import nn
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.wrapped import ParameterWrap, WrappedModel
 from ptrain.axes.tensor.run.apply import parallelize
-from ptrain.calibration.bench import Bench, Sheet
-from ptrain.calibration.extent import Extent
+from ptrain.calibration.bench import Bench, RateSheet
+from ptrain.calibration.points import Points
 from ptrain.calibration.stage_passes import pipeline_pass
 from ptrain.costs import Collective, Phase, Traffic
 from ptrain.meters.traffic import TrafficMeter
@@ -35,6 +35,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Units
 
 _WIDTH, _ROWS, _LAYERS = 8, 4, 4
+_SETTING_UP = 3  # steps
 _UNIT_BYTES = 4 * _LAYERS * (_WIDTH + 1) * _WIDTH
 _REDUCTIONS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 _GATHERS = (Collective.ALL_GATHER,)
@@ -45,18 +46,18 @@ _DATA = {  # axis, tuple, dials, and the hooks of gathers and of reductions
 }
 
 
-def hooks(bench: Bench, sheet: Sheet, extent: Extent) -> None:
+def hooks(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Of one rank only a stage's pass: nothing else has anything to send."""
-    sheet.note("hooks", Hook.PIPELINE_PASS, seconds=pipeline_pass(bench, extent.rounds))
+    sheet.note("hooks", Hook.PIPELINE_PASS, seconds=pipeline_pass(bench, points.rounds))
     if bench.world.size == 1:
         return
     for placement, (dials, gather, reduction) in _DATA.items():
         axis, _, modes = placement.partition(": ")
         spec = _spec(bench, axis, modes, dials)
-        wrapped, meter = _wrapped(spec, bench, extent)
-        plain = ParameterWrap(_stack(bench, extent.units), _units(extent))
-        _note_data(bench, sheet, extent, (wrapped, plain), meter, (gather, reduction))
-    _tensor_sum(bench, sheet, extent)
+        wrapped, meter = _wrapped(spec, bench, points)
+        plain = ParameterWrap(_stack(bench, points.units), _units(points))
+        _note_data(bench, sheet, points, (wrapped, plain), meter, (gather, reduction))
+    _tensor_sum(bench, sheet, points)
 
 
 def _spec(bench: Bench, axis: str, modes: str, dials: Iterable[str] = ()) -> Spec:
@@ -69,8 +70,8 @@ def _spec(bench: Bench, axis: str, modes: str, dials: Iterable[str] = ()) -> Spe
     return load(mapping, tuple(dials)).spec
 
 
-def _units(extent: Extent) -> Units:
-    return (*((str(number),) for number in range(extent.units)), (ROOT,))
+def _units(points: Points) -> Units:
+    return (*((str(number),) for number in range(points.units)), (ROOT,))
 
 
 def _stack(bench: Bench, units: int) -> nn.Sequential:
@@ -82,10 +83,10 @@ def _stack(bench: Bench, units: int) -> nn.Sequential:
     return nn.Sequential(*layers).to(bench.device)
 
 
-def _wrapped(spec: Spec, bench: Bench, extent: Extent) -> tuple[WrappedModel, TrafficMeter]:
-    plan = lower(spec, _units(extent))
+def _wrapped(spec: Spec, bench: Bench, points: Points) -> tuple[WrappedModel, TrafficMeter]:
+    plan = lower(spec, _units(points))
     mesh = Mesh(plan.mesh, bench.world)
-    wrapped = apply(_stack(bench, extent.units), plan, mesh, mesh.registry)
+    wrapped = apply(_stack(bench, points.units), plan, mesh, mesh.registry)
     return wrapped, TrafficMeter(mesh.registry, mesh.axes_by_group())
 
 
@@ -94,8 +95,8 @@ Halves = dict[Phase, float]
 
 def _note_data(
     bench: Bench,
-    sheet: Sheet,
-    extent: Extent,
+    sheet: RateSheet,
+    points: Points,
     models: tuple[WrappedModel, WrappedModel],
     meter: TrafficMeter,
     pair: tuple[Hook | None, Hook],
@@ -103,11 +104,10 @@ def _note_data(
     """A gather costs what forward takes more, where one is; a reduction what backward does, without
     the gathers in it."""
     wrapped = models[0]
-    for model in models:
-        _halves(bench, model)  # what is set up in the first step
+    _warm_up(bench, models)
     with meter:
         _halves(bench, wrapped, tell=lambda phase: meter.phase(phase, 0))
-    excess = _excess(bench, extent.rounds, models)
+    excess = _excess(bench, points.rounds, models)
     gather, reduction = pair
     of_gather = 0.0
     for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -123,6 +123,13 @@ def _note_data(
     sheet.note("hooks", reduction, seconds=rest / _calls(meter, Phase.BACKWARD, _REDUCTIONS))
 
 
+def _warm_up(bench: Bench, models: Iterable[WrappedModel]) -> None:
+    """What is set up in the first steps: DDP makes its buckets anew in the second one."""
+    for model in models:
+        for _ in range(_SETTING_UP):
+            _halves(bench, model)
+
+
 def _calls(
     meter: TrafficMeter, phase: Phase, collectives: Iterable[Collective], *, least: int = 1
 ) -> int:
@@ -130,7 +137,7 @@ def _calls(
     return max(least, sum(row.calls for row in rows if row.key.collective in collectives))
 
 
-def _sent_seconds(sheet: Sheet, row: Traffic, bench: Bench) -> float:
+def _sent_seconds(sheet: RateSheet, row: Traffic, bench: Bench) -> float:
     """What its collectives take by themselves; nothing of what moves beside the host on a GPU, nor
     of the bench's own barrier."""
     is_other = row.key.collective.is_copy or row.key.collective is Collective.BARRIER
@@ -183,23 +190,25 @@ def _halves(
 
 
 class _SubBlock(nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """A pair of operators that tp cuts, as wide as `width` between them."""
+    """Operators that tp cuts, as wide as `width` between them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.gate = nn.Linear(_WIDTH, width, bias=False)
         self.up = nn.Linear(_WIDTH, width, bias=False)
         self.down = nn.Linear(width, _WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.down(nn.functional.gelu(self.up(x)))
+        hidden: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
         return hidden
 
 
-def _tensor_sum(bench: Bench, sheet: Sheet, extent: Extent) -> None:
+def _tensor_sum(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Sub-blocks cut by ptrain's plan, against those that a rank has of them."""
     spec = _spec(bench, Axis.TP.value, "S,S,S,R")
     roles = (
         ("*", Role.WHOLE_INPUT),
+        ("*.gate", Role.COLUMN),
         ("*.up", Role.COLUMN),
         ("*.down", Role.ROW),
     )
@@ -208,17 +217,16 @@ def _tensor_sum(bench: Bench, sheet: Sheet, extent: Extent) -> None:
     mesh = Mesh(plan.mesh, bench.world)
     ranks = bench.world.size
     cut, plain = (
-        nn.Sequential(*(_SubBlock(width) for _ in range(extent.units))).to(bench.device)
+        nn.Sequential(*(_SubBlock(width) for _ in range(points.units))).to(bench.device)
         for width in (_WIDTH * ranks, _WIDTH)
     )
     parallelize(cut, plan.tensor, mesh.submesh((Axis.TP,)), mesh.registry)
     models = ParameterWrap(cut, ((ROOT,),)), ParameterWrap(plain, ((ROOT,),))
-    for model in models:
-        _halves(bench, model)
+    _warm_up(bench, models)
     meter = TrafficMeter(mesh.registry, mesh.axes_by_group())
     with meter:
         _halves(bench, models[0], tell=lambda phase: meter.phase(phase, 0))
-    excess = sum(_excess(bench, extent.rounds, models).values())
+    excess = sum(_excess(bench, points.rounds, models).values())
     rows = meter.rows()
     excess -= sum(_sent_seconds(sheet, row, bench) for row in rows)
     calls = sum(row.calls for row in rows if row.key.collective in _REDUCTIONS)

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from ptrain.calibration.machine import Part, busy_cores, gpus, read_part
+from ptrain.calibration.machine import MeasuredPart, busy_cores, gpus, read_part
 from ptrain.calibration.options import CalibrationOptions, to_argv
 from ptrain.calibration.write import base_of, conclude, require_writable
 from ptrain.errors import refused
@@ -29,7 +29,7 @@ def calibrate(options: CalibrationOptions) -> int:
     if not options.force:
         _require_quiet()
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # stays, with its logs, when a rank fails
-    parts: list[Part] = []
+    parts: list[MeasuredPart] = []
     numbers = options.ranks or _numbers(options)
     for number, seconds in zip(numbers, _shares(numbers, options.seconds), strict=True):
         part = folder / str(number) / "part.json"

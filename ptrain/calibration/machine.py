@@ -19,7 +19,7 @@ _STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MeasuredPart:
     """What `ranks` ranks of a node measured at once, on so many nodes: rows of each table, without
     a figure for others. `spread` is the median of all measurements'."""
 
@@ -33,12 +33,12 @@ class Part:
     name: str = ""
 
 
-def write_part(path: Path, part: Part) -> None:
+def write_part(path: Path, part: MeasuredPart) -> None:
     write_json(path, asdict(part))
 
 
-def read_part(path: Path) -> Part:
-    return Part(**json.loads(path.read_text(encoding="utf-8")))
+def read_part(path: Path) -> MeasuredPart:
+    return MeasuredPart(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def busy_cores() -> float:
@@ -71,7 +71,7 @@ def memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def machine_name(part: Part) -> str:
+def machine_name(part: MeasuredPart) -> str:
     """Return what a reader should know of it: devices, processor and cores."""
     processor = f"{_processor()}, {environment.cores()} cores"
     return f"{part.name}, {processor}" if part.name else processor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ptrain.calibration.bench import Bench, Sheet, Work
-from ptrain.calibration.extent import AttentionShape, Extent, ProductShape
+from ptrain.calibration.bench import Bench, RateSheet, Work
+from ptrain.calibration.points import AttentionShape, Points, ProductShape, factors_of
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
@@ -14,26 +14,31 @@ from ptrain.spec.rates import OperatorKind
 _ROW = 256  # elements of a row that is normed, or looked up by its number
 
 
-def products(bench: Bench, sheet: Sheet, extent: Extent) -> None:
+def products(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Each shape by all three layouts of a step: forward, and the gradients of input and weight.
     The largest are left out when the time is over."""
-    for dtype in extent.flops:
-        for shape in extent.products(dtype):
-            if bench.is_late:
-                return
-            taken = bench.seconds(_product(shape, dtype, bench.device), parts=3)
-            sheet.note("products", dtype, *shape, seconds=taken)
+    shapes = points.products()
+    most = max(factors_of(shape) for _, shape in shapes)
+    numbers = {
+        dtype: torch.randn(most, dtype=TORCH_DTYPES[dtype], device=bench.device)
+        for dtype in points.sides
+    }
+    for dtype, shape in shapes:
+        if bench.is_late:
+            return
+        taken = bench.seconds(_product(shape, numbers[dtype]), parts=3)
+        sheet.note("products", dtype, *shape, seconds=taken)
 
 
-def _product(shape: ProductShape, dtype: DType, device: torch.device) -> Work:
+def _product(shape: ProductShape, numbers: torch.Tensor) -> Work:
+    """The factors stand one behind the other in `numbers`."""
     matrices, rows, inner, columns = shape
     batch = (matrices,) if matrices > 1 else ()
-
-    def factor(*sides: int) -> torch.Tensor:
-        return torch.randn(*batch, *sides, dtype=TORCH_DTYPES[dtype], device=device)
-
-    left, right = factor(rows, inner), factor(inner, columns)
-    turned_left, turned_right = factor(inner, rows).mT, factor(columns, inner).mT
+    end = matrices * rows * inner
+    first, second = numbers[:end], numbers[end : end + matrices * inner * columns]
+    left, right = first.view(*batch, rows, inner), second.view(*batch, inner, columns)
+    turned_left = first.view(*batch, inner, rows).mT
+    turned_right = second.view(*batch, columns, inner).mT
     pairs = ((left, turned_right), (left, right), (turned_left, right))
 
     def work() -> None:
@@ -43,13 +48,13 @@ def _product(shape: ProductShape, dtype: DType, device: torch.device) -> Work:
     return work
 
 
-def attention(bench: Bench, sheet: Sheet, extent: Extent) -> None:
-    for dtype in extent.flops:
-        for shape in extent.attention:
+def attention(bench: Bench, sheet: RateSheet, points: Points) -> None:
+    for dtype in points.sides:
+        for shape in points.attention:
             _attention(bench, sheet, shape, dtype)
 
 
-def _attention(bench: Bench, sheet: Sheet, shape: AttentionShape, dtype: DType) -> None:
+def _attention(bench: Bench, sheet: RateSheet, shape: AttentionShape, dtype: DType) -> None:
     samples, heads, tokens, features = shape
     query, key, value = parts = [
         torch.randn(shape, dtype=TORCH_DTYPES[dtype], device=bench.device, requires_grad=True)
@@ -74,10 +79,10 @@ def _attention(bench: Bench, sheet: Sheet, shape: AttentionShape, dtype: DType) 
         sheet.note("attention", *measured, seconds=bench.seconds(work))
 
 
-def memory_bound(bench: Bench, sheet: Sheet, extent: Extent) -> None:
+def memory_bound(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Each kind by the bytes that it reads and writes."""
-    for dtype in extent.flops:
-        for size in extent.sizes:
+    for dtype in points.sides:
+        for size in points.sizes_of(dtype):
             for kind, times, works in _works(size, TORCH_DTYPES[dtype], bench.device):
 
                 def work(works: tuple[Work, ...] = works) -> None:

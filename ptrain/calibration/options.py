@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ptrain.errors import refused
 
-SECONDS = 110.0
+SECONDS = 100.0
 MOST_RANKS = 1024
 
 

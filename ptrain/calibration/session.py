@@ -8,16 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptrain.calibration.bench import Bench, Sheet
+from ptrain.calibration.bench import Bench, RateSheet
 from ptrain.calibration.collectives import collectives, peers_of
 from ptrain.calibration.copies import copies
-from ptrain.calibration.extent import BRIEF, GPUS, PROCESSORS, Extent
 from ptrain.calibration.hooks import hooks
-from ptrain.calibration.machine import Part, write_part
+from ptrain.calibration.machine import MeasuredPart, write_part
 from ptrain.calibration.operators import attention, memory_bound, products
 from ptrain.calibration.options import CalibrationOptions
+from ptrain.calibration.points import BRIEF, GPUS, PROCESSORS, Points
 from ptrain.calibration.updates import updates
-from ptrain.calibration.write import conclude
+from ptrain.calibration.write import base_of, conclude, require_writable
 from ptrain.rooms.world import World
 from ptrain.train import environment
 
@@ -25,6 +25,9 @@ from ptrain.train import environment
 def run(options: CalibrationOptions) -> int:
     """The whole life of a rank."""
     world = World.join(device=options.device)
+    if options.part is None and world.is_first:  # started by a launcher, not by our command
+        require_writable(options)
+        base_of(options)
     local = environment.ranks_of_node() or world.size
     part = measured(world, local, options)
     world.close()
@@ -36,23 +39,23 @@ def run(options: CalibrationOptions) -> int:
     return conclude([part], options)
 
 
-def measured(world: World, local: int, options: CalibrationOptions) -> Part | None:
+def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredPart | None:
     """Return what all ranks measured, on rank 0. What is large comes last: it is left out for want
     of time."""
     is_cuda = world.device.type == "cuda"
-    extent = BRIEF if options.brief else (GPUS if is_cuda else PROCESSORS)
+    points = BRIEF if options.brief else (GPUS if is_cuda else PROCESSORS)
     is_shared = not is_cuda and local > environment.cores()
-    bench, sheet = Bench(world, is_shared=is_shared, deadline=options.seconds), Sheet()
+    bench, sheet = Bench(world, is_shared=is_shared, deadline=options.seconds), RateSheet()
     if world.size > 1:
         peers = list(peers_of(world.size, local, world.rank))
-        collectives(bench, sheet, extent, peers)
-    hooks(bench, sheet, extent)
-    _computed(bench, sheet, extent)
+        collectives(bench, sheet, points, peers)
+    hooks(bench, sheet, points)
+    _computed(bench, sheet, points)
     sheets = _gathered(sheet, world)
     spreads = _gathered(bench.spreads, world)
     if not world.is_first:
         return None
-    return Part(
+    return MeasuredPart(
         ranks=local,
         nodes=world.size // local,
         kind=world.device.type,
@@ -64,12 +67,12 @@ def measured(world: World, local: int, options: CalibrationOptions) -> Part | No
     )
 
 
-def _computed(bench: Bench, sheet: Sheet, extent: Extent) -> None:
-    updates(bench, sheet, extent)
-    copies(bench, sheet, extent)
-    memory_bound(bench, sheet, extent)
-    attention(bench, sheet, extent)
-    products(bench, sheet, extent)
+def _computed(bench: Bench, sheet: RateSheet, points: Points) -> None:
+    updates(bench, sheet, points)
+    copies(bench, sheet, points)
+    memory_bound(bench, sheet, points)
+    attention(bench, sheet, points)
+    products(bench, sheet, points)
 
 
 def _gathered(value: Any, world: World) -> list[Any]:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ptrain.axes.data.run.wrapped import ParameterWrap
-from ptrain.calibration.bench import Bench, Sheet, Work
-from ptrain.calibration.extent import Extent
+from ptrain.calibration.bench import Bench, RateSheet, Work
+from ptrain.calibration.points import Points
 from ptrain.interpreter.clip import global_norm, scale_down
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
@@ -24,21 +24,22 @@ from ptrain.spec.rates import CLIP
 from ptrain.steps.step import Clip, CreateMesh
 
 _RULES = ("adamw", "sgd")
+_VALUE = 0.01  # of parameters and gradients: nothing depends on it
 
 
-def updates(bench: Bench, sheet: Sheet, extent: Extent) -> None:
+def updates(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Of layouts that keep every state in one dtype: what others cast beside it are copies."""
-    for layout in _plain(extent):
-        for elements, tensors in extent.updates:
+    for layout in _plain(points):
+        for elements, tensors in points.updates:
             for name, work in _works(layout, elements, tensors, bench.device):
                 key = (name, layout.updated, elements, tensors)
                 sheet.note("updates", *key, seconds=bench.seconds(work))
 
 
-def _plain(extent: Extent) -> Iterator[Layout]:
+def _plain(points: Points) -> Iterator[Layout]:
     for layout in LAYOUTS.values():
         is_one = layout.parameters is layout.gradients is layout.moments and not layout.master
-        if is_one and layout.parameters in extent.flops:
+        if is_one and layout.parameters in points.sides:
             yield layout
 
 
@@ -49,10 +50,10 @@ def _works(
     mesh = Mesh(CreateMesh(axes=(), degrees=()), World(device=device))
     for rule in _RULES:
         model = nn.ParameterList(
-            torch.randn(own, dtype=dtype, device=device) for _ in range(tensors)
+            torch.full((own,), _VALUE, dtype=dtype, device=device) for _ in range(tensors)
         )
         for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
+            parameter.grad = torch.full_like(parameter, _VALUE)
         wrapped = ParameterWrap(model, ((ROOT,),))
         update = TargetsUpdate(
             wrapped.targets(),
@@ -63,7 +64,7 @@ def _works(
         )
         yield rule, lambda update=update: update.step(1e-9)  # type: ignore[misc]
     step = Clip(max_norm=1.0, axes=())
-    gradients = [torch.randn(own, dtype=dtype, device=device) for _ in range(tensors)]
+    gradients = [torch.full((own,), _VALUE, dtype=dtype, device=device) for _ in range(tensors)]
 
     def clip() -> None:
         with torch.no_grad():

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ptrain.calibration.machine import Part, machine_name, memory
+from ptrain.calibration.machine import MeasuredPart, machine_name, memory
 from ptrain.calibration.options import CalibrationOptions
 from ptrain.costs import Collective
 from ptrain.errors import refused
@@ -58,22 +58,24 @@ def base_of(options: CalibrationOptions) -> Cluster | None:
     return load(mapping).spec.cluster
 
 
-def conclude(parts: Sequence[Part], options: CalibrationOptions) -> int:
+def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     """Print the rates, and write them unless the measurements were too far apart."""
     cluster = cluster_of(parts, options)
     assert cluster.rates is not None, "they were measured"
+    widest = max(part.spread for part in parts)
+    is_written = widest <= MOST_SPREAD or options.force
+    if is_written:
+        write(cluster, options.out)
     if options.json:
-        print(json.dumps(section(cluster)["rates"]))
+        print(json.dumps(section(cluster.rates)))
     else:
         print(*_table(parts, cluster.rates), sep="\n")
-    widest = max(part.spread for part in parts)
-    if widest > MOST_SPREAD and not options.force:
+    if not is_written:
         finding = (
             f"measurements of one thing are {widest:.0%} apart, more than {MOST_SPREAD:.0%}: "
             "something else runs on this machine; nothing is written"
         )
         raise refused("calibrate", finding, "wait until it is quiet, or --force")
-    write(cluster, options.out)
     if not options.json:
         print(f"wrote {options.out}: cluster.preset={options.out} in a spec")
     return 0
@@ -88,14 +90,14 @@ def write(cluster: Cluster, path: Path) -> None:
         raise refused("--out", f"{path}: cannot write: {error.strerror}") from None
 
 
-def cluster_of(parts: Sequence[Part], options: CalibrationOptions) -> Cluster:
+def cluster_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Cluster:
     """The cluster with what was measured."""
     rates = rates_of(parts, options)
     base = base_of(options)
     return replace(base or _this_machine(parts, options), rates=rates)
 
 
-def rates_of(parts: Sequence[Part], options: CalibrationOptions) -> Rates:
+def rates_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Rates:
     """One table of all numbers of ranks at once."""
     known = versions()
     written: dict[str, Any] = {
@@ -116,7 +118,7 @@ def rates_of(parts: Sequence[Part], options: CalibrationOptions) -> Rates:
     return Rates(**checked)
 
 
-def _tables(parts: Sequence[Part]) -> dict[str, list[list[Any]]]:
+def _tables(parts: Sequence[MeasuredPart]) -> dict[str, list[list[Any]]]:
     seconds: dict[str, dict[tuple[Any, ...], list[float | None]]] = {}
     for number, part in enumerate(parts):
         for table, rows in part.tables.items():
@@ -135,34 +137,38 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _this_machine(parts: Sequence[Part], options: CalibrationOptions) -> Cluster:
+def _this_machine(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Cluster:
     """What can be known of it. On processors the ranks share the memory, and a node has as many as
     measured at once at most."""
     last = parts[-1]
-    bandwidth = _bandwidth(last)
     return Cluster(
         name=options.out.stem,
         devices=last.ranks * last.nodes,
         devices_per_node=last.ranks,
         device_memory=last.device_memory or memory() // last.ranks,
-        intra_node_bandwidth=bandwidth,
-        inter_node_bandwidth=bandwidth,
+        intra_node_bandwidth=_bandwidth(last, is_within=True),
+        inter_node_bandwidth=_bandwidth(last, is_within=last.nodes == 1),
         kind=last.kind,
         sm=last.sm,
     )
 
 
-def _bandwidth(part: Part) -> float:
-    """The bus bandwidth of the largest all-gather; of one rank that of a copy."""
-    gathers = [row for row in part.tables.get("collectives", ()) if row[0] == Collective.ALL_GATHER]
+def _bandwidth(part: MeasuredPart, *, is_within: bool) -> float:
+    """The bus bandwidth of the largest all-gather within a node or between nodes; where there was
+    none that of a copy."""
+    gathers = [
+        row
+        for row in part.tables.get("collectives", ())
+        if row[0] == Collective.ALL_GATHER and (row[2] == 1) is is_within
+    ]
     if gathers:
-        _, ranks, _, size, taken = max(gathers, key=lambda row: (row[2] == 1, row[3]))
+        _, ranks, _, size, taken = max(gathers, key=lambda row: row[3])
         return float(round(size * bus_factor(Collective.ALL_GATHER, ranks) / taken))
     *_, size, taken = max(part.tables["operators"], key=lambda row: row[2])
     return float(round(size / taken))
 
 
-def _table(parts: Sequence[Part], rates: Rates) -> Iterable[str]:
+def _table(parts: Sequence[MeasuredPart], rates: Rates) -> Iterable[str]:
     """The rows of all tables, seconds by ranks at once."""
     yield f"{rates.machine}, torch {rates.torch}, {rates.date}"
     yield "ranks at once: " + ", ".join(

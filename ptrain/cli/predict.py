@@ -13,7 +13,7 @@ from pathlib import Path
 import ptrain
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
-from ptrain.errors import PtrainError
+from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import theorem_6, theorem_7
 from ptrain.report.predict import Prediction, Reserving, one, prediction_of, require_cuda
@@ -44,6 +44,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="draw peaks as rows beside what devices have, as .png or .svg",
+    )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="draw what a step of one spec does when, as .png or .svg",
     )
 
 
@@ -81,21 +87,33 @@ def run(args: Namespace) -> int:
     sources, overrides = split_arguments(args.arguments)
     if not sources:
         raise PtrainError("ptrain predict: name a SPEC; `ptrain specs` lists them")
-    predict = partial(_predict, allow_import=args.allow_import, with_reserved=args.reserved)
     is_sweep = len(list(sweeps(overrides))) > 1
+    if args.timeline and (is_sweep or len(sources) > 1):
+        raise refused("--timeline", "several specs, and one picture", "name one spec")
+    predict = partial(_predict, allow_import=args.allow_import, with_reserved=args.reserved)
     if is_sweep or len(sources) > 2 or args.csv or args.chart or args.sort:
         from ptrain.cli.sweep import run_sweep
 
         return run_sweep(args, sources, overrides, predict=predict, as_record=as_record)
     words = tuple(overrides)
+    if args.timeline:
+        from ptrain.cli.step_chart import require_drawable
+
+        require_drawable(args.timeline)
     predictions = [predict(source, words, offer=len(sources) == 1) for source in sources]
     if args.reserved:
         require_cuda(predictions)
+    if args.timeline:
+        from ptrain.cli.step_chart import draw_step
+
+        draw_step(predictions[0].derivation, args.timeline)
     if args.json:
         records = [as_record(prediction) for prediction in predictions]
         print_json(records if len(records) > 1 else records[0])
     elif len(predictions) == 1:
         print(one(predictions[0]))
+        if args.timeline:
+            print(f"timeline {args.timeline}")
     else:
         from ptrain.report.differences import pair
 

@@ -17,7 +17,7 @@ from ptrain.steps.step import Plan
 Moved = Sequence[tuple[str, int]]
 Repeated = Sequence[tuple[str, int]]
 
-_COPIES = {
+COPIES = {
     Tier.HOST: (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE),
     Tier.FILE: (Collective.FILE_WRITE, Collective.FILE_READ),
 }
@@ -27,7 +27,7 @@ def kept_traffic(spec: Spec, plan: Plan, moved: Moved, repeated: Repeated) -> It
     """Yield what the activations of one rank copy and send in a step: `moved` are (tier, bytes),
     `repeated` (collective, bytes of the whole tensor), of one micro-batch."""
     times = plan.accumulate.micro_batches
-    for tier, (out, back) in _COPIES.items():
+    for tier, (out, back) in COPIES.items():
         sizes = [size for name, size in moved if name == tier.value]
         for collective, phase in ((out, Phase.FORWARD), (back, Phase.BACKWARD)):
             if sizes:
@@ -49,7 +49,7 @@ def kept_traffic(spec: Spec, plan: Plan, moved: Moved, repeated: Repeated) -> It
 
 def activation_row(rank: int, device_bytes: int, moved: Moved) -> Footprint:
     """Return the row of A of one rank: its bytes on the device, and on the other tiers."""
-    off = {tier: sum(size for name, size in moved if name == tier.value) for tier in _COPIES}
+    off = {tier: sum(size for name, size in moved if name == tier.value) for tier in COPIES}
     return Footprint(
         state=State.ACTIVATIONS,
         rank=rank,

@@ -27,6 +27,7 @@ class TablePart(StrEnum):
     LOSS = "loss"  # in chunks
     BLOCK_WORK = "block-work"  # what a block computes, by how its activations are kept
     END_WORK = "end-work"  # what is computed in front of the blocks and behind them
+    LOSS_WORK = "loss-work"  # the same behind them of a loss in chunks
     KERNEL = "kernel"  # of attention, on GPUs
 
 

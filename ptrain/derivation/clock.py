@@ -13,13 +13,16 @@ is there: `since` says from when on, where that is not the moment.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
+from ptrain.optimizers.ghost import muon_operators
 from ptrain.rates.pace import Pace
+from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
@@ -69,6 +72,7 @@ class ClockState:
     free: dict[Hashable, float]
     own: Seconds
     moving: Seconds
+    spans: tuple[LaneSpan, ...]
 
 
 class Clock:
@@ -81,9 +85,9 @@ class Clock:
         pace: Pace,
         network: Network,
         tensor_axis: Axis | None = None,
-        spans: list[LaneSpan] | None = None,
     ) -> None:
-        self.pace, self.network, self.tensor_axis, self.spans = pace, network, tensor_axis, spans
+        self.pace, self.network, self.tensor_axis = pace, network, tensor_axis
+        self.spans: list[LaneSpan] | None = None
         self.now = self.issued = 0.0
         self.phase = Phase.FORWARD
         self.free: dict[Hashable, float] = {}
@@ -129,14 +133,24 @@ class Clock:
         seconds = self._once(operator, self.pace.operator_seconds, operator) if size else 0.0
         self.spend(TimeKey(spent, self.phase), seconds)
 
-    def update(self, optimizer: str, layout: Layout, numels: Sequence[int]) -> None:
-        """The optimizer steps: tensors of so many elements."""
+    def update(self, optimizer: str, layout: Layout, shapes: Sequence[Shape]) -> None:
+        """The optimizer steps, by one of its rules, on tensors of these shapes. What Muon does is
+        made of operators, a matrix after the other."""
+        if optimizer == "muon":
+            for shape in shapes:
+                seconds = self._once(("muon", shape, layout.updated), self._muon, shape, layout)
+                self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+            return
+        numels = [math.prod(shape) for shape in shapes]
         elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
         if elements:
             seconds = self.pace.update_seconds(
                 optimizer, layout, elements=elements, tensors=tensors
             )
             self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+
+    def _muon(self, shape: Shape, layout: Layout) -> float:
+        return sum(map(self.pace.operator_seconds, muon_operators(shape, layout.updated)))
 
     def clip(self, layout: Layout, numels: Sequence[int]) -> None:
         """Gradients of so many elements have a norm, and are scaled."""
@@ -200,11 +214,11 @@ class Clock:
             )
         return self._seconds_of[question]
 
-    def copy(self, copy: Collective, size: int) -> Arrival:
+    def copy(self, copy: Collective, size: int, since: float | None = None) -> Arrival:
         """Issue a copy between two tiers."""
         key = TimeKey(Spent.COPIES, self.phase, (), copy)
         seconds = self._once((copy, size), self.pace.copy_seconds, copy, size)
-        return self._issue(copy, key, seconds, None)
+        return self._issue(copy, key, seconds, since)
 
     def _issue(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> Arrival:
         self.moving[key] = self.moving.get(key, 0.0) + seconds
@@ -229,12 +243,21 @@ class Clock:
 
     def moment(self) -> ClockState:
         """Return the state of now."""
-        return ClockState(self.now, self.issued, dict(self.free), dict(self.own), dict(self.moving))
+        return ClockState(
+            self.now,
+            self.issued,
+            dict(self.free),
+            dict(self.own),
+            dict(self.moving),
+            tuple(self.spans or ()),
+        )
 
     def back_to(self, moment: ClockState) -> None:
         """What was done since then is not done."""
         self.now, self.issued, self.free = moment.now, moment.issued, dict(moment.free)
         self.own, self.moving = dict(moment.own), dict(moment.moving)
+        if self.spans is not None:
+            self.spans[:] = moment.spans
 
     def since(self, moment: ClockState) -> tuple[Seconds, Seconds]:
         """Return what was spent since then, and how long something moved."""

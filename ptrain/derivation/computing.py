@@ -12,18 +12,25 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ptrain.derivation.clock import Clock, PassSeconds
+from ptrain.costs import Collective
+from ptrain.derivation.activation_moves import COPIES
+from ptrain.derivation.clock import Arrival, Clock, PassSeconds
 from ptrain.derivation.repeats import Representatives
 from ptrain.derivation.tape import Marks, Scene
 from ptrain.facts.model import TensorFacts, UnitFacts, prefixes
 from ptrain.facts.operators import LayerWork, ModelWork, PassWork
+from ptrain.facts.passes import Passes
 from ptrain.facts.stages import Stage
 from ptrain.rates.pace import UnknownRate
+from ptrain.spec.activations import Kept
+from ptrain.spec.placement import Tier
+from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, boundaries
 
 Shares = list[tuple[PassSeconds, float]]
+Moved = tuple[tuple[Tier, int], ...]
 
 _FIRST = {Kind.FORWARD: Mark.ENTER}  # of a backward pass it is PRE_BACKWARD
 _LAST = {Kind.FORWARD: Mark.LEAVE}
@@ -32,11 +39,13 @@ _LAST = {Kind.FORWARD: Mark.LEAVE}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedWork:
     """The work of those layers of a model, or of a stage of it, that are played, by name; `front`
-    and `behind` are None where another stage has them."""
+    and `behind` are None where another stage has them. `moved` is what a layer's forward pass takes
+    off the device, by tier."""
 
     layers: Mapping[str, LayerWork]
     front: LayerWork | None = None
     behind: LayerWork | None = None
+    moved: Mapping[str, Moved] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,29 +59,36 @@ class Timing:
 
     def of_stage(
         self,
+        spec: Spec,
         stage: Stage,
-        stages: int,
+        ends: tuple[bool, bool],
         played: Representatives | None,
         units: Sequence[UnitFacts],
-        passes: Mapping[Kind, Sequence[Item]],
-        blocks: Sequence[str] = (),
+        passes: Passes,
+        blocks: Sequence[str],
     ) -> dict[Kind, PassScore]:
-        """Return what is computed when in these passes of a stage, one of so many."""
+        """Return what is computed when in these passes of a stage, which may have the ends of the
+        model."""
         numbers = {name: number for number, name in enumerate(block_names(blocks, self.work))}
         names = [stage.layers[place] for place, _ in played.turns] if played else stage.layers
+        kept = spec.activations.of(len(self.work.layers))
+        modes = {name: kept[numbers[name]] for name in stage.layers}
         layers = PlayedWork(
+            moved=_by_layer(modes, passes.moved),
             layers={name: self.work.layers[numbers[name]] for name in names},
-            front=self.work.front if stage.index == 0 else None,
-            behind=self.work.behind if stage.index == stages - 1 else None,
+            front=self.work.front if ends[0] else None,
+            behind=self.work.behind if ends[1] else None,
         )
-        return scores(self.clock, passes, units, layers)
+        return scores(self.clock, passes.items, units, layers)
 
     def scores(self, scene: Scene) -> dict[Kind, PassScore]:
         """Return what is computed when in the passes of a whole model."""
         names = block_names(scene.facts.blocks, self.work)
         played = scene.representatives
         places = [place for place, _ in played.turns] if played else range(len(names))
+        modes = dict(zip(names, scene.spec.activations.of(len(names)), strict=True))
         layers = PlayedWork(
+            moved=_by_layer(modes, scene.timeline.moved),
             layers={names[place]: self.work.layers[place] for place in places},
             front=self.work.front,
             behind=self.work.behind,
@@ -84,6 +100,20 @@ class Timing:
 def block_names(blocks: Sequence[str], work: ModelWork) -> Sequence[str]:
     """Return the names of a model's layers; of one that is built in nobody says them."""
     return blocks or [f"blocks.{number}" for number in range(len(work.layers))]
+
+
+def _by_layer(modes: Mapping[str, Kept], moved: Sequence[tuple[str, int]]) -> dict[str, Moved]:
+    """Return what each layer moves: of each tier all that keep something there as much."""
+    shares: dict[Tier, int] = {}
+    for tier in (Tier.HOST, Tier.FILE):
+        number = sum(kept.tier is tier for kept in modes.values())
+        if number:
+            shares[tier] = sum(size for name, size in moved if name == tier.value) // number
+    return {
+        name: ((kept.tier, shares[kept.tier]),)
+        for name, kept in modes.items()
+        if kept.tier in shares
+    }
 
 
 def scores(
@@ -99,7 +129,8 @@ def scores(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassScore:
     """What is computed in one kind of pass: `first` and `last` behind its first mark and ahead of
-    its last one, `at_unit` as a unit's part begins, `at_gradient` ahead of a gradient."""
+    its last one, `at_unit` as a unit's part begins, `at_gradient` ahead of a gradient; `moved` goes
+    off the device as a unit's forward ends, and is back ahead of its backward."""
 
     kind: Kind
     first: Shares
@@ -108,6 +139,49 @@ class PassScore:
     at_gradient: Mapping[str, Shares]
     opening: int | None
     closing: int | None
+    moved: Mapping[int, Moved]
+
+
+class ActivationMoves:
+    """What activations off the device take of a pass (`activations.run.offload`). To the host and
+    back they go on lanes of their own; with the first layer that comes back sets out what the one
+    before it moved. A file is written and read by the one that computes."""
+
+    def __init__(self, clock: Clock, moved: Mapping[int, Moved]) -> None:
+        self.clock, self.moved = clock, moved
+        self.order = [*moved]
+        self.coming: list[Arrival] | None = None
+
+    def leave(self, unit: int) -> None:
+        """A unit's forward is over."""
+        for tier, size in self.moved.get(unit, ()):
+            arrival = self.clock.copy(COPIES[tier][0], size)
+            if tier is Tier.FILE:
+                arrival.wait()
+
+    def come_back(self, unit: int) -> None:
+        """A unit's backward begins."""
+        if unit not in self.moved:
+            return
+        if self.coming is None:  # nobody has set out: first it must be away
+            self.coming = self._set_out(unit, self.clock.free.get(Collective.DEVICE_TO_HOST))
+        for arrival in self.coming:
+            arrival.wait()
+        self.coming = None
+        for tier, size in self.moved[unit]:
+            if tier is Tier.FILE:
+                self.clock.copy(COPIES[tier][1], size).wait()
+        if unit != self.order[-1]:
+            following = self.order[self.order.index(unit) + 1]
+            self.coming = self._set_out(following, None)
+
+    def _set_out(self, unit: int, since: float | None) -> list[Arrival]:
+        away = None if since is None else max(since, self.clock.now)
+        return [
+            self.clock.copy(COPIES[tier][1], size, away)
+            for tier, size in self.moved[unit]
+            if tier is not Tier.FILE
+        ]
 
 
 class Computing:
@@ -116,6 +190,7 @@ class Computing:
     def __init__(self, wrap: Marks, clock: Clock, score: PassScore) -> None:
         self.wrap, self.clock, self.score = wrap, clock, score
         self.first, self.last = list(score.first), list(score.last)
+        self.moves = ActivationMoves(clock, score.moved)
 
     def enter(self, unit: int) -> None:
         self.wrap.enter(unit)
@@ -124,10 +199,12 @@ class Computing:
     def leave(self, unit: int) -> None:
         if unit == self.score.closing:
             self._play(self.last)
+        self.moves.leave(unit)
         self.wrap.leave(unit)
 
     def before_backward(self, unit: int) -> None:
         self.wrap.before_backward(unit)
+        self.moves.come_back(unit)
         self._begin(unit)
 
     def complete(self, gradient: Complete) -> None:
@@ -170,6 +247,7 @@ def score(
     completed = {} if is_forward else dict.fromkeys(_completed(items))
     at_unit, at_gradient = defaultdict[int, Shares](list), defaultdict[str, Shares](list)
     unplaced: Shares = []
+    present = {boundary.unit for boundary in marks}
     for name, parts in _tensors_of(units, layers.layers).items():
         seconds = _seconds(clock, layers.layers[name], kind)
         whose = [(tensor, unit) for tensor, unit in parts if tensor.name in completed] or parts
@@ -181,7 +259,7 @@ def score(
         for (tensor, unit), size in zip(whose, sizes, strict=True):
             if by_gradient:
                 at_gradient[tensor.name].append((seconds, size / total))
-            elif unit in _present(marks):
+            elif unit in present:
                 at_unit[unit].append((seconds, size / total))
             else:
                 unplaced.append((seconds, size / total))
@@ -200,11 +278,25 @@ def score(
         at_gradient=at_gradient,
         opening=opening,
         closing=closing,
+        moved=_moved(units, marks, layers, is_forward=is_forward),
     )
 
 
-def _present(marks: Iterable[Boundary]) -> set[int]:
-    return {boundary.unit for boundary in marks}
+def _moved(
+    units: Sequence[UnitFacts], marks: Sequence[Boundary], layers: PlayedWork, *, is_forward: bool
+) -> dict[int, Moved]:
+    """Return what moves at which unit, in the order of the pass: a layer's goes when the last unit
+    that has tensors of it ends, and comes when the first one's backward begins."""
+    if not layers.moved:
+        return {}
+    mark = Mark.LEAVE if is_forward else Mark.PRE_BACKWARD
+    order = [boundary.unit for boundary in marks if boundary.mark is mark]
+    at: defaultdict[int, list[tuple[Tier, int]]] = defaultdict(list)
+    for name, parts in _tensors_of(units, layers.layers).items():
+        own = [unit for unit in order if unit in {unit for _, unit in parts}]
+        if own:
+            at[own[-1] if is_forward else own[0]] += layers.moved.get(name, ())
+    return {unit: tuple(at[unit]) for unit in order if at.get(unit)}
 
 
 def _seconds(clock: Clock, work: LayerWork, kind: Kind) -> PassSeconds:

@@ -124,6 +124,17 @@ def head_of(setting: Setting, place: Place) -> LossHead | None:
     return LossHead(forward=forward, backward=backward, output=output)
 
 
+def parts_of(listed: dict[str, list[int]], chunks: int) -> Iterator[int]:
+    """Yield the numbers of the parts that so many full chunks are, one after the other."""
+    few = listed["few"]
+    if chunks <= len(few):
+        yield few[chunks - 1]
+        return
+    front, every, between, later, behind = listed["pieces"]
+    more = chunks - 1 - len(few)
+    yield from (front, *[every] * more, between, *[later] * more, behind)
+
+
 def _items(listed: dict[str, list[int]], evaluated: EvaluatedTable, chunks: int) -> Iterator[Any]:
     """Of so many full chunks; runs that follow each other are one."""
     few = listed["few"]

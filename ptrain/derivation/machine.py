@@ -9,35 +9,41 @@ from functools import partial
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.costs import StepTime
-from ptrain.derivation.clock import Clock
+from ptrain.derivation.clock import Clock, LaneSpan
 from ptrain.derivation.computing import Timing, block_names
 from ptrain.derivation.network import Network
 from ptrain.derivation.pipeline import message_bytes
 from ptrain.derivation.pipeline_time import PipelineTiming
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import ModelWork
+from ptrain.facts.operators import ModelWork, Operator
 from ptrain.rates.measured import lacking, pace_of
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
+_NOBODY = "ranks that wait leave their cores to nobody: the cluster has no rates of fewer at once"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The `pace` of a rank, and the `work` of a micro-batch of the whole model by its place along
-    tp. `plays_all`: every block by itself, whatever stands for it else."""
+    tp. `plays_all`: every block by itself, whatever stands for it else. `fewer` is the pace while
+    so many ranks of the job compute at once and the others wait, if it is known. `spans` is filled
+    with what the step does when."""
 
     pace: Pace
     work: Callable[[int], ModelWork]
     plays_all: bool = False
+    fewer: Callable[[int], Pace | None] = lambda ranks: None
+    spans: list[LaneSpan] | None = None
 
     def of_part(self, spec: Spec, plan: Plan, index: int) -> Timing:
         """Return what times the ranks at a place along tp."""
-        return Timing(
-            clock=self._clock(spec, plan), work=self.work(index), plays_all=self.plays_all
-        )
+        clock = self._clock(spec, plan)
+        clock.spans = self.spans if index == 0 else None
+        return Timing(clock=clock, work=self.work(index), plays_all=self.plays_all)
 
     def of_pipeline(
         self, spec: Spec, plan: Plan, facts: ModelFacts, schedule: Schedule
@@ -45,17 +51,54 @@ class Machine:
         """Return what times the ranks of a pipeline."""
         works = [self.work(index) for index in range(spec.degree(Axis.TP))]
         clip = plan.clip
+        speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, works[0])
         return PipelineTiming(
+            spec=spec,
             clock=self._clock(spec, plan),
             works=works,
             blocks=block_names(facts.blocks, works[0]),
             schedule=schedule,
             message=message_bytes(spec, plan, chain_of(spec, facts)),
             meets=clip is not None and Axis.PP in clip.reduced_axes,
+            speed=speed,
+            assumed=assumed,
+            spans=self.spans,
         )
+
+    def _sharing(
+        self, spec: Spec, work: ModelWork
+    ) -> tuple[Callable[[int], float], tuple[str, ...]]:
+        """Return how much faster ranks are while those of so many places along pp compute alone,
+        and what is assumed where that is not known. Between numbers of ranks that are known what
+        all do together is a straight line."""
+        ranks, places = spec.world_size, spec.degree(Axis.PP)
+        together = {ranks: float(ranks)}
+        whole = _layer_seconds(self.pace, work)
+        for number in range(1, ranks):
+            pace = self.fewer(number)
+            if pace is not None:
+                together[number] = number * whole / _layer_seconds(pace, work)
+        known = sorted(together)
+
+        def speed(busy: int) -> float:
+            number = busy * ranks // places
+            above = next(other for other in known if other >= number)
+            below = max((other for other in known if other <= number), default=above)
+            part = (number - below) / (above - below) if above > below else 0.0
+            return (together[below] + part * (together[above] - together[below])) / number
+
+        if known[0] <= ranks // places:
+            return speed, ()
+        return lambda busy: 1.0, (_NOBODY,)
 
     def _clock(self, spec: Spec, plan: Plan) -> Clock:
         return Clock(self.pace, Network(spec), plan.tensor.axis if plan.tensor else None)
+
+
+def _layer_seconds(pace: Pace, work: ModelWork) -> float:
+    """Return what a layer's operators take, the first one's for all."""
+    passes = (*work.layers[0].forward, *work.layers[0].backward)
+    return sum(pace.operator_seconds(item) for item in passes if isinstance(item, Operator))
 
 
 def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
@@ -67,7 +110,8 @@ def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
         raise UnknownRate(why)
     if plan.tensor is not None:
         raise UnknownRate("no table says what operators compute that are cut")
-    return Machine(pace=pace, work=partial(_work, spec, plan, facts))
+    work, fewer = partial(_work, spec, plan, facts), partial(pace_of, spec.cluster)
+    return Machine(pace=pace, work=work, fewer=fewer)
 
 
 def _work(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> ModelWork:

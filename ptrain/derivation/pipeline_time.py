@@ -1,21 +1,23 @@
 """The time of a pipeline's step: what each pass takes on its rank, put into the schedule.
 
 A rank's passes are in its order, each as soon as what it needs has come. Where ranks send with the
-cores that compute, a message takes its sender's time; elsewhere it is under way beside that. Ranks
+cores that compute, a message takes its sender's time, and who waits leaves its cores to the others;
+elsewhere a message is under way beside what is computed. Ranks
 update when their passes are over, and where the norm of all gradients is needed first, when all
 ranks' are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ptrain.axes.pipeline.instructions import given
 from ptrain.axes.pipeline.schedule import Action, Schedule
-from ptrain.axes.pipeline.simulate import ActionCosts, simulate
+from ptrain.axes.pipeline.shared_cores import simulate_sharing
+from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
-from ptrain.derivation.clock import Clock
+from ptrain.derivation.clock import Clock, LaneSpan
 from ptrain.derivation.computing import PassScore, Timing
 from ptrain.derivation.repeats import Representatives
 from ptrain.facts.model import UnitFacts
@@ -23,6 +25,7 @@ from ptrain.facts.operators import ModelWork
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
 
 
@@ -30,14 +33,36 @@ from ptrain.timeline import Kind
 class PipelineTiming:
     """What the time of a pipeline's step is made of: a clock, the work of a micro-batch by place
     along tp, the names of the model's blocks, the schedule, and a message's bytes. `meets`: no rank
-    updates before all have come to the end of their passes."""
+    updates before all have come to the end of their passes. `speed`: how much faster ranks are of
+    so many places alone, where they share cores; `assumed` is what is said of that."""
 
+    spec: Spec
     clock: Clock
     works: Sequence[ModelWork]
     blocks: Sequence[str]
     schedule: Schedule
     message: int
     meets: bool
+    speed: Callable[[int], float] | None = None
+    assumed: tuple[str, ...] = ()
+    spans: list[LaneSpan] | None = None
+
+    def simulated(self, seconds: Mapping[Action, float]) -> Simulation:
+        """Return when the actions start and end that take so long."""
+        message = self.clock.message_seconds(Axis.PP, self.message)
+        costs = ActionCosts(seconds=seconds, communication=0.0 if self.sends else message)
+        if self.speed is None:
+            return simulate(self.schedule, costs)
+        return simulate_sharing(self.schedule, costs, self.speed)
+
+    @property
+    def sends(self) -> dict[Action, float]:
+        """Return what each action's sender spends on its message: nothing, where messages move
+        beside what is computed."""
+        if self.clock.pace.overlaps:
+            return {}
+        message = self.clock.message_seconds(Axis.PP, self.message)
+        return dict.fromkeys(_senders(self.schedule), message)
 
     def scores(
         self,
@@ -52,7 +77,9 @@ class PipelineTiming:
         timing = Timing(clock=self.clock, work=self.works[index % len(self.works)])
         kinds = _kinds(self.schedule, stage.index)
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
-        return timing.of_stage(stage, self.schedule.stages, played, units, items, self.blocks)
+        ends = stage.index == 0, stage.index == self.schedule.stages - 1
+        own = replace(passes, items=items)
+        return timing.of_stage(self.spec, stage, ends, played, units, own, self.blocks)
 
 
 def _kinds(schedule: Schedule, stage: int) -> set[Kind]:
@@ -88,40 +115,58 @@ def pipeline_time(
     for rank in ranks:
         other = slowest.setdefault(rank.place, rank)
         slowest[rank.place] = max(other, rank, key=lambda rank: rank.clock.seconds)
-    message = timing.clock.message_seconds(Axis.PP, timing.message)
-    overlaps = timing.clock.pace.overlaps
-    sends = {} if overlaps else _sends(schedule, message)
+    sends = timing.sends
     seconds = {
         action: taken + sends.get(action, 0.0)
         for rank in slowest.values()
         for action, taken in rank.seconds.items()
     }
-    simulation = simulate(
-        schedule, ActionCosts(seconds=seconds, communication=message if overlaps else 0.0)
-    )
+    simulation = timing.simulated(seconds)
     ends = {
         place: simulation.makespan if timing.meets else spans[-1].end
         for place, spans in enumerate(simulation.timeline)
     }
+    if timing.spans is not None:
+        timing.spans.extend(_spans(simulation, ends, slowest.values()))
     over = max(ends[rank.place] + rank.update for rank in slowest.values())
     busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
-    sent = _sent(schedule, busiest.place, sends)
-    idle = over - busiest.clock.seconds - sum(row.seconds for row in sent)
-    bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD), seconds=max(idle, 0.0))
-    time = busiest.clock.step_time()
-    return replace(time, rows=(*time.rows, *sent, bubble))
+    rows = [*busiest.clock.step_time().rows, *_sent(schedule, busiest.place, sends)]
+    alone = sum(seconds[action] for action in busiest.seconds)
+    factor = simulation.busy[busiest.place] / alone if alone else 1.0
+    rows = [row if row.key.phase is Phase.UPDATE else _scaled(row, factor) for row in rows]
+    idle = max(over - sum(row.seconds for row in rows), 0.0)
+    bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD), seconds=idle)
+    return StepTime(rows=(*rows, bubble), assumed=timing.assumed)
 
 
-def _sends(schedule: Schedule, message: float) -> dict[Action, float]:
-    """Return what each action's sender spends on its message."""
-    sends: dict[Action, float] = {}
+def _spans(
+    simulation: Simulation, ends: Mapping[int, float], ranks: Iterable[RankTime]
+) -> Iterator[LaneSpan]:
+    """Yield what each rank does when, each on a lane of its own."""
+    for place, spans in enumerate(simulation.timeline):
+        for span in spans:
+            is_forward = span.step.parts[0].kind is Kind.FORWARD
+            phase = Phase.FORWARD if is_forward else Phase.BACKWARD
+            yield LaneSpan(place, TimeKey(Spent.COMPUTE, phase), span.start, span.end)
+    for rank in ranks:
+        end = ends[rank.place]
+        key = TimeKey(Spent.UPDATE, Phase.UPDATE)
+        yield LaneSpan(rank.place, key, end, end + rank.update)
+
+
+def _scaled(row: TimeRow, factor: float) -> TimeRow:
+    """As long as it is where others leave their cores to the rank."""
+    return replace(row, seconds=factor * row.seconds, moving=factor * row.moving)
+
+
+def _senders(schedule: Schedule) -> Iterator[Action]:
+    """Yield the actions whose output goes to another rank."""
     for rank, order in enumerate(schedule.orders):
         for step in order:
             for action in step.parts:
                 gift = given(action, schedule.stages)
                 if gift is not None and schedule.rank_of[gift.target] != rank:
-                    sends[action] = message
-    return sends
+                    yield action
 
 
 def _sent(schedule: Schedule, place: int, sends: Mapping[Action, float]) -> list[TimeRow]:

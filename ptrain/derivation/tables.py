@@ -91,11 +91,12 @@ class Setting:
         tied, to a loss what the blocks do, and to what is around the blocks how many heads keys
         have; one sample's targets need no copy."""
         is_of_block = part in (TablePart.BLOCK, TablePart.BLOCK_WORK)
+        is_of_loss = part in (TablePart.LOSS, TablePart.LOSS_WORK)
         is_of_llama = part is TablePart.END_WORK and self.family is Family.LLAMA
         words = [
             self.family.value,
             *(() if is_of_block else ("tied" if self.shape.tied else "untied",)),
-            *(() if part is TablePart.LOSS or is_of_llama else (self.operators,)),
+            *(() if is_of_loss or is_of_llama else (self.operators,)),
             "full" if self.is_full else "bf16",
             *(("one",) if self.batch == 1 else ()),
         ]
@@ -111,7 +112,7 @@ class Setting:
         match part:
             case TablePart.BLOCK | TablePart.BLOCK_WORK:
                 return kind.removesuffix(_GATHERED).replace(_NAIVE, _WHOLE)
-            case TablePart.LOSS:
+            case TablePart.LOSS | TablePart.LOSS_WORK:
                 return kind.replace(_SAVED, _CUT)
             case _:
                 return kind

@@ -14,6 +14,7 @@ from ptrain.derivation.clock import Arrival, Clock
 from ptrain.derivation.repeats import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.rates.pace import UnknownRate
+from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
@@ -174,14 +175,14 @@ class Tape:
         if self.clock is not None and not self.clock.pace.overlaps:
             self.computed(kind, dtype, size)
 
-    def updated(self, rule: str, dtype: DType, tier: Tier, numels: Sequence[int]) -> None:
+    def updated(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
         """An optimizer steps on a room's tensors, where what is cast around it is cast by the
         room."""
         if self.clock is None or not self.is_reading:
             return
         if tier is not Tier.DEVICE and self.clock.pace.overlaps:
             raise UnknownRate("the update is the host's, whose pace no cluster's rates tell")
-        self.clock.update(rule, _uncast(dtype), numels)
+        self.clock.update(rule, _uncast(dtype), shapes)
 
 
 def _uncast(dtype: DType) -> Layout:

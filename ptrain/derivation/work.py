@@ -6,19 +6,26 @@ Layers that are alike share one work, so that who adds up times adds up by kind 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
 
 from ptrain.costs import Collective
-from ptrain.derivation import archive, blocks
+from ptrain.derivation import archive, blocks, loss_chunks
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.operations import setting_at
 from ptrain.derivation.tables import Monomial, Place, Setting, monomials
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, Operator, PassWork
+from ptrain.facts.operators import (
+    InnerCollective,
+    LayerWork,
+    ModelWork,
+    Operator,
+    PassWork,
+    WorkByKind,
+)
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.precision import DType
@@ -28,12 +35,16 @@ from ptrain.steps.step import Plan
 
 _COLLECTIVES = {collective.value for collective in Collective}
 _DROPS_IN_PARTS = "no table holds what dropout computes on GPUs where operators are cut"
+_FUSED_LOSS = "torch's fused loss is one operator, and nothing says what is computed within it"
 _NO_TABLE = "no table and no trace says which operators the model runs"
 
 
 def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> ModelWork | None:
     """Return what the rank at place `index` along tp computes of each layer of the model, in front
     of them and behind them; None where `why_unknown` says why."""
+    traced = _traced(plan, facts, index)
+    if traced is not None:
+        return traced.model
     if why_unknown(spec, plan, facts):
         return None
     assert isinstance(spec.model, ModelShape), "a built-in model"
@@ -46,13 +57,27 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
 
 def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     """Return why nobody knows which operators the model runs; empty where tables or traces tell."""
+    if _traced(plan, facts, 0) is not None:
+        return ""
     shape = spec.model
-    if not isinstance(shape, ModelShape) or spec.loss.user_function or spec.loss.chunk:
+    if not isinstance(shape, ModelShape) or spec.loss.user_function:
+        return _NO_TABLE
+    if spec.loss.fused:
+        return _FUSED_LOSS
+    if spec.loss.chunk and (spec.tensor.is_naive or spec.pipeline.is_in_halves):
         return _NO_TABLE
     if not all(blocks.is_known(shape, mode) for mode in spec.activations.of(shape.layers)):
         return _NO_TABLE
     is_cut = plan.tensor is not None or plan.pipeline is not None
     return _DROPS_IN_PARTS if spec.is_for_cuda and shape.drops and is_cut else ""
+
+
+def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
+    """What was traced of the ranks at this place along tp, if something was."""
+    if facts.part_works:
+        return facts.part_works[index]
+    is_cut = plan.tensor is not None or plan.pipeline is not None
+    return None if is_cut else facts.work
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +89,23 @@ class _Listed:
     dtype: DType | None
     sizes: tuple[int, ...]
 
-    def at(self, sizes: Sequence[int], compute: DType, times: int) -> Operator | InnerCollective:
-        """Return so many of them, where a table's sizes are these."""
+    def at(self, sizes: Sequence[int], compute: DType) -> Operator | InnerCollective:
+        """Return it where a table's sizes are these."""
         own = tuple([sizes[number] for number in self.sizes])
         if isinstance(self.kind, Collective):
-            return InnerCollective(self.kind, own[0], times)
+            return InnerCollective(self.kind, own[0])
         dimensions = (sum(own),) if self.kind.is_of_bytes else own
-        return Operator(self.kind, self.dtype or compute, dimensions, times)
+        return Operator(self.kind, self.dtype or compute, dimensions)
 
 
 @dataclass(frozen=True, slots=True)
 class _WorkTable:
-    """A way of a table: its `passes` are lists of (number of an operator, times in a row)."""
+    """A way of a table; `passes` are lists of operators by their numbers."""
 
     content: Mapping[str, Any]
     sizes: tuple[Monomial, ...]
     operators: tuple[_Listed, ...]
-    passes: tuple[tuple[tuple[int, int], ...], ...]
+    passes: tuple[tuple[int, ...], ...]
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> _WorkTable:
@@ -96,10 +121,7 @@ class _WorkTable:
                 )
                 for name, dtype, sizes in content["operators"]
             ),
-            tuple(
-                tuple((number, len([*alike])) for number, alike in groupby(part))
-                for part in content["parts"]
-            ),
+            tuple(map(tuple, content["parts"])),
         )
 
 
@@ -111,39 +133,42 @@ def _table(part: TablePart, name: str, way: str) -> _WorkTable:
 class _Evaluated:
     """A table at a setting's dimensions."""
 
-    def __init__(self, part: TablePart, setting: Setting) -> None:
+    def __init__(self, part: TablePart, setting: Setting, values: Mapping[str, int]) -> None:
         self.table = _table(part, setting.name(part), setting.way(part))
-        values, self._compute = setting.values, setting.compute
-        itemsize = setting.compute.itemsize
-        self._sizes = [size.bytes(values, itemsize) for size in self.table.sizes]
-        self._known: dict[tuple[int, int], Operator | InnerCollective] = {}
+        compute = setting.compute
+        sizes = [size.bytes(values, compute.itemsize) for size in self.table.sizes]
+        # Of what is equal at these dimensions one object, so that a look at it is enough.
+        distinct: dict[Operator | InnerCollective, Operator | InnerCollective] = {}
+        operators = (listed.at(sizes, compute) for listed in self.table.operators)
+        self._operators = [distinct.setdefault(operator, operator) for operator in operators]
 
     def work(self, numbers: Mapping[str, int]) -> LayerWork:
         """Return the passes with these numbers."""
-        return LayerWork(**{name: self._pass(number) for name, number in numbers.items()})
+        return LayerWork(**{name: self.of_pass([number]) for name, number in numbers.items()})
 
-    def _pass(self, number: int) -> PassWork:
-        return tuple([self._at(*pair) for pair in self.table.passes[number]])
+    def of_pass(self, numbers: Iterable[int]) -> PassWork:
+        """Return the operators of parts one after the other, equal ones in a row as one."""
+        parts = (self.table.passes[number] for number in numbers)
+        of_pass = (self._operators[operator] for part in parts for operator in part)
+        return tuple([_times(operator, len([*alike])) for operator, alike in groupby(of_pass)])
 
-    def _at(self, number: int, times: int) -> Operator | InnerCollective:
-        known = self._known.get((number, times))
-        if known is None:
-            known = self.table.operators[number].at(self._sizes, self._compute, times)
-            self._known[number, times] = known
-        return known
+
+def _times(operator: Operator | InnerCollective, times: int) -> Operator | InnerCollective:
+    return operator if times == 1 else replace(operator, times=times)
 
 
 @cache
 def _block_table(setting: Setting) -> _Evaluated:
-    return _Evaluated(TablePart.BLOCK_WORK, setting)
+    return _Evaluated(TablePart.BLOCK_WORK, setting, setting.values)
 
 
 @cache
 def _layer(setting: Setting, kept: Kept) -> LayerWork:
     evaluated = _block_table(setting)
     content, attention = evaluated.table.content, setting.shape.attention
-    entry = content[attention.value][blocks.variant(kept)]
-    is_plain = kept == PLAIN and attention is Attention.SDPA
+    on_device = Kept(policy=kept.policy)  # copies between tiers are no operators
+    entry = content[attention.value][blocks.variant(on_device)]
+    is_plain = on_device == PLAIN and attention is Attention.SDPA
     halves = content.get("halves", {}) if is_plain else {}
     in_parts = {name: halves[name] for name in ("inputs", "weights") if name in halves}
     return evaluated.work({**entry, **in_parts})
@@ -153,9 +178,25 @@ def _layer(setting: Setting, kept: Kept) -> LayerWork:
 def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
     """What is in front of the layers and what is behind them. Nobody waits for the gradient of
     tokens: of the front the half of the weights is the whole."""
-    evaluated = _Evaluated(TablePart.END_WORK, setting)
+    evaluated = _Evaluated(TablePart.END_WORK, setting, setting.values)
     content = evaluated.table.content
     first, last = (Place.FIRST, Place.LAST) if is_staged else (Place.ALONE, Place.ALONE)
     front = content[first]["front"]
     front = {**front, "weights": front["backward"]} if is_staged else front
-    return evaluated.work(front), evaluated.work(content[last]["behind"])
+    if setting.loss.chunk is None:
+        return evaluated.work(front), evaluated.work(content[last]["behind"])
+    return evaluated.work(front), _in_chunks(setting, last)
+
+
+def _in_chunks(setting: Setting, place: Place) -> LayerWork:
+    """What is behind the layers where the loss is in chunks."""
+    values = loss_chunks.values_of(setting)
+    evaluated = _Evaluated(TablePart.LOSS_WORK, setting, values)
+    listed = evaluated.table.content[place]["rest" if values["rest"] else "even"]
+    chunks = loss_chunks.full_chunks(setting)
+    return LayerWork(
+        **{
+            name: evaluated.of_pass(loss_chunks.parts_of(listed[name], chunks))
+            for name in ("forward", "backward")
+        }
+    )

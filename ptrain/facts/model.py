@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from ptrain.facts.operators import WorkByKind
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import Chain
 from ptrain.spec.model import ModelSpec
@@ -70,16 +71,18 @@ class ModelFacts:
     model that is not built in, `roles` are those on the tensor axis and `fusions` the lengths in
     its fused projections, `part_timelines` those of each of its ranks, first to last; `chain` is
     what the pipeline axis cuts, and `stage_passes` what was traced of each stage, by the places of
-    ranks along tp; `blocks` are the names of what repeats, first to last. `draws`: it draws random
-    numbers in forward, as dropout does; `sample_bytes` are those of a sample that is not tokens;
-    `ignored` are fields of a config that have no influence, each with the reason; `vocabulary` is
-    how many logits a token has, where it has run. `untraced` says why there is no trace of a model
-    that should have one, `unknown_attention` of what attention nobody knows what the spec's GPUs
-    would keep. `by_data` says what selects by data, as a router does, so that sizes depend on it:
-    then the traces are those of one extent of what is selected, and `others` are the facts at other
-    extents; figures lie between the least and the largest of all. `unvisited` are parameters that
-    have no gradient where nothing is selected for them. `model` is there
-    where they are of another one than the spec's."""
+    ranks along tp; `work` is what that micro-batch computes and `part_works` what it does on the
+    ranks at each place along tp, of all their stages together; `blocks` are the names of what
+    repeats, first to last. `draws`: it draws random numbers in forward, as dropout does;
+    `sample_bytes` are those of a sample that is not tokens; `ignored` are fields of a config that
+    have no influence, each with the reason; `vocabulary` is how many logits a token has, where it
+    has run. `untraced` says why there is no trace of a model that should have one,
+    `unknown_attention` of what attention nobody knows what the spec's GPUs would keep. `by_data`
+    says what selects by data, as a router does, so that sizes depend on it: then the traces are
+    those of one extent of what is selected, and `others` are the facts at other extents; figures
+    lie between the least and the largest of all. `unvisited` are parameters that have no gradient
+    where nothing is selected for them. `model` is there where they are of another one than the
+    spec's."""
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -91,6 +94,8 @@ class ModelFacts:
     chain: Chain | None = None
     blocks: tuple[str, ...] = ()
     stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)
+    work: WorkByKind | None = field(default=None, compare=False)
+    part_works: tuple[WorkByKind, ...] = field(default=(), compare=False)
     draws: bool = False
     sample_bytes: int | None = None
     ignored: tuple[str, ...] = field(default=(), compare=False)

@@ -64,6 +64,15 @@ class LayerWork:
     inputs: PassWork = ()
     weights: PassWork = ()
 
+    def then(self, other: LayerWork) -> LayerWork:
+        """Return both as one, the other behind it: in backward before it."""
+        return LayerWork(
+            forward=self.forward + other.forward,
+            backward=other.backward + self.backward,
+            inputs=other.inputs + self.inputs,
+            weights=self.weights + other.weights,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
@@ -73,3 +82,26 @@ class ModelWork:
     front: LayerWork
     layers: tuple[LayerWork, ...]
     behind: LayerWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkByKind:
+    """A model's work with each kind of layer once: `order` says of which kind each layer is."""
+
+    front: LayerWork
+    kinds: tuple[LayerWork, ...]
+    order: tuple[int, ...]
+    behind: LayerWork
+
+    @classmethod
+    def of(cls, work: ModelWork) -> WorkByKind:
+        """Return the same as a model's work."""
+        numbers: dict[LayerWork, int] = {}
+        order = tuple([numbers.setdefault(layer, len(numbers)) for layer in work.layers])
+        return cls(front=work.front, kinds=tuple(numbers), order=order, behind=work.behind)
+
+    @property
+    def model(self) -> ModelWork:
+        """The work of all layers; those that are alike share theirs."""
+        layers = tuple([self.kinds[number] for number in self.order])
+        return ModelWork(front=self.front, layers=layers, behind=self.behind)

@@ -16,7 +16,7 @@ from ptrain.models.recomputing import runs_again
 from ptrain.models.selection import Extent, Selection
 from ptrain.models.tags import tier_of
 from ptrain.models.trace import Born, Completion, Died, Event, Recording, Works
-from ptrain.models.work import OperatorWork, When, sent, sizes_of
+from ptrain.models.work import OperatorWork, When, is_opaque, sent, sizes_of
 from ptrain.spec.placement import Tier
 
 _ATTENTION = "aten::_scaled_dot_product"
@@ -38,7 +38,7 @@ class Recorder(Ledger):
         self._moved: list[tuple[int, str]] = []
         self._works: list[tuple[int, OperatorWork]] = []  # of the pass that runs
         self._works_of: dict[str, Works] = {}
-        self._draws = False
+        self._draws = self._is_opaque = False
         self._statistics: set[int] = set()
         self._of_call = 0  # storages that the present operator gave birth to
         self._ids: dict[int, int] = {}
@@ -107,6 +107,7 @@ class Recorder(Ledger):
     def _note_work(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         if any(tier_of(storage_of(x)) is not Tier.DEVICE for x in tensors_of(args)):
             return  # a copy between tiers, which is counted as moved
+        self._is_opaque |= is_opaque(function)
         exchange = sent(function, args, result)
         computed = [exchange] if exchange else sizes_of(function, args, kwargs, result)
         place, when = len(self.events) - self._done(), self._when()
@@ -174,6 +175,7 @@ class Recorder(Ledger):
             moved=tuple(self._moved),
             works=self._works_of,
             draws=self._draws,
+            is_opaque=self._is_opaque,
             statistics=frozenset(self._statistics),
             selected=self.selection.selected,
             output=None if output is None else self._ids[storage_of(output)._cdata],

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ptrain import timeline
-from ptrain.facts.operators import InnerCollective
 from ptrain.models.selection import Selected
-from ptrain.models.work import OperatorWork, When
+from ptrain.models.work import OperatorWork, SentTensor, When
 from ptrain.timeline import Boundary, Item, Timeline
 
 
@@ -52,7 +51,8 @@ class Recording:
     """The events of one micro-batch by pass: `forward`, and `backward` or its halves `input` and
     `weight`; `sizes` of all storages by id. `moved` are those off the device, each with its tier:
     no event speaks of them. `works`: what operators computed and sent by pass, each with the number
-    of the pass's events before it. `draws`: random numbers were drawn. `statistics` are the
+    of the pass's events before it. `draws`: random numbers were drawn. `is_opaque`:
+    some operator is not torch's own, and what it computes is not known. `statistics` are the
     storages that fused attention keeps beside its output; `output` the one that a stage hands on.
     `selected` is what of it depends on data."""
 
@@ -61,6 +61,7 @@ class Recording:
     moved: tuple[tuple[int, str], ...] = ()
     works: Mapping[str, Works] = field(default_factory=dict)
     draws: bool = False
+    is_opaque: bool = False
     statistics: frozenset[int] = frozenset()
     output: int | None = None
     selected: Selected = field(default_factory=Selected)
@@ -90,7 +91,7 @@ class Recording:
             (work.what.collective.value, work.what.payload)
             for works in self.works.values()
             for _, work in works
-            if work.when is When.AGAIN and isinstance(work.what, InnerCollective)
+            if work.when is When.AGAIN and isinstance(work.what, SentTensor)
         )
 
 

@@ -30,11 +30,13 @@ class When(StrEnum):
 @dataclass(frozen=True, slots=True)
 class OperatorSizes:
     """An operator that ran. `sizes`: the dimensions of its kind, or of a kind whose time depends on
-    bytes those of each tensor that it reads and of each that it writes."""
+    bytes those of each tensor that it reads and of each that it writes; `dtypes` are theirs, None
+    of integers."""
 
     kind: OperatorKind
     dtype: DType
     sizes: tuple[int, ...]
+    dtypes: tuple[DType | None, ...] = ()
 
     @property
     def operator(self) -> Operator:
@@ -44,11 +46,25 @@ class OperatorSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class SentTensor:
+    """A collective over the axis that cuts operators: bytes of the whole tensor."""
+
+    collective: Collective
+    payload: int
+    dtype: DType | None
+
+    @property
+    def operator(self) -> InnerCollective:
+        """The same as a clock reads it."""
+        return InnerCollective(self.collective, self.payload)
+
+
+@dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """What an operator computed, or sent over the axis that cuts operators."""
+    """What an operator computed, or sent."""
 
     when: When
-    what: OperatorSizes | InnerCollective
+    what: OperatorSizes | SentTensor
 
 
 # An integer operator moves bytes as any other; no rate is measured of them.
@@ -59,6 +75,7 @@ _DTYPES = {
     torch.bfloat16: DType.BF16,
     torch.float16: DType.FP16,
 }
+_Moved = tuple[int, DType | None]  # bytes, and the dtype of what they hold
 
 
 def products(name: str, args: Any, result: Any = None) -> list[tuple[int, int, int, int]]:
@@ -120,6 +137,14 @@ def _convolution_backward(
     ]
 
 
+_KNOWN = ("aten", "prims", "profiler", "ptrain")
+
+
+def is_opaque(function: Any) -> bool:
+    """Return whether an operator is somebody's own, in whose name nobody reads what it computes."""
+    return function.namespace not in _KNOWN and "c10d" not in function.namespace
+
+
 _ATTENTION = "_scaled_dot_product"
 
 
@@ -134,14 +159,15 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
         return [OperatorSizes(OperatorKind.PRODUCT, dtype, dims) for dims in of_products]
     if name.startswith(_ATTENTION) and "attention" in name:
         return [_attention(name, args)]
-    sizes = tuple(_bytes(function, name, args, kwargs, result))
-    if not sizes:
+    moved = [*_moved(function, name, args, kwargs, result)]
+    if not moved:
         return []
     is_drawn = torch.Tag.nondeterministic_seeded in function.tags
     kind = OperatorKind.DRAW if is_drawn else kind_of(name)
     tensors = (*tensors_of(result), *tensors_of((args, kwargs)))
-    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-    return [OperatorSizes(kind, _dtype(floating[0]) if floating else _WIDE, sizes)]
+    dtype = next((_DTYPES[tensor.dtype] for tensor in tensors if tensor.dtype in _DTYPES), _WIDE)
+    sizes, dtypes = zip(*moved, strict=True)
+    return [OperatorSizes(kind, dtype, sizes, dtypes)]
 
 
 def _attention(name: str, args: Any) -> OperatorSizes:
@@ -160,6 +186,7 @@ def _dtype(tensor: Tensor) -> DType:
 
 # Operators that read of their first tensor only what their result holds, or their targets name.
 _GATHERS = {"embedding", "gather", "index_select", "index", "take", "masked_select"}
+_JOINS = {"cat", "stack"}
 _NAMED = {"nll_loss_forward", "nll_loss2d_forward"}
 # Operators that write into a tensor as many elements as they are given.
 _SCATTERS = {
@@ -170,9 +197,9 @@ _OVERWRITES = {"copy_", "zero_", "fill_", "bernoulli_", "uniform_", "normal_", "
 _UNREAD = {"nll_loss_backward": 1, "nll_loss2d_backward": 1}  # the argument of which is the shape
 
 
-def _bytes(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Iterator[int]:
-    """Yield the bytes of each tensor that an operator reads, and of each that it writes; nothing of
-    one whose results are views of what it is given."""
+def _moved(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Iterator[_Moved]:
+    """Yield what an operator reads of each tensor and what it writes to each; nothing of one whose
+    results are views of what it is given."""
     given = [*tensors_of((args, kwargs))]
     into = _written(function, args, kwargs)
     results = [tensor for tensor in tensors_of(result) if all(tensor is not own for own in into)]
@@ -181,28 +208,30 @@ def _bytes(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Ite
     if not into and not new:
         return
     if name in _SCATTERS:
-        values = given[-1]
-        yield from map(_size, [*given[1:], values])  # what is there is read as it is written
-        yield _size(values)
+        values = given[-1]  # what is there is read as it is written
+        yield from map(_whole, (*given[1:], values, values))
         return
     yield from _read(name, args, given, into, new)
-    yield from map(_size, (*into, *new))
+    yield from map(_whole, (*into, *new))
 
 
 def _read(
     name: str, args: Any, given: list[Tensor], into: list[Tensor], new: list[Tensor]
-) -> Iterator[int]:
+) -> Iterator[_Moved]:
     if name.endswith("_like") or name.startswith("new_"):
+        return
+    if name in _JOINS:  # however many there are
+        yield from map(_whole, new)
         return
     for place, tensor in enumerate(given):
         if name in _OVERWRITES and any(tensor is own for own in into):
             continue
         if place == 0 and name in _GATHERS:
-            yield sum(map(_size, new))
+            yield from map(_whole, new)
         elif place == 0 and name in _NAMED:
-            yield given[1].numel() * tensor.itemsize
+            yield given[1].numel() * tensor.itemsize, _DTYPES.get(tensor.dtype)
         elif not (name in _UNREAD and tensor is args[_UNREAD[name]]):
-            yield _size(tensor)
+            yield _whole(tensor)
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -215,13 +244,12 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return written
 
 
-def _size(tensor: Tensor) -> int:
-    """Bytes of a tensor, of elements that are repeated without a copy once."""
-    strides = zip(tensor.shape, tensor.stride(), strict=True)
-    number = tensor.itemsize
-    for length, stride in strides:
-        number *= length if stride or not length else 1
-    return number
+def _whole(tensor: Tensor) -> _Moved:
+    """Bytes of a tensor, of elements that are repeated without a copy once, and its dtype."""
+    size = tensor.itemsize
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        size *= length if stride or not length else 1
+    return size, _DTYPES.get(tensor.dtype)
 
 
 _COLLECTIVES = {
@@ -232,7 +260,7 @@ _COLLECTIVES = {
 }
 
 
-def sent(function: Any, args: Any, result: Any) -> InnerCollective | None:
+def sent(function: Any, args: Any, result: Any) -> SentTensor | None:
     """Return the collective that an operator is, of the bytes of the whole tensor; None of any
     other operator."""
     name = function._schema.name.split("::")[-1]
@@ -240,4 +268,5 @@ def sent(function: Any, args: Any, result: Any) -> InnerCollective | None:
         return None
     collective, is_result = _COLLECTIVES[name]
     whole = result if is_result else args[0]
-    return InnerCollective(collective, whole.numel() * whole.itemsize)
+    size = whole.numel() * whole.itemsize
+    return SentTensor(collective, size, _DTYPES.get(whole.dtype))

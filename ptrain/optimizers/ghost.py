@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from ptrain.facts.operators import Operator
 from ptrain.rooms.ghost import Ghost, Reader, Storage
-from ptrain.rooms.room import OptimizerLeaf
+from ptrain.rooms.room import OptimizerLeaf, Shape
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 
 _ITERATIONS = 5
 
@@ -110,8 +112,8 @@ def _tell(rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> 
     """The reader hears what is updated, which is all on one tier."""
     values = [leaf.value for leaf in leaves if leaf.gradient is not None]
     if values:
-        numels = [value.numel for value in values]
-        reader.updated(rule, values[0].dtype, values[0].tier, numels)
+        shapes = [value.shape for value in values]
+        reader.updated(rule, values[0].dtype, values[0].tier, shapes)
 
 
 def muon_temporaries(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> int:
@@ -145,3 +147,19 @@ def _newton_schulz(shape: tuple[int, ...], updated: DType, *, scaled: bool) -> I
     if scaled:
         yield 1  # whether it is skipped
         yield from (whole, -whole)
+
+
+def muon_operators(shape: Shape, updated: DType) -> Iterator[Operator]:
+    """Yield what Muon computes of a matrix, in its order (`optimizers.muon`)."""
+    rows, columns = sorted(shape)
+    iterated = DType.FP64 if updated is DType.FP64 else DType.BF16
+    whole, matrix = rows * columns * updated.itemsize, rows * columns * iterated.itemsize
+    yield Operator(OperatorKind.POINTWISE, updated, (3 * whole,), 2)  # both momenta
+    if iterated is not updated:
+        yield Operator(OperatorKind.COPY, updated, (whole + matrix,))
+    yield Operator(OperatorKind.NORM, iterated, (matrix,))
+    yield Operator(OperatorKind.POINTWISE, iterated, (2 * matrix,))
+    for factor, width in ((columns, rows), (rows, rows), (rows, columns)):
+        yield Operator(OperatorKind.PRODUCT, iterated, (1, rows, factor, width), _ITERATIONS)
+    yield Operator(OperatorKind.POINTWISE, updated, (2 * whole,))  # the decay
+    yield Operator(OperatorKind.POINTWISE, updated, (2 * whole + matrix,))

@@ -112,7 +112,7 @@ class TargetsUpdate(Generic[T, X]):
     ) -> None:
         members = [
             [
-                Member(target, _rule(spec, is_hidden), spec, layout, room, rules)
+                Member(target, rule_of(spec, is_hidden), spec, layout, room, rules)
                 for target, is_hidden in zip(targets, flags, strict=True)
             ]
             for targets, flags in zip(groups, hidden or _nobody(groups), strict=True)
@@ -270,7 +270,7 @@ def _stays_in_place(groups: Sequence[Sequence[X]], layout: Layout) -> bool:
     return is_whole and layout.updated is layout.gradients is layout.moments
 
 
-def _rule(spec: OptimizerSpec, is_hidden: bool) -> str:
+def rule_of(spec: OptimizerSpec, is_hidden: bool) -> str:
     """How a tensor is updated: Muon is for the matrices within the model."""
     return "adamw" if spec.name == "muon" and not is_hidden else spec.name
 

@@ -38,8 +38,9 @@ class Curve:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of the largest size, which no cache holds."""
-        return self.sizes[-1] / self.seconds[-1]
+        """The most bytes per second of all sizes."""
+        points = zip(self.sizes, self.seconds, strict=True)
+        return max(size / taken for size, taken in points)
 
 
 class Surface:

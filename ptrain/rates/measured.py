@@ -128,7 +128,7 @@ class MeasuredPace:
             (dtype,): Surface(
                 points,
                 expected=self._expected(points, least, _product_flops, _product_bytes(dtype)),
-                kind=lambda shape: all(size % _ALIGNED == 0 for size in shape[1:]),
+                kind=lambda shape: self.is_cuda and all(size % _ALIGNED == 0 for size in shape[1:]),
             )
             for (dtype,), points in rows.items()
         }
@@ -136,12 +136,13 @@ class MeasuredPace:
     def _attention(
         self, rows: Mapping[tuple[Any, ...], Mapping[Shape, float]]
     ) -> dict[tuple[Any, ...], Surface]:
+        least: dict[OperatorKind, float] = {}
+        for (kind, _), points in rows.items():
+            least[kind] = min(least.get(kind, math.inf), *points.values())
         return {
             (kind, dtype): Surface(
                 points,
-                expected=self._expected(
-                    points, min(points.values()), math.prod, _attention_bytes(dtype)
-                ),
+                expected=self._expected(points, least[kind], math.prod, _attention_bytes(dtype)),
                 coordinates=lambda shape: (shape[0] * shape[1], *shape[2:]),
             )
             for (kind, dtype), points in rows.items()

@@ -29,11 +29,9 @@ Part = tuple[str, float, float]  # what, seconds of the step, seconds that it mo
 def time_lines(derivation: Derivation) -> list[str]:
     """Return the block of a prediction: parts, phases, what is waited for, tokens per second; or
     why there is none, where a cluster is named."""
-    exact, spec = derivation.exact, derivation.spec
-    step = exact.step
+    step, why = derivation.exact.step, untimed(derivation)
     if step is None:
-        why = exact.undefined.get("step_seconds")
-        return [f"time per step unknown: {why}", ""] if why and spec.cluster else []
+        return [f"no step time: {why}", ""] if why else []
     return [
         _table(step),
         "",
@@ -43,9 +41,11 @@ def time_lines(derivation: Derivation) -> list[str]:
     ]
 
 
-def step_cell(estimate: Estimate) -> str:
-    """Return the seconds of a step as a cell of a table."""
-    return MISSING if estimate.step is None else f"{estimate.step.seconds:.4g}"
+def untimed(derivation: Derivation) -> str:
+    """Return why a step's time is not predicted; empty where it is, or where no cluster is named:
+    then nobody asks."""
+    has_cluster = derivation.spec.cluster is not None
+    return derivation.exact.undefined.get("step_seconds", "") if has_cluster else ""
 
 
 def critical_path(step: StepTime) -> str:

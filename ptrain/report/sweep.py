@@ -13,14 +13,13 @@ from ptrain.derivation.throughput import throughput
 from ptrain.errors import Fault
 from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
-from ptrain.report.step_time import step_cell
+from ptrain.report.step_time import untimed
 from ptrain.report.table import MISSING, render, size
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.follow import MeshFollower
 from ptrain.spec.overrides import parse_override
 from ptrain.units import format_count
 
-_TIME = "step_seconds"
 _NAMED_POINTS = 6  # of what followed the mesh; more of them are not named
 
 
@@ -108,9 +107,7 @@ def table(points: Sequence[SweepPoint]) -> str:
     capacities = {prediction.fit.device_memory for prediction in predictions}
     capacity = capacities.pop() if len(capacities) == 1 else None
     is_timed = any(
-        step_seconds(prediction.derivation.exact) is not None
-        or _TIME in prediction.derivation.exact.undefined
-        for prediction in predictions
+        step_seconds(prediction.derivation.exact) is not None for prediction in predictions
     )
     columns = [
         "per rank",
@@ -144,7 +141,7 @@ def _cells(point: SweepPoint, base: Prediction, *, is_timed: bool) -> tuple[str,
         _relative(memory, model_state_bytes(base.derivation.exact)),
         size(prediction.fit.peak_bytes),
         fits_word(prediction),
-        *([step_cell(exact), _pace_cell(prediction)] if is_timed else []),
+        *(_time_cells(prediction) if is_timed else ()),
         size(sent_bytes(paper)),
         size(sent),
         _relative(sent, sent_bytes(base.derivation.exact)),
@@ -152,9 +149,12 @@ def _cells(point: SweepPoint, base: Prediction, *, is_timed: bool) -> tuple[str,
     )
 
 
-def _pace_cell(prediction: Prediction) -> str:
-    pace = device_pace(prediction)
-    return MISSING if pace is None else format_count(pace)
+def _time_cells(prediction: Prediction) -> tuple[str, str]:
+    seconds, pace = step_seconds(prediction.derivation.exact), device_pace(prediction)
+    return (
+        MISSING if seconds is None else f"{seconds:.4g}",
+        MISSING if pace is None else format_count(pace),
+    )
 
 
 def fits_word(prediction: Prediction) -> str:
@@ -247,7 +247,7 @@ def _batch_lines(prediction: Prediction) -> Sequence[str]:
 
 
 def _missing_time(prediction: Prediction) -> Sequence[str]:
-    why = prediction.derivation.exact.undefined.get(_TIME)
+    why = untimed(prediction.derivation)
     return [f"no step time: {why}"] if why else []
 
 

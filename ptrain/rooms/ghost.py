@@ -44,8 +44,8 @@ class Reader(Protocol):
     def computed(self, kind: OperatorKind, dtype: DType, size: int) -> None:
         """An operator reads and writes `size` bytes."""
 
-    def updated(self, rule: str, dtype: DType, tier: Tier, numels: Sequence[int]) -> None:
-        """An optimizer steps on a tier: tensors of so many elements."""
+    def updated(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
+        """An optimizer steps on a tier: tensors of these shapes, by a rule of its own."""
 
 
 class Storage:

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.blocks import VARIANTS
 from ptrain.derivation.tables import Setting
-from ptrain.facts.operators import InnerCollective
 from ptrain.models.kernels import kernels_of
 from ptrain.models.trace import Born, Died
-from ptrain.models.work import OperatorSizes, OperatorWork, When
+from ptrain.models.work import OperatorSizes, OperatorWork, SentTensor, When
 from ptrain.spec.activations import Kept
 from ptrain.spec.model import Attention
 from ptrain.steps.step import Keep
@@ -34,10 +34,18 @@ Did = TypeVar("Did")
 
 
 class BlockTable:
-    """One table in the making."""
+    """One table in the making, from models of so many `layers`, in these `dtypes`."""
 
-    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
-        self.setting, self.mesh = setting, mesh
+    def __init__(
+        self,
+        setting: Setting,
+        mesh: DeviceMesh | None = None,
+        *,
+        layers: int = LAYERS,
+        dtypes: Sequence[torch.dtype] = (),
+    ) -> None:
+        self.setting, self.mesh, self.layers = setting, mesh, layers
+        self.dtypes = dtypes or DTYPES[setting.compute]
         self.values = symbols(setting)
         self.writer = TableWriter(tuple(self.values))
 
@@ -61,17 +69,17 @@ class BlockTable:
             "work": self.writer.part([self._work(trace)]),
         }
 
-    def trace(self, attention: Attention, kept: Kept) -> CodedTrace:
-        """Return the trace of a model of such blocks."""
-        shape = replace(self.setting.shape, attention=attention, layers=LAYERS)
+    def trace(self, attention: Attention, kept: Kept, *, has_learnt: bool = False) -> CodedTrace:
+        """Return the trace of a model of such blocks. `has_learnt`: torch has cut these operators
+        before."""
+        shape = replace(self.setting.shape, attention=attention, layers=self.layers)
         setting = replace(self.setting, shape=shape)
         units = smallest_units(setting)
-        blocks = tuple((f"blocks.{index}", kept) for index in range(LAYERS))
-        part = part_of(setting, self.mesh, None if kept.is_plain else Keep(blocks=blocks))
+        blocks = tuple((f"blocks.{index}", kept) for index in range(self.layers))
+        keep = None if kept.is_plain else Keep(blocks=blocks)
+        part = part_of(setting, self.mesh, keep, has_learnt=has_learnt)
         with kernels_of(is_for_cuda=setting.is_for_cuda):
-            recordings = [
-                part.trace(model_of(setting, dtype), units) for dtype in DTYPES[setting.compute]
-            ]
+            recordings = [part.trace(model_of(setting, dtype), units) for dtype in self.dtypes]
         return CodedTrace(recordings, units, self.values, self.writer)
 
     def _work(self, trace: CodedTrace) -> dict[str, object]:
@@ -93,7 +101,7 @@ class BlockTable:
         record["sent"] = [
             [work.what.collective, trace.size(first[work.what.payload])]
             for work in works
-            if work.when is When.AGAIN and isinstance(work.what, InnerCollective)
+            if work.when is When.AGAIN and isinstance(work.what, SentTensor)
         ]
         return record
 

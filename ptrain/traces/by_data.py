@@ -16,6 +16,7 @@ from ptrain.models.boundary import CodeRaised
 from ptrain.models.selection import BOUNDS, Extent, Selected
 from ptrain.models.trace import Recording, to_timeline
 from ptrain.timeline import gradient_order
+from ptrain.traces.layer_works import work_of
 
 _READS = "its code reads values"
 
@@ -56,11 +57,12 @@ def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
 
 def _with(known: ModelFacts, recording: Recording) -> ModelFacts:
     timeline = to_timeline(recording)
-    return replace(known, timeline=timeline, gradient_order=gradient_order(timeline))
+    work = work_of(known.unit_modules, known.blocks, recording)
+    return replace(known, timeline=timeline, gradient_order=gradient_order(timeline), work=work)
 
 
 def _unknown(known: ModelFacts, recording: Recording, why: str) -> ModelFacts:
-    return replace(_with(known, recording), timeline=None, untraced=why)
+    return replace(_with(known, recording), timeline=None, work=None, untraced=why)
 
 
 def _unvisited(

@@ -30,9 +30,8 @@ class CodedTrace:
         values: Mapping[str, int],
         writer: TableWriter,
     ) -> None:
-        self.recordings = recordings
         self.recording, *self._wider = recordings
-        self.units, self._values, self.writer = units, values, writer
+        self.units, self.values, self.writer = units, values, writer
         for other in self._wider:
             assert _course(self.recording) == _course(other), "operators depend on the dtype"
 
@@ -43,7 +42,7 @@ class CodedTrace:
         assert all(other in (size, 2 * size) for other in wider), "as wide, or twice"
         return self.writer.size(
             size,
-            self._values,
+            self.values,
             follows=any(other == 2 * size > 0 for other in wider),
             is_statistics=storage in self.recording.statistics,
         )

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
-from ptrain.facts.operators import InnerCollective
+from ptrain.facts.operators import LayerWork, ModelWork, PassWork, WorkByKind
 from ptrain.models.trace import Completion, Event, Recording
-from ptrain.models.work import OperatorSizes
+from ptrain.models.work import OperatorSizes, SentTensor
 from ptrain.timeline import Boundary, Mark
 
-Computed = list[OperatorSizes | InnerCollective]  # in the order of execution
+Computed = list[OperatorSizes | SentTensor]  # in the order of execution
 Units = Sequence[tuple[str, ...]]
 
 
@@ -47,9 +48,67 @@ def by_layer(recording: Recording, units: Units, blocks: Sequence[str]) -> Layer
     return works
 
 
-def whole(recording: Recording) -> dict[str, Computed]:
-    """Return what a recording computed by pass."""
+def work_of(
+    units: Units, blocks: Sequence[str], whole: Recording, halves: Recording | None = None
+) -> WorkByKind | None:
+    """Return what a model or a stage computed; where its layers cannot be told apart the first of
+    them bears it all, of no layers the front. `halves`: the same micro-batch with its backward pass
+    in halves. None where an operator does not say what it computes."""
+    return None if whole.is_opaque else WorkByKind.of(_model_work(units, blocks, whole, halves))
+
+
+def _model_work(
+    units: Units, blocks: Sequence[str], whole: Recording, halves: Recording | None
+) -> ModelWork:
+    works = by_layer(whole, units, blocks)
+    in_halves = None if halves is None else by_layer(halves, units, blocks)
+    if works is None or (halves is not None and in_halves is None):
+        return _undivided(len(blocks), whole, halves)
+    front, *layers, behind = (
+        _layer_work(computed, of_halves)
+        for computed, of_halves in zip(
+            _parts(works), _parts(in_halves or _none(len(works.layers))), strict=True
+        )
+    )
+    return ModelWork(front=front, layers=tuple(layers), behind=behind)
+
+
+def _none(layers: int) -> LayerWorks:
+    return LayerWorks(layers=tuple({} for _ in range(layers)))
+
+
+def _parts(works: LayerWorks) -> tuple[dict[str, Computed], ...]:
+    return works.front, *works.layers, works.behind
+
+
+def _undivided(layers: int, whole: Recording, halves: Recording | None) -> ModelWork:
+    all_of_it = _layer_work(_by_pass(whole), _by_pass(halves) if halves else {})
+    nothing = LayerWork(forward=(), backward=())
+    if not layers:
+        return ModelWork(front=all_of_it, layers=(), behind=nothing)
+    others = (nothing,) * (layers - 1)
+    return ModelWork(front=nothing, layers=(all_of_it, *others), behind=nothing)
+
+
+def _by_pass(recording: Recording) -> dict[str, Computed]:
     return {name: [work.what for _, work in works] for name, works in recording.works.items()}
+
+
+def _layer_work(whole: dict[str, Computed], halves: dict[str, Computed]) -> LayerWork:
+    return LayerWork(
+        forward=_pass_work(whole["forward"]),
+        backward=_pass_work(whole["backward"]),
+        inputs=_pass_work(halves.get("input", [])),
+        weights=_pass_work(halves.get("weight", [])),
+    )
+
+
+def _pass_work(computed: Computed) -> PassWork:
+    """The operators of a pass, equal ones in a row as one."""
+    groups = (
+        (first, len([*alike])) for first, alike in groupby(what.operator for what in computed)
+    )
+    return tuple([replace(first, times=times) for first, times in groups])
 
 
 def _bounds(

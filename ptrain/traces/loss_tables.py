@@ -9,10 +9,11 @@ some is one of others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.loss_chunks import SYMBOLS, Pieces, has_own_tables, values_of
@@ -78,10 +79,18 @@ class CodedHead:
 
 
 class LossTable:
-    """One table in the making. The setting's tokens and chunks are no matter."""
+    """One table in the making, from models in these `dtypes`. The setting's tokens and chunks are
+    no matter."""
 
-    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        mesh: DeviceMesh | None = None,
+        *,
+        dtypes: Sequence[torch.dtype] = (),
+    ) -> None:
         self.setting, self.mesh = setting, mesh
+        self.dtypes = dtypes or DTYPES[setting.compute]
         self.writer = TableWriter(SYMBOLS)
 
     def build(self) -> dict[str, object]:
@@ -110,14 +119,7 @@ class LossTable:
 
     def _coded(self, place: Place, chunks: int, *, has_rest: bool) -> CodedHead:
         """Of a trace with so many chunks."""
-        tokens = tokens_of(self.setting.batch, chunks, has_rest=has_rest)
-        setting = replace(
-            self.setting,
-            sequence=tokens.number // self.setting.batch,
-            loss=replace(self.setting.loss, chunk=tokens.chunk),
-        )
-        values = {symbol: value for symbol, value in values_of(setting).items() if value > 1}
-        trace = self._trace(setting, place, values)
+        trace = self.trace(place, chunks, has_rest=has_rest)
         recording = trace.recording
         units = [unit for (unit,) in trace.units]
         last = max(units.index(unit) for unit in units if unit.count(".") == 1)
@@ -127,11 +129,22 @@ class LossTable:
         output = None if recording.output is None else trace.size(recording.output)
         return CodedHead((trace.in_full(behind), trace.in_full(before)), output)
 
+    def trace(self, place: Place, chunks: int, *, has_rest: bool) -> CodedTrace:
+        """Return the trace of a model, or of a last stage, with so many full chunks."""
+        tokens = tokens_of(self.setting.batch, chunks, has_rest=has_rest)
+        setting = replace(
+            self.setting,
+            sequence=tokens.number // self.setting.batch,
+            loss=replace(self.setting.loss, chunk=tokens.chunk),
+        )
+        values = {symbol: value for symbol, value in values_of(setting).items() if value > 1}
+        return self._trace(setting, place, values)
+
     def _trace(self, setting: Setting, place: Place, values: dict[str, int]) -> CodedTrace:
         counts = (1,) if place is Place.ALONE else (1, 1)  # a stage has one in front of it
         setting = replace(setting, shape=replace(setting.shape, layers=len(counts)))
         part = part_of(setting, self.mesh)
-        models = (model_of(setting, dtype) for dtype in DTYPES[setting.compute])
+        models = (model_of(setting, dtype) for dtype in self.dtypes)
         if place is Place.ALONE:
             units = smallest_units(setting)
             recordings = [part.trace(model, units) for model in models]
@@ -159,6 +172,12 @@ def settings() -> Iterator[Setting]:
                 yield replace(setting, loss=LossSpec(fused=True))
             elif has_own_tables(setting.cut.kind):
                 yield setting
+
+
+def settings_of_operators() -> Iterator[Setting]:
+    """Yield those whose loss shows its operators: a fused one is a single one, of which nobody sees
+    what it computes."""
+    return (setting for setting in settings() if not setting.loss.fused)
 
 
 def _shape(family: Family, kind: CutKind | None, *, tied: bool) -> ModelShape:

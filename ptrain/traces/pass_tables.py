@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.tables import Place, Setting
@@ -33,10 +34,17 @@ Passes = dict[str, list[Coded]]  # each layer by layer, in its own order
 
 
 class PassTable:
-    """One table in the making."""
+    """One table in the making, from models in these `dtypes`."""
 
-    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        mesh: DeviceMesh | None = None,
+        *,
+        dtypes: Sequence[torch.dtype] = (),
+    ) -> None:
         self.setting, self.mesh = setting, mesh
+        self.dtypes = dtypes or DTYPES[setting.compute]
         self.values = symbols(setting)
         self.writer = TableWriter(tuple(self.values))
 
@@ -70,9 +78,7 @@ class PassTable:
         units = smallest_units(setting)
         part = part_of(setting, self.mesh, has_learnt=layers > 1)
         with kernels_of(is_for_cuda=setting.is_for_cuda):
-            recordings = [
-                part.trace(model_of(setting, dtype), units) for dtype in DTYPES[setting.compute]
-            ]
+            recordings = [part.trace(model_of(setting, dtype), units) for dtype in self.dtypes]
         return CodedTrace(recordings, units, self.values, self.writer)
 
     def stage(self, place: Place, layers: int) -> list[CodedTrace]:
@@ -86,7 +92,7 @@ class PassTable:
             part.trace_stage(
                 model_of(setting, dtype, is_meta=True), units, cuts, index, in_halves=index > 0
             )
-            for dtype in DTYPES[setting.compute]
+            for dtype in self.dtypes
         ]
         return [
             CodedTrace(recordings, units, self.values, self.writer)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.facts.model import ModelFacts
+from ptrain.facts.operators import LayerWork, ModelWork, WorkByKind
 from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
 from ptrain.facts.plain import from_plain, to_plain
 from ptrain.models.heads import head_of
@@ -24,6 +25,7 @@ from ptrain.plan.lower import lower
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Timeline
+from ptrain.traces.layer_works import work_of
 from ptrain.traces.rank_part import RankPart, StageCuts
 
 Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
@@ -78,7 +80,8 @@ def stage_rows(
             units = stage.units(facts.unit_modules)
             in_halves = spec.pipeline.is_in_halves and stage.index > 0
             recordings = part.trace_stage(module, units, cuts, stage.index, in_halves=in_halves)
-            rows.append(_rows(*recordings))
+            work = work_of(units, stage.layers, *recordings)
+            rows.append({**_rows(*recordings), "work": to_plain(work, WorkByKind)})
     return rows
 
 
@@ -103,6 +106,30 @@ def stage_passes(
         tuple(_passes(rows, index, hidden) for rows in of_places)
         for index, of_places in enumerate(zip(*by_place, strict=True))
     )
+
+
+def stage_works(by_place: Sequence[Rows]) -> tuple[WorkByKind, ...]:
+    """Return by place along tp what all stages compute together, layer by layer."""
+    return tuple(
+        _joined([from_plain(row["work"], WorkByKind) for row in rows]) for rows in by_place
+    )
+
+
+def _joined(stages: Sequence[WorkByKind]) -> WorkByKind:
+    """What a later stage does before its layers, or an earlier one behind them, is its first or its
+    last layer's."""
+    first, last = stages[0].model, stages[-1].model
+    layers: list[LayerWork] = []
+    for place, stage in enumerate(stages):
+        model = stage.model
+        of_stage = [*model.layers]
+        if place > 0:
+            of_stage[0] = model.front.then(of_stage[0])
+        if place < len(stages) - 1:
+            of_stage[-1] = of_stage[-1].then(model.behind)
+        layers += of_stage
+    joined = ModelWork(front=first.front, layers=tuple(layers), behind=last.behind)
+    return WorkByKind.of(joined)
 
 
 def _slices(spec: Spec, facts: ModelFacts) -> int:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
+from ptrain.facts.operators import WorkByKind
 from ptrain.facts.plain import from_plain, to_plain
 from ptrain.facts.traced_part import traced_part
 from ptrain.models.build import build
@@ -40,6 +41,7 @@ from ptrain.spec.write import to_mapping
 from ptrain.steps.step import Parallelize
 from ptrain.timeline import Timeline
 from ptrain.traces.gpu_kernels import kernels_for
+from ptrain.traces.layer_works import work_of
 from ptrain.traces.on_fakes import large_model
 from ptrain.traces.stage_parts import plan_of, rank_part, stage_rows
 
@@ -51,7 +53,9 @@ from {__name__} import main
 sys.exit(main(sys.stdin.readlines()))
 """
 
-Traced = dict[str, Any]  # JSON: `timelines` by index on tp, or the `problem` that there is
+Traced = dict[
+    str, Any
+]  # JSON: `timelines` and works by index on tp, or the `problem` that there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,8 @@ class _Asked:
 def traced(
     spec: Spec, facts: ModelFacts, *, allow_import: bool, extent: Extent = Extent.GIVEN
 ) -> Traced:
-    """Return a timeline for each index on tp, all of them within `timeout.init`; with pp the rows
-    of each stage in its place. `extent`: how much operators select by data."""
+    """Return a timeline and the work for each index on tp, all of them within `timeout.init`; with
+    pp the rows of each stage in their place. `extent`: how much operators select by data."""
     alone = traced_part(spec)
     step = plan_of(alone, facts).tensor
     assert step is not None, "something is cut"
@@ -96,7 +100,14 @@ def _as_text(spec: Spec) -> str:
 
 def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
     """Return the timelines by index on tp. Raises PtrainError for a problem."""
-    return tuple(from_plain(plain, Timeline) for plain in by_place(traces))
+    return tuple(from_plain(plain, Timeline) for plain, _ in by_place(traces))
+
+
+def works_of(traces: Traced) -> tuple[WorkByKind, ...]:
+    """Return what the ranks compute by index on tp; nothing where an operator does not say it.
+    Raises PtrainError for a problem."""
+    works = [from_plain(plain, WorkByKind) for _, plain in by_place(traces)]
+    return () if None in works else tuple(works)
 
 
 def by_place(traces: Traced) -> list[Any]:
@@ -185,8 +196,8 @@ def _part_of(module: nn.Module, spec: Spec, index: int, extent: Extent) -> list[
         return stage_rows(module, spec, facts, mesh, extent=extent)
     part = rank_part(module, spec, facts, mesh, extent=extent)
     recording = part.trace(module, facts.unit_modules)
-    timeline: list[Any] = to_plain(to_timeline(recording), Timeline)
-    return timeline
+    work = work_of(facts.unit_modules, facts.blocks, recording)
+    return [to_plain(to_timeline(recording), Timeline), to_plain(work, WorkByKind)]
 
 
 def main(questions: Sequence[str]) -> int:

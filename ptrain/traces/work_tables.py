@@ -9,63 +9,66 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.blocks import VARIANTS
+from ptrain.derivation.loss_chunks import SYMBOLS
 from ptrain.derivation.tables import Place, Setting
-from ptrain.facts.operators import InnerCollective
-from ptrain.models.work import OperatorSizes
+from ptrain.models.work import OperatorSizes, SentTensor
+from ptrain.spec.activations import PLAIN
+from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
-from ptrain.traces.block_tables import ATTENTIONS, LAYERS, BlockTable, alike
+from ptrain.traces.block_tables import ATTENTIONS, BlockTable, alike
 from ptrain.traces.coded import CodedTrace
 from ptrain.traces.layer_works import Computed, LayerWorks, by_layer
+from ptrain.traces.loss_tables import CHUNKS, LossTable, repeating
 from ptrain.traces.pass_tables import SEVERAL, PassTable
 from ptrain.traces.settings import symbols
 from ptrain.traces.table_format import Coded, TableWriter
 
 _NAMES = {"forward": "forward", "backward": "backward", "input": "inputs", "weight": "weights"}
+_ALIKE = 2  # layers, so that what repeats is seen to
+# What is as wide as the compute dtype is told from what is fp32 in any case where the two differ.
+_TRACED = {DType.FP32: (torch.float64,), DType.BF16: (torch.bfloat16,)}
+_COMPUTE = {DType.FP32: DType.FP64, DType.BF16: DType.BF16}
+_WIDTH = DType.FP32.itemsize  # of an element of what a writer is given
 
 
 class WorkWriter:
-    """Operators as a table numbers them. `values` are the primes of the dimensions."""
+    """Operators as a setting's table numbers them. `values` are those of the dimensions."""
 
-    def __init__(self, symbols: Sequence[str]) -> None:
-        self.writer = TableWriter(symbols)
+    def __init__(self, setting: Setting, dimensions: Sequence[str] = ()) -> None:
+        self.values = symbols(setting)
+        self.compute = _COMPUTE[setting.compute]
+        self.writer = TableWriter(dimensions or tuple(self.values))
         self._operators: dict[str, int] = {}
 
-    def passes(
-        self, traced: Sequence[Mapping[str, Computed]], values: Mapping[str, int], compute: DType
-    ) -> dict[str, int]:
-        """Return the number of each pass's list; `traced` are the same passes in each dtype."""
-        return {
-            _NAMES[name]: self.writer.part(
-                self.coded([passes[name] for passes in traced], values, compute)
-            )
-            for name in traced[0]
-        }
+    def passes(self, computed: Mapping[str, Computed]) -> dict[str, int]:
+        """Return the number of each pass's list."""
+        return {_NAMES[name]: self.writer.part(self.coded(ran)) for name, ran in computed.items()}
 
-    def coded(self, traced: Sequence[Computed], values: Mapping[str, int], compute: DType) -> Coded:
-        """Return a list of operators, seen in each dtype, as numbers."""
-        return [self._number(together, values, compute) for together in zip(*traced, strict=True)]
+    def coded(self, computed: Computed) -> Coded:
+        """Return a list of operators as numbers."""
+        return [self._number(what) for what in computed]
 
-    def _number(
-        self,
-        together: Sequence[OperatorSizes | InnerCollective],
-        values: Mapping[str, int],
-        compute: DType,
-    ) -> int:
-        name, dtype, of_bytes = _described(together[0], compute)
-        columns = zip(*map(_sizes, together), strict=True)
-        sizes = [self._size(column, values, of_bytes=of_bytes) for column in columns]
-        text = json.dumps([name, dtype, sizes], separators=(",", ":"))
+    def _number(self, what: OperatorSizes | SentTensor) -> int:
+        if isinstance(what, SentTensor):
+            row = [what.collective, "", [self._size(what.payload, what.dtype)]]
+        else:
+            dtype = "" if what.dtype is self.compute else what.dtype
+            dtypes = what.dtypes or (None,) * len(what.sizes)
+            row = [what.kind, dtype, [*map(self._size, what.sizes, dtypes)]]
+        text = json.dumps(row, separators=(",", ":"))
         return self._operators.setdefault(text, len(self._operators))
 
-    def _size(self, seen: Sequence[int], values: Mapping[str, int], *, of_bytes: bool) -> int:
-        size, *wider = seen
-        assert all(other in (size, 2 * size) for other in wider), "as wide, or twice"
-        follows = of_bytes and any(other == 2 * size > 0 for other in wider)
-        return self.writer.size(size, values, follows=follows)
+    def _size(self, size: int, dtype: DType | None) -> int:
+        """Return the number of a size, in bytes of what has a dtype."""
+        follows = dtype is self.compute
+        own = size * _WIDTH // self.compute.itemsize if follows else size
+        return self.writer.size(own, self.values, follows=follows)
 
     def table(self, **content: object) -> dict[str, object]:
         """Return the table as JSON, with what names its passes."""
@@ -73,54 +76,72 @@ class WorkWriter:
         return self.writer.table(operators=operators, **content)
 
 
-def _described(what: OperatorSizes | InnerCollective, compute: DType) -> tuple[str, str, bool]:
-    """Return kind or collective, dtype where it is another than the model's, and whether its sizes
-    are bytes."""
-    if isinstance(what, InnerCollective):
-        return what.collective.value, "", True
-    own = _TRACED[compute]
-    return what.kind.value, "" if what.dtype is own else what.dtype.value, what.kind.is_of_bytes
-
-
-_TRACED = {DType.FP32: DType.FP32, DType.FP64: DType.FP32, DType.BF16: DType.BF16}
-
-
-def _sizes(what: OperatorSizes | InnerCollective) -> tuple[int, ...]:
-    return (what.payload,) if isinstance(what, InnerCollective) else what.sizes
-
-
 class BlockWorkTable:
     """The table of a block in the making."""
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
-        self.values = symbols(setting)
-        self.writer = WorkWriter(tuple(self.values))
+        self.writer = WorkWriter(setting)
 
     def build(self) -> dict[str, object]:
         """Return the table as JSON. `halves` are those of a block whose backward pass is in halves,
         of which tables know the plain one alone."""
-        blocks = BlockTable(self.setting, self.mesh)
-        content: dict[str, object] = {
-            attention.value: {
-                name: self._of_block(by_layers(blocks.trace(attention, kept), LAYERS))
+        dtypes = _TRACED[self.setting.compute]
+        layers = _ALIKE if self.setting.cut is None else 1
+        blocks = BlockTable(self.setting, self.mesh, layers=layers, dtypes=dtypes)
+        content: dict[str, object] = {}
+        for attention in ATTENTIONS:
+            traces = {
+                name: blocks.trace(attention, kept, has_learnt=kept != PLAIN)
                 for name, kept in VARIANTS
+                if kept.tier is Tier.DEVICE  # copies between tiers are no operators
             }
-            for attention in ATTENTIONS
-        }
+            content[attention.value] = {
+                name: self.writer.passes(alike(_by_layer(trace).layers))
+                for name, trace in traces.items()
+            }
         if not self.setting.is_for_cuda:
-            stage = PassTable(self.setting, self.mesh).stage(Place.MIDDLE, SEVERAL)
-            halves = by_layers(stage[-1], SEVERAL, place=1)
-            # the half of the weights has no boundaries, and what one layer does at its neighbour's
-            # end is in the middle there and missing here
-            content["halves"] = self._passes([of_dtype.layers[1] for of_dtype in halves])
+            stages = PassTable(self.setting, self.mesh, dtypes=dtypes)
+            *_, halves = stages.stage(Place.MIDDLE, SEVERAL)
+            # The half of the weights has no boundaries: what one layer has left there is done when
+            # the next one is, so that of three the middle one does as much as each.
+            _, middle, _ = _by_layer(halves).layers
+            content["halves"] = self.writer.passes(middle)
         return self.writer.table(**content)
 
-    def _of_block(self, works: Sequence[LayerWorks]) -> dict[str, int]:
-        return self._passes([alike(of_dtype.layers) for of_dtype in works])
 
-    def _passes(self, traced: Sequence[Mapping[str, Computed]]) -> dict[str, int]:
-        return self.writer.passes(traced, self.values, self.setting.compute)
+class LossWorkTable:
+    """The table of what is behind the blocks where the loss is in chunks, in the making."""
+
+    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
+        self.traces = LossTable(setting, mesh, dtypes=_TRACED[setting.compute])
+        self.writer = WorkWriter(setting, SYMBOLS)
+
+    def build(self) -> dict[str, object]:
+        """Return the table as JSON."""
+        places = {
+            place: {name: self._passes(place, has_rest=name == "rest") for name in ("even", "rest")}
+            for place in (Place.ALONE, Place.LAST)
+        }
+        return self.writer.table(**places)
+
+    def _passes(self, place: Place, *, has_rest: bool) -> dict[str, object]:
+        coded = partial(self._coded, place, has_rest=has_rest)
+        less, more = map(coded, CHUNKS)
+        pieces = {name: repeating(less[name], more[name]) for name in less}
+        few = [coded(number) for number in range(1, max(of.least for of in pieces.values()))]
+        return {
+            name: {
+                "few": [self.writer.writer.part(code[name]) for code in few[: of.least - 1]],
+                "pieces": [self.writer.writer.part(piece) for piece in of.listed],
+            }
+            for name, of in pieces.items()
+        }
+
+    def _coded(self, place: Place, chunks: int, *, has_rest: bool) -> dict[str, Coded]:
+        trace = self.traces.trace(place, chunks, has_rest=has_rest)
+        self.writer.values = trace.values
+        return {name: self.writer.coded(ran) for name, ran in _by_layer(trace).behind.items()}
 
 
 class EndWorkTable:
@@ -128,36 +149,27 @@ class EndWorkTable:
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
-        self.values = symbols(setting)
-        self.writer = WorkWriter(tuple(self.values))
+        self.writer = WorkWriter(setting)
 
     def build(self) -> dict[str, object]:
         """Return the table as JSON. A GPU's dropout is known of whole models alone."""
-        traces = PassTable(self.setting, self.mesh)
-        alone = by_layers(traces.alone(1), 1)
-        content = {Place.ALONE: {"front": self._front(alone), "behind": self._behind(alone)}}
+        traces = PassTable(self.setting, self.mesh, dtypes=_TRACED[self.setting.compute])
+        passes, alone = self.writer.passes, _by_layer(traces.alone(1))
+        content: dict[str, object] = {
+            Place.ALONE: {"front": passes(alone.front), "behind": passes(alone.behind)}
+        }
         if not self.setting.is_for_cuda:
             (first,) = traces.stage(Place.FIRST, 1)
-            content[Place.FIRST] = {"front": self._front(by_layers(first, 1))}
-            whole, halves = (by_layers(trace, 1, place=2) for trace in traces.stage(Place.LAST, 1))
-            content[Place.LAST] = {"behind": self._behind(whole) | self._behind(halves)}
+            content[Place.FIRST] = {"front": passes(_by_layer(first).front)}
+            last = [passes(_by_layer(trace).behind) for trace in traces.stage(Place.LAST, 1)]
+            content[Place.LAST] = {"behind": {**last[0], **last[1]}}
         return self.writer.table(**content)
 
-    def _front(self, works: Sequence[LayerWorks]) -> dict[str, int]:
-        return self._passes([of_dtype.front for of_dtype in works])
 
-    def _behind(self, works: Sequence[LayerWorks]) -> dict[str, int]:
-        return self._passes([of_dtype.behind for of_dtype in works])
-
-    def _passes(self, traced: Sequence[Mapping[str, Computed]]) -> dict[str, int]:
-        return self.writer.passes(traced, self.values, self.setting.compute)
-
-
-def by_layers(trace: CodedTrace, layers: int, place: int = 0) -> list[LayerWorks]:
-    """Return what each of a trace's recordings computed by layer, of `layers` from that with the
-    number `place` on."""
-    blocks = [f"blocks.{number}" for number in range(place, place + layers)]
-    works = [by_layer(recording, trace.units, blocks) for recording in trace.recordings]
-    known = [of_dtype for of_dtype in works if of_dtype is not None]
-    assert len(known) == len(works), "the blocks are units"
-    return known
+def _by_layer(trace: CodedTrace) -> LayerWorks:
+    blocks = [
+        unit for (unit,) in trace.units if unit.startswith("blocks.") and unit.count(".") == 1
+    ]
+    works = by_layer(trace.recording, trace.units, sorted(blocks))
+    assert works is not None, "the blocks are units"
+    return works

@@ -25,7 +25,7 @@ from ptrain.traces.loss_tables import LossTable
 from ptrain.traces.pass_tables import PassTable
 from ptrain.traces.settings import fake_mesh, settings
 from ptrain.traces.table_format import Make
-from ptrain.traces.work_tables import BlockWorkTable, EndWorkTable
+from ptrain.traces.work_tables import BlockWorkTable, EndWorkTable, LossWorkTable
 
 
 class Maker(Protocol):
@@ -51,6 +51,7 @@ MAKERS: dict[TablePart, tuple[MakerOf, Callable[[], Iterator[Setting]]]] = {
     TablePart.BLOCK: (BlockTable, partial(distinct_settings, TablePart.BLOCK)),
     TablePart.LOSS: (LossTable, loss_tables.settings),
     TablePart.BLOCK_WORK: (BlockWorkTable, partial(distinct_settings, TablePart.BLOCK_WORK)),
+    TablePart.LOSS_WORK: (LossWorkTable, loss_tables.settings_of_operators),
     TablePart.END_WORK: (EndWorkTable, partial(distinct_settings, TablePart.END_WORK)),
 }
 

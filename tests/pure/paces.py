@@ -16,11 +16,12 @@ from tests.pure.build import make_facts
 
 @dataclass(frozen=True, kw_only=True)
 class HandPace:
-    """A floating-point operation is a second. `byte` are the seconds of a byte that an operator
-    reads or writes, `sent` those of a byte of a collective, whatever it is, `copied` of a copy, and
-    `element` those of an element that is updated; `clipped` those of one that is clipped."""
+    """A floating-point operation is `operation` seconds. `byte` are the seconds of a byte that an
+    operator reads or writes, `sent` those of a byte of a collective, whatever it is, `copied` of a
+    copy, and `element` those of an element that is updated; `clipped` of one that is clipped."""
 
     overlaps: bool = True
+    operation: float = 1.0
     byte: float = 0.0
     sent: float = 0.0
     copied: float = 0.0
@@ -31,7 +32,7 @@ class HandPace:
 
     def operator_seconds(self, operator: Operator) -> float:
         if operator.kind is OperatorKind.PRODUCT:
-            return operator.times * operator.flops
+            return operator.times * operator.flops * self.operation
         return operator.times * self.byte * operator.dimensions[0]
 
     def collective_seconds(

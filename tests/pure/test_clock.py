@@ -18,13 +18,24 @@ from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.network import Network
 from ptrain.derivation.timeline import replay
 from ptrain.plan.lower import lower
+from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy
-from ptrain.spec.placement import Placement
+from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.rates import Hook
-from ptrain.spec.spec import Spec
-from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
+from ptrain.spec.spec import ActivationSpec, Spec
+from ptrain.timeline import Complete
+from tests.pure.build import (
+    BY_HAND,
+    GATHERED,
+    WHOLE,
+    ZERO_1,
+    ZERO_2,
+    make_facts,
+    make_spec,
+    tuple_of,
+)
 from tests.pure.paces import HandPace, chain, model
 
 SHARD, REPLICATE = Axis.DP_SHARD, Axis.DP_REPLICATE
@@ -32,13 +43,18 @@ BLOCKS, NUMEL = 4, 100
 UNIT = 4 * NUMEL  # bytes
 FORWARD, BACKWARD = 10, 20  # seconds of a block
 FRONT, BEHIND = (2, 4), (6, 12)
+MOVED = 1000  # bytes that a block's activations have, where they are off the device
 COMPUTED = BLOCKS * (FORWARD + BACKWARD) + sum(FRONT) + sum(BEHIND)
 NEVER_AHEAD = {"overlap": Overlap.NONE}
 
 
 def step(spec: Spec, pace: HandPace, blocks: int = BLOCKS) -> StepTime:
     facts = chain(blocks, NUMEL)
-    plan = lower(spec, facts.unit_modules)
+    if spec.activations.tiers != {Tier.DEVICE}:
+        (tier,) = spec.activations.tiers
+        moved = ((tier.value, MOVED),) * blocks
+        facts = replace(facts, timeline=replace(facts.timeline, moved=moved))
+    plan = lower(spec, facts.unit_modules, blocks=facts.blocks)
     work = model(FORWARD, BACKWARD, layers=blocks, front=FRONT, behind=BEHIND)
     timing = Timing(clock=Clock(pace, Network(spec)), work=work)
     time = replay(wrapping(spec, plan, facts), timing=timing).step
@@ -278,6 +294,35 @@ def test_a_wrappers_hooks_take_a_processors_time_and_hide_behind_a_device_that_i
     assert slow.seconds == pytest.approx(2 * 100 * (BLOCKS + 1) + 2 * BACKWARD + FRONT[1])
 
 
+def _offloaded(copy: float, tier: Tier = Tier.HOST, *, overlaps: bool = True) -> StepTime:
+    """One device, whose blocks' activations go off it, and come back, in so many seconds each."""
+    away = spec(activations=ActivationSpec(default=Kept(tier=tier)))
+    return step(away, HandPace(copied=copy / MOVED, overlaps=overlaps))
+
+
+def test_activations_on_files_and_those_that_cores_copy_take_the_ranks_time():
+    for time in (_offloaded(3, overlaps=False), _offloaded(3, Tier.FILE)):
+        assert time.spent(Spent.COPIES) == moving(time) == pytest.approx(2 * 3 * BLOCKS)
+
+
+@pytest.mark.parametrize("copy", [3, 10, 15, 20, 50])
+def test_activations_on_the_host_go_and_come_beside_what_is_computed(copy):
+    """They leave one after the other, and come back one layer ahead: the last layer's when its
+    backward begins, and not before it is away."""
+    ended = FRONT[0]
+    away = 0.0
+    for _ in range(BLOCKS):
+        ended += FORWARD
+        away = max(away, ended) + copy
+    now = ended + BEHIND[0] + BEHIND[1]
+    back = now = max(now, away) + copy
+    for block in reversed(range(BLOCKS)):
+        now = max(now, back)
+        back = now + copy if block else now
+        now += BACKWARD
+    assert _offloaded(copy).seconds == pytest.approx(now + FRONT[1])
+
+
 def test_gradients_that_are_added_are_read_and_written():
     """K micro-batches: K - 1 sums of 12 bytes an element on one device."""
     pace = HandPace(byte=0.01)
@@ -310,3 +355,19 @@ def test_a_group_counts_the_nodes_that_its_ranks_are_on():
     assert network.group(("dp_replicate",), 2) == (2, 1)
     assert network.group(("dp_replicate", "dp_shard")) == (8, 2)
     assert (network.pair(REPLICATE), network.pair(Axis.PP), network.ends(REPLICATE)) == (2, 2, 2)
+
+
+def test_muon_takes_what_its_iterations_multiply_and_adamw_the_rest():
+    """A matrix of 6 x 4 in a block, in five iterations of three products; the root's is AdamW's."""
+    facts = make_facts(((6, 4), (3,)), ((5, 2),))
+    timeline = chain(1, 1).timeline
+    names = tuple(Complete(t.name, 4 * t.numel) for t in reversed(facts.tensors))
+    facts = replace(facts, timeline=replace(timeline, backward=names), blocks=("blocks.0",))
+    muon = make_spec({}, clip=None, model=BY_HAND, optimizer="muon")
+    timing = Timing(
+        clock=Clock(HandPace(element=1000.0), Network(muon)), work=model(4, 4, layers=1)
+    )
+    plan = lower(muon, facts.unit_modules, blocks=facts.blocks)
+    time = replay(wrapping(muon, plan, facts), timing=timing).step
+    products = 5 * 2 * (4 * 6 * 4 + 4 * 4 * 4 + 4 * 4 * 6)
+    assert time is not None and time.spent(Spent.UPDATE) == products + 1000 * (3 + 10)

@@ -9,6 +9,7 @@ import pytest
 
 from ptrain.costs import Collective, State
 from ptrain.rooms.ghost import GhostRoom
+from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
@@ -51,7 +52,7 @@ class Rows:
     def computed(self, kind: OperatorKind, dtype: DType, size: int) -> None:
         self.operators.append((kind, dtype, size))
 
-    def updated(self, rule: str, dtype: DType, tier: Tier, numels: Sequence[int]) -> None:
+    def updated(self, rule: str, dtype: DType, tier: Tier, shapes: Sequence[Shape]) -> None:
         raise AssertionError("a room updates nothing")
 
 

@@ -3,6 +3,7 @@ by hand."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import pytest
 from ptrain.costs import Collective, Phase, Spent, StepTime
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
-from ptrain.facts.operators import ModelWork
+from ptrain.facts.operators import InnerCollective, ModelWork
 from ptrain.spec.load import load
 from ptrain.spec.rates import Hook
-from tests.pure.paces import HandPace, model
+from tests.pure.paces import HandPace, layer, model
 
 SAMPLES = 8
 FORWARD, BACKWARD = 10, 20
@@ -21,11 +22,16 @@ MESSAGE = 32 * 128 * 4  # bytes of the hidden states of a micro-batch
 
 
 def step(
-    pace: HandPace, work: ModelWork | None = None, *, plays_all: bool = False, **changes: Any
+    pace: HandPace,
+    work: ModelWork | None = None,
+    *,
+    plays_all: bool = False,
+    fewer: Callable[[int], HandPace | None] = lambda ranks: None,
+    **changes: Any,
 ) -> StepTime:
     layers = changes.pop("layers", 8)
     of_model = work or model(FORWARD, BACKWARD, layers=layers)
-    machine = Machine(pace=pace, work=lambda _: of_model, plays_all=plays_all)
+    machine = Machine(pace=pace, work=lambda _: of_model, plays_all=plays_all, fewer=fewer)
     time = derive(load(of_all(changes, layers)).spec, machine=machine).exact.step
     assert time is not None
     return time
@@ -114,8 +120,26 @@ def test_a_message_takes_its_senders_time_where_cores_send():
 def test_a_stages_passes_have_a_hook_each():
     pace = HandPace(overlaps=False, hooks={Hook.PIPELINE_PASS: 1.0})
     time = pipeline(pace, 4, 8)
-    assert time.spent(Spent.WRAPPERS) == 2 * 8
+    assert time.spent(Spent.WRAPPERS) == pytest.approx(2 * 8)
     assert time.seconds == pytest.approx((8 + 3) * (2 * (FORWARD + BACKWARD) + 2))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_ranks_that_wait_leave_their_core_to_the_others(schedule):
+    """Two, or four, on one core, which is busy all the time: a step takes as long as on one
+    rank."""
+    for ranks in (2, 4):
+        pace = HandPace(overlaps=False, operation=ranks)
+        alone = {1: HandPace(overlaps=False), 2: HandPace(overlaps=False, operation=2)}
+        time = pipeline(pace, ranks, 4, schedule, fewer=alone.get)
+        assert time.seconds == pytest.approx(4 * 8 * (FORWARD + BACKWARD))
+        assert time.assumed == ()
+
+
+def test_without_rates_of_fewer_ranks_it_is_said_what_is_assumed():
+    time = pipeline(HandPace(overlaps=False), 2, 4)
+    assert time.seconds == pytest.approx((4 + 1) * 4 * (FORWARD + BACKWARD))
+    assert "leave their cores to nobody" in time.assumed[0]
 
 
 def test_the_last_micro_batch_reduces_for_all():
@@ -152,6 +176,21 @@ def test_the_slowest_part_of_operators_decides():
     machine = Machine(pace=HandPace(), work=lambda index: of_rank[index])
     time = derive(load(base).spec, machine=machine).exact.step
     assert time is not None and time.seconds == pytest.approx(8 * 8 * (2 * FORWARD + BACKWARD))
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_collectives_between_operators_are_awaited_where_they_stand(overlaps):
+    """Two sums of 4 s a layer in each pass, and what a functional collective takes of the host: of
+    cores beside that, of a device that waits for the sum behind it."""
+    sums = (InnerCollective(Collective.ALL_REDUCE, 400, 2),)
+    alike = layer(FORWARD, BACKWARD, sums)
+    work = ModelWork(front=layer(0, 0), layers=(alike,) * 8, behind=layer(0, 0))
+    pace = HandPace(sent=0.01, overlaps=overlaps, hooks={Hook.TENSOR_SUM: 0.5})
+    time = step(pace, work, mesh={"tp": 2}, placement={"tp": "S,S,S,R"})
+    passes = SAMPLES * 8 * 2
+    assert time.exposed()["tp",] == pytest.approx(passes * 2 * 4)
+    assert time.spent(Spent.COMPUTE) == pytest.approx(SAMPLES * 8 * (FORWARD + BACKWARD))
+    assert time.spent(Spent.WRAPPERS) == pytest.approx(0 if overlaps else passes * 2 * 0.5)
 
 
 def test_a_prediction_without_rates_says_what_gives_them():

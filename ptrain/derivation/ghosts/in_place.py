@@ -16,7 +16,7 @@ from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
-from ptrain.optimizers.update import Resident, Slot, TargetsUpdate
+from ptrain.optimizers.update import Resident, Slot, TargetsUpdate, rule_of
 from ptrain.rooms.ghost import Ghost, GhostRoom, Storage
 from ptrain.rooms.room import Shape
 from ptrain.spec.placement import Tier
@@ -111,6 +111,17 @@ class InPlace:
             numels += by_shapes[unit.shapes]
         return numels
 
+    def shapes_by_rule(self, shard: int) -> dict[str, list[Shape]]:
+        """Return the shapes of what the rank with this shard updates, by the rule that does."""
+        optimizer = self.wrapped.spec.optimizer
+        needs = needs_whole_tensors(optimizer)
+        by_rule: dict[str, list[Shape]] = {}
+        for unit, times in self.kinds:
+            hidden = [needs and is_hidden(unit, tensor) for tensor in unit.tensors]
+            for shape, is_matrix in zip(self.updated(unit, shard), hidden, strict=True):
+                by_rule.setdefault(rule_of(optimizer, is_matrix), []).extend([shape] * times)
+        return by_rule
+
     def optimizer_bytes(self, shard: int) -> int:
         """Return the bytes of Omega on the rank with this shard."""
         return sum(
@@ -184,8 +195,8 @@ class InPlaceUpdate:
         for rise in self.wrapping.rises(shard):
             self.tape.spike(rise)
         if self.tape.clock is not None:
-            update = self.scene.plan.update
-            self.tape.clock.update(update.optimizer, update.layout, self.wrapping.numels(shard))
+            for rule, shapes in self.wrapping.shapes_by_rule(shard).items():
+                self.tape.clock.update(rule, self.scene.plan.update.layout, shapes)
 
     def finish_update(self) -> None:
         """Nothing is on its way."""

@@ -90,8 +90,9 @@ class SpreadReplicated(Replicated):
             self.tape.spike(self.spread_update.played((tensor.shape,), [False]).rise)
         update = self.scene.plan.update
         if self.tape.clock is not None:
-            numels = [[tensor.numel for tensor in owned] for owned in self.spread_update.owned]
-            self.tape.clock.update(update.optimizer, update.layout, max(numels, key=sum))
+            most = max(self.spread_update.owned, key=lambda own: sum(t.numel for t in own))
+            shapes = [tensor.shape for tensor in most]
+            self.tape.clock.update(update.optimizer, update.layout, shapes)
         arrivals = [
             self.tape.sent(
                 Collective.BROADCAST, self.axes, State.PARAMETERS, size, "", is_awaited=False

@@ -1,0 +1,37 @@
+"""`ptrain predict --timeline`: a step as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ptrain.charts.canvas import painted
+from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.step import step_sheet
+from ptrain.derivation.estimate import Derivation
+from ptrain.derivation.lanes import step_lanes
+from ptrain.errors import refused
+from ptrain.report.step_time import critical_path
+
+
+def require_drawable(path: Path) -> None:
+    """Raises SpecError for a file that cannot be written, before anything is derived."""
+    require_writable(path)
+
+
+def draw_step(derivation: Derivation, path: Path) -> None:
+    """Draw the lanes of a step. Raises SpecError where its time is not predicted."""
+    step, spec = derivation.exact.step, derivation.spec
+    if step is None:
+        why = derivation.exact.undefined["step_seconds"]
+        raise refused("--timeline", f"no step time: {why}", "leave it out, or name such a cluster")
+    sheet = step_sheet(spec.name, _note(derivation), step_lanes(derivation))
+    write_whole(path, painted(sheet, require_writable(path)))
+
+
+def _note(derivation: Derivation) -> str:
+    step, spec = derivation.exact.step, derivation.spec
+    assert step is not None
+    number = spec.batch.accumulate
+    is_short = derivation.plan.pipeline is None and number > 3
+    alike = f"; of {number} micro-batches those between the first and the last once" * is_short
+    return f"{critical_path(step)}{alike}"

@@ -1,0 +1,50 @@
+"""A calibration of few points on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.calibration.job import calibrate
+from ptrain.calibration.options import CalibrationOptions
+from ptrain.costs import Collective
+from ptrain.facts.operators import Operator
+from ptrain.rates.measured import pace_of
+from ptrain.spec.load import load
+from ptrain.spec.precision import LAYOUTS, DType
+from ptrain.spec.rates import Hook, OperatorKind
+
+pytestmark = pytest.mark.gloo
+
+
+def test_two_ranks_measure_all_parts_of_a_training(tmp_path, capfd):
+    out = tmp_path / "here.yaml"
+    options = CalibrationOptions(ranks=(2,), out=out, brief=True, force=True, device="cpu")
+    assert calibrate(options) == 0
+    assert "ranks at once: 2" in capfd.readouterr().out
+    mapping: dict[str, object] = {
+        "model": {"preset": "llama-tiny"},
+        "mesh": {"dp_replicate": 2},
+        "placement": "ddp",
+        "batch": {"micro": 1, "sequence": 8},
+        "cluster": {"preset": str(out)},
+    }
+    pace = pace_of(load(mapping).spec.cluster, 2)
+    assert pace is not None
+    dimensions = {kind: (2**12,) for kind in OperatorKind if kind.is_of_bytes}
+    dimensions[OperatorKind.PRODUCT] = (1, 32, 32, 32)
+    dimensions[OperatorKind.ATTENTION] = (2, 2, 32, 32, 16)
+    dimensions[OperatorKind.ATTENTION_BACKWARD] = (2, 2, 32, 32, 16)
+    for kind, sizes in dimensions.items():
+        assert 0 < pace.operator_seconds(Operator(kind, DType.FP32, sizes)) < 1, kind
+    for hook in Hook:
+        assert 0 < pace.hook_seconds(hook) < 1, hook
+    for collective in (
+        *(Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
+        *(Collective.ALL_TO_ALL, Collective.BROADCAST, Collective.SEND),
+    ):
+        assert 0 < pace.collective_seconds(collective, ranks=2, nodes=1, payload=1000) < 1
+    for copy in Collective:
+        assert not copy.is_copy or 0 < pace.copy_seconds(copy, 1000) < 1
+    for name in ("adamw", "sgd"):
+        assert 0 < pace.update_seconds(name, LAYOUTS["fp32"], elements=1000, tensors=2) < 1
+    assert 0 < pace.clip_seconds(LAYOUTS["fp32"], elements=1000, tensors=2) < 1

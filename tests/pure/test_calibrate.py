@@ -1,0 +1,143 @@
+"""`ptrain calibrate` without its ranks: options, what it refuses, and the file that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ptrain.calibration import job, machine
+from ptrain.calibration.machine import MeasuredPart
+from ptrain.calibration.options import CalibrationOptions, parse, to_argv
+from ptrain.calibration.write import conclude
+from ptrain.cli.main import main
+from ptrain.costs import Collective
+from ptrain.errors import SpecError
+from ptrain.rates.measured import pace_of
+from ptrain.spec.load import load
+
+
+def part(ranks: int, *, spread: float = 0.02, **tables: list[list[object]]) -> MeasuredPart:
+    known: dict[str, list[list[object]]] = {
+        "operators": [["copy", "fp32", 64, 1e-6 * ranks], ["copy", "fp32", 6400, 1.23456e-5]],
+        "hooks": [["pipeline_pass", 2e-5]],
+    }
+    return MeasuredPart(ranks=ranks, nodes=1, kind="cpu", spread=spread, tables=known | tables)
+
+
+GATHERS: list[list[object]] = [["all_gather", 2, 1, 8_000_000, 4e-3]]
+
+
+def test_what_was_measured_is_a_cluster_that_a_spec_may_name(tmp_path, capsys):
+    out = tmp_path / "here.yaml"
+    assert conclude([part(1), part(2, collectives=GATHERS)], CalibrationOptions(out=out)) == 0
+    assert "copy fp32 6400" in capsys.readouterr().out
+    mapping: dict[str, object] = {
+        "model": {"preset": "llama-tiny"},
+        "mesh": {"dp_replicate": 2},
+        "placement": "ddp",
+        "batch": {"micro": 1, "sequence": 8},
+        "cluster": {"preset": str(out)},
+    }
+    cluster = load(mapping).spec.cluster
+    assert cluster is not None and cluster.rates is not None
+    assert (cluster.name, cluster.kind, cluster.devices_per_node) == ("here", "cpu", 2)
+    assert cluster.intra_node_bandwidth == 1e9, "half of 8 MB in 4 ms"
+    assert (cluster.rates.at_once, cluster.rates.spread) == ((1, 2), (0.02, 0.02))
+    assert [row.figures for row in cluster.rates.collectives] == [(None, 4e-3)]
+    assert [row.figures for row in cluster.rates.operators] == [(1e-6, 2e-6), (1.235e-5, 1.235e-5)]
+    pace = pace_of(cluster, 2)
+    assert pace is not None
+    gather = pace.collective_seconds(Collective.ALL_GATHER, ranks=2, nodes=1, payload=8_000_000)
+    assert gather == 4e-3
+
+
+def test_the_fields_of_a_cluster_stay(tmp_path, capsys):
+    options = CalibrationOptions(cluster="laptop", out=tmp_path / "out.yaml", json=True)
+    assert conclude([part(1)], options) == 0
+    assert json.loads(capsys.readouterr().out)["at_once"] == [1]
+    text = options.out.read_text(encoding="utf-8")
+    assert "devices: 16\n" in text and "name: laptop\n" in text
+
+
+def refusal(options: CalibrationOptions, parts: list[MeasuredPart] | None = None) -> str:
+    with pytest.raises(SpecError) as caught:
+        conclude(parts, options) if parts else job.calibrate(options)
+    return str(caught.value)
+
+
+def test_measurements_that_are_far_apart_are_not_written(tmp_path, capsys):
+    options = CalibrationOptions(out=tmp_path / "out.yaml")
+    assert refusal(options, [part(1, spread=0.3)]) == (
+        "error: calibrate: measurements of one thing are 30% apart, more than 25%: something else "
+        "runs on this machine; nothing is written\n  remedy: wait until it is quiet, or --force"
+    )
+    assert not options.out.exists()
+    forced = CalibrationOptions(out=options.out, force=True)
+    assert conclude([part(1, spread=0.3)], forced) == 0 and options.out.exists()
+
+
+def test_a_busy_machine_is_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "busy_cores", lambda: 1.2)
+    monkeypatch.setattr(job.environment, "cores", lambda: 2)
+    assert refusal(CalibrationOptions(out=tmp_path / "out.yaml")) == (
+        "error: calibrate: 1.2 of 2 cores are busy with something else: nothing is measured\n"
+        "  remedy: wait until the machine is quiet, or --force"
+    )
+
+
+def test_cores_are_busy_by_what_they_did_meanwhile(tmp_path, monkeypatch):
+    looks = iter([(100, 900), (130, 970)])
+    monkeypatch.setattr(machine, "_ticks", lambda: next(looks))
+    monkeypatch.setattr(machine, "_LOOK", 0.0)
+    monkeypatch.setattr(machine, "_STAT", tmp_path)
+    monkeypatch.setattr(machine.environment, "cores", lambda: 2)
+    assert machine.busy_cores() == 2 * 30 / 100
+
+
+def test_a_file_that_no_calibration_wrote_is_not_overwritten(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("devices: 2\n", encoding="utf-8")
+    assert refusal(CalibrationOptions(out=file)) == (
+        f"error: --out: {file} is there, and no calibration wrote it\n"
+        "  remedy: choose another file, or --force"
+    )
+    folder = refusal(CalibrationOptions(out=tmp_path / "none" / "out.yaml"))
+    assert folder.endswith(
+        "there is no folder " + str(tmp_path / "none") + "\n  remedy: make it first"
+    )
+    assert "is a folder" in refusal(CalibrationOptions(out=tmp_path))
+
+
+def test_a_cluster_that_cannot_be_used_is_one_message(tmp_path, capsys):
+    file = tmp_path / "broken.yaml"
+    file.write_text("devices: many\nrates: {hooks: [[ddp_bucket]]}\n", encoding="utf-8")
+    assert main(["calibrate", str(file), "--out", str(tmp_path / "out.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: cluster.preset: the preset cannot be used: ")
+    assert f"{file}:1:10: error: devices: must be an integer" in error
+    assert "rates.hooks: row 1 must be [hook, seconds by ranks at once]" in error
+    assert main(["calibrate", "h101", "--out", str(tmp_path / "out.yaml")]) == 2
+    assert "there is no cluster named 'h101'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["0", "two", "1,,2", "9999"])
+def test_numbers_of_ranks_are_numbers(ranks, capsys):
+    assert main(["calibrate", "--ranks", ranks]) == 2
+    assert "error: --ranks: " in capsys.readouterr().err
+
+
+def test_options_are_words_again():
+    options = parse(
+        ["laptop", "--ranks", "4,1", "--out", "a.yaml", "--brief", "--device", "cpu", "--force"]
+    )
+    assert options == CalibrationOptions(
+        cluster="laptop", ranks=(1, 4), out=Path("a.yaml"), brief=True, device="cpu", force=True
+    )
+    assert parse(to_argv(options)) == options
+
+
+def test_ranks_that_share_cores_have_more_of_the_time(monkeypatch):
+    monkeypatch.setattr(job.environment, "cores", lambda: 2)
+    assert job._shares((1, 2, 4), 100.0) == [25.0, 25.0, 50.0]
