@@ -107,7 +107,8 @@ def table(points: Sequence[SweepPoint]) -> str:
     capacities = {prediction.fit.device_memory for prediction in predictions}
     capacity = capacities.pop() if len(capacities) == 1 else None
     is_timed = any(
-        step_seconds(prediction.derivation.exact) is not None for prediction in predictions
+        step_seconds(prediction.derivation.exact) is not None or untimed(prediction.derivation)
+        for prediction in predictions
     )
     columns = [
         "per rank",
@@ -141,7 +142,7 @@ def _cells(point: SweepPoint, base: Prediction, *, is_timed: bool) -> tuple[str,
         _relative(memory, model_state_bytes(base.derivation.exact)),
         size(prediction.fit.peak_bytes),
         fits_word(prediction),
-        *(_time_cells(prediction) if is_timed else ()),
+        *([_seconds_cell(exact), _pace_cell(prediction)] if is_timed else []),
         size(sent_bytes(paper)),
         size(sent),
         _relative(sent, sent_bytes(base.derivation.exact)),
@@ -149,12 +150,14 @@ def _cells(point: SweepPoint, base: Prediction, *, is_timed: bool) -> tuple[str,
     )
 
 
-def _time_cells(prediction: Prediction) -> tuple[str, str]:
-    seconds, pace = step_seconds(prediction.derivation.exact), device_pace(prediction)
-    return (
-        MISSING if seconds is None else f"{seconds:.4g}",
-        MISSING if pace is None else format_count(pace),
-    )
+def _seconds_cell(exact: Estimate) -> str:
+    seconds = step_seconds(exact)
+    return MISSING if seconds is None else f"{seconds:.3g}"
+
+
+def _pace_cell(prediction: Prediction) -> str:
+    pace = device_pace(prediction)
+    return MISSING if pace is None else format_count(pace)
 
 
 def fits_word(prediction: Prediction) -> str:

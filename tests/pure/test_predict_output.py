@@ -106,13 +106,11 @@ def test_three_specs_are_rows(ptrain):
 
 def test_a_list_sweeps_one_row_per_value(ptrain):
     text = ptrain("predict", "zero3", "mesh.dp_shard=1,2,4")
-    *rows, last = text.splitlines()[1:]
-    assert [line.split()[0] for line in rows] == [
+    assert [line.split()[0] for line in text.splitlines()[1:4]] == [
         "mesh.dp_shard=1",
         "mesh.dp_shard=2",
         "mesh.dp_shard=4",
     ]
-    assert last.startswith("no step time: the cluster laptop has no rates")
 
 
 def test_a_sweep_counts_the_collectives_of_each_row(ptrain):
