@@ -1,8 +1,8 @@
 """ptrain: distributed training from a placement spec, predicted to the byte and measured.
 
-`load`, `expand`, `settled`, `derive`, `lower` are pure; `interpret`, `measure`, `compare`, `run`,
-`verify` need torch. All are imported on first use, so that `import ptrain` costs nothing. What they
-return prints as the command line prints it (`report/printed.py`).
+`load`, `expand`, `settled`, `derive`, `lower`, `select` are pure; `interpret`, `measure`,
+`compare`, `run`, `verify` need torch. All are imported on first use, so that `import ptrain` costs
+nothing. What they return prints as the command line prints it (`report/printed.py`).
 """
 
 from importlib import import_module
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ptrain.derivation.lowering import lower as lower
     from ptrain.interpreter.program import interpret as interpret
     from ptrain.meters.measure import measure as measure
+    from ptrain.selection.choose import select as select
     from ptrain.selection.recompute import settled as settled
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load
@@ -35,6 +36,7 @@ _HOMES = {
     "measure": "ptrain.meters.measure",
     "read_facts": "ptrain.traces.facts",
     "run": "ptrain.train.notebook",
+    "select": "ptrain.selection.choose",
     "settled": "ptrain.selection.recompute",
     "verify": "ptrain.verification.user_loop",
     "Job": "ptrain.verification.jobs.job",
@@ -55,6 +57,7 @@ __all__ = [
     "measure",
     "read_facts",
     "run",
+    "select",
     "settled",
     "verify",
 ]

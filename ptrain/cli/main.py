@@ -25,6 +25,7 @@ VERBS = {
     "plan": "the steps that will wrap the model, as text",
     "validate": "run a few steps and compare what was predicted with what was measured",
     "verify": "run against one device: gradients, state, trajectory, and whose fault it is",
+    "select": "which placement of a model on so many devices: all legal ones, ranked",
     "simulate": "the program that trains on fake ranks: memory and traffic at any size",
     "calibrate": "what operators, collectives and updates take on this machine: a cluster's rates",
     "cache": "the traces of models that predictions keep: where, how many; clear them",
@@ -33,7 +34,7 @@ VERBS = {
     "help": "a section of the pages by its topic, or a key of a spec; else the topics",
 }
 OF_TORCH = ("simulate",)  # verbs whose module imports it; the others that need it do when they run
-NOT_YET = ("select", "convert", "report", "compare", "doctor", "launch")
+NOT_YET = ("convert", "report", "compare", "doctor", "launch")
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 

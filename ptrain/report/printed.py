@@ -11,6 +11,8 @@ from ptrain.costs import Estimate
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.show import show
 from ptrain.report.predict import account, one, prediction_of
+from ptrain.report.selection import selection_text
+from ptrain.selection.ranking import PlacementRanking
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.wording import worded
@@ -31,3 +33,8 @@ def _(derivation: Derivation) -> str:
 @worded.register(Plan)
 def _(plan: Plan) -> str:
     return show(plan.spec, plan)
+
+
+@worded.register(PlacementRanking)
+def _(selection: PlacementRanking) -> str:
+    return selection_text(selection)

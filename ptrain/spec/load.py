@@ -50,9 +50,14 @@ class Document:
 
 
 def load(
-    source: Source = None, overrides: Sequence[str] = (), *, world_size: int | None = None
+    source: Source = None,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    without: Sequence[str] = (),
 ) -> Document:
-    """Raises SpecError with all faults. Without a source the default spec is loaded.
+    """Raises SpecError with all faults. Without a source the default spec is loaded, and any is
+    loaded as if the keys in `without` were not written.
 
     `world_size`, the number of ranks that were started, solves an `auto` degree and is checked
     against the mesh.
@@ -65,6 +70,8 @@ def load(
         except SpecError as error:
             hindrances = list(error.faults)
         faults |= {("override", str(number), str(i)): fault for i, fault in enumerate(hindrances)}
+    for place in without:
+        _drop(tree, place)
     short = {tuple(fault.place.split(".")): fault for fault in expand_shorthands(tree)}
     faults = {route: known for route, known in faults.items() if route[:-1] not in short} | short
     raw, invalid = validate(tree)
@@ -79,6 +86,15 @@ def load(
     if faults:
         raise SpecError(*_in_order(faults.values(), overrides))
     return Document(spec=spec, locate=lambda fault: _locate(tree, fault, overrides))
+
+
+def _drop(tree: Tree, place: str) -> None:
+    *outer, last = place.split(".")
+    node = tree.root
+    for key in outer:
+        node = node.get(key) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(last, None)
 
 
 def written(source: Source, overrides: Sequence[str]) -> Tree:

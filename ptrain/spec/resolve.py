@@ -207,7 +207,8 @@ def _degrees(mesh: MeshRaw, order: tuple[str, ...], findings: Findings) -> dict[
     known = math.prod(degree for degree in written.values() if isinstance(degree, int))
     if len(unknown) > 1:
         finding = f"one degree may be auto; got {' and '.join(unknown)}"
-        findings.add(f"mesh.{unknown[1]}", finding, "write one of them as a number")
+        remedy = "write one of them as a number, or have all of them chosen: ptrain select SPEC"
+        findings.add(f"mesh.{unknown[1]}", finding, remedy)
         return None
     if unknown:
         degree = _auto(unknown[0], known, findings)
@@ -220,7 +221,8 @@ def _degrees(mesh: MeshRaw, order: tuple[str, ...], findings: Findings) -> dict[
 
 def _auto(axis: Axis, known: int, findings: Findings) -> int | None:
     if findings.world_size is None:
-        remedy = f"write mesh.{axis}=N, or start with torchrun --nproc-per-node N"
+        remedy = f"write mesh.{axis}=N, start with torchrun --nproc-per-node N, or have it chosen: "
+        remedy += "ptrain select SPEC"
         findings.add(f"mesh.{axis}", "auto needs the number of ranks, and nothing gives it", remedy)
     elif findings.world_size % known:
         finding = f"auto: {findings.world_size} ranks do not divide by the other axes' {known}"

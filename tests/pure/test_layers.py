@@ -65,7 +65,8 @@ FIRST_OPINION = (
 )
 
 # Where an import may be lazy: the dispatcher, the package's __getattr__, one module per extra,
-# what a prediction of one sound spec does without, and the functions that a spec's `target:` or a
+# what a prediction of one sound spec does without, numpy, which a search alone needs and the pure
+# half does without, and the functions that a spec's `target:` or a
 # user's test names.
 LAZY = {
     "ptrain.cli.main",
@@ -76,6 +77,7 @@ LAZY = {
     "ptrain.models.huggingface",
     "ptrain.train.tensorboard",
     "ptrain.charts.canvas",
+    "ptrain.selection.arrays",
     "ptrain.verification.rank_of_test",
 }
 # The world reads the environment; a launcher hands it on to the ranks it starts; an entry sees in

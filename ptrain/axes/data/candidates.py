@@ -1,0 +1,130 @@
+"""What the data axes offer to a search: every factorization over copies and shards, the tuples that
+are of use, and the dials by which the same tuple moves more or holds more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from ptrain.axes.candidates import AxisChoice, AxisSpace, divisors
+from ptrain.axes.data.form import Form, form_of
+from ptrain.axes.data.rules import DATA
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.dials import GradientSync, Overlap, SyncPolicy, UnitKind, UnitSize
+from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, M, Mode, Placement, R, S, Tier
+from ptrain.spec.spec import Spec
+
+Changes = tuple[tuple[str, Any], ...]
+
+
+def _tuple(parameters: Mode, optimizer: Mode, gradients: Mode) -> Placement:
+    return Placement(parameters=parameters, optimizer=optimizer, gradients=gradients)
+
+
+_WHOLE, _SPREAD = _tuple(R, R, R), _tuple(R, S, R)
+_GATHERED = (_tuple(S_STAR, S, S), _tuple(M, S, S))
+_ON_HOST = (
+    _tuple(R, OFFLOADED, S),
+    _tuple(R, OFFLOADED, OFFLOADED),
+    _tuple(S_STAR, OFFLOADED, OFFLOADED),
+    _tuple(Mode(Distribution.GATHERED, Tier.HOST), OFFLOADED, OFFLOADED),
+)
+_SHARDED = (_SPREAD, _tuple(R, S, S), *_GATHERED, *_ON_HOST)
+
+# When units that are gathered are given back (after forward, after backward), by when gradients
+# are reduced: what the others move between these, they hold between these too.
+_GIVEN_BACK = {
+    GradientSync.EVERY: ((True, True), (False, True)),
+    GradientSync.LAST: ((True, True), (False, False)),
+}
+UNITS = (UnitSize(), UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
+# With how many units are gathered ahead: what is not beside what is computed begins none.
+_OVERLAPS = ((None, None), (Overlap.BACKWARD, None))
+_OVERLAPS_GATHERED = ((None, None), (Overlap.BACKWARD, None), (Overlap.BACKWARD, 1))
+
+
+def _sizes(spec: Spec, devices: int) -> Iterator[int]:
+    yield from divisors(devices)
+
+
+def _choices(spec: Spec, ranks: int) -> Iterator[AxisChoice]:
+    if ranks == 1:
+        yield AxisChoice(changes=_STOCK)
+        return
+    for replicas in divisors(ranks):
+        degrees = (replicas, ranks // replicas)
+        axes = tuple(axis for axis, degree in zip(DATA_AXES, degrees, strict=True) if degree > 1)
+        for placements, changes in _ways(axes, spec):
+            yield AxisChoice(
+                factors=tuple(
+                    Factor(axis=axis, degree=degrees[DATA_AXES.index(axis)], placement=placement)
+                    for axis, placement in zip(axes, placements, strict=True)
+                ),
+                changes=changes,
+            )
+
+
+_STOCK: Changes = (("sync", SyncPolicy(gradients=GradientSync.LAST)),)
+
+
+def _ways(axes: tuple[Axis, ...], spec: Spec) -> tuple[tuple[tuple[Placement, ...], Changes], ...]:
+    """The tuples and dials on these axes, whatever their degrees are."""
+    has_master = spec.precision.layout.master is not None
+    return _of_axes(axes, spec.optimizer, has_master)
+
+
+@lru_cache(maxsize=64)
+def _of_axes(
+    axes: tuple[Axis, ...], optimizer: Any, has_master: bool
+) -> tuple[tuple[tuple[Placement, ...], Changes], ...]:
+    combinations: list[tuple[Placement, ...]]
+    match axes:
+        case (Axis.DP_REPLICATE,):
+            combinations = [(_WHOLE,), (_SPREAD,)]
+        case (Axis.DP_SHARD,):
+            combinations = [(sharded,) for sharded in _SHARDED]
+        case _:
+            combinations = [(_WHOLE, sharded) for sharded in _SHARDED]
+            combinations += [(_SPREAD, gathered) for gathered in _GATHERED]
+    ways = []
+    for combination in combinations:
+        placements = tuple(DATA.nearest(placement, optimizer) for placement in combination)
+        if not has_master and any(placement.parameters == M for placement in placements):
+            continue
+        ways += [(placements, changes) for changes in _dials(placements)]
+    return tuple(dict.fromkeys(ways))
+
+
+def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:
+    """What else may be said beside these tuples; where it is not obeyed legality says so."""
+    is_whole = all(p.gradients.distribution is Distribution.REPLICATED for p in placements)
+    is_gathered = any(p.parameters != R for p in placements)
+    times = (GradientSync.LAST,) if is_whole else tuple(GradientSync)
+    for when in times:
+        for after_forward, after_backward in _GIVEN_BACK[when] if is_gathered else ((True, True),):
+            sync = SyncPolicy(
+                gradients=when,
+                reshard_after_forward=after_forward,
+                reshard_after_backward=after_backward,
+            )
+            overlaps = _OVERLAPS_GATHERED if is_gathered else _OVERLAPS
+            for unit, (overlap, prefetch) in product(UNITS, overlaps):
+                yield (
+                    ("sync", sync),
+                    ("unit", unit),
+                    ("overlap", overlap),
+                    ("prefetch", prefetch),
+                )
+
+
+def says_the_usual(spec: Spec) -> bool:
+    """Return whether a dial says what the wrapper does by itself: the same spec without it does the
+    same. DDP and FSDP2 reduce beside the backward pass."""
+    if spec.overlap is None or form_of(spec) is Form.FLAT:
+        return False
+    return spec.overlap is Overlap.BACKWARD
+
+
+SPACE = AxisSpace(axes=DATA_AXES, sizes=_sizes, choices=_choices)

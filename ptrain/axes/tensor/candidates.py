@@ -1,0 +1,35 @@
+"""What the tensor axis offers to a search: degrees that divide a model's operators, with
+activations whole between the blocks, in slices of the tokens, or saved so too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from ptrain.axes.candidates import AxisChoice, AxisSpace, divisors
+from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import S_STAR, Placement, R, S
+from ptrain.spec.spec import Spec
+
+
+def _sizes(spec: Spec, devices: int) -> Iterator[int]:
+    """Those within a node: every operator of a block waits for what they send."""
+    cluster, shape = spec.cluster, spec.model
+    most = min(devices, cluster.devices_per_node) if cluster else devices
+    common = most
+    if isinstance(shape, ModelShape):
+        common = gcd(shape.heads, shape.kv_heads, shape.ffn)
+    yield from (degree for degree in divisors(common) if degree <= most and not devices % degree)
+
+
+def _choices(spec: Spec, ranks: int) -> Iterator[AxisChoice]:
+    if ranks == 1:
+        yield AxisChoice()
+        return
+    for activations in (R, S, S_STAR):
+        placement = Placement(parameters=S, optimizer=S, gradients=S, activations=activations)
+        yield AxisChoice(factors=(Factor(axis=Axis.TP, degree=ranks, placement=placement),))
+
+
+SPACE = AxisSpace(axes=(Axis.TP,), sizes=_sizes, choices=_choices)

@@ -1,0 +1,95 @@
+"""Memory and time of candidates as a picture: every one that was derived a dot, those that no other
+is better than in both in colour, and what a device has as a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet
+from ptrain.report.selection import described
+from ptrain.selection.figures import Ranked
+from ptrain.selection.ranking import PlacementRanking
+from ptrain.units import format_bytes
+
+_WIDTH, _HEIGHT, _MARGIN, _DOT = 620.0, 300.0, 60.0, 5.0
+_SIZE, _TITLE = 8.0, 11.0
+_ON_FRONT, _OTHER, _ROOM = "#c1272d", "#9aa7b4", "#555555"
+_STEPS = 4  # of a scale
+
+
+def front_sheet(selection: PlacementRanking) -> Sheet:
+    """Return the picture; of an unknown time nominal seconds."""
+    job, cluster = selection.job, selection.job.base.cluster
+    sheet = Sheet(title=f"{job.base.name} on {job.devices} devices", width=_WIDTH + 2 * _MARGIN)
+    what = "nominal seconds (time is unknown)" if selection.unknown else "seconds a step"
+    sheet.write(
+        [
+            Label(text=sheet.title, x=_MARGIN, y=0, size=_TITLE, is_bold=True),
+            Label(text=f"{what} over peak bytes per device", x=_MARGIN, y=0, size=_SIZE),
+        ]
+    )
+    top = sheet.height + _TITLE
+    room = float(cluster.device_memory) if cluster else 0.0
+    rows = [*selection.ranking, *selection.front]
+    slowest = 1.05 * max(map(_seconds, rows), default=1.0)
+    plane = _Plane(sheet, top, max(room * 1.05, *(row.peak_bytes for row in rows)), slowest)
+    plane.frame(room)
+    plane.dots(selection.ranking, _OTHER)
+    plane.dots(selection.front, _ON_FRONT)
+    sheet.height = top + _HEIGHT + 2 * _TITLE
+    sheet.write(
+        Label(
+            text=f"{_seconds(row):.3g} s, {format_bytes(row.peak_bytes)}: {described(row.spec)}",
+            x=_MARGIN,
+            y=0,
+            size=_SIZE,
+        )
+        for row in selection.front
+    )
+    return sheet
+
+
+def _seconds(row: Ranked) -> float:
+    return row.closed.seconds if row.seconds is None else row.seconds
+
+
+class _Plane:
+    """Where a size and a time are on the sheet; both begin at nothing."""
+
+    def __init__(self, sheet: Sheet, top: float, most: float, slowest: float) -> None:
+        self.sheet, self.top, self.most, self.slowest = sheet, top, most, slowest
+
+    def x(self, size: float) -> float:
+        return _MARGIN + _WIDTH * size / self.most
+
+    def y(self, seconds: float) -> float:
+        return self.top + _HEIGHT * (1 - seconds / self.slowest)
+
+    def frame(self, room: float) -> None:
+        """Axes with their scales, and the line of what a device has."""
+        line, bottom = 0.7, self.top + _HEIGHT
+        self._fill(_MARGIN, self.top, line, _HEIGHT, GREY)
+        self._fill(_MARGIN, bottom, _WIDTH, line, GREY)
+        for step in range(1, _STEPS + 1):
+            part = step / _STEPS
+            self._fill(_MARGIN, self.y(part * self.slowest), _WIDTH, line / 2, LIGHT)
+            self._text(f"{part * self.slowest:.3g} s", _MARGIN - 4, self.y(part * self.slowest))
+            self._text(
+                format_bytes(part * self.most),
+                self.x(part * self.most),
+                bottom + _SIZE,
+            )
+        if room:
+            self._fill(self.x(room), self.top, line, _HEIGHT, _ROOM)
+            self._text("a device has", self.x(room) - 3, self.top + _SIZE)
+
+    def dots(self, rows: Iterable[Ranked] | Sequence[Ranked], colour: str) -> None:
+        for row in rows:
+            x, y = self.x(row.peak_bytes), self.y(_seconds(row))
+            self._fill(x - _DOT / 2, y - _DOT / 2, _DOT, _DOT, colour)
+
+    def _fill(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        self.sheet.rectangles.append(Rectangle(x=x, y=y, width=width, height=height, colour=colour))
+
+    def _text(self, text: str, x: float, y: float) -> None:
+        self.sheet.texts.append(Label(text=text, x=x, y=y, size=_SIZE, align="right"))

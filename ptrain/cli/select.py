@@ -1,0 +1,146 @@
+"""`ptrain select`: which placement of a model, or of a spec with `auto` in it, on so many devices.
+Torch-free."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from ptrain.charts.canvas import Format, painted
+from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.front import front_sheet
+from ptrain.cli.arguments import print_json
+from ptrain.derivation.estimate import own_facts
+from ptrain.errors import PtrainError, refused
+from ptrain.report.selection import as_csv, as_record, as_spec, selection_text
+from ptrain.selection.algorithm1 import (
+    Answer,
+    algorithm1,
+    lines,
+    record,
+    requirements,
+    thresholds_of,
+)
+from ptrain.selection.choose import select
+from ptrain.selection.ranking import PlacementRanking
+from ptrain.selection.task import SearchGoal
+from ptrain.spec.overrides import split_arguments
+
+_NOTHING_FITS = 2
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        metavar="MODEL",
+        help="a preset of specs/models, a file of its fields, or a SPEC with auto degrees or "
+        "batch.micro: auto; a.b=c says more of the job (batch.sequence=32768)",
+    )
+    parser.add_argument("--cluster", metavar="NAME", help="a preset of specs/clusters, or a file")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="how many devices; without: all of the cluster"
+    )
+    parser.add_argument(
+        "--objective",
+        choices=[objective.value for objective in SearchGoal],
+        default=SearchGoal.TIME.value,
+        help="what the best has least of",
+    )
+    parser.add_argument(
+        "--where",
+        "--constraint",
+        action="append",
+        default=[],
+        metavar="COND",
+        help="only candidates of which it is true: tp<=8, micro>=2, recompute=none, memory<=70 GB",
+    )
+    parser.add_argument("--tokens", metavar="T", help="tokens of the whole training: 1T")
+    parser.add_argument(
+        "--deadline",
+        metavar="TIME",
+        help="with --objective devices: the fewest that train so many tokens within 30d",
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="MONEY", help="the same, at the cluster's price"
+    )
+    parser.add_argument(
+        "--exact", type=int, default=100, metavar="K", help="candidates that are derived exactly"
+    )
+    parser.add_argument(
+        "--by",
+        choices=["search", "algorithm1"],
+        default="search",
+        help="algorithm1: what the paper's selection says, and what the search says beside it",
+    )
+    parser.add_argument(
+        "--thresholds",
+        default="0.7,0.3",
+        metavar="A,B",
+        help="of algorithm1: shares of a device's memory for states and for a layer",
+    )
+    parser.add_argument("--top", type=int, default=10, metavar="K", help="rows to show")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
+    parser.add_argument("--csv", action="store_true", help="print the ranking as CSV, only that")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the best one's spec")
+    parser.add_argument(
+        "--chart",
+        type=Path,
+        metavar="FILE",
+        help="draw memory and time of all that were derived, as .png or .svg",
+    )
+
+
+def run(args: Namespace) -> int:
+    """Exit code 2 where nothing fits."""
+    sources, overrides = split_arguments(args.arguments)
+    if len(sources) != 1:
+        raise PtrainError("ptrain select: name one MODEL or SPEC; specs/models has the presets")
+    form = None if args.chart is None else require_writable(args.chart)
+    if args.out is not None and not args.out.parent.is_dir():
+        raise refused("--out", f"there is no folder {args.out.parent}", "make it first")
+    selection = select(
+        sources[0],
+        overrides,
+        cluster=args.cluster,
+        devices=args.devices,
+        objective=args.objective,
+        where=args.where,
+        count=args.exact,
+        tokens=args.tokens,
+        deadline=args.deadline,
+        budget=args.budget,
+    )
+    advice = _advice(selection, args) if args.by == "algorithm1" else None
+    files = list(_written(selection, args, form))
+    if args.json:
+        by = {} if advice is None else {"algorithm1": record(advice)}
+        print_json(as_record(selection, args.top) | by)
+    elif args.csv:
+        print(as_csv(selection), end="")
+    else:
+        said = [] if advice is None else [*lines(advice), ""]
+        print("\n".join([*said, selection_text(selection, args.top), *files]))
+    return 0 if selection.best else _NOTHING_FITS
+
+
+def _advice(selection: PlacementRanking, args: Namespace) -> Answer:
+    """The paper's, for the job that was searched."""
+    base = selection.job.base
+    assert base.cluster is not None, "a job that is searched for has a cluster"
+    required = requirements(own_facts(base), base.cluster, selection.job.devices)
+    return algorithm1(required, thresholds_of(args.thresholds))
+
+
+def _written(selection: PlacementRanking, args: Namespace, form: Format | None) -> list[str]:
+    """Write the files that are probe for; return a line for each."""
+    lines: list[str] = []
+    if selection.best is None:
+        return lines
+    if args.out is not None:
+        write_whole(args.out, as_spec(selection, selection.best).encode())
+        lines.append(f"spec: {args.out}")
+    if form is not None:
+        write_whole(args.chart, painted(front_sheet(selection), form))
+        lines.append(f"chart: {args.chart}")
+    return lines

@@ -1,0 +1,254 @@
+"""A ranking as text, as records and as rows of CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+from collections.abc import Iterator, Sequence
+
+from ptrain.report.table import MISSING, render
+from ptrain.selection.figures import Ranked
+from ptrain.selection.ranking import PlacementRanking
+from ptrain.selection.where import recompute_of
+from ptrain.selection.words import words_of
+from ptrain.spec.activations import PLAIN
+from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.dials import UnitSize
+from ptrain.spec.spec import Spec
+from ptrain.spec.write import to_yaml
+from ptrain.units import format_bytes, format_count
+
+_TOP = 10
+
+
+def selection_text(selection: PlacementRanking, top: int = _TOP) -> str:
+    """Return the table of the best, the front, why well-known choices lost, and the winner's
+    command; where nothing fits what would."""
+    return "\n".join([*_heading(selection), "", *_body(selection, top)])
+
+
+def _heading(selection: PlacementRanking) -> Iterator[str]:
+    job, counts = selection.job, selection.counts
+    base, cluster = job.base, job.base.cluster
+    assert cluster is not None, "a job that is searched for has a cluster"
+    yield (
+        f"{base.name} on {job.devices} devices of {cluster.name} · {base.precision.layout.name} · "
+        f"batch {base.batch.global_samples} × {base.batch.sequence} tokens = "
+        f"{format_count(base.batch.tokens)}"
+    )
+    least = "least memory" if selection.objective == "memory" else "fastest"
+    yield (
+        f"{counts.scored} legal candidates scored in closed form, {counts.fitting} of them fit; "
+        f"{selection.derived} derived exactly, {least} first"
+    )
+    if counts.untimed:
+        yield f"{counts.untimed} more would fit, and nobody knows what they compute: left out"
+    if job.where.constraints:
+        yield f"where {', '.join(rule.text for rule in job.where.constraints)}"
+    if selection.unknown:
+        yield f"time is unknown: {selection.unknown}"
+        yield (
+            "the order is that of nominal seconds, operations and bytes over what the cluster's "
+            "file declares"
+        )
+
+
+def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
+    best = selection.best
+    if best is None:
+        yield from _nothing_fits(selection)
+        return
+    yield render(_columns(selection), _rows(selection.ranking[:top], selection), left=(1,))
+    if len(selection.front) > 1:
+        yield ""
+        yield "no other is faster and needs less memory:"
+        yield render(_columns(selection), _rows(selection.front, selection), left=(1,))
+    if selection.lost:
+        yield ""
+        yield "well-known choices, each with the best of all else:"
+        yield from _lost(selection)
+    yield ""
+    yield "why the best one is as it is:"
+    yield from (f"  {line}" for line in selection.reasons)
+    yield ""
+    yield f"best: {command(selection, best)}"
+
+
+def _lost(selection: PlacementRanking) -> Iterator[str]:
+    table = []
+    for lost in selection.lost:
+        row = lost.best
+        figures = (
+            (MISSING, MISSING) if row is None else (_seconds(row), format_bytes(row.peak_bytes))
+        )
+        table.append((lost.name, "" if row is None else described(row.spec), *figures, lost.why))
+    yield render(("choice", "its best", "time", "peak", ""), table, left=(0, 1, 4))
+
+
+def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
+    job, least = selection.job, selection.least
+    room = format_bytes(job.base.cluster.device_memory if job.base.cluster else 0)
+    if least is None:
+        yield f"nothing fits {room} per device"
+        return
+    short = format_bytes(max(least.memory.short_bytes, least.memory.host_short_bytes))
+    yield (
+        f"nothing fits {room} per device. Least memory has {described(least.spec)}: peak "
+        f"{format_bytes(least.peak_bytes)}, too much by {short}"
+    )
+    for remedy in selection.remedies:
+        row = remedy.fitting
+        yield (
+            f"  fits {remedy.change}: {described(row.spec)}, peak {format_bytes(row.peak_bytes)}"
+        )
+    if not selection.remedies:
+        yield "  neither more devices nor a constraint less would do: a smaller model or sequence"
+
+
+def _columns(selection: PlacementRanking) -> tuple[str, ...]:
+    has_price = any(row.price is not None for row in selection.ranking)
+    price = ("per 1B tokens",) if has_price else ()
+    figures = ("time", "tokens/s", "MFU", "peak", "between nodes", "within")
+    return ("", "placement", *figures, *price)
+
+
+def _rows(rows: Sequence[Ranked], selection: PlacementRanking) -> Iterator[tuple[str, ...]]:
+    has_price = len(_columns(selection)) > 8
+    for number, row in enumerate(rows, 1):
+        rate, mfu = row.tokens_per_second, row.mfu
+        price = (MISSING if row.price is None else f"{row.price:.0f}",) if has_price else ()
+        yield (
+            str(number),
+            described(row.spec),
+            _seconds(row),
+            MISSING if rate is None else format_count(rate),
+            MISSING if mfu is None else f"{mfu:.1%}",
+            format_bytes(row.peak_bytes),
+            format_bytes(row.tiers.between),
+            format_bytes(row.tiers.within),
+            *price,
+        )
+
+
+def _seconds(row: Ranked) -> str:
+    return MISSING if row.seconds is None else f"{row.seconds:.3g} s"
+
+
+def described(spec: Spec) -> str:
+    """Return what is chosen of a spec, in few words: axes with degrees and tuples, schedule,
+    micro-batches, recomputation and dials that are not the default."""
+    words = [_axis(spec, axis) for axis in Axis if spec.degree(axis) > 1]
+    words.append(f"{spec.batch.micro}×{spec.batch.accumulate}")
+    if spec.activations.default != PLAIN:
+        words.append(recompute_of(spec))
+    if any(f.axis in DATA_AXES for f in spec.factors):
+        words += _dials(spec)
+    return " ".join(words)
+
+
+def _axis(spec: Spec, axis: Axis) -> str:
+    factor = next(f for f in spec.factors if f.axis is axis)
+    if axis is not Axis.PP:
+        return f"{axis}={factor.degree}({factor.placement})"
+    per_rank = spec.pipeline.stages_over(factor.degree) // factor.degree
+    several = f"×{per_rank}" if per_rank > 1 else ""
+    return f"pp={factor.degree}({spec.pipeline.schedule}{several})"
+
+
+def _dials(spec: Spec) -> Iterator[str]:
+    if spec.unit != UnitSize():
+        yield f"unit {spec.unit}"
+    yield f"sync {spec.sync.gradients}"
+    if not spec.sync.reshard_after_forward:
+        yield "kept" if not spec.sync.reshard_after_backward else "kept for backward"
+    if spec.overlap is not None:
+        yield f"overlap{f' prefetch {spec.prefetch}' if spec.prefetch else ''}"
+
+
+def command(selection: PlacementRanking, row: Ranked) -> str:
+    """Return a shell line that trains a candidate."""
+    return shlex.join(["ptrain", "train", *words_of(selection.job, row.spec)])
+
+
+def as_spec(selection: PlacementRanking, row: Ranked) -> str:
+    """Return a candidate's spec as a file, with the figures that it was chosen for."""
+    job, cluster = selection.job, selection.job.base.cluster
+    assert cluster is not None, "a job that is searched for has a cluster"
+    lines = [
+        f"chosen by ptrain select of {selection.counts.scored} candidates for {job.devices} "
+        f"devices of {cluster.name}",
+        f"predicted: peak {format_bytes(row.peak_bytes)} of {format_bytes(cluster.device_memory)}, "
+        f"{format_bytes(row.tiers.between)} sent between nodes and "
+        f"{format_bytes(row.tiers.within)} within one, per rank and step",
+    ]
+    if row.seconds is not None and row.tokens_per_second is not None:
+        mfu = "" if row.mfu is None else f", MFU {row.mfu:.1%}"
+        lines.append(
+            f"predicted: {row.seconds:.4g} s a step, {format_count(row.tokens_per_second)} "
+            f"tokens/s{mfu}"
+        )
+    comments = "".join(f"# {line}\n" for line in lines)
+    return comments + to_yaml(row.spec.resolved)
+
+
+def as_record(selection: PlacementRanking, top: int | None = None) -> dict[str, object]:
+    """Return all of it as plain data."""
+    job, least = selection.job, selection.least
+    return {
+        "job": job.base.name,
+        "devices": job.devices,
+        "objective": selection.objective.value,
+        "where": [rule.text for rule in job.where.constraints],
+        "candidates": selection.counts.scored,
+        "fitting": selection.counts.fitting,
+        "derived": selection.derived,
+        "time_unknown": selection.unknown or None,
+        "ranking": [row_record(selection, row) for row in selection.ranking[:top]],
+        "front": [row_record(selection, row) for row in selection.front],
+        "lost": [
+            {
+                "name": lost.name,
+                "why": lost.why,
+                "best": None if lost.best is None else row_record(selection, lost.best),
+            }
+            for lost in selection.lost
+        ],
+        "reasons": list(selection.reasons),
+        "least": None if least is None else row_record(selection, least),
+        "remedies": [
+            {"change": remedy.change, "fitting": row_record(selection, remedy.fitting)}
+            for remedy in selection.remedies
+        ],
+    }
+
+
+def row_record(selection: PlacementRanking, row: Ranked) -> dict[str, object]:
+    """Return one row: what was chosen, exact figures, and those of the closed form."""
+    spec = row.spec
+    return {
+        "placement": described(spec),
+        "mesh": {factor.axis.value: factor.degree for factor in spec.factors},
+        "words": list(words_of(selection.job, spec)),
+        "step_seconds": row.seconds,
+        "tokens_per_second": row.tokens_per_second,
+        "mfu": row.mfu,
+        "peak_bytes": row.peak_bytes,
+        "between_nodes_bytes": row.tiers.between,
+        "within_node_bytes": row.tiers.within,
+        "copied_bytes": row.tiers.copied,
+        "price_per_billion_tokens": row.price,
+        "closed_form": {"step_seconds": row.closed.seconds, "peak_bytes": row.closed.peak},
+    }
+
+
+def as_csv(selection: PlacementRanking) -> str:
+    """Return the ranking with a row for each candidate."""
+    text = io.StringIO()
+    rows = [row_record(selection, row) for row in selection.ranking]
+    names = [name for name in rows[0] if name not in ("closed_form", "mesh")] if rows else []
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({**row, "words": shlex.join(map(str, row["words"]))})  # type: ignore[call-overload]
+    return text.getvalue()

@@ -1,0 +1,88 @@
+"""A block of candidates: all that have one cut of their blocks, one micro-batch and one way to keep
+activations, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptrain.axes.candidates import AxisChoice
+from ptrain.selection.arrays import numpy
+from ptrain.selection.flows import PipelineFlow
+from ptrain.selection.rows import Columns, Ways
+from ptrain.selection.space import Candidate
+from ptrain.selection.task import Scored
+from ptrain.spec.activations import Kept
+
+
+class DataTable:
+    """The choices of the data axes for some ranks, as arrays: of several kinds of ways, each with
+    its degrees."""
+
+    def __init__(self, parts: Sequence[tuple[Ways, tuple[int, ...], Any, Columns]]) -> None:
+        np = numpy()
+        self.parts = [part[:3] for part in parts]
+        self.ends = np.cumsum([len(indices) for _, _, indices, _ in parts])
+        names = parts[0][3] if parts else ()
+        self.columns: Columns = {
+            name: np.concatenate([columns[name][indices] for _, _, indices, columns in parts])
+            for name in names
+        }
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def choice(self, row: int) -> AxisChoice:
+        """Return the choice that a row is of."""
+        at = int(numpy().searchsorted(self.ends, row, side="right"))
+        ways, degrees, indices = self.parts[at]
+        start = int(self.ends[at]) - len(indices)
+        return ways.choice(int(indices[row - start]), degrees)
+
+    def shaped(self, dimensions: int) -> Columns:
+        """Return the columns along the first of so many dimensions."""
+        shape = (-1,) + (1,) * (dimensions - 1)
+        return {name: column.reshape(shape) for name, column in self.columns.items()}
+
+    def at(self, rows: Any) -> Columns:
+        """Return some rows, one below the other."""
+        return {name: column[rows][:, None] for name, column in self.columns.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateBlock:
+    """Candidates that differ in their flow and in their choices of the data axes alone: `rows` and
+    `columns` are whose figures these are."""
+
+    within: tuple[AxisChoice, ...]
+    flows: Sequence[PipelineFlow]
+    table: DataTable
+    micro: int
+    kept: Kept
+    number: int
+    untimed: int
+    rows: Any
+    columns: Any
+    peaks: Any
+    seconds: Any
+    least: tuple[float, int, int]
+
+    def scored(self, place: int) -> Scored:
+        """Return one of them."""
+        where = int(self.rows[place]), int(self.columns[place])
+        return Scored(
+            candidate=self.candidate(*where),
+            peak=float(self.peaks[place]),
+            seconds=float(self.seconds[place]),
+        )
+
+    def candidate(self, row: int, column: int) -> Candidate:
+        """Return what stands at a place of the block."""
+        return Candidate(
+            within=self.within,
+            pipeline=self.flows[column].choice,
+            data=self.table.choice(row),
+            micro=self.micro,
+            kept=self.kept,
+        )

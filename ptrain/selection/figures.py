@@ -1,0 +1,112 @@
+"""What a candidate takes, exactly: `derive`'s figures as one row of a ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ptrain.costs import Collective, Estimate, Phase, StepTime, Traffic
+from ptrain.derivation.estimate import Derivation
+from ptrain.derivation.network import Network
+from ptrain.selection.fit import Fit, fit
+from ptrain.selection.task import Scored
+from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
+
+_BILLION = 10**9
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesMoved:
+    """Bytes of a step that a rank sends, the one that sends most: between nodes, and within one;
+    and that it copies between its own tiers."""
+
+    between: int
+    within: int
+    copied: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """A candidate with its exact figures. `closed` are those by which it was chosen. `seconds`
+    None: nobody knows them."""
+
+    spec: Spec
+    closed: Scored
+    step: StepTime | None
+    memory: Fit
+    tiers: BytesMoved
+    operations: int
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the time of a step."""
+        return None if self.step is None else self.step.seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.least_bytes
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the tokens of a step over its time, of all ranks."""
+        return None if self.seconds is None else self.spec.batch.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Return the model's operations, none of them twice, over what the devices could do."""
+        cluster = self.spec.cluster
+        if self.seconds is None or cluster is None or not cluster.flops:
+            return None
+        return self.operations / (self.seconds * self.spec.world_size * cluster.flops)
+
+    @property
+    def price(self) -> float | None:
+        """Return the money for a billion tokens, where the cluster has a price."""
+        cluster, rate = self.spec.cluster, self.tokens_per_second
+        if rate is None or cluster is None or cluster.price is None:
+            return None
+        return cluster.price * self.spec.world_size * _BILLION / rate / _HOUR
+
+
+def ranked(spec: Spec, closed: Scored, derivation: Derivation) -> Ranked:
+    """Return the row of a derivation."""
+    exact = derivation.exact
+    return Ranked(
+        spec=spec,
+        closed=closed,
+        step=exact.step,
+        memory=fit(spec, exact),
+        tiers=_tiers(spec, exact),
+        operations=sum(row.forward + row.backward for row in exact.operations),
+    )
+
+
+def _tiers(spec: Spec, exact: Estimate) -> BytesMoved:
+    network = Network(spec)
+    pairs = [_sent(network, rows) for rows in exact.by_rank()]
+    between, within = max(pairs, key=lambda pair: (pair[0], pair[1]))
+    return BytesMoved(between=between, within=within, copied=exact.copied_bytes())
+
+
+def _sent(network: Network, rows: Iterable[Traffic]) -> tuple[int, int]:
+    sums = [0, 0]
+    for row in rows:
+        key = row.key
+        if key.phase is Phase.SETUP or not row.sent_bytes or not key.axes:
+            continue
+        if key.collective is Collective.SEND:
+            nodes = network.pair(Axis(key.axes[0]))
+        else:
+            _, nodes = network.group(network.ordered(tuple(map(Axis, key.axes))))
+        sums[0 if nodes > 1 else 1] += row.sent_bytes
+    return sums[0], sums[1]
+
+
+def on_more(spec: Spec, devices: int) -> Spec:
+    """Return the job on a cluster of at least so many devices."""
+    cluster = spec.cluster
+    if cluster is None or cluster.devices >= devices:
+        return spec
+    return replace(spec, cluster=replace(cluster, devices=devices))

@@ -1,0 +1,161 @@
+"""The flow of micro-batches through the ranks of a pipeline as a search needs it: what the ranks
+that differ have, and what the schedule leaves idle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ptrain.axes.candidates import AxisChoice, chosen
+from ptrain.axes.pipeline.bubble import closed_form
+from ptrain.axes.pipeline.catalogue import schedule
+from ptrain.axes.pipeline.cost import PipelineSize, chunks_in_flight
+from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
+from ptrain.axes.pipeline.form import stages_of
+from ptrain.axes.pipeline.schedule import PipelineShape
+from ptrain.axes.pipeline.simulate import StageCost, equal_stages, simulate
+from ptrain.axes.pipeline.stage_facts import layers
+from ptrain.facts.model import ModelFacts
+from ptrain.selection.arrays import numpy
+from ptrain.selection.profile import Seconds
+from ptrain.selection.score import Places
+from ptrain.spec.axis import Axis
+from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.spec import Spec
+
+_ALL_AHEAD = (ScheduleName.GPIPE, ScheduleName.BFS)
+_LATE_WEIGHTS = (ScheduleName.ZERO_BUBBLE,)  # the head's wait as those of the layers do
+_ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
+# The first rank, of those in the middle the fullest and the one with most layers, the last one.
+_PLACES = 4
+Row = tuple[int, bool, bool, float, float, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineFlow:
+    """One choice of the pipeline's: ranks, stages on each, and its schedule (None of one rank)."""
+
+    choice: AxisChoice
+    ranks: int
+    per_rank: int
+    schedule: ScheduleName | None
+
+    @property
+    def shape(self) -> tuple[ScheduleName | None, int, int]:
+        return self.schedule, self.ranks, self.per_rank
+
+
+def flow_of(base: Spec, choice: AxisChoice) -> PipelineFlow:
+    """Return a choice as a flow."""
+    ranks = choice.degree(Axis.PP)
+    if ranks == 1:
+        return PipelineFlow(choice=choice, ranks=1, per_rank=1, schedule=None)
+    said = chosen(base, (choice,)).pipeline
+    assert isinstance(said.schedule, ScheduleName), "a schedule with a name"
+    per_rank = said.stages_over(ranks) // ranks
+    return PipelineFlow(choice=choice, ranks=ranks, per_rank=per_rank, schedule=said.schedule)
+
+
+@dataclass(frozen=True)
+class PipelineFlows:
+    """The flows of one model's candidates; each cut is made once."""
+
+    base: Spec
+    facts: ModelFacts
+    cuts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    rows: dict[tuple[object, ...], list[Row]] = field(default_factory=dict)
+    waits: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Return the layers of the model."""
+        return len(layers(self.base, self.facts).layers)
+
+    def places(self, flows: Sequence[PipelineFlow], micro_batches: int) -> Places:
+        """Return what the ranks have, flow by flow."""
+        np = numpy()
+        table = np.array([self._rows(flow, micro_batches) for flow in flows], dtype=float)
+        named = ("layers", "front", "behind", "in_flight", "heads", "outputs", "boundaries")
+        return Places(**{name: table[:, :, at] for at, name in enumerate(named)})
+
+    def _rows(self, flow: PipelineFlow, micro_batches: int) -> list[Row]:
+        key = (*flow.shape, micro_batches)
+        if key not in self.rows:
+            self.rows[key] = list(self._make_rows(flow, micro_batches))
+        return self.rows[key]
+
+    def _make_rows(self, flow: PipelineFlow, micro_batches: int) -> list[Row]:
+        if flow.schedule is None:
+            return [(self.num_layers, True, True, 1.0, 1.0, 1, 0)] * _PLACES
+        counts = self._counts(flow)
+        size = PipelineSize(
+            schedule=flow.schedule,
+            ranks=flow.ranks,
+            stages_per_rank=flow.per_rank,
+            microbatches=micro_batches,
+        )
+        rows = [self._row(size, rank, counts) for rank in range(flow.ranks)]
+        middle = rows[1:-1] or rows[:1]
+        fullest = max(middle, key=lambda row: row[0] * row[3])
+        slowest = max(middle, key=lambda row: row[0])
+        return [rows[0], fullest, slowest, rows[-1]]
+
+    @staticmethod
+    def _row(size: PipelineSize, rank: int, counts: Sequence[int]) -> Row:
+        own = stages_of_rank(size, rank)
+        in_flight = chunks_in_flight(size, rank) / size.stages_per_rank
+        outputs = size.microbatches if size.schedule in _ALL_AHEAD else 1
+        return (
+            sum(counts[stage] for stage in own),
+            0 in own,
+            len(counts) - 1 in own,
+            in_flight,
+            max(1.0, in_flight) if size.schedule in _LATE_WEIGHTS else float(outputs),
+            outputs,
+            size.stages_per_rank,
+        )
+
+    def _counts(self, flow: PipelineFlow) -> tuple[int, ...]:
+        stages = flow.ranks * flow.per_rank
+        if stages not in self.cuts:
+            spec = chosen(self.base, (flow.choice,))
+            cut = stages_of(spec, layers(spec, self.facts))
+            self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
+        return self.cuts[stages]
+
+    def idle(
+        self, flow: PipelineFlow, micro_batches: int, seconds: Seconds, busy: tuple[float, float]
+    ) -> float:
+        """Return the seconds that the rank which waits most waits in a step, `busy` being the
+        forward and backward passes of the longest of a micro-batch: by the literature's formulas
+        of equal stages, as far as the others are shorter."""
+        name, per_rank = flow.schedule, flow.per_rank
+        if name is None:
+            return 0.0
+        whole = self.num_layers * sum(seconds.block) + sum(seconds.front) + sum(seconds.behind)
+        others = whole - sum(busy)
+        if name is ScheduleName.NAIVE:  # it waits while all others compute
+            return micro_batches * others
+        forward, backward = busy[0] / per_rank, busy[1] / per_rank
+        share = seconds.weights / seconds.block[1] if seconds.block[1] else 0.0
+        weight = backward * share
+        cost = StageCost(forward=forward, input=backward - weight, weight=weight)
+        size = PipelineShape(ranks=flow.ranks, stages_per_rank=per_rank, microbatches=micro_batches)
+        form = closed_form(name, size, cost)
+        idle = self._simulated(name, size) * (forward + backward) / 3 if form is None else form.idle
+        return idle * min(1.0, others / ((flow.ranks - 1) * sum(busy)))
+
+    def _simulated(self, name: ScheduleName, size: PipelineShape) -> float:
+        """Return what waits in units of a third of a micro-batch's passes on a stage, which are
+        equal; of no more micro-batches than it takes until each waits as the one before."""
+        number = min(size.microbatches, _ROUNDS * size.ranks)
+        key = (name, size.ranks, size.stages_per_rank, number)
+        if key not in self.waits:
+            shape = PipelineShape(
+                ranks=size.ranks, stages_per_rank=size.stages_per_rank, microbatches=number
+            )
+            planned = schedule(name, shape)
+            makespan = simulate(planned, equal_stages(planned)).makespan
+            self.waits[key] = makespan - 3 * number * size.stages_per_rank
+        return self.waits[key]

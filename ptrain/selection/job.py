@@ -1,0 +1,187 @@
+"""What is searched for: the job that a model or a spec says, with nothing placed, and what of it is
+written and so not chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ptrain.errors import refused
+from ptrain.selection.where import Where, parse
+from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES
+from ptrain.spec.load import load, written
+from ptrain.spec.model import ModelShape
+from ptrain.spec.names import listing, missing
+from ptrain.spec.spec import Spec
+
+_AUTO = "auto"
+_TOKENS, _SEQUENCE = 4e6, 4096  # of a step and of a sample, where nothing is written
+_CPU_LAYOUT, _GPU_LAYOUT = "fp32", "zero16"
+# What a candidate says itself: written, it is not chosen.
+_CHOSEN = {
+    "batch.micro": "batch.micro",
+    "pipeline.schedule": "pipeline.schedule",
+    "pipeline.stages": "pipeline.stages",
+    "unit": "unit",
+    "sync.gradients": "sync.gradients",
+    "recompute": "recompute",
+}
+# What a file may say of it: sections that a candidate has of its own.
+OF_CANDIDATES = (
+    *("placement", "batch.micro", "batch.accumulate", "activations", "recompute", "offload"),
+    *("sync", "reshard", "pipeline", "unit", "overlap", "prefetch", "gather_after_update"),
+    *("bucket", "reduce_scatter"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedJob:
+    """`base` is the job on one rank, `devices` are how many it is searched on, `where` what is
+    written of what is chosen. `source` and `overrides` load the base, but for what is chosen."""
+
+    base: Spec
+    devices: int
+    where: Where
+    source: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the winner's spec is called."""
+        return f"{self.base.name}-{self.devices}"
+
+
+def searched_job(
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    cluster: str | None = None,
+    devices: int | None = None,
+    where: Sequence[str] = (),
+) -> SearchedJob:
+    """Return the job of a model (a preset, a file of a shape) or of a spec. Raises SpecError for
+    what is none of these, and where the cluster has fewer devices."""
+    of_cluster = [] if cluster is None else [f"cluster.preset={cluster}"]
+    if is_model(source):
+        said = said_in(_model_mapping(source), [*of_cluster, *overrides])
+        job = _job(_with_defaults(said), source, where)
+    else:
+        said = said_in(source, [*of_cluster, *overrides])
+        pinned = [*_pinned_degrees(said), *_pinned_keys(said)]
+        bare = [*of_cluster, *overrides, "mesh={}"]
+        spec = load(source, bare, without=OF_CANDIDATES).spec
+        job = SearchedJob(base=spec, devices=0, where=Where.of([*pinned, *where]), source=source)
+    base = job.base
+    if base.cluster is None:
+        raise refused(
+            "--cluster",
+            "no cluster says what memory and links a device has",
+            f"write --cluster with one of {', '.join(listing('clusters'))}, or a file",
+        )
+    if not isinstance(base.model, ModelShape):
+        raise refused(
+            "model",
+            "not yet: a search over a model that is not built in, whose every cut is traced",
+            "write a preset or a shape of the same sizes: ptrain help models",
+        )
+    number = base.cluster.devices if devices is None else devices
+    if number > base.cluster.devices:
+        raise refused(
+            "--devices",
+            f"{number} devices, and the cluster {base.cluster.name} has {base.cluster.devices}",
+            f"write --devices {base.cluster.devices} or fewer, or cluster.devices={number}",
+        )
+    shown = [*of_cluster, *overrides]
+    return replace(job, devices=number, overrides=tuple(shown))
+
+
+def said_in(
+    source: str | dict[str, object] | None, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return what a source and overrides write, before anything is resolved."""
+    root = written(source, overrides).root
+    assert isinstance(root, dict), "a file of a spec is a mapping"
+    return root
+
+
+def is_model(source: str) -> bool:
+    """Return whether it names a model: a preset, or a file of a shape's fields and no spec."""
+    if source in listing("models"):
+        return True
+    if not source.endswith((".yaml", ".yml")) or not Path(source).exists():
+        return False
+    said = said_in(source)
+    return "model" not in said and "layers" in said
+
+
+def _model_mapping(source: str) -> dict[str, object]:
+    is_preset = source in listing("models")
+    preset = source if is_preset else str(Path(source).resolve())
+    return {"name": Path(source).stem, "model": {"preset": preset}, "mesh": {}}
+
+
+def _job(said: dict[str, Any], source: str, where: Sequence[str]) -> SearchedJob:
+    pinned = [*_pinned_keys(said), *(_pinned_degrees(said) if said.get("mesh") else ())]
+    spec = load({**said, "mesh": {}}, without=OF_CANDIDATES).spec
+    return SearchedJob(base=spec, devices=0, where=Where.of([*pinned, *where]), source=source)
+
+
+def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
+    """A batch of about 4M tokens where none is written, and a layout that the devices are for."""
+    batch = dict(said.get("batch", {}))
+    batch.setdefault("sequence", _SEQUENCE)
+    if isinstance(batch["sequence"], int) and batch["sequence"] > 0:
+        samples = 2 ** max(0, round(math.log2(_TOKENS / batch["sequence"])))
+        batch.setdefault("global", samples)
+    probe = load({**said, "mesh": {}, "batch": {"sequence": 1}, "precision": {}}).spec
+    is_cpu = probe.cluster is not None and probe.cluster.kind == "cpu"
+    precision = said.get("precision", {"layout": _CPU_LAYOUT if is_cpu else _GPU_LAYOUT})
+    return {**said, "batch": batch, "precision": precision}
+
+
+def _pinned_degrees(said: dict[str, Any]) -> Iterator[str]:
+    """A degree that is a number stands, and an axis that is not named has one rank."""
+    mesh = said.get("mesh") or {}
+    micro = (said.get("batch") or {}).get("micro")
+    if not isinstance(mesh, dict):
+        return
+    if _AUTO not in mesh.values() and micro != _AUTO:
+        raise refused(
+            "mesh",
+            "nothing of this spec is left to be chosen",
+            "write auto for degrees of the mesh (mesh.tp=auto), or batch.micro=auto; or name a "
+            "model",
+        )
+    shared = mesh.get("dp")
+    for axis in EXECUTED_AXES:
+        degree = mesh.get(axis.value, 1 if shared is None or axis not in DATA_AXES else _AUTO)
+        if degree != _AUTO:
+            yield f"mesh.{axis}={degree}"
+    if shared not in (None, _AUTO):
+        yield f"mesh.dp={shared}"
+
+
+def _pinned_keys(said: dict[str, Any]) -> Iterator[str]:
+    for place, name in _CHOSEN.items():
+        value = _at(said, place)
+        if isinstance(value, int | str) and value != _AUTO:
+            yield f"{name}={value}"
+
+
+def _at(said: Any, place: str) -> object:
+    for key in place.split("."):
+        said = said.get(key) if isinstance(said, dict) else None
+    return said
+
+
+def bounded(job: SearchedJob, texts: Sequence[str]) -> SearchedJob:
+    """Return the job with more constraints."""
+    return replace(job, where=Where((*job.where.constraints, *map(parse, texts))))
+
+
+def unknown_model(source: str) -> tuple[str, str]:
+    """Return what is wrong with a name that is neither a model nor a spec."""
+    return missing(source, "model", "models")

@@ -1,0 +1,82 @@
+"""What is remembered of the blocks of a search: the best, and a front of memory and time."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Any
+
+from ptrain.selection.arrays import numpy
+from ptrain.selection.blocks import CandidateBlock
+from ptrain.selection.task import SLACK, SearchCount, SearchGoal, SearchResult, SearchTask
+
+_KEPT = 4096  # candidates that are remembered between blocks
+_BANDS = 24  # of memory, the fastest of each of which is remembered for a front
+
+
+class Keeper:
+    """Remembers the best of each block, and forgets what others are better than."""
+
+    def __init__(self, task: SearchTask) -> None:
+        self.task, self.counts = task, SearchCount()
+        self.best: list[tuple[float, float, CandidateBlock, int]] = []
+        self.bound = float("inf")
+        self.front: dict[int, tuple[float, CandidateBlock, int]] = {}
+
+    def take(self, block: CandidateBlock) -> None:
+        np, task = numpy(), self.task
+        self.counts.scored += block.number
+        self.counts.untimed += block.untimed
+        peak, *where = block.least
+        least = self.counts.least
+        if least is None or peak < least[0]:
+            self.counts.least = (peak, block.candidate(*where))
+        fits = block.peaks <= task.room * SLACK
+        for rule in task.where.bounds("memory"):
+            fits &= rule.holds_of(block.peaks)
+        for rule in task.where.bounds("time"):
+            fits &= rule.holds_of(block.seconds)
+        places = np.flatnonzero(fits)
+        self.counts.fitting += int((block.peaks[places] <= task.room).sum())
+        if not len(places):
+            return
+        keys, ties = block.seconds, block.peaks
+        if task.objective is SearchGoal.MEMORY:
+            keys, ties = ties, keys
+        self._bands(block, places)
+        good = places[keys[places] <= self.bound]
+        if len(good) > _KEPT:
+            good = good[np.argpartition(keys[good], _KEPT)[:_KEPT]]
+        self.best += [
+            (float(key), float(tie), block, int(place))
+            for key, tie, place in zip(keys[good], ties[good], good, strict=True)
+        ]
+        if len(self.best) > 4 * _KEPT:
+            self._forget()
+
+    def _bands(self, block: CandidateBlock, places: Any) -> None:
+        """The fastest of each band of memory."""
+        np = numpy()
+        most = self.task.room if self.task.room < float("inf") else float(block.peaks.max())
+        bands = (block.peaks[places] / (most * SLACK) * _BANDS).astype(int)
+        order = np.argsort(block.seconds[places], kind="stable")
+        _, first = np.unique(bands[order], return_index=True)
+        for at in order[first]:
+            seconds, band = float(block.seconds[places[at]]), int(bands[at])
+            if seconds == float("inf"):
+                continue
+            if band not in self.front or seconds < self.front[band][0]:
+                self.front[band] = (seconds, block, int(places[at]))
+
+    def _forget(self) -> None:
+        self.best.sort(key=itemgetter(0, 1))
+        del self.best[_KEPT:]
+        self.bound = self.best[-1][0]
+
+    def result(self) -> SearchResult:
+        if self.best:
+            self._forget()
+        return SearchResult(
+            best=tuple(block.scored(place) for _, _, block, place in self.best),
+            front=tuple(block.scored(place) for _, (_, block, place) in sorted(self.front.items())),
+            counts=self.counts,
+        )

@@ -1,0 +1,267 @@
+"""The search: every legal product of choices, scored in closed form, the best of them kept.
+
+One block of candidates has one cut of its blocks, one flow, one micro-batch and one way to keep
+activations; within it are all choices of the data axes, as arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ptrain.axes.candidates import AxisChoice, chosen
+from ptrain.axes.data.candidates import UNITS
+from ptrain.costs import Collective
+from ptrain.derivation.estimate import own_facts
+from ptrain.facts.model import ModelFacts
+from ptrain.rates.pace import UnknownRate
+from ptrain.selection.arrays import numpy
+from ptrain.selection.blocks import CandidateBlock, DataTable
+from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
+from ptrain.selection.keeper import Keeper
+from ptrain.selection.profile import Activity, Seconds, Sizes, activity_of, seconds_of, sizes_of
+from ptrain.selection.rows import Ways, Wires, way_of
+from ptrain.selection.score import Places, peaks, step_seconds
+from ptrain.selection.space import (
+    KEPT,
+    THROUGH,
+    Legality,
+    Through,
+    data_choices,
+    degrees_over,
+    inner_products,
+    kept_so,
+    micro_batches,
+    pipelines,
+    through_of,
+)
+from ptrain.selection.task import SLACK, SearchResult, SearchTask
+from ptrain.selection.where import Aspect, Where
+from ptrain.spec.activations import Kept
+from ptrain.spec.axis import Axis
+from ptrain.spec.dials import UnitSize
+from ptrain.spec.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inner:
+    """How blocks are cut: by `ranks` ranks together."""
+
+    ranks: int
+    within: tuple[AxisChoice, ...]
+    spec: Spec
+    sizes: Sizes
+
+    @property
+    def shape(self) -> tuple[tuple[Axis, int], ...]:
+        """Return the axes and degrees, whatever their tuples are."""
+        return tuple((f.axis, f.degree) for choice in self.within for f in choice.factors)
+
+
+class Search:
+    """Loops over all that a block has in common, and asks everything once."""
+
+    def __init__(self, task: SearchTask) -> None:
+        self.task = task
+        self.facts: ModelFacts = own_facts(replace(task.base, unit=UnitSize()))
+        self.legality = Legality(task.base)
+        self.flows = PipelineFlows(task.base, self.facts)
+        self.wires = Wires(task.base, task.pace, task.is_nominal)
+        self.choices = data_choices(task.base)
+        self.ways: dict[tuple[object, ...], Ways] = {}
+        self.tables: dict[tuple[object, ...], DataTable] = {}
+        self.activities: dict[tuple[object, ...], Activity] = {}
+        self.seconds: dict[tuple[object, ...], Seconds | None] = {}
+
+    def run(self, where: Where) -> SearchResult:
+        """Return the best of all legal candidates that obey constraints."""
+        if where != self.task.where:
+            self.task = replace(self.task, where=where)
+            self.ways.clear()
+            self.tables.clear()
+        keeper = Keeper(self.task)
+        for block in self.blocks():
+            keeper.take(block)
+        return keeper.result()
+
+    def blocks(self) -> Iterator[CandidateBlock]:
+        """Yield the space, a block at a time."""
+        task = self.task
+        for ranks, within in inner_products(task.base, task.devices):
+            spec = chosen(task.base, within)
+            if not task.where.admits(Aspect.WITHIN, spec):
+                continue
+            inner = _Inner(ranks=ranks, within=within, spec=spec, sizes=sizes_of(spec, self.facts))
+            for left, choices in pipelines(task.base, task.devices // ranks):
+                flows = self._flows(choices)
+                for micro, number in micro_batches(task.base, left) if flows else ():
+                    if task.where.admits(Aspect.BATCH, _batched(task.base, micro, number)):
+                        yield from self._of_batch(inner, left, flows, micro, number)
+
+    def _flows(self, choices: Sequence[AxisChoice]) -> list[PipelineFlow]:
+        base, where = self.task.base, self.task.where
+        return [
+            flow_of(base, choice)
+            for choice in choices
+            if where.admits(Aspect.PIPELINE, chosen(base, (choice,)))
+        ]
+
+    def _of_batch(
+        self, inner: _Inner, left: int, flows: Sequence[PipelineFlow], micro: int, number: int
+    ) -> Iterator[CandidateBlock]:
+        legality = self.legality
+        flows = [flow for flow in flows if legality.pipeline(flow.choice, number)]
+        for kept in KEPT:
+            if not self.task.where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
+                continue
+            by_way: dict[Through, list[PipelineFlow]] = {}
+            for flow in flows:
+                by_way.setdefault(through_of(flow.choice), []).append(flow)
+            for way, alike in by_way.items():
+                if not legality.within(inner.within, kept, way):
+                    continue
+                if self._activity(inner, micro, kept).least > self.task.room * SLACK:
+                    continue  # whatever the states are
+                units = frozenset(unit for unit in UNITS if legality.unit(inner.within, unit, kept))
+                table = self._table(inner, left, way, units, many=number > 1)
+                if len(table):
+                    yield self._block(inner, table, alike, (micro, number, kept))
+
+    def _block(
+        self,
+        inner: _Inner,
+        table: DataTable,
+        flows: Sequence[PipelineFlow],
+        batch: tuple[int, int, Kept],
+    ) -> CandidateBlock:
+        np, task = numpy(), self.task
+        micro, number, kept = batch
+        activity = self._activity(inner, micro, kept)
+        places = self.flows.places(flows, number)
+        peak = peaks(table.shaped(3), places, inner.sizes, activity, number).max(axis=2)
+        rows, columns = np.nonzero(peak <= task.room * SLACK)
+        untimed = 0
+        least = int(peak.argmin())
+        seconds = np.zeros(0)
+        work = self._seconds(inner, micro, kept)
+        if work is None:
+            rows, columns, untimed = rows[:0], columns[:0], len(rows)
+        elif len(rows):
+            busy = step_seconds(table.at(rows), places.at(columns), inner.sizes, work, number).max(
+                axis=1
+            )
+            seconds = busy + self._idle(flows, places, number, work, activity)[columns]
+        return CandidateBlock(
+            within=inner.within,
+            flows=flows,
+            table=table,
+            micro=micro,
+            kept=kept,
+            number=peak.size,
+            untimed=untimed,
+            rows=rows,
+            columns=columns,
+            peaks=peak[rows, columns],
+            seconds=seconds,
+            least=(float(peak.flat[least]), *divmod(least, peak.shape[1])),
+        )
+
+    def _idle(
+        self,
+        flows: Sequence[PipelineFlow],
+        places: Places,
+        number: int,
+        work: Seconds,
+        activity: Activity,
+    ) -> Any:
+        """What each flow's schedule leaves idle, and what it waits for at its boundaries: while it
+        fills and drains, and where nothing moves beside what is computed, for each micro-batch."""
+        np, pace = numpy(), self.task.pace
+        forward, backward = places.computing(work)
+        slowest = (forward + backward).argmax(axis=1)
+        waits = []
+        for at, flow in enumerate(flows):
+            if flow.schedule is None:
+                waits.append(0.0)
+                continue
+            busy = float(forward[at, slowest[at]]), float(backward[at, slowest[at]])
+            stride = self.task.devices // flow.ranks
+            crossing = self.wires.seconds(Collective.SEND, 2, stride, activity.hidden)
+            crossings = 2 * (flow.ranks - 1 + (0 if pace.overlaps else number * flow.per_rank))
+            waits.append(self.flows.idle(flow, number, work, busy) + crossings * crossing)
+        return np.array(waits)
+
+    def _activity(self, inner: _Inner, micro: int, kept: Kept) -> Activity:
+        """Sizes grow with the samples from two on; one alone saves less."""
+        least = min(micro, 2)
+        key = (inner.within, least, kept)
+        if key not in self.activities:
+            sized = replace(inner.spec, batch=replace(inner.spec.batch, micro=least))
+            self.activities[key] = activity_of(sized, kept)
+        return self.activities[key].times(micro // least)
+
+    def _seconds(self, inner: _Inner, micro: int, kept: Kept) -> Seconds | None:
+        """None where nobody knows what is computed, or how long that takes."""
+        key = (inner.within, micro, kept)
+        if key not in self.seconds:
+            spec = kept_so(_batched(inner.spec, micro, 1), kept)
+            try:
+                self.seconds[key] = seconds_of(spec, self.task.work(spec), self.task.pace)
+            except UnknownRate:
+                self.seconds[key] = None
+        return self.seconds[key]
+
+    def _table(
+        self, inner: _Inner, left: int, way: Through, units: frozenset[UnitSize], *, many: bool
+    ) -> DataTable:
+        """The legal choices of the data axes beside others."""
+        key = (inner.shape, left, way, units, many)
+        if key in self.tables:
+            return self.tables[key]
+        parts = []
+        for axes in self.choices:
+            for degrees in degrees_over(len(axes), left):
+                ways = self._ways(axes, inner, way, many=many)
+                indices = self._indices(ways, degrees, inner, units)
+                if len(indices):
+                    columns = ways.columns(degrees, inner.sizes, inner.ranks)
+                    parts.append((ways, degrees, indices, columns))
+        self.tables[key] = DataTable(parts)
+        return self.tables[key]
+
+    def _indices(
+        self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, units: frozenset[UnitSize]
+    ) -> Any:
+        """Which of the ways are legal with these degrees, and obey what is probe of them."""
+        np, where, base = numpy(), self.task.where, self.task.base
+        if not ways.ways:
+            return np.zeros(0, dtype=int)
+        if not where.admits(Aspect.RANKS, chosen(base, (ways.choice(0, degrees),))):
+            return np.zeros(0, dtype=int)
+        fine = ways.of_units(units)
+        if inner.within:
+            shards = ways.row_shards(degrees)
+            for number in np.unique(shards):
+                if not self.legality.shards(inner.within, int(number)):
+                    fine &= shards != number
+        return np.flatnonzero(fine)
+
+    def _ways(self, axes: tuple[Axis, ...], inner: _Inner, way: Through, *, many: bool) -> Ways:
+        key = (axes, bool(inner.shape), way, many)
+        if key not in self.ways:
+            beside, base = (THROUGH[way], *inner.within), self.task.base
+            self.ways[key] = Ways(
+                self.wires,
+                [
+                    way_of(base, choice, beside)
+                    for choice in self.choices[axes]
+                    if self.legality.data(choice, inner.within, way, many=many)
+                    and self.task.where.admits(Aspect.DATA, chosen(base, (choice,)))
+                ],
+            )
+        return self.ways[key]
+
+
+def _batched(spec: Spec, micro: int, number: int) -> Spec:
+    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=number))

@@ -1,0 +1,250 @@
+"""The space of a search: what each room offers, and which of it is legal together.
+
+A product of choices is legal where `algebra.legality` says so. No rule looks at all that a
+candidate is made of, so that the rules are probe once for each combination of what they look at, on
+a spec with as little beside it as can be, and not once for each candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from functools import cached_property
+from math import prod
+
+from ptrain.algebra.legality import check, executed
+from ptrain.axes.candidates import AxisChoice, AxisSpace, chosen, divisors
+from ptrain.axes.data.candidates import SPACE as DATA_SPACE
+from ptrain.axes.data.candidates import says_the_usual
+from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
+from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
+from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation.estimate import own_facts
+from ptrain.derivation.kernels import unclaimed
+from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
+from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.batch import Batch
+from ptrain.spec.dials import UnitSize
+from ptrain.spec.model import ModelShape
+from ptrain.spec.pipeline import PipelineSpec, ScheduleName
+from ptrain.spec.placement import S_STAR, Placement, R, S, Tier
+from ptrain.spec.spec import ActivationSpec, Spec
+
+# Rooms whose axes cut what a block computes; whatever they choose, a block's bytes and operators
+# are derived with it, and the search knows nothing of it.
+WITHIN: tuple[AxisSpace, ...] = (TENSOR_SPACE,)
+
+KEPT = (PLAIN, Kept(policy=SELECTIVE), Kept(policy=FULL), Kept(tier=Tier.HOST))
+_MICRO = tuple(2**power for power in range(10))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One point of the space: a choice of each room, samples that a rank computes at once, and how
+    blocks keep their activations."""
+
+    within: tuple[AxisChoice, ...]
+    pipeline: AxisChoice
+    data: AxisChoice
+    micro: int
+    kept: Kept
+
+    def spec(self, base: Spec) -> Spec:
+        """Return the base with this in it."""
+        spec = chosen(base, (self.pipeline, self.data, *self.within))
+        return kept_so(with_batch(spec, self.micro), self.kept)
+
+
+def with_batch(spec: Spec, micro: int) -> Spec:
+    """Return the spec with its samples in micro-batches of so many."""
+    accumulate = max(1, spec.batch.global_samples // (micro * spec.data_degree))
+    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=accumulate))
+
+
+def kept_so(spec: Spec, kept: Kept) -> Spec:
+    """Return the spec with all blocks' activations kept so."""
+    return replace(spec, activations=ActivationSpec(default=kept))
+
+
+def inner_products(base: Spec, devices: int) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
+    """Yield how many ranks the axes within a block take together, with a choice of each."""
+    products: list[tuple[int, tuple[AxisChoice, ...]]] = [(1, ())]
+    for space in WITHIN:
+        products = [
+            (ranks * size, (*choices, choice))
+            for ranks, choices in products
+            for size in space.sizes(base, devices // ranks)
+            for choice in space.choices(base, size)
+        ]
+    yield from products
+
+
+def micro_batches(base: Spec, data_ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield samples of a micro-batch, and how many of these a step has: powers of two, and all of a
+    rank's samples at once."""
+    samples, left = divmod(base.batch.global_samples, data_ranks)
+    if left or not samples:
+        return
+    yield from ((micro, samples // micro) for micro in _MICRO if samples % micro == 0)
+
+
+class Through(Enum):
+    """How a step goes through the ranks, as far as the other rooms see it."""
+
+    ALONE = auto()
+    WHOLE = auto()
+    HALVES = auto()
+
+
+@dataclass(frozen=True)
+class Legality:
+    """Which combinations of choices are legal and run, and are predicted. Each question is probe
+    once."""
+
+    base: Spec
+    known: dict[tuple[object, ...], bool] = field(default_factory=dict)
+
+    def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
+        """Of a schedule with so many micro-batches, of whole layers and no copies."""
+        key = ("pipeline", choice.factors, choice.changes, micro_batches)
+        return self._is_legal(
+            key, lambda: chosen(self.base, (choice,), _batch(self.base, micro_batches, 1))
+        )
+
+    def within(self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through) -> bool:
+        """Of how blocks are cut and kept; false too where no table tells what that allocates on the
+        devices."""
+
+        def spec() -> Spec:
+            return kept_so(self._tall((THROUGH[through], *choices), _ENOUGH), kept)
+
+        return self._is_legal(("within", choices, kept, through), spec, is_predicted=True)
+
+    def data(
+        self, choice: AxisChoice, within: tuple[AxisChoice, ...], through: Through, *, many: bool
+    ) -> bool:
+        """Of tuples and dials, whatever the degrees are: beside axes within a block or none, and of
+        one micro-batch or several. False too of a dial that says what goes without saying."""
+        spec = self._tall((THROUGH[through], choice, *within), _ENOUGH if many else 1)
+        return not (check(spec) or executed(spec) or says_the_usual(spec))
+
+    def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
+        """Of what is gathered together beside how blocks are kept."""
+
+        def spec() -> Spec:
+            by_unit = AxisChoice(factors=_GATHERED.factors, changes=(("unit", unit),))
+            return kept_so(self._tall((by_unit, *choices), 1), kept)
+
+        return self._is_legal(("unit", bool(choices), unit, kept), spec)
+
+    def shards(self, choices: tuple[AxisChoice, ...], shards: int) -> bool:
+        """Of tensors that are cut within a block and into so many shards over the data axes, each
+        by its rows."""
+        if shards == 1 or not choices:
+            return True
+        factor = replace(_GATHERED.factors[0], degree=shards)
+        by_rows = AxisChoice(factors=(factor,))
+        return self._is_legal(
+            ("shards", choices, shards), lambda: self._tall((by_rows, *choices), 1)
+        )
+
+    @cached_property
+    def _roomy(self) -> Spec:
+        """The base with layers enough for any choices, on no cluster, which could have too few
+        devices for them."""
+        model = self.base.model
+        if isinstance(model, ModelShape) and model.layers < _LAYERS:
+            model = replace(model, layers=_LAYERS)
+        return replace(self.base, model=model, cluster=None)
+
+    def _tall(self, choices: Iterable[AxisChoice], micro_batches: int) -> Spec:
+        choices = tuple(choices)
+        ranks = prod(c.degree(axis) for c in choices for axis in DATA_SPACE.axes)
+        return chosen(self._roomy, choices, _batch(self.base, micro_batches, ranks))
+
+    def _is_legal(
+        self, key: tuple[object, ...], spec: Callable[[], Spec], *, is_predicted: bool = False
+    ) -> bool:
+        if key not in self.known:
+            probe = replace(spec(), cluster=None)
+            self.known[key] = not (check(probe) or executed(probe))
+            if is_predicted:
+                like = replace(probe, cluster=self.base.cluster)
+                self.known[key] = self.known[key] and is_tabulated(like)
+                if self.known[key] and like.is_for_cuda:
+                    self.known[key] = "peak" not in unclaimed(like, own_facts(like))
+        return self.known[key]
+
+
+_LAYERS, _ENOUGH = 8, 4
+_STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
+_TWO = (Factor(axis=Axis.PP, degree=2, placement=_STAGES),)
+_GATHERED = AxisChoice(
+    factors=(
+        Factor(
+            axis=Axis.DP_SHARD,
+            degree=2,
+            placement=Placement(parameters=S_STAR, optimizer=S, gradients=S),
+        ),
+    )
+)
+# Of each flow a schedule that takes any number of micro-batches.
+THROUGH = {
+    Through.ALONE: AxisChoice(changes=(("pipeline", PipelineSpec()),)),
+    Through.WHOLE: AxisChoice(
+        factors=_TWO, changes=(("pipeline", PipelineSpec(schedule=ScheduleName.GPIPE)),)
+    ),
+    Through.HALVES: AxisChoice(
+        factors=_TWO, changes=(("pipeline", PipelineSpec(schedule=ScheduleName.ZBV)),)
+    ),
+}
+
+
+def _batch(base: Spec, micro_batches: int, data_ranks: int) -> Batch:
+    samples = micro_batches * data_ranks
+    return replace(base.batch, micro=1, accumulate=micro_batches, global_samples=samples)
+
+
+def through_of(choice: AxisChoice) -> Through:
+    """Return how a step goes through the ranks of a choice of the pipeline's."""
+    if not choice.factors:
+        return Through.ALONE
+    pipeline = next(value for name, value in choice.changes if name == "pipeline")
+    return Through.HALVES if pipeline.is_in_halves else Through.WHOLE
+
+
+def data_choices(base: Spec) -> dict[tuple[Axis, ...], list[AxisChoice]]:
+    """Return the choices of the data axes by the axes that they have, two ranks on each."""
+    by_axes: dict[tuple[Axis, ...], list[AxisChoice]] = {}
+    for power in range(len(DATA_SPACE.axes) + 1):
+        for choice in DATA_SPACE.choices(base, 2**power):
+            if all(factor.degree == 2 for factor in choice.factors):
+                axes = tuple(factor.axis for factor in choice.factors)
+                by_axes.setdefault(axes, []).append(choice)
+    return by_axes
+
+
+def alone(base: Spec, ranks: int) -> Iterator[tuple[AxisChoice, ...]]:
+    """Yield choices in which the data axes have all ranks."""
+    yield from ((choice,) for choice in DATA_SPACE.choices(base, ranks))
+
+
+def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield every factorization of the ranks over so many axes, none of which has one alone."""
+    if axes == 0:
+        if ranks == 1:
+            yield ()
+    elif axes == 1:
+        if ranks > 1:
+            yield (ranks,)
+    else:
+        for first in divisors(ranks)[1:]:
+            yield from ((first, *rest) for rest in degrees_over(axes - 1, ranks // first))
+
+
+def pipelines(base: Spec, ranks: int) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
+    """Yield how many of so many ranks are left to the data axes, with the choices of the
+    pipeline that leave these."""
+    for size in PIPELINE_SPACE.sizes(base, ranks):
+        yield ranks // size, tuple(PIPELINE_SPACE.choices(base, size))

@@ -1,0 +1,77 @@
+"""What is searched, and what a search gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ptrain.facts.operators import ModelWork
+from ptrain.rates.pace import Pace
+from ptrain.selection.space import Candidate
+from ptrain.selection.where import Where
+from ptrain.spec.spec import Spec
+
+# Over the device's memory: the closed form is not exact, and what is exact decides.
+SLACK = 1.05
+
+
+class SearchGoal(StrEnum):
+    """What the best candidate has least of."""
+
+    TIME = "time"
+    MEMORY = "memory"
+    DEVICES = "devices"
+    COST = "cost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A candidate, with its bytes and seconds in closed form."""
+
+    candidate: Candidate
+    peak: float
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchCount:
+    """How many candidates there were: legal ones that were scored, and of these those that fit by
+    the closed form (`untimed`: would, if anybody knew their time); `least` needs least memory."""
+
+    scored: int = 0
+    fitting: int = 0
+    untimed: int = 0
+    least: tuple[float, Candidate] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best by the objective, best first; the fastest by band of memory; how many there were."""
+
+    best: tuple[Scored, ...]
+    front: tuple[Scored, ...]
+    counts: SearchCount
+
+
+Work = Callable[[Spec], ModelWork]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTask:
+    """What is searched: a job like `base` on so many devices, on a machine with this pace, whose
+    micro-batches' work `work` tells. `is_nominal`: nobody measured the pace."""
+
+    base: Spec
+    devices: int
+    pace: Pace
+    work: Work
+    is_nominal: bool = False
+    objective: SearchGoal = SearchGoal.TIME
+    where: Where = field(default_factory=Where)
+
+    @property
+    def room(self) -> float:
+        """Bytes that a device has."""
+        cluster = self.base.cluster
+        return float(cluster.device_memory) if cluster else float("inf")
