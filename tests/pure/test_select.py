@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,12 +13,9 @@ import pytest
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import chosen
-from ptrain.cli.main import main
-from ptrain.derivation.machine import Machine
 from ptrain.errors import SpecError
 from ptrain.report.selection import as_csv, as_record, as_spec, selection_text
-from ptrain.selection.choose import Chooser, answer
-from ptrain.selection.demand import Demand, demand_of, numbers
+from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job
 from ptrain.selection.known import reason
 from ptrain.selection.ranking import PlacementRanking
@@ -33,39 +28,11 @@ from ptrain.selection.space import (
     pipelines,
 )
 from ptrain.selection.task import Scored, SearchGoal
-from ptrain.selection.where import Where, parse
 from ptrain.selection.words import words_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
-from ptrain.spec.spec import Spec
-from tests.pure.paces import HandPace, model
-
-PACE = HandPace(byte=2e-9, sent=5e-9, copied=1e-8, element=1e-8)
-FORWARD, BACKWARD = 16, 32
-
-
-def machine(spec: Spec, *_: object, pace: HandPace = PACE) -> Machine:
-    """Of a hand-made pace: a layer's passes are 32 and 64 seconds for each sample, divided among
-    the ranks of tp; what is recomputed is another 32."""
-    samples, cut = spec.batch.micro, spec.degree(Axis.TP)
-    again = FORWARD * (spec.activations.default.policy is not None)
-    work = model(
-        2 * FORWARD * samples // cut,
-        2 * (BACKWARD + again) * samples // cut,
-        layers=spec.model.layers or 1,
-        behind=(8 * samples, 16 * samples),
-    )
-    return Machine(pace=pace, work=lambda index: work)
-
-
-def chooser(*words: str, devices: int = 8, cluster: str = "h100-8", **options: object) -> Chooser:
-    """One for llama3-8b in samples of 4096 tokens; words with an operator are constraints."""
-    where = [word for word in words if "<" in word or ">" in word or "==" in word]
-    others = [word for word in words if word not in where]
-    job = searched_job(
-        "llama3-8b", ["batch.global=64", *others], cluster=cluster, devices=devices, where=where
-    )
-    return Chooser(job, machine=machine, **options)  # type: ignore[arg-type]
+from tests.pure.paces import HandPace
+from tests.pure.searches import BACKWARD, FORWARD, chooser, machine
 
 
 def scored(search: Search, seed: int, number: int) -> list[Scored]:
@@ -160,36 +127,6 @@ def test_what_is_scored_is_legal_and_what_is_not_is_illegal(on_eight):
 
 
 # -- constraints
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "bound"),
-    [
-        ("tp<=8", "mesh.tp", 8),
-        ("micro>=2", "batch.micro", 2),
-        ("recompute=full", "recompute", "full"),
-        ("placement.dp_shard=[S*, O, O, R]", "placement.dp_shard", "S*,S@host,S@host,R"),
-        ("memory<=70 GB", "memory", 70e9),
-        ("time<2.5", "time", 2.5),
-    ],
-)
-def test_a_constraint_is_a_name_a_comparison_and_a_bound(text, name, bound):
-    constraint = parse(text)
-    assert (constraint.name, constraint.bound) == (name, bound)
-
-
-@pytest.mark.parametrize(
-    ("text", "finding"),
-    [
-        ("tp", "is no constraint"),
-        ("dp_shar<=8", "did you mean dp_shard?"),
-        ("recompute<=full", "is no number"),
-        ("memory<=much", "is no figure"),
-    ],
-)
-def test_what_is_no_constraint_is_refused_by_name(text, finding):
-    with pytest.raises(SpecError, match=finding.replace("?", r"\?")):
-        parse(text)
 
 
 def test_a_search_keeps_to_its_constraints():
@@ -313,109 +250,3 @@ def test_where_nothing_fits_nothing_is_ranked_and_something_would():
     assert "nothing fits" in selection_text(ranking)
     with pytest.raises(SpecError, match="nothing fits"):
         _ = ranking.spec
-
-
-# -- jobs
-
-
-def test_a_spec_keeps_the_degrees_that_it_writes():
-    job = searched_job("tp-zero3", ["mesh.tp=auto"], devices=8)
-    assert [rule.text for rule in job.where.constraints][:3] == [
-        "mesh.pp=1",
-        "mesh.dp_replicate=1",
-        "mesh.dp_shard=2",
-    ]
-
-
-def test_an_open_micro_batch_leaves_the_mesh_as_it_is():
-    job = searched_job("zero3", ["batch.micro=auto"], devices=2)
-    assert {rule.text for rule in job.where.constraints} >= {"mesh.dp_shard=2", "mesh.tp=1"}
-
-
-def test_a_model_alone_has_a_batch_of_about_four_million_tokens():
-    base = searched_job("qwen3-32b", ["batch.sequence=32768"], cluster="h100-64").base
-    assert (base.batch.global_samples, base.precision.layout.name) == (128, "zero16")
-
-
-@pytest.fixture
-def broken_cluster(tmp_path: Path) -> Iterator[str]:
-    file = tmp_path / "broken.yaml"
-    file.write_text("devices: [8\n", encoding="utf-8")
-    yield str(file)
-
-
-@pytest.mark.parametrize(
-    ("words", "finding"),
-    [
-        (["llama3-8b"], "no cluster says"),
-        (["llama3-8b", "--cluster", "h100-8", "--devices", "9"], "has 8"),
-        (["llama3-8b", "--cluster", "h100-9"], "no cluster named"),
-        (["llama9-8b", "--cluster", "h100-8"], "no spec named"),
-        (["zero3"], "nothing of this spec is left to be chosen"),
-        (["llama3-8b", "--cluster", "h100-128", "--devices", "67"], "divide"),
-        (["llama3-8b", "--cluster", "h100-8", "--where", "tp=3"], "obeys tp=3"),
-        ([], "name one MODEL or SPEC"),
-    ],
-)
-def test_what_cannot_be_searched_is_one_message(words, finding, capsys):
-    assert main(["select", *words, "--json"]) == 2
-    assert re.search(finding, json.loads(capsys.readouterr().out)["error"])
-
-
-def test_a_malformed_cluster_is_named(broken_cluster):
-    with pytest.raises(SpecError, match="the preset cannot be used"):
-        searched_job("llama3-8b", cluster=broken_cluster)
-
-
-def test_without_rates_time_is_unknown_and_said_to_be(capsys):
-    words = ["select", "llama-tiny", "batch.global=8", "batch.sequence=64", "--cluster", "laptop"]
-    assert main([*words, "--devices", "2", "--where", "tp=1", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["time_unknown"] and record["ranking"]
-    assert all(row["step_seconds"] is None for row in record["ranking"])
-
-
-def test_constraints_of_a_where_are_asked_of_what_says_them():
-    where = Where.of(["tp<=2", "memory<=1 GB"])
-    assert [rule.name for rule in where.bounds("memory")] == ["memory"]
-
-
-# -- how many devices
-
-
-def test_numbers_of_devices_are_powers_of_two_and_the_last():
-    assert list(numbers(24)) == [1, 2, 4, 8, 16, 24]
-    assert list(numbers(8)) == [1, 2, 4, 8]
-
-
-@pytest.mark.parametrize(
-    ("words", "finding"),
-    [
-        ((None, "30d", None), "nobody says"),
-        (("many", "30d", None), "is no number"),
-        (("1T", "soon", None), "is no duration"),
-    ],
-)
-def test_a_demand_that_says_too_little_is_refused(words, finding):
-    with pytest.raises(SpecError, match=finding):
-        demand_of(*words)
-
-
-def test_the_fewest_devices_meet_a_deadline_and_half_of_them_do_not():
-    few = chooser("recompute==full", "pp==1", "tp==1", "micro==1", count=1)
-    few.objective = SearchGoal.DEVICES
-    on_four = few.on(4).first()
-    assert on_four is not None and on_four.seconds is not None
-    tokens = on_four.spec.batch.tokens
-    ranking = answer(few, Demand(tokens=tokens, deadline=1.01 * on_four.seconds))
-    assert ranking.job.devices == 4 and ranking.best is not None
-    with pytest.raises(SpecError, match="no number of devices up to 8 meets it"):
-        answer(few, Demand(tokens=tokens, deadline=1.0))
-
-
-def test_a_price_is_of_devices_and_hours():
-    job = chooser("recompute==full", "pp==1", "tp==1", "micro==1", "cluster.price=2.0", count=1)
-    row = job.first()
-    assert row is not None and row.seconds is not None and row.price is not None
-    hours = 1e9 / row.spec.batch.tokens * row.seconds / 3600
-    assert row.price == pytest.approx(2.0 * 8 * hours)

@@ -19,7 +19,8 @@ SHARDS = {"dp_shard": "S*,S,S,R"}
          "mesh dp_shard=131072 x dp_replicate=2 has 262144 ranks; a mesh has 1..131072",
          "lower a degree"),
         ({"mesh": {"dp_shard": "auto", "dp_replicate": "auto"}}, "mesh.dp_replicate",
-         "one degree may be auto; got dp_shard and dp_replicate", "write one of them as a number"),
+         "one degree may be auto; got dp_shard and dp_replicate",
+         "write one of them as a number, or have all of them chosen: ptrain select SPEC"),
         ({"mesh": {"dp": 2}, "placement": SHARDS | {"dp_replicate": "R,R,R,R"}}, "mesh.dp",
          "dp stands for dp_replicate or dp_shard, and the placement names dp_replicate and "
          "dp_shard",
