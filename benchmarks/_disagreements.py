@@ -72,7 +72,8 @@ def compared(written: dict[str, Any], ranks: Sequence[int]) -> Comparison:
         name = f"{CRASH} {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         row = Disagreement(rank=rank, name=name, exact=None, simulated=None)
         return Comparison(differing=(row,))
-    undefined = dict(exact.undefined)
+    # a simulation has no clock
+    undefined = {kind: why for kind, why in exact.undefined.items() if kind != "step_seconds"}
     if not exact.operations:
         undefined["operations"] = "no table tells them"
     return Comparison(

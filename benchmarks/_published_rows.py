@@ -47,6 +47,28 @@ def titan() -> Iterator[Row]:
                 ),
                 source=TITAN,
             )
+    yield from _titan_large()
+    for gpus, tokens in ((32, 10938), (64, 10753)):
+        yield Row(
+            family="torchtitan H200",
+            name=f"8B, FSDP {gpus}",
+            kind="compiled, float8",
+            tokens=tokens,
+            words=(
+                "fsdp-mixed",
+                *selective,
+                "model.preset=llama3-8b",
+                f"mesh.dp_shard={gpus}",
+                "cluster.preset=h200-8",
+                f"cluster.devices={gpus}",
+                f"batch={{global: {2 * gpus}, micro: 2, sequence: 8192}}",
+            ),
+            source=TRAINY,
+        )
+
+
+def _titan_large() -> Iterator[Row]:
+    """70B and 405B, recomputed whole."""
     full = ("activations=M", "recompute=full", "precision.reduced=fp32")
     slices = ("mesh.tp=8", "placement.tp=S,S,S,S", "cluster.preset=h100-64")
     yield Row(
@@ -86,23 +108,6 @@ def titan() -> Iterator[Row]:
                 "cluster.devices=512",
             ),
             source=TITAN,
-        )
-    for gpus, tokens in ((32, 10938), (64, 10753)):
-        yield Row(
-            family="torchtitan H200",
-            name=f"8B, FSDP {gpus}",
-            kind="compiled, float8",
-            tokens=tokens,
-            words=(
-                "fsdp-mixed",
-                *selective,
-                "model.preset=llama3-8b",
-                f"mesh.dp_shard={gpus}",
-                "cluster.preset=h200-8",
-                f"cluster.devices={gpus}",
-                f"batch={{global: {2 * gpus}, micro: 2, sequence: 8192}}",
-            ),
-            source=TRAINY,
         )
 
 

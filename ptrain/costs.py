@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from ptrain.by_rank import distinct, of_ranks
 from ptrain.wording import Worded
@@ -234,9 +235,9 @@ class Spent(StrEnum):
     BUBBLE = "bubble"  # a pipeline's rank has nothing to do
 
 
-@dataclass(frozen=True, slots=True)
-class TimeKey:
-    """What seconds are added up over; of collectives mesh axes and which, of copies which."""
+class TimeKey(NamedTuple):
+    """What seconds are added up over; of collectives mesh axes and which, of copies which, of a
+    bubble its axis."""
 
     spent: Spent
     phase: Phase
@@ -276,11 +277,12 @@ class StepTime:
         rows = (row for row in self.rows if row.key.spent is not Spent.BUBBLE)
         return sum(row.seconds for row in rows if row.key.phase is phase)
 
-    def exposed(self) -> dict[tuple[str, ...], float]:
-        """Return by mesh axes the seconds in which a rank waits for their collectives alone."""
+    def exposed(self, *, idle: bool = False) -> dict[tuple[str, ...], float]:
+        """Return by mesh axes the seconds in which a rank waits for their collectives alone; with
+        `idle` a pipeline's bubble too, in which it waits for other ranks' messages."""
         sums: dict[tuple[str, ...], float] = {}
         for row in self.rows:
-            if row.key.spent is Spent.COLLECTIVES:
+            if row.key.spent is Spent.COLLECTIVES or (idle and row.key.spent is Spent.BUBBLE):
                 sums[row.key.axes] = sums.get(row.key.axes, 0.0) + row.seconds
         return sums
 

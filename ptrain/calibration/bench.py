@@ -103,7 +103,3 @@ class RateSheet:
         """Write a measurement down. No time is nothing: a difference may come out as that."""
         plain = tuple(str(cell) if isinstance(cell, str) else cell for cell in key)
         self.tables.setdefault(table, {})[plain] = max(seconds, 1e-9)
-
-    def get(self, table: str, *key: Any) -> float:
-        """Return what was measured before."""
-        return self.tables[table][tuple(str(c) if isinstance(c, str) else c for c in key)]

@@ -65,6 +65,7 @@ def operations(shape: ProductShape) -> int:
     return 2 * matrices * rows * inner * columns
 
 
+# Of the dtypes of `rates.measured.CALIBRATED`.
 PROCESSORS = Points(
     sides={DType.FP32: (64, 128, 256, 512, 960, 1920), DType.BF16: (64, 256, 1024)},
     flops={DType.FP32: 5.4e8, DType.BF16: 1.4e8},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 from ptrain.calibration.machine import MeasuredPart, machine_name, memory
 from ptrain.calibration.options import CalibrationOptions
 from ptrain.costs import Collective
-from ptrain.errors import refused
+from ptrain.errors import SpecError, refused
 from ptrain.installed import versions
 from ptrain.rates.links import bus_factor
 from ptrain.spec.cluster import Cluster
@@ -36,12 +37,19 @@ def require_writable(options: CalibrationOptions) -> None:
         raise refused("--out", f"{out}: there is no folder {out.parent}", "make it first")
     if out.is_dir():
         raise refused("--out", f"{out} is a folder", "name a file in it")
-    if options.force or not out.exists():
-        return
-    source = read(out).at(("rates", "source"))
-    if not str(source).startswith(SOURCE):
+    if not os.access(out.parent, os.W_OK):
+        raise refused("--out", f"{out}: nothing can be written there", "choose another file")
+    if out.exists() and not options.force and not _source(out).startswith(SOURCE):
         finding = f"{out} is there, and no calibration wrote it"
         raise refused("--out", finding, "choose another file, or --force")
+
+
+def _source(path: Path) -> str:
+    """Return who says that it measured a file's rates; nothing of a file that is no cluster's."""
+    try:
+        return str(read(path).at(("rates", "source")))
+    except SpecError:
+        return ""
 
 
 def base_of(options: CalibrationOptions) -> Cluster | None:

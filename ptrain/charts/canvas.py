@@ -6,6 +6,7 @@ The same sheet gives the same bytes: no date, no random ids, nothing of the user
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from enum import StrEnum
 from importlib.util import find_spec
 from io import BytesIO
@@ -26,10 +27,10 @@ class Format(StrEnum):
     SVG = "svg"
 
 
-def require_canvas() -> None:
-    """Before anything is computed for a picture."""
+def require_canvas(option: str = MISSING.place) -> None:
+    """Before anything is computed for a picture, which an `option` asks for."""
     if find_spec("matplotlib") is None:
-        raise SpecError(MISSING)
+        raise SpecError(replace(MISSING, place=option))
 
 
 def painted(sheet: Sheet, form: Format) -> bytes:

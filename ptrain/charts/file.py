@@ -10,25 +10,25 @@ from ptrain.charts.canvas import Format, require_canvas
 from ptrain.errors import PtrainError, refused
 
 
-def require_writable(path: Path) -> Format:
-    """Return the format that the name's ending asks for. Raises SpecError for another ending, a
-    folder in place of a file, a folder that is not there or may not be written, and where the extra
-    is not installed."""
+def require_writable(path: Path, option: str = "--chart") -> Format:
+    """Return the format that the name's ending asks for; `option` named the file. Raises SpecError
+    for another ending, a folder in place of a file, a folder that is not there or may not be
+    written, and where the extra is not installed."""
     ending = path.suffix.lower().removeprefix(".")
     if ending not in list(Format):
         ends = f"ends in .{ending}" if ending else "has no ending"
-        raise refused("--chart", f"{path} {ends}", "name a file that ends in .png or .svg")
+        raise refused(option, f"{path} {ends}", "name a file that ends in .png or .svg")
     try:
         if not path.parent.is_dir():
             finding = f"there is no folder {path.parent}"
-            raise refused("--chart", finding, "make it first, or choose another")
+            raise refused(option, finding, "make it first, or choose another")
         if path.is_dir():
-            raise refused("--chart", f"{path} is a folder", "name a file in it")
+            raise refused(option, f"{path} is a folder", "name a file in it")
     except OSError as error:
-        raise _cannot(path, error) from None
+        raise _cannot(path, error, option) from None
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise refused("--chart", f"the folder {path.parent} may not be written", "choose another")
-    require_canvas()
+        raise refused(option, f"the folder {path.parent} may not be written", "choose another")
+    require_canvas(option)
     return Format(ending)
 
 
@@ -45,5 +45,5 @@ def write_whole(path: Path, content: bytes) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _cannot(path: Path, error: OSError) -> PtrainError:
-    return refused("--chart", f"{path}: cannot write: {error.strerror}", "choose another file")
+def _cannot(path: Path, error: OSError, option: str = "--chart") -> PtrainError:
+    return refused(option, f"{path}: cannot write: {error.strerror}", "choose another file")

@@ -12,10 +12,12 @@ from ptrain.derivation.lanes import step_lanes
 from ptrain.errors import refused
 from ptrain.report.step_time import critical_path
 
+_OPTION = "--timeline"
+
 
 def require_drawable(path: Path) -> None:
     """Raises SpecError for a file that cannot be written, before anything is derived."""
-    require_writable(path)
+    require_writable(path, _OPTION)
 
 
 def draw_step(derivation: Derivation, path: Path) -> None:
@@ -23,9 +25,9 @@ def draw_step(derivation: Derivation, path: Path) -> None:
     step, spec = derivation.exact.step, derivation.spec
     if step is None:
         why = derivation.exact.undefined["step_seconds"]
-        raise refused("--timeline", f"no step time: {why}", "leave it out, or name such a cluster")
+        raise refused(_OPTION, f"no step time: {why}", "leave it out, or name such a cluster")
     sheet = step_sheet(spec.name, _note(derivation), step_lanes(derivation))
-    write_whole(path, painted(sheet, require_writable(path)))
+    write_whole(path, painted(sheet, require_writable(path, _OPTION)))
 
 
 def _note(derivation: Derivation) -> str:

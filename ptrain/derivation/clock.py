@@ -29,6 +29,9 @@ from ptrain.spec.rates import Hook, OperatorKind
 
 Seconds = dict[TimeKey, float]
 
+_AGREED = 64  # bytes: a few numbers of 8
+_COMPUTES = {phase: TimeKey(Spent.COMPUTE, phase) for phase in Phase}
+
 
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
@@ -119,11 +122,12 @@ class Clock:
 
     def compute(self, work: PassSeconds, share: float = 1.0) -> None:
         """Compute a share of a layer's pass, with the collectives within it."""
-        self.spend(TimeKey(Spent.COMPUTE, self.phase), work.compute * share)
-        axes = (self.tensor_axis.value,) if self.tensor_axis else ()
-        for collective, seconds in work.sums:
-            key = TimeKey(Spent.COLLECTIVES, self.phase, axes, collective)
-            self._issue(axes, key, seconds * share, None).wait()
+        self.spend(_COMPUTES[self.phase], work.compute * share)
+        if work.sums and self.tensor_axis:
+            axes = (self.tensor_axis.value,)
+            for collective, seconds in work.sums:
+                key = TimeKey(Spent.COLLECTIVES, self.phase, axes, collective)
+                self._issue(axes, key, seconds * share, None).wait()
         if work.hooks:
             self._on_host(work.hooks * share)
 
@@ -194,6 +198,19 @@ class Clock:
             collective, ranks=2, nodes=self.network.ends(axis), payload=payload
         )
         self._issue(names, key, seconds, None).wait()
+
+    def agree(self) -> None:
+        """All ranks agree on the loss before they update (`train.finite`), over a group of
+        processors: how long that takes is known where ranks are on such."""
+        if self.network.world > 1 and not self.pace.overlaps:
+            key = TimeKey(Spent.COLLECTIVES, self.phase, ("world",), Collective.ALL_REDUCE)
+            seconds = self.pace.collective_seconds(
+                Collective.ALL_REDUCE,
+                ranks=self.network.world,
+                nodes=self.network.nodes,
+                payload=_AGREED,
+            )
+            self._issue("world", key, seconds, None)
 
     def message_seconds(self, axis: Axis, payload: int) -> float:
         """Return how long a message to the next rank along an axis is under way."""

@@ -9,9 +9,8 @@ backward, what stands behind them the other way round.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ptrain.costs import Collective
@@ -32,8 +31,8 @@ from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, boun
 Shares = list[tuple[PassSeconds, float]]
 Moved = tuple[tuple[Tier, int], ...]
 
-_FIRST = {Kind.FORWARD: Mark.ENTER}  # of a backward pass it is PRE_BACKWARD
-_LAST = {Kind.FORWARD: Mark.LEAVE}
+_ENDS = Mark.ENTER, Mark.LEAVE
+_BACKWARD_ENDS = Mark.PRE_BACKWARD, Mark.POST_BACKWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +131,6 @@ class PassScore:
     its last one, `at_unit` as a unit's part begins, `at_gradient` ahead of a gradient; `moved` goes
     off the device as a unit's forward ends, and is back ahead of its backward."""
 
-    kind: Kind
     first: Shares
     last: Shares
     at_unit: Mapping[int, Shares]
@@ -241,45 +239,53 @@ def score(
     """Return what is computed when in a pass with these items, of the units that are played."""
     is_forward = kind is Kind.FORWARD
     marks = [*boundaries(items)]
-    opening = next((b.unit for b in marks if b.mark is _FIRST.get(kind, Mark.PRE_BACKWARD)), None)
-    closes = _LAST.get(kind, Mark.POST_BACKWARD)
-    closing = next((b.unit for b in reversed(marks) if b.mark is closes), None)
-    completed = {} if is_forward else dict.fromkeys(_completed(items))
+    opens, closes = _ENDS if is_forward else _BACKWARD_ENDS
+    completed = set() if is_forward else {*_completed(items)}
     at_unit, at_gradient = defaultdict[int, Shares](list), defaultdict[str, Shares](list)
-    unplaced: Shares = []
-    present = {boundary.unit for boundary in marks}
-    for name, parts in _tensors_of(units, layers.layers).items():
+    present, unplaced = {boundary.unit for boundary in marks}, Shares()
+    for name, tensors in _tensors_of(units, layers.layers).items():
         seconds = _seconds(clock, layers.layers[name], kind)
-        whose = [(tensor, unit) for tensor, unit in parts if tensor.name in completed] or parts
-        by_gradient = whose[0][0].name in completed if whose else False
-        sizes = [_multiplied(tensor) for tensor, _ in whose]
-        if not any(sizes):
-            sizes = [tensor.numel for tensor, _ in whose]
-        total = sum(sizes)
-        for (tensor, unit), size in zip(whose, sizes, strict=True):
-            if by_gradient:
-                at_gradient[tensor.name].append((seconds, size / total))
+        for tensor, unit, share in _shares(tensors, completed):
+            place = unplaced
+            if tensor in completed:
+                place = at_gradient[tensor]
             elif unit in present:
-                at_unit[unit].append((seconds, size / total))
-            else:
-                unplaced.append((seconds, size / total))
-        if not total:
-            unplaced.append((seconds, 1.0))
-    front = [(_seconds(clock, layers.front, kind), 1.0)] if layers.front else []
-    behind = [(_seconds(clock, layers.behind, kind), 1.0)] if layers.behind else []
+                place = at_unit[unit]
+            place.append((seconds, share))
+    front, behind = (
+        [(_seconds(clock, work, kind), 1.0)] if work else []
+        for work in (layers.front, layers.behind)
+    )
     first, last = (front, behind) if is_forward else (behind, front)
-    if not is_forward and front and (gradient := _last_of_root(items, at_gradient)):
+    if not is_forward and front and (gradient := _behind_layers(items, at_gradient)):
         at_gradient[gradient], last = front, []
     return PassScore(
-        kind=kind,
         first=[*first, *unplaced],
         last=last,
         at_unit=at_unit,
         at_gradient=at_gradient,
-        opening=opening,
-        closing=closing,
+        opening=next((b.unit for b in marks if b.mark is opens), None),
+        closing=next((b.unit for b in reversed(marks) if b.mark is closes), None),
         moved=_moved(units, marks, layers, is_forward=is_forward),
     )
+
+
+def _shares(
+    tensors: Sequence[tuple[TensorFacts, int]], completed: Container[str]
+) -> Iterator[tuple[str, int, float]]:
+    """Yield (tensor, its unit, its share) of those of a layer whose gradients complete in a pass,
+    else of all: by their elements, where there are matrices by those of matrices. A layer without
+    tensors has one share."""
+    own = [(t, unit) for t, unit in tensors if t.name in completed] or tensors
+    sizes = [t.numel if len(t.shape) > 1 else 0 for t, _ in own]
+    if not any(sizes):
+        sizes = [t.numel for t, _ in own]
+    total = sum(sizes)
+    if not total:
+        yield "", -1, 1.0
+    for (tensor, unit), size in zip(own, sizes, strict=True):
+        if size:
+            yield tensor.name, unit, size / total
 
 
 def _moved(
@@ -330,10 +336,6 @@ def _tensors_of(
     return parts
 
 
-def _multiplied(tensor: TensorFacts) -> int:
-    return math.prod(tensor.shape) if len(tensor.shape) > 1 else 0
-
-
 def _completed(items: Iterable[Item]) -> Iterator[str]:
     """Yield the parameters whose gradients complete, of what is repeated once."""
     for item in items:
@@ -343,7 +345,7 @@ def _completed(items: Iterable[Item]) -> Iterator[str]:
             yield from _completed(item.items)
 
 
-def _last_of_root(items: Iterable[Item], of_layers: Mapping[str, Shares]) -> str | None:
+def _behind_layers(items: Iterable[Item], of_layers: Mapping[str, Shares]) -> str | None:
     """Return the first gradient behind those of all layers."""
     following: str | None = None
     for parameter in _completed(items):

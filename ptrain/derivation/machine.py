@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of
@@ -49,17 +49,15 @@ class Machine:
         self, spec: Spec, plan: Plan, facts: ModelFacts, schedule: Schedule
     ) -> PipelineTiming:
         """Return what times the ranks of a pipeline."""
-        works = [self.work(index) for index in range(spec.degree(Axis.TP))]
-        clip = plan.clip
-        speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, works[0])
+        work = cache(self.work)  # of the few places along tp that are played
+        speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, work(0))
         return PipelineTiming(
             spec=spec,
             clock=self._clock(spec, plan),
-            works=works,
-            blocks=block_names(facts.blocks, works[0]),
+            work=work,
+            blocks=block_names(facts.blocks, work(0)),
             schedule=schedule,
             message=message_bytes(spec, plan, chain_of(spec, facts)),
-            meets=clip is not None and Axis.PP in clip.reduced_axes,
             speed=speed,
             assumed=assumed,
             spans=self.spans,

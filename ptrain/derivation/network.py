@@ -13,11 +13,14 @@ Degrees = tuple[tuple[str, int], ...]  # of the mesh, outermost axis first
 
 
 class Network:
-    """The groups of a spec's ranks, `devices_per_node` of which are on a node."""
+    """The groups of a spec's ranks, `devices_per_node` of which are on a node; `world` ranks in
+    all, on so many `nodes`."""
 
     def __init__(self, spec: Spec) -> None:
         self._degrees = tuple((factor.axis.value, factor.degree) for factor in spec.factors)
         self._per_node = spec.cluster.devices_per_node if spec.cluster else spec.world_size
+        self.world = spec.world_size
+        self.nodes = -(-self.world // self._per_node)
         self._names: dict[Sequence[Axis], tuple[str, ...]] = {}
 
     def ordered(self, axes: Sequence[Axis]) -> tuple[str, ...]:

@@ -2,9 +2,8 @@
 
 A rank's passes are in its order, each as soon as what it needs has come. Where ranks send with the
 cores that compute, a message takes its sender's time, and who waits leaves its cores to the others;
-elsewhere a message is under way beside what is computed. Ranks
-update when their passes are over, and where the norm of all gradients is needed first, when all
-ranks' are.
+elsewhere a message is under way beside what is computed. All ranks agree on the loss before any of
+them updates, so that updates begin when the last rank's passes are over.
 """
 
 from __future__ import annotations
@@ -32,17 +31,16 @@ from ptrain.timeline import Kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTiming:
     """What the time of a pipeline's step is made of: a clock, the work of a micro-batch by place
-    along tp, the names of the model's blocks, the schedule, and a message's bytes. `meets`: no rank
-    updates before all have come to the end of their passes. `speed`: how much faster ranks are of
-    so many places alone, where they share cores; `assumed` is what is said of that."""
+    along tp, the names of the model's blocks, the schedule, and a message's bytes. `speed`: how
+    much faster ranks are of so many places alone, where they share cores; `assumed` is what is said
+    of that."""
 
     spec: Spec
     clock: Clock
-    works: Sequence[ModelWork]
+    work: Callable[[int], ModelWork]
     blocks: Sequence[str]
     schedule: Schedule
     message: int
-    meets: bool
     speed: Callable[[int], float] | None = None
     assumed: tuple[str, ...] = ()
     spans: list[LaneSpan] | None = None
@@ -74,7 +72,7 @@ class PipelineTiming:
     ) -> dict[Kind, PassScore]:
         """Return what is computed when in the passes of a stage, on the ranks at this place along
         tp."""
-        timing = Timing(clock=self.clock, work=self.works[index % len(self.works)])
+        timing = Timing(clock=self.clock, work=self.work(index))
         kinds = _kinds(self.schedule, stage.index)
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
         ends = stage.index == 0, stage.index == self.schedule.stages - 1
@@ -122,26 +120,20 @@ def pipeline_time(
         for action, taken in rank.seconds.items()
     }
     simulation = timing.simulated(seconds)
-    ends = {
-        place: simulation.makespan if timing.meets else spans[-1].end
-        for place, spans in enumerate(simulation.timeline)
-    }
     if timing.spans is not None:
-        timing.spans.extend(_spans(simulation, ends, slowest.values()))
-    over = max(ends[rank.place] + rank.update for rank in slowest.values())
+        timing.spans.extend(_spans(simulation, slowest.values()))
+    over = simulation.makespan + max(rank.update for rank in slowest.values())
     busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
     rows = [*busiest.clock.step_time().rows, *_sent(schedule, busiest.place, sends)]
     alone = sum(seconds[action] for action in busiest.seconds)
     factor = simulation.busy[busiest.place] / alone if alone else 1.0
     rows = [row if row.key.phase is Phase.UPDATE else _scaled(row, factor) for row in rows]
     idle = max(over - sum(row.seconds for row in rows), 0.0)
-    bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD), seconds=idle)
+    bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, (Axis.PP.value,)), seconds=idle)
     return StepTime(rows=(*rows, bubble), assumed=timing.assumed)
 
 
-def _spans(
-    simulation: Simulation, ends: Mapping[int, float], ranks: Iterable[RankTime]
-) -> Iterator[LaneSpan]:
+def _spans(simulation: Simulation, ranks: Iterable[RankTime]) -> Iterator[LaneSpan]:
     """Yield what each rank does when, each on a lane of its own."""
     for place, spans in enumerate(simulation.timeline):
         for span in spans:
@@ -149,7 +141,7 @@ def _spans(
             phase = Phase.FORWARD if is_forward else Phase.BACKWARD
             yield LaneSpan(place, TimeKey(Spent.COMPUTE, phase), span.start, span.end)
     for rank in ranks:
-        end = ends[rank.place]
+        end = simulation.makespan
         key = TimeKey(Spent.UPDATE, Phase.UPDATE)
         yield LaneSpan(rank.place, key, end, end + rank.update)
 

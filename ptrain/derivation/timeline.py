@@ -179,6 +179,8 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
             tape.level = tape.peak = before + stays
             slowest.begin()
             clip(scene, clipped[shard])
+            if tape.clock is not None:
+                tape.clock.agree()
             for wrap in wraps:
                 wrap.update(shard)
             for wrap in wraps:

@@ -137,7 +137,7 @@ def _convolution_backward(
     ]
 
 
-_KNOWN = ("aten", "prims", "profiler", "ptrain")
+_KNOWN = ("aten", "prim", "prims", "profiler", "ptrain")
 
 
 def is_opaque(function: Any) -> bool:

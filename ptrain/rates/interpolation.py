@@ -13,7 +13,8 @@ from itertools import chain
 
 Shape = tuple[int, ...]
 
-_SHARPNESS = 3  # of weights over distance: see benchmarks/cluster_rates.py --leave-out
+# Of weights over distance: above the number of coordinates, or the many that are far decide.
+_SHARPNESS = 6
 
 
 class Curve:
@@ -57,17 +58,20 @@ class Surface:
         kind: Callable[[Shape], object] = lambda _: None,
     ) -> None:
         assert seconds, "a surface has points"
-        self.measured = dict(seconds)
+        self.known = dict(seconds)  # measured, and what was asked before
         self.expected, self.coordinates, self.kind = expected, coordinates, kind
         self.kinds: dict[object, list[tuple[tuple[float, ...], float]]] = {}
-        for shape, taken in self.measured.items():
+        for shape, taken in seconds.items():
             point = self._point(shape), math.log(taken / expected(shape))
             self.kinds.setdefault(kind(shape), []).append(point)
 
     def at(self, shape: Shape) -> float:
         """Seconds of a shape."""
-        if shape in self.measured:
-            return self.measured[shape]
+        if shape not in self.known:
+            self.known[shape] = self._between(shape)
+        return self.known[shape]
+
+    def _between(self, shape: Shape) -> float:
         points = self.kinds.get(self.kind(shape)) or list(chain(*self.kinds.values()))
         here = self._point(shape)
         total = excess = 0.0

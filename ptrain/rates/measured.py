@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from ptrain.costs import Collective
@@ -19,6 +20,8 @@ from ptrain.spec.resolve_rates import tables
 
 # The tensor cores of GPUs multiply both at one pace, and neither has a path of its own in memory.
 _ALIKE = {DType.FP16: DType.BF16, DType.BF16: DType.FP16}
+CALIBRATED = (DType.FP32, DType.BF16)  # what `ptrain calibrate` measures
+_MOMENTS = {"adamw": 2, "sgd": 1}  # tensors of optimizer state for a parameter
 _ALIGNED = 8  # elements: the tensor cores' rows are whole 16 bytes, or slow
 
 
@@ -27,6 +30,13 @@ def pace_of(cluster: Cluster | None, ranks: int) -> Pace | None:
     where nobody measured it, and `lacking` says why."""
     if cluster is None or cluster.rates is None or lacking(cluster, ranks):
         return None
+    return _pace(cluster, _on_a_node(cluster, ranks))
+
+
+@lru_cache(maxsize=64)
+def _pace(cluster: Cluster, ranks: int) -> Pace:
+    """A search asks for the same one thousands of times."""
+    assert cluster.rates is not None, "what lacks nothing has rates"
     return MeasuredPace(cluster, tables(cluster.rates), ranks)
 
 
@@ -104,7 +114,7 @@ class MeasuredPace:
         if surface is None and self.is_cuda and dtype in _ALIKE:
             surface = surfaces.get((_ALIKE[dtype],))
         if surface is None:
-            raise self._unknown(f"{kind} in {dtype}")
+            raise self._unknown(f"{kind} in {dtype}", is_calibrated=dtype in CALIBRATED)
         return surface
 
     def _curve(self, kind: OperatorKind, dtype: DType) -> Curve:
@@ -181,7 +191,10 @@ class MeasuredPace:
             return curve.at(payload)
         if (LinkTier.BETWEEN if nodes > 1 else LinkTier.WITHIN) not in self.links:
             where = "one node" if nodes == 1 else f"{nodes} nodes"
-            raise self._unknown(f"{collective} of {ranks} ranks on {where}")
+            is_calibrated = nodes > 1 or self.ranks % ranks == 0
+            raise self._unknown(
+                f"{collective} of {ranks} ranks on {where}", is_calibrated=is_calibrated
+            )
         return link_seconds(self.links, collective, ranks=ranks, nodes=nodes, payload=payload)
 
     def copy_seconds(self, copy: Collective, size: int) -> float:
@@ -196,7 +209,10 @@ class MeasuredPace:
     ) -> float:
         surface = self.updates.get((optimizer, layout.updated))
         if surface is None:
-            raise self._unknown(f"an update by {optimizer} in {layout.updated}")
+            is_calibrated = optimizer in _MOMENTS and layout.updated in CALIBRATED
+            raise self._unknown(
+                f"an update by {optimizer} in {layout.updated}", is_calibrated=is_calibrated
+            )
         return surface.at((elements, tensors)) + sum(
             tensors
             * self.operator_seconds(
@@ -211,7 +227,7 @@ class MeasuredPace:
         if surface is not None:
             return surface.at((elements, tensors))
         if not self.is_cuda:
-            raise self._unknown(f"clipping in {dtype}")
+            raise self._unknown(f"clipping in {dtype}", is_calibrated=dtype in CALIBRATED)
         size = elements * dtype.itemsize  # read for the norm; read and written to be scaled
         return sum(
             self.operator_seconds(Operator(kind, dtype, (times * size,)))
@@ -225,15 +241,16 @@ class MeasuredPace:
             raise self._unknown(f"the hook {hook}")
         return self.hooks.get(hook, 0.0)
 
-    def _unknown(self, what: str) -> UnknownRate:
-        command = f"ptrain calibrate --ranks {self.ranks}"
-        return UnknownRate(f"the cluster's rates have no {what}: `{command}` measures it")
+    def _unknown(self, what: str, *, is_calibrated: bool = True) -> UnknownRate:
+        measures = f"`ptrain calibrate --ranks {self.ranks}` measures it"
+        who = measures if is_calibrated else "nothing measures it yet"
+        return UnknownRate(f"the cluster's rates have no {what}: {who}")
 
 
 def _casts(optimizer: str, layout: Layout) -> Iterator[tuple[DType, int]]:
     """What the update copies beside itself: the wider dtype, and the bytes of an element in both.
     Of moments that are kept in another dtype than they are updated in, there and back."""
-    moments = {"adamw": 2, "sgd": 1}.get(optimizer, 0)
+    moments = _MOMENTS[optimizer]
     for dtype, times in (
         (layout.gradients, 1),
         (layout.moments, 2 * moments),

@@ -90,14 +90,15 @@ def time_row(column: Column, step: StepTime) -> dict[str, object]:
 
 def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) -> str:
     """Return predicted beside measured seconds: of the step, and of the waiting for each axes'
-    collectives; empty where no time is predicted. Measured is the rank that waits most."""
+    collectives, a bubble included; empty where no time is predicted. Measured is the one that
+    waits most."""
     step = exact.step
     if step is None:
         return ""
     waits: dict[tuple[str, ...], float] = {}
     for row in measured.blocked:
         waits[row.axes] = max(waits.get(row.axes, 0.0), row.seconds)
-    exposed = step.exposed()
+    exposed = step.exposed(idle=True)
     rows = [_compared("step", step.seconds, step_seconds)]
     rows += [
         _compared(f"waits for {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
@@ -108,9 +109,9 @@ def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) 
 
 def _compared(what: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:
     difference = f"{measured / predicted - 1:+.1%}" if predicted and measured is not None else ""
-    cells = (MISSING if seconds is None else format_seconds(seconds) for seconds in (
-        predicted, measured
-    ))  # fmt: skip
+    cells = (
+        MISSING if seconds is None else format_seconds(seconds) for seconds in (predicted, measured)
+    )
     return what, *cells, difference
 
 

@@ -18,7 +18,7 @@ from ptrain.costs import Phase, State, busiest
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.interconnect import link
 from ptrain.derivation.paper import reconstruction_unit, state_sizes
-from ptrain.selection.fit import Fit, fit
+from ptrain.selection.fit import Fit, fit, host_bytes
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.cluster import Cluster
@@ -46,11 +46,11 @@ def _fit_reason(derivation: Derivation, memory_fit: Fit) -> str:
     """First: does one step fit, and what of it are states."""
     states = _states(derivation)
     if memory_fit.peak_bytes is None or memory_fit.device_memory is None:
-        return f"fit: nobody knows yet; states are {format_bytes(states)} of a rank"
+        return f"fit: nobody knows yet; a rank's states are {states}"
     word = {True: "fits", False: "does not fit", None: "may fit, by its data"}[memory_fit.fits]
     return (
-        f"fit: {word}: {format_bytes(memory_fit.peak_bytes)} at the peak, "
-        f"{format_bytes(states)} of them states, of {format_bytes(memory_fit.device_memory)}"
+        f"fit: {word}: {format_bytes(memory_fit.peak_bytes)} at the peak "
+        f"of {format_bytes(memory_fit.device_memory)}; a rank's states are {states}"
     )
 
 
@@ -105,7 +105,7 @@ def _sharding_reason(derivation: Derivation) -> str:
     if ranks > 1:
         return (
             f"1. dp_shard {ranks}, the first to reach for: of {states} a rank has "
-            f"{format_bytes(_states(derivation))}; {sent}{_waits(derivation, *DATA_AXES)}"
+            f"{_states(derivation)}; {sent}{_waits(derivation, *DATA_AXES)}"
         )
     room = spec.cluster.device_memory if spec.cluster else 0
     if whole < room:
@@ -113,8 +113,12 @@ def _sharding_reason(derivation: Derivation) -> str:
     return f"1. no dp_shard, the first to reach for: it would cut {states}; {sent}"
 
 
-def _states(derivation: Derivation) -> int:
-    return sum(derivation.exact.bytes_of(state) for state in _MODEL_STATES)
+def _states(derivation: Derivation) -> str:
+    """Return what a rank has of Θ, Ω and G on its device, and of what is on a host its share."""
+    exact = derivation.exact
+    device = format_bytes(sum(exact.bytes_of(state) for state in _MODEL_STATES))
+    hosted = host_bytes(exact, 1)
+    return f"{device} and {format_bytes(hosted)} on the host" if hosted else device
 
 
 def _tensor_reason(derivation: Derivation) -> str:

@@ -54,6 +54,8 @@ class OperationsMeter(OperatorMode):
         if _ATTENTION in function._schema.name and self._phase is Phase.FORWARD:
             self._attention[function._schema.name.removeprefix(_ATTENTION)] = None
         if formula is not None:
+            if _ATTENTION in function._schema.name:
+                args = _with_equal_heads(args, is_backward="backward" in function._schema.name)
             self._add(int(formula(*args, **kwargs, out_val=result)))
         elif function._schema.name == _GROUPED:  # torch has no formula of it
             self._add(2 * sum(map(math.prod, products(_GROUPED.removeprefix("aten::"), args))))
@@ -89,3 +91,13 @@ class OperationsMeter(OperatorMode):
         return Operations(
             rank=self._rank, forward=self._forward, backward=self._backward, again=self._again
         )
+
+
+def _with_equal_heads(args: tuple[Any, ...], *, is_backward: bool) -> tuple[Any, ...]:
+    """Shapes of keys and values of as many heads as the queries have, each of which meets its own:
+    torch's formula asks for them up to 2.11."""
+    first = 1 if is_backward else 0
+    query, *others = args[first : first + 3]
+    heads = query.shape[1]
+    shapes = (torch.Size((len(x), heads, *x.shape[2:])) for x in others)
+    return (*args[:first], query, *shapes, *args[first + 3 :])

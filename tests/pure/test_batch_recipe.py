@@ -209,3 +209,9 @@ def test_a_plan_says_what_became_of_the_batch(ptrain):
     text = ptrain("plan", "zero3", "batch.global=2k tokens", "batch.micro=auto")
     assert "batch.global: 2k tokens are 15 samples of 128: 16 to the nearest power of two" in text
     assert "batch.micro: auto is 8, the largest whose predicted peak fits" in text
+
+
+def test_states_on_a_host_are_counted_beside_the_devices():
+    (first, *_), (plain, *_) = (reasons_of(name).splitlines() for name in ("zero-offload", "zero3"))
+    assert first.endswith("a rank's states are 1.609 MB and 4.828 MB on the host")
+    assert plain.endswith("a rank's states are 6.44 MB")

@@ -10,11 +10,12 @@ import pytest
 from ptrain.calibration import job, machine
 from ptrain.calibration.machine import MeasuredPart
 from ptrain.calibration.options import CalibrationOptions, parse, to_argv
+from ptrain.calibration.points import GPUS, PROCESSORS, operations
 from ptrain.calibration.write import conclude
 from ptrain.cli.main import main
 from ptrain.costs import Collective
 from ptrain.errors import SpecError
-from ptrain.rates.measured import pace_of
+from ptrain.rates.measured import CALIBRATED, pace_of
 from ptrain.spec.load import load
 
 
@@ -98,11 +99,12 @@ def test_cores_are_busy_by_what_they_did_meanwhile(tmp_path, monkeypatch):
 
 def test_a_file_that_no_calibration_wrote_is_not_overwritten(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("devices: 2\n", encoding="utf-8")
-    assert refusal(CalibrationOptions(out=file)) == (
-        f"error: --out: {file} is there, and no calibration wrote it\n"
-        "  remedy: choose another file, or --force"
-    )
+    for content in (b"devices: 2\n", b"\0\xff", b""):
+        file.write_bytes(content)
+        assert refusal(CalibrationOptions(out=file)) == (
+            f"error: --out: {file} is there, and no calibration wrote it\n"
+            "  remedy: choose another file, or --force"
+        )
     folder = refusal(CalibrationOptions(out=tmp_path / "none" / "out.yaml"))
     assert folder.endswith(
         "there is no folder " + str(tmp_path / "none") + "\n  remedy: make it first"
@@ -141,3 +143,17 @@ def test_options_are_words_again():
 def test_ranks_that_share_cores_have_more_of_the_time(monkeypatch):
     monkeypatch.setattr(job.environment, "cores", lambda: 2)
     assert job._shares((1, 2, 4), 100.0) == [25.0, 25.0, 50.0]
+
+
+@pytest.mark.parametrize("points", [PROCESSORS, GPUS])
+def test_products_are_of_all_sides_and_the_largest_come_last(points):
+    products = points.products()
+    sizes = [operations(shape) for _, shape in products]
+    assert sizes == sorted(sizes) and len(set(products)) == len(products)
+    assert {dtype for dtype, _ in products} == set(CALIBRATED) == set(points.sides)
+    for dtype, sides in points.sides.items():
+        shapes = {shape for known, shape in products if known is dtype}
+        small = sides[0]
+        assert {(1, rows, small, small) for rows in sides} <= shapes
+        assert max(map(operations, shapes)) <= 4 * points.flops[dtype]
+        assert points.sizes_of(dtype)[:5] == points.sizes[:5]

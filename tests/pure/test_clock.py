@@ -20,7 +20,6 @@ from ptrain.derivation.timeline import replay
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
-from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.rates import Hook
@@ -323,12 +322,33 @@ def test_activations_on_the_host_go_and_come_beside_what_is_computed(copy):
     assert _offloaded(copy).seconds == pytest.approx(now + FRONT[1])
 
 
+def test_flat_units_have_hooks_for_what_they_gather_and_reduce_and_none_for_the_norm():
+    hooks = {Hook.FLAT_GATHER: 1.0, Hook.FLAT_REDUCE: 0.25}
+    clipped = spec(ZERO_2, clip=1.0)
+    time = step(clipped, HandPace(overlaps=False, hooks=hooks))
+    assert time.spent(Spent.WRAPPERS) == (BLOCKS + 1) * 1.25
+
+
 def test_gradients_that_are_added_are_read_and_written():
     """K micro-batches: K - 1 sums of 12 bytes an element on one device."""
     pace = HandPace(byte=0.01)
     times = [step(spec(accumulate=number), pace).seconds for number in (1, 2, 4)]
     added = 0.01 * 3 * UNIT * (BLOCKS + 1)
     assert times == pytest.approx([COMPUTED, 2 * COMPUTED + added, 4 * COMPUTED + 3 * added])
+
+
+def test_what_fsdp2_copies_and_adds_takes_time_beside_its_collectives():
+    """Of a unit of 400 bytes among two ranks: 2 x 400 out of a gather's buffer, twice, and 2 x 400
+    into a reduction's; where there are no streams also 2 x 200 into the gather's, twice, and 3 x
+    200 where a shard is added to that of the micro-batch before."""
+    pace = HandPace(byte=0.001)
+    for number, overlaps, size in (
+        (1, True, 6 * 400),
+        (1, False, 6 * 400 + 4 * 200),
+        (2, False, 2 * (6 * 400 + 4 * 200) + 3 * 200),
+    ):
+        time = step(spec(GATHERED, accumulate=number), replace(pace, overlaps=overlaps))
+        assert time.spent(Spent.WRAPPERS) == pytest.approx(0.001 * size * (BLOCKS + 1))
 
 
 def test_each_micro_batch_between_the_first_and_the_last_takes_the_same():
@@ -346,15 +366,12 @@ def test_the_norm_is_awaited_and_gradients_are_clipped():
     assert waits(time, Collective.ALL_REDUCE) == 4  # a scalar
 
 
-def test_a_group_counts_the_nodes_that_its_ranks_are_on():
-    cluster = Cluster(devices=16, devices_per_node=4, device_memory=1, intra_node_bandwidth=1.0)
-    mesh = {Axis.PP: (2, WHOLE), REPLICATE: (4, WHOLE), SHARD: (2, GATHERED)}
-    network = Network(make_spec(mesh, cluster=cluster))
-    assert network.group(("dp_shard",)) == (2, 1)
-    assert network.group(("dp_replicate",)) == (4, 2)
-    assert network.group(("dp_replicate",), 2) == (2, 1)
-    assert network.group(("dp_replicate", "dp_shard")) == (8, 2)
-    assert (network.pair(REPLICATE), network.pair(Axis.PP), network.ends(REPLICATE)) == (2, 2, 2)
+def test_ranks_on_cores_agree_on_the_loss_before_they_update():
+    """An all-reduce of a few numbers, over all ranks; of accelerators nobody knows its time."""
+    pace = HandPace(by_collective={Collective.ALL_REDUCE: 1.0})
+    assert step(spec(GATHERED), replace(pace, overlaps=False)).exposed()["world",] == 64
+    assert ("world",) not in step(spec(GATHERED), pace).exposed()
+    assert ("world",) not in step(spec(), replace(pace, overlaps=False)).exposed()
 
 
 def test_muon_takes_what_its_iterations_multiply_and_adamw_the_rest():

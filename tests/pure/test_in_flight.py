@@ -120,6 +120,6 @@ def test_a_rank_more_of_each_kind_is_no_work_but_its_rows():
 
 def test_70b_saves_more_on_the_first_stage():
     exact = derive(load("specs/paper/70b-3d.yaml").spec).exact
-    assert exact.undefined == {}
+    assert exact.undefined.keys() <= {"step_seconds"}
     first, *_, last = (exact.bytes_of(State.ACTIVATIONS, rank) for rank in (0, 32, 64, 96))
     assert 3 * last < first < 4 * last

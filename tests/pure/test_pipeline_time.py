@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
+from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.costs import Collective, Phase, Spent, StepTime
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
+from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, ModelWork
+from ptrain.spec.axis import Axis
+from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
 from ptrain.spec.rates import Hook
+from tests.pure.build import GATHERED, WHOLE, make_spec
 from tests.pure.paces import HandPace, layer, model
 
 SAMPLES = 8
@@ -136,6 +141,22 @@ def test_ranks_that_wait_leave_their_core_to_the_others(schedule):
         assert time.assumed == ()
 
 
+def test_between_numbers_of_ranks_that_are_known_all_together_do_as_much_as_a_line_says():
+    """Four ranks on two cores: one or two of them are twice as fast, three as fast as two cores
+    are for three."""
+    fewer = {1: HandPace(overlaps=False), 2: HandPace(overlaps=False)}
+    work = model(FORWARD, BACKWARD, layers=8)
+    machine = Machine(
+        pace=HandPace(overlaps=False, operation=2), work=lambda _: work, fewer=fewer.get
+    )
+    changes = {"mesh": {"pp": 4}, "placement": {"pp": "S,S,S,R"}}
+    derivation = derive(load(of_all(changes)).spec)
+    spec, plan, facts = derivation.spec, derivation.plan, derivation.facts
+    speed = machine.of_pipeline(spec, plan, facts, schedule_of(spec)).speed
+    assert speed is not None
+    assert [speed(busy) for busy in (1, 2, 3, 4)] == pytest.approx([2, 2, 4 / 3, 1])
+
+
 def test_without_rates_of_fewer_ranks_it_is_said_what_is_assumed():
     time = pipeline(HandPace(overlaps=False), 2, 4)
     assert time.seconds == pytest.approx((4 + 1) * 4 * (FORWARD + BACKWARD))
@@ -197,3 +218,18 @@ def test_a_prediction_without_rates_says_what_gives_them():
     estimate = derive(load(of_all({"mesh": {"dp_shard": 1}})).spec).exact
     assert estimate.step is None
     assert "cluster" in estimate.undefined["step_seconds"]
+
+
+def test_a_group_counts_the_nodes_that_its_ranks_are_on():
+    cluster = Cluster(devices=16, devices_per_node=4, device_memory=1, intra_node_bandwidth=1.0)
+    mesh = {Axis.PP: (2, WHOLE), Axis.DP_REPLICATE: (4, WHOLE), Axis.DP_SHARD: (2, GATHERED)}
+    network = Network(make_spec(mesh, cluster=cluster))
+    assert network.group(("dp_shard",)) == (2, 1)
+    assert network.group(("dp_replicate",)) == (4, 2)
+    assert network.group(("dp_replicate",), 2) == (2, 1)
+    assert network.group(("dp_replicate", "dp_shard")) == (8, 2)
+    assert (
+        network.pair(Axis.DP_REPLICATE),
+        network.pair(Axis.PP),
+        network.ends(Axis.DP_REPLICATE),
+    ) == (2, 2, 2)

@@ -180,12 +180,19 @@ def test_what_was_not_measured_is_unknown_and_says_who_measures_it():
         return two.collective_seconds(Collective.ALL_GATHER, ranks=2, nodes=1, payload=8)
 
     assert unknown(gather) == f"{lacks} all_gather of 2 ranks on one node: {measures}"
-    half = product(1, 8, 8, 8, dtype=DType.FP64)
-    assert unknown(lambda: two.operator_seconds(half)) == f"{lacks} product in fp64: {measures}"
+    assert (
+        unknown(lambda: two.collective_seconds(Collective.ALL_GATHER, ranks=3, nodes=1, payload=8))
+        == f"{lacks} all_gather of 3 ranks on one node: nothing measures it yet"
+    )
+    half = product(1, 8, 8, 8, dtype=DType.BF16)
+    assert unknown(lambda: two.operator_seconds(half)) == f"{lacks} product in bf16: {measures}"
+    double = product(1, 8, 8, 8, dtype=DType.FP64)
+    nothing = "nothing measures it yet"
+    assert unknown(lambda: two.operator_seconds(double)) == f"{lacks} product in fp64: {nothing}"
     hook = unknown(lambda: two.hook_seconds(Hook.FLAT_GATHER))
     assert hook == f"{lacks} the hook flat_gather: {measures}"
     muon = unknown(lambda: two.update_seconds("muon", FP32, elements=8, tensors=1))
-    assert muon == f"{lacks} an update by muon in fp32: {measures}"
+    assert muon == f"{lacks} an update by muon in fp32: {nothing}"
 
 
 def test_a_collective_of_one_rank_takes_no_time():

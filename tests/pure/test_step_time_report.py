@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ptrain.charts.step import step_sheet
+from ptrain.cli.main import main
 from ptrain.costs import (
     Blocked,
     Collective,
@@ -115,6 +116,12 @@ def test_measured_seconds_stand_beside_predicted_ones_and_decide_nothing():
     _, step, waiting = time_table(exact, measured, 1.5).splitlines()
     assert step.split()[1:] == ["1.20", "s", "1.50", "s", "+25.0%"]
     assert waiting.split()[2:] == ["dp_shard", "500", "ms", "500", "ms", "+0.0%"]
+    bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, ("pp",)), seconds=0.25)
+    piped = replace(exact, step=StepTime(rows=(bubble,)))
+    idle = time_table(
+        piped, replace(measured, blocked=(Blocked(axes=("pp",), rank=0, seconds=0.2),)), 1
+    )
+    assert idle.splitlines()[2].split()[2:] == ["pp", "250", "ms", "200", "ms", "-20.0%"]
     assert time_table(replace(exact, step=None), measured, 1.5) == ""
     assert "step_seconds" not in verdict_line([], torch="2.13.0", untold=["step_seconds"])
 
@@ -150,6 +157,33 @@ def test_tokens_per_second_and_what_part_of_the_devices_operations_they_are():
 )
 def test_seconds_have_three_digits(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("zero3", "ddp"), "several specs, and one picture"),
+        (("zero3", "batch.micro=1,2"), "several specs, and one picture"),
+        (("zero3",), "no step time: the cluster laptop has no rates"),
+    ],
+)
+def test_a_timeline_is_drawn_of_one_spec_whose_time_is_known(words, text, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["predict", *words, "--timeline", str(tmp_path / "step.svg")]) == 2
+    error = capsys.readouterr()
+    assert f"--timeline: {text}" in error.err and not error.out
+    assert main(["predict", *words, "--timeline", str(tmp_path / "step.gif")]) == 2
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_timeline_is_written_beside_the_prediction(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "step.svg"
+    for name in ("zero3", "pp-1f1b"):
+        words = [name, "cluster.preset=h100-8", "--timeline", str(path)]
+        assert main(["predict", *words]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"timeline {path}"
+        assert "<svg" in path.read_text(encoding="utf-8")
 
 
 def test_a_chart_has_a_row_for_each_lane_and_white_where_the_rank_waits():

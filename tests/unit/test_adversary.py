@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from ptrain.report.record import Check
+from tests.torch_release import is_since
 from tests.unit.seen_failures import SEEN
 
 NAMES = ("_disagreements", "_random_specs", "adversary")
@@ -48,6 +49,11 @@ def test_hundreds_of_drawn_specs_do(modules, first):
 
 @pytest.mark.parametrize("seen", SEEN, ids=lambda seen: seen.wrong[:40])
 def test_a_spec_that_once_failed_does(modules, seen):
+    if not is_since("2.13"):
+        if "fp64" in str(seen.written):
+            pytest.skip("its fake tensors have attention's statistics of fp64 in fp32")
+        if "fused" in str(seen.written):
+            pytest.skip("it has no loss that is fused")
     comparison = modules["_disagreements"].compared(seen.written, (seen.rank,))
     assert comparison.figures and not comparison.refused
     assert not comparison.differing, "\n".join(map(str, comparison.differing))

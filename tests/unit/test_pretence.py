@@ -21,6 +21,7 @@ from ptrain.rooms import pretence
 from ptrain.simulation.execute import fake_device
 from ptrain.spec.load import load
 from ptrain.traces import attention_kernels
+from tests.torch_release import is_since
 
 FOR_GPUS = "cluster.preset=h100-8"
 LACKING = pretence.lacking()
@@ -187,7 +188,11 @@ def simulated(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., dict[
         (90, (BF16,), "cudnn_attention"),
         (80, (BF16,), "flash_attention"),
         (90, (), "efficient_attention"),  # of fp32
-        (90, (BF16, "model.preset=gpt-tiny", "model.dropout=0.1"), "flash_attention"),
+        (
+            90,
+            (BF16, "model.preset=gpt-tiny", "model.dropout=0.1"),
+            "flash_attention" if is_since("2.12") else "cudnn_attention",
+        ),
     ],
 )
 def test_attention_is_the_kernel_that_torch_takes_there(

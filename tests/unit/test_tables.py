@@ -31,6 +31,9 @@ DEFAULT = {
     "passes/gpt-tied-dropout-cuda-full/plain",
     "block/llama-gqa-bf16-one/plain",
     "loss/gpt-tied-bf16-one/plain",
+    "block-work/gpt-plain-bf16/plain",
+    "end-work/llama-untied-bf16/plain",
+    "loss-work/gpt-full/plain",
 }
 
 

@@ -86,7 +86,7 @@ def clip(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:
     if tape.clock is None:
         return
     for axis, size in _scalars(plan):
-        tape.sent(Collective.ALL_REDUCE, (axis,), State.GRADIENTS, size, "")
+        tape.clock.send(Collective.ALL_REDUCE, (axis,), size).wait()
     if plan.clip is None:
         return
     numels: list[int] = []

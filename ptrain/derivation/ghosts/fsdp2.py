@@ -219,9 +219,13 @@ class FullySharded(InPlaceUpdate):
         """A reduced shard becomes G, or is added to it. What replicas all-reduced lives until
         backward is over, or the unit is reduced again."""
         shard, was_there = self.reduced[unit], self.has_shard[unit]
+        kept, dtype = self.kept[unit], self.scene.plan.update.layout.gradients
         self.has_shard[unit] = True
         if self.casts_after:
-            self.tape.add(self.kept[unit])
+            self.tape.add(kept)
+            self.tape.computed_beside(OperatorKind.COPY, dtype, shard + kept)
+        if was_there:
+            self.tape.computed_beside(OperatorKind.POINTWISE, dtype, 3 * kept)
         if self.step.replicate_axes and (self.casts_after or was_there):
             self.all_reduced[unit] = shard
         elif self.casts_after or was_there:
