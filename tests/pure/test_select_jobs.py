@@ -70,7 +70,7 @@ def test_an_open_micro_batch_leaves_the_mesh_as_it_is():
 
 
 def test_a_model_alone_has_a_batch_of_about_four_million_tokens():
-    base = searched_job("qwen3-32b", ["batch.sequence=32768"], cluster="h100-64").base
+    base = searched_job("llama3-8b", ["batch.sequence=32768"], cluster="h100-64").base
     assert (base.batch.global_samples, base.precision.layout.name) == (128, "zero16")
 
 
