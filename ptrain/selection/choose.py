@@ -235,6 +235,12 @@ class Chooser:
     def choose(self) -> PlacementRanking:
         """Return the ranking, and what its figures say of the rest."""
         result = self.search.run(self.job.where)
+        if not result.counts.scored and self.search.num_too_large:
+            raise refused(
+                "batch.sequence",
+                "a sample alone takes more than a device has, whatever its states are",
+                "write a smaller batch.sequence, loss=chunked, or more of tp",
+            )
         if not result.counts.scored:
             raise refused("--devices", *self._no_candidate())
         rows = list(self._fitting(result.best, self.count))

@@ -9,7 +9,7 @@ from ptrain.selection.arrays import numpy
 from ptrain.selection.blocks import CandidateBlock
 from ptrain.selection.task import SLACK, SearchCount, SearchGoal, SearchResult, SearchTask
 
-_KEPT = 4096  # candidates that are remembered between blocks
+_KEPT = 1024  # candidates that are remembered between blocks
 _BANDS = 24  # of memory, the fastest of each of which is remembered for a front
 
 

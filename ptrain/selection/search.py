@@ -69,6 +69,7 @@ class Search:
         self.flows = PipelineFlows(task.base, self.facts)
         self.wires = Wires(task.base, task.pace, task.is_nominal)
         self.choices = data_choices(task.base)
+        self.num_too_large = 0  # blocks of candidates that are not scored
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
         self.activities: dict[tuple[object, ...], Activity] = {}
@@ -122,7 +123,8 @@ class Search:
                 if not legality.within(inner.within, kept, way):
                     continue
                 if self._activity(inner, micro, kept).least > self.task.room * SLACK:
-                    continue  # whatever the states are
+                    self.num_too_large += 1  # whatever the states are
+                    continue
                 units = frozenset(unit for unit in UNITS if legality.unit(inner.within, unit, kept))
                 table = self._table(inner, left, way, units, many=number > 1)
                 if len(table):
@@ -251,12 +253,19 @@ class Search:
         key = (axes, bool(inner.shape), way, many)
         if key not in self.ways:
             beside, base = (THROUGH[way], *inner.within), self.task.base
+            # What is legal with several micro-batches is so with one: no rule asks for more of them
+            # but those of schedules, which `pipeline` has asked.
+            several = () if many else self._ways(axes, inner, way, many=True).ways
+            legal = {id(known.choice) for known in several}
             self.ways[key] = Ways(
                 self.wires,
                 [
                     way_of(base, choice, beside)
                     for choice in self.choices[axes]
-                    if self.legality.data(choice, inner.within, way, many=many)
+                    if (
+                        id(choice) in legal
+                        or self.legality.data(choice, inner.within, way, many=many)
+                    )
                     and self.task.where.admits(Aspect.DATA, chosen(base, (choice,)))
                 ],
             )
