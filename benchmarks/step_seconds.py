@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _machine import ROOT, conclude, environment, header, this_command
 
+from ptrain.algebra.legality import check, executed
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.spec.load import load
@@ -115,15 +117,16 @@ def _batch(words: Sequence[str], model: str) -> Iterator[str]:
 
 
 def _of_ranks(words: tuple[str, ...], count: int) -> tuple[str, ...] | None:
-    try:
-        spec = load(words[0], words[1:]).spec
-        if spec.world_size == count:
-            return words
-        (factor,) = spec.factors
-        longer = (*words, f"mesh.{factor.axis}={count}")
-        return longer if load(longer[0], longer[1:]).spec.world_size == count else None
-    except (PtrainError, ValueError):
-        return None
+    """The words of a legal spec of so many ranks: with an axis lengthened, or one micro-batch."""
+    axes = load(words[0]).spec.factors
+    longer = [(f"mesh.{axes[0].axis}={count}",)] if len(axes) == 1 else []
+    once = [(f"batch.micro={16 // count}", "batch.accumulate=1")]
+    for more in ((), *longer, *once, *(a + b for a in longer for b in once)):
+        with suppress(PtrainError):
+            spec = load(words[0], [*words[1:], *more]).spec
+            if spec.world_size == count and not check(spec) and not executed(spec):
+                return (*words, *more)
+    return None
 
 
 def predicted(case: Case, cluster: str) -> float | None:
@@ -161,8 +164,8 @@ def timed(case: Case, seconds: float) -> Timed:
 
 def rank_correlation(rows: Sequence[Timed]) -> float:
     """Return Spearman's rank correlation of predicted and measured seconds."""
-    places = [places([getattr(row, name) for row in rows]) for name in ("predicted", "measured")]
-    return statistics.correlation(*places)
+    orders = [places([getattr(row, name) for row in rows]) for name in ("predicted", "measured")]
+    return statistics.correlation(*orders)
 
 
 def places(values: Sequence[float]) -> list[float]:

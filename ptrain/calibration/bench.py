@@ -17,7 +17,7 @@ Work = Callable[[], object]
 _ROUNDS, _FEWEST = 5, 3
 _SECONDS = 0.004  # of a round
 # Of ranks that share cores a round must see many time slices of the scheduler, not a part of one.
-_SHARED_SECONDS = 0.015
+_SHARED_SECONDS = 0.04
 _LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
 _MOST_CALLS = 2000
 
@@ -28,6 +28,7 @@ class Bench:
 
     def __init__(self, world: World, *, is_shared: bool, deadline: float) -> None:
         self.world, self.deadline = world, deadline
+        self.is_shared = is_shared
         self.round_seconds = _SHARED_SECONDS if is_shared else _SECONDS
         self.spreads: list[float] = []
         self._began = time.monotonic()
@@ -58,6 +59,16 @@ class Bench:
         samples = [self._timed(work, abs(number)) for _ in range(rounds)]
         return self.noted(samples) / parts
 
+    def busy_seconds(self, work: Work, *, parts: int = 1) -> float:
+        """Return the same of work that meets no other rank. Where ranks share cores each goes on up
+        to a moment that is all ranks': else who is done first leaves its core to the others, and
+        the last ones would seem to be faster than they are while all compute."""
+        if not self.is_shared:
+            return self.seconds(work, parts=parts)
+        estimate = self.agreed(self._timed(work, 1))
+        window = max(self.round_seconds, 2 * self.agreed(self._timed(work, 1)), estimate)
+        return self.noted([self._within(work, window) for _ in range(_FEWEST)]) / parts
+
     def noted(self, samples: list[float]) -> float:
         """Return the median of the rounds, and keep their spread."""
         median = statistics.median(samples)
@@ -83,6 +94,14 @@ class Bench:
         held = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.broadcast(held, src=0)
         return float(held)
+
+    def _within(self, work: Work, seconds: float) -> float:
+        self.together()
+        began, calls = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            work()
+            calls += 1
+        return (time.perf_counter() - began) / calls
 
     def _timed(self, work: Work, calls: int) -> float:
         self.together()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +13,10 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 
+Factors = tuple[torch.Tensor, torch.Tensor]
+
+# A product's factors come from so many places, or as many as there are in so many numbers.
+_PLACES, _COLD_ELEMENTS = 16, 4 * 2**20
 _ROW = 256  # elements of a row that is normed, or looked up by its number
 
 
@@ -18,7 +24,7 @@ def products(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Each shape by all three layouts of a step: forward, and the gradients of input and weight.
     The largest are left out when the time is over."""
     shapes = points.products()
-    most = max(factors_of(shape) for _, shape in shapes)
+    most = max(_COLD_ELEMENTS, *(factors_of(shape) for _, shape in shapes))
     numbers = {
         dtype: torch.randn(most, dtype=TORCH_DTYPES[dtype], device=bench.device)
         for dtype in points.sides
@@ -26,26 +32,34 @@ def products(bench: Bench, sheet: RateSheet, points: Points) -> None:
     for dtype, shape in shapes:
         if bench.is_late:
             return
-        taken = bench.seconds(_product(shape, numbers[dtype]), parts=3)
+        taken = bench.busy_seconds(_product(shape, numbers[dtype]), parts=3)
         sheet.note("products", dtype, *shape, seconds=taken)
 
 
 def _product(shape: ProductShape, numbers: torch.Tensor) -> Work:
-    """The factors stand one behind the other in `numbers`."""
-    matrices, rows, inner, columns = shape
-    batch = (matrices,) if matrices > 1 else ()
-    end = matrices * rows * inner
-    first, second = numbers[:end], numbers[end : end + matrices * inner * columns]
-    left, right = first.view(*batch, rows, inner), second.view(*batch, inner, columns)
-    turned_left = first.view(*batch, inner, rows).mT
-    turned_right = second.view(*batch, columns, inner).mT
-    pairs = ((left, turned_right), (left, right), (turned_left, right))
+    """Each call takes its factors from another place of `numbers`: in a step they are not in the
+    nearest cache, which the same ones would be from the second call on."""
+    size = factors_of(shape)
+    places = range(0, numbers.numel() - size + 1, size)[:_PLACES]
+    turns = cycle([_layouts(shape, numbers[place : place + size]) for place in places])
 
     def work() -> None:
-        for first, second in pairs:
+        for first, second in next(turns):
             torch.matmul(first, second)
 
     return work
+
+
+def _layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors, ...]:
+    """The factors, which stand one behind the other, as the three products of a step have them."""
+    matrices, rows, inner, columns = shape
+    batch = (matrices,) if matrices > 1 else ()
+    end = matrices * rows * inner
+    first, second = numbers[:end], numbers[end:]
+    left, right = first.view(*batch, rows, inner), second.view(*batch, inner, columns)
+    turned_left = first.view(*batch, inner, rows).mT
+    turned_right = second.view(*batch, columns, inner).mT
+    return (left, turned_right), (left, right), (turned_left, right)
 
 
 def attention(bench: Bench, sheet: RateSheet, points: Points) -> None:
@@ -76,7 +90,7 @@ def _attention(bench: Bench, sheet: RateSheet, shape: AttentionShape, dtype: DTy
         (OperatorKind.ATTENTION_BACKWARD, backward),
     ):
         measured = (kind, dtype, samples, heads, tokens, tokens, features)
-        sheet.note("attention", *measured, seconds=bench.seconds(work))
+        sheet.note("attention", *measured, seconds=bench.busy_seconds(work))
 
 
 def memory_bound(bench: Bench, sheet: RateSheet, points: Points) -> None:
@@ -89,7 +103,7 @@ def memory_bound(bench: Bench, sheet: RateSheet, points: Points) -> None:
                     for operator in works:
                         operator()
 
-                taken = bench.seconds(work, parts=len(works))
+                taken = bench.busy_seconds(work, parts=len(works))
                 sheet.note("operators", kind, dtype, times * size, seconds=taken)
 
 

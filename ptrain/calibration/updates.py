@@ -33,7 +33,7 @@ def updates(bench: Bench, sheet: RateSheet, points: Points) -> None:
         for elements, tensors in points.updates:
             for name, work in _works(layout, elements, tensors, bench.device):
                 key = (name, layout.updated, elements, tensors)
-                sheet.note("updates", *key, seconds=bench.seconds(work))
+                sheet.note("updates", *key, seconds=bench.busy_seconds(work))
 
 
 def _plain(points: Points) -> Iterator[Layout]:

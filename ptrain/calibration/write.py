@@ -23,6 +23,7 @@ from ptrain.spec.rates import Rates
 from ptrain.spec.section import keys
 from ptrain.spec.text import read
 from ptrain.spec.write import section, to_yaml
+from ptrain.train import environment
 from ptrain.train.folder import write_text
 
 SOURCE = "ptrain calibrate"
@@ -70,7 +71,9 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     """Print the rates, and write them unless the measurements were too far apart."""
     cluster = cluster_of(parts, options)
     assert cluster.rates is not None, "they were measured"
-    widest = max(part.spread for part in parts)
+    # ranks beyond the cores take turns, and what they measure lies apart on a quiet machine too
+    counted = [part for part in parts if part.ranks <= environment.cores()] or parts
+    widest = max(part.spread for part in counted)
     is_written = widest <= MOST_SPREAD or options.force
     if is_written:
         write(cluster, options.out)
@@ -105,6 +108,13 @@ def cluster_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Cl
     return replace(base or _this_machine(parts, options), rates=rates)
 
 
+def _threads(parts: Sequence[MeasuredPart]) -> list[int]:
+    """Of processors' ranks, as a training's have them."""
+    if any(part.kind == "cuda" for part in parts):
+        return []
+    return [int(environment.threads_per_rank(part.ranks)) for part in parts]
+
+
 def rates_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Rates:
     """One table of all numbers of ranks at once."""
     known = versions()
@@ -115,6 +125,7 @@ def rates_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Rate
         "torch": known["torch"],
         "ptrain": known["ptrain"],
         "at_once": [part.ranks for part in parts],
+        "threads": _threads(parts),
         "spread": [_rounded(part.spread) for part in parts],
         **_tables(parts),
     }

@@ -17,7 +17,7 @@ from ptrain.derivation.pipeline_time import PipelineTiming
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import ModelWork, Operator
-from ptrain.rates.measured import lacking, pace_of
+from ptrain.rates.measured import lacking, pace_of, pace_while_others_wait
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
@@ -77,17 +77,17 @@ class Machine:
             if pace is not None:
                 together[number] = number * whole / _layer_seconds(pace, work)
         known = sorted(together)
+        if len(known) == 1:
+            return lambda busy: 1.0, (_NOBODY,)
 
         def speed(busy: int) -> float:
-            number = busy * ranks // places
+            number = max(busy * ranks // places, known[0])  # fewer are no faster, for all we know
             above = next(other for other in known if other >= number)
             below = max((other for other in known if other <= number), default=above)
             part = (number - below) / (above - below) if above > below else 0.0
             return (together[below] + part * (together[above] - together[below])) / number
 
-        if known[0] <= ranks // places:
-            return speed, ()
-        return lambda busy: 1.0, (_NOBODY,)
+        return speed, ()
 
     def _clock(self, spec: Spec, plan: Plan) -> Clock:
         return Clock(self.pace, Network(spec), plan.tensor.axis if plan.tensor else None)
@@ -106,7 +106,8 @@ def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
         raise UnknownRate(lacking(spec.cluster, spec.world_size))
     if why := why_unknown(spec, plan, facts):
         raise UnknownRate(why)
-    work, fewer = partial(_work, spec, plan, facts), partial(pace_of, spec.cluster)
+    work = partial(_work, spec, plan, facts)
+    fewer = partial(pace_while_others_wait, spec.cluster, spec.world_size)
     return Machine(pace=pace, work=work, fewer=fewer)
 
 

@@ -33,6 +33,17 @@ def pace_of(cluster: Cluster | None, ranks: int) -> Pace | None:
     return _pace(cluster, _on_a_node(cluster, ranks))
 
 
+def pace_while_others_wait(cluster: Cluster | None, ranks: int, busy: int) -> Pace | None:
+    """Return the pace of each of `busy` ranks of a job of `ranks`: that of so many at once which
+    have as many threads as the job's have. None where nobody measured it, or says the threads."""
+    if cluster is None or cluster.rates is None or not tables(cluster.rates).threads:
+        return None
+    rates = tables(cluster.rates)
+    threads = dict(zip(rates.at_once, rates.threads, strict=True))
+    here = _on_a_node(cluster, ranks)
+    return _pace(cluster, busy) if threads.get(busy) == threads.get(here) else None
+
+
 @lru_cache(maxsize=64)
 def _pace(cluster: Cluster, ranks: int) -> Pace:
     """A search asks for the same one thousands of times."""

@@ -187,6 +187,15 @@ class Rates:
             whole=True,
         ),
     ] = (1,)
+    threads: Annotated[
+        tuple[int, ...],
+        Numbers(
+            "by ranks at once: threads of each rank, where they are processors'",
+            1,
+            2**12,
+            whole=True,
+        ),
+    ] = ()
     spread: Annotated[
         tuple[float, ...],
         Numbers(
@@ -281,8 +290,9 @@ def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if not at_once or list(at_once) != sorted(set(at_once)):
         yield "at_once", f"{list(at_once)}: not in ascending order", "write 1, 2, 4, say"
         return
-    if len(rates.get("spread", ())) not in (0, len(at_once)):
-        yield "spread", *_uneven("it", len(rates["spread"]), at_once)
+    for key in ("threads", "spread"):
+        if len(rates.get(key, ())) not in (0, len(at_once)):
+            yield key, *_uneven("it", len(rates[key]), at_once)
     for key, rows in rates.items():
         if key == "links" or not isinstance(rows, tuple):
             continue

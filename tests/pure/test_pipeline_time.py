@@ -157,6 +157,22 @@ def test_between_numbers_of_ranks_that_are_known_all_together_do_as_much_as_a_li
     assert [speed(busy) for busy in (1, 2, 3, 4)] == pytest.approx([2, 2, 4 / 3, 1])
 
 
+def test_fewer_ranks_than_any_that_are_known_are_as_fast_as_the_fewest_of_these():
+    """Four ranks on two cores, of one thread each: one that is alone is no faster than two."""
+    work = model(FORWARD, BACKWARD, layers=8)
+    machine = Machine(
+        pace=HandPace(overlaps=False, operation=2),
+        work=lambda _: work,
+        fewer={2: HandPace(overlaps=False)}.get,
+    )
+    changes = {"mesh": {"pp": 4}, "placement": {"pp": "S,S,S,R"}}
+    derivation = derive(load(of_all(changes)).spec)
+    spec, plan, facts = derivation.spec, derivation.plan, derivation.facts
+    speed = machine.of_pipeline(spec, plan, facts, schedule_of(spec)).speed
+    assert speed is not None
+    assert [speed(busy) for busy in (1, 2, 3, 4)] == pytest.approx([2, 2, 4 / 3, 1])
+
+
 def test_without_rates_of_fewer_ranks_it_is_said_what_is_assumed():
     time = pipeline(HandPace(overlaps=False), 2, 4)
     assert time.seconds == pytest.approx((4 + 1) * 4 * (FORWARD + BACKWARD))

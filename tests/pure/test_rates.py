@@ -12,7 +12,7 @@ from ptrain.costs import Collective
 from ptrain.errors import SpecError
 from ptrain.facts.operators import Operator
 from ptrain.rates.interpolation import Curve, Surface
-from ptrain.rates.measured import lacking, pace_of
+from ptrain.rates.measured import lacking, pace_of, pace_while_others_wait
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
@@ -197,6 +197,15 @@ def test_what_was_not_measured_is_unknown_and_says_who_measures_it():
 
 def test_a_collective_of_one_rank_takes_no_time():
     assert pace().collective_seconds(Collective.ALL_GATHER, ranks=1, nodes=1, payload=8) == 0
+
+
+def test_while_others_wait_a_rank_has_the_rates_of_as_many_threads_and_no_others():
+    """On one core both sets are of one thread; on two, one rank alone was measured with both."""
+    size = Operator(OperatorKind.COPY, DType.FP32, (6400000,))
+    for threads, seconds in ([1, 1], 1e-3), ([2, 1], None), ([], None):
+        known = cluster({**RATES, "threads": threads})
+        pace = pace_while_others_wait(known, 2, 1)
+        assert (None if pace is None else pace.operator_seconds(size)) == seconds
 
 
 def test_rates_are_of_as_many_ranks_as_compute_at_once():
