@@ -3,6 +3,7 @@ Torch-free."""
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from ptrain.charts.canvas import Format, painted
 from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.front import front_sheet
 from ptrain.cli.arguments import print_json
+from ptrain.cli.predict import facts_of
 from ptrain.derivation.estimate import own_facts
 from ptrain.errors import PtrainError, refused
-from ptrain.report.selection import as_csv, as_record, as_spec, selection_text
+from ptrain.facts.model import ModelFacts
+from ptrain.report.selection import as_csv, as_record, as_spec, described, selection_text
 from ptrain.selection.algorithm1 import (
     Answer,
     algorithm1,
@@ -25,6 +28,7 @@ from ptrain.selection.choose import select
 from ptrain.selection.ranking import PlacementRanking
 from ptrain.selection.task import SearchGoal
 from ptrain.spec.overrides import split_arguments
+from ptrain.spec.spec import Spec
 
 _NOTHING_FITS = 2
 
@@ -65,7 +69,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--budget", type=float, metavar="MONEY", help="the same, at the cluster's price"
     )
     parser.add_argument(
-        "--exact", type=int, default=100, metavar="K", help="candidates that are derived exactly"
+        "--exact",
+        type=int,
+        metavar="K",
+        help="candidates that are derived exactly; without: 100, and 6 of a model whose blocks no "
+        "table tells of, which takes torch and some seconds for each way to cut it",
     )
     parser.add_argument(
         "--by",
@@ -110,6 +118,7 @@ def run(args: Namespace) -> int:
         tokens=args.tokens,
         deadline=args.deadline,
         budget=args.budget,
+        read=_read,
     )
     advice = _advice(selection, args) if args.by == "algorithm1" else None
     files = list(_written(selection, args, form))
@@ -122,6 +131,12 @@ def run(args: Namespace) -> int:
         said = [] if advice is None else [*lines(advice), ""]
         print("\n".join([*said, selection_text(selection, args.top), *files]))
     return 0 if selection.best else _NOTHING_FITS
+
+
+def _read(spec: Spec) -> ModelFacts:
+    """The facts of a model that no table tells of: said beforehand, for it takes seconds."""
+    print(f"tracing {spec.name} as in {described(spec)}", file=sys.stderr, flush=True)
+    return facts_of(spec, allow_import=False)
 
 
 def _advice(selection: PlacementRanking, args: Namespace) -> Answer:

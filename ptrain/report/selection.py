@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 
 from ptrain.report.table import MISSING, render
 from ptrain.selection.figures import Ranked
-from ptrain.selection.ranking import PlacementRanking
+from ptrain.selection.ranking import Lost, PlacementRanking
+from ptrain.selection.task import Scored
 from ptrain.selection.where import recompute_of
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.dials import UnitSize
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.units import format_bytes, format_count
@@ -42,6 +44,11 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         f"{counts.scored} legal candidates scored in closed form, {counts.fitting} of them fit; "
         f"{selection.derived} derived exactly, {least} first"
     )
+    if job.stand_in is not None:
+        yield (
+            f"scored as a {job.stand_in.family}'s blocks of about as many parameters; the "
+            f"{selection.derived} derived with the model itself, traced"
+        )
     if counts.untimed:
         yield f"{counts.untimed} more would fit, and nobody knows what they compute: left out"
     if job.where.constraints:
@@ -78,12 +85,26 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
 def _lost(selection: PlacementRanking) -> Iterator[str]:
     table = []
     for lost in selection.lost:
-        row = lost.best
-        figures = (
-            (MISSING, MISSING) if row is None else (_seconds(row), format_bytes(row.peak_bytes))
-        )
-        table.append((lost.name, "" if row is None else described(row.spec), *figures, lost.why))
+        table.append((lost.name, *_figures(selection, lost), lost.why))
     yield render(("choice", "its best", "time", "peak", ""), table, left=(0, 1, 4))
+
+
+def _figures(selection: PlacementRanking, lost: Lost) -> tuple[str, str, str]:
+    """What a choice is at its best, its time and its peak."""
+    if lost.best is not None:
+        row = lost.best
+        return described(row.spec), _seconds(row), format_bytes(row.peak_bytes)
+    if lost.closed is None:
+        return "", MISSING, MISSING
+    spec, closed = lost.closed
+    seconds = _closed_seconds(selection, closed)
+    time = MISSING if seconds is None else f"about {seconds:.3g} s"
+    return described(spec), time, f"about {format_bytes(closed.peak)}"
+
+
+def _closed_seconds(selection: PlacementRanking, closed: Scored) -> float | None:
+    """None where nobody knows them: the candidate does not fit, or the cluster has no rates."""
+    return closed.seconds if not selection.unknown and closed.seconds < float("inf") else None
 
 
 def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
@@ -203,6 +224,7 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> dict[str, 
         "candidates": selection.counts.scored,
         "fitting": selection.counts.fitting,
         "derived": selection.derived,
+        "scored_as": _scored_as(job.stand_in),
         "time_unknown": selection.unknown or None,
         "ranking": [row_record(selection, row) for row in selection.ranking[:top]],
         "front": [row_record(selection, row) for row in selection.front],
@@ -211,6 +233,7 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> dict[str, 
                 "name": lost.name,
                 "why": lost.why,
                 "best": None if lost.best is None else row_record(selection, lost.best),
+                "about": None if lost.closed is None else _about(selection, *lost.closed),
             }
             for lost in selection.lost
         ],
@@ -220,6 +243,22 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> dict[str, 
             {"change": remedy.change, "fitting": row_record(selection, remedy.fitting)}
             for remedy in selection.remedies
         ],
+    }
+
+
+def _scored_as(shape: ModelShape | None) -> dict[str, object] | None:
+    """Whose blocks were scored in the place of the model's own."""
+    if shape is None:
+        return None
+    names = ("heads", "kv_heads", "ffn")
+    return {"family": shape.family.value} | {name: getattr(shape, name) for name in names}
+
+
+def _about(selection: PlacementRanking, spec: Spec, closed: Scored) -> dict[str, object]:
+    return {
+        "placement": described(spec),
+        "step_seconds": _closed_seconds(selection, closed),
+        "peak_bytes": closed.peak,
     }
 
 

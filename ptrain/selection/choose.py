@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from ptrain.algebra.legality import check, executed
-from ptrain.axes.candidates import chosen
-from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.derivation.estimate import derive, own_facts
-from ptrain.derivation.machine import Machine, machine_of
-from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import refused
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import ModelWork
-from ptrain.plan.lower import lower
-from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.selection.algorithm1 import algorithm1, requirements
+from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
-from ptrain.selection.figures import Ranked, on_more, ranked
-from ptrain.selection.job import SearchedJob, searched_job
-from ptrain.selection.known import KNOWN, reason
-from ptrain.selection.nominal import NominalPace
+from ptrain.selection.deriver import BEST, Deriver
+from ptrain.selection.figures import Ranked, on_more
+from ptrain.selection.job import searched_job
+from ptrain.selection.known import KNOWN, about, reason
 from ptrain.selection.ranking import Lost, PlacementRanking, Remedy, front_of, order_of
 from ptrain.selection.recipe import reasons
-from ptrain.selection.search import Search
-from ptrain.selection.space import alone
-from ptrain.selection.task import Scored, SearchGoal, SearchResult, SearchTask
+from ptrain.selection.task import Scored, SearchGoal, SearchResult
 from ptrain.selection.where import Where, parse
-from ptrain.spec.axis import Axis
-from ptrain.spec.dials import UnitSize
 from ptrain.spec.spec import Spec
-from ptrain.spec.write import to_mapping
-from ptrain.steps.step import Plan
 
-_BEST = 100  # candidates that are derived exactly
-_TRIED = 2  # times as many, at most, where some of them do not fit
+_BEST_TRACED = 6  # candidates that are derived exactly of a model that has to be traced
 _MOST_DEVICES = 2**13  # on which something is looked for that fits
 
 
@@ -49,17 +33,20 @@ def select(
     devices: int | None = None,
     objective: str = "time",
     where: Sequence[str] = (),
-    count: int = _BEST,
+    count: int | None = None,
     tokens: str | None = None,
     deadline: str | None = None,
     budget: float | None = None,
+    read: ReadFacts = read_or_kept,
 ) -> PlacementRanking:
     """Return the ranking of all legal placements of a model, or of a spec with `auto` in it, on so
-    many devices of a cluster; `count` of them are derived exactly. With the objective `devices` on
-    the fewest on which `tokens` are trained within a `deadline` (30d) or a `budget`, with `cost` on
-    as many as take least for a token. Raises SpecError for a job that cannot be searched."""
+    many devices of a cluster; `count` of them are derived exactly: 100, and 6 of a model that no
+    table tells of, whose facts `read` gives. With the objective `devices` on the fewest on which
+    `tokens` are trained within a `deadline` (30d) or a `budget`, with `cost` on as many as take
+    least for a token. Raises SpecError for a job that cannot be searched."""
     job = searched_job(source, overrides, cluster=cluster, devices=devices, where=where)
-    chooser = Chooser(job, SearchGoal(objective), count=count)
+    usual = BEST if job.stand_in is None else _BEST_TRACED
+    chooser = Chooser(job, SearchGoal(objective), count=count or usual, read=read)
     return answer(chooser, demand_of(tokens, deadline, budget))
 
 
@@ -98,137 +85,19 @@ def _no_time(chooser: Chooser) -> str:
     return chooser.unknown or "nothing fits"
 
 
-MachineOf = Callable[[Spec, Plan, ModelFacts], Machine]
-
-
-@dataclass
-class Chooser:
-    """One job's search, its machine and what it has derived. `machine` tells that of a spec, which
-    is its cluster's unless somebody says another."""
-
-    job: SearchedJob
-    objective: SearchGoal = SearchGoal.TIME
-    machine: MachineOf = machine_of
-    count: int = _BEST
-    facts: dict[UnitSize, ModelFacts] = field(default_factory=dict)
-    works: dict[tuple[object, ...], ModelWork] = field(default_factory=dict)
-    derived: int = 0
+class Chooser(Deriver):
+    """Ranks the candidates of one job, and says why others lost."""
 
     def on(self, devices: int) -> Chooser:
         """Return the same on another number of devices, by time."""
         job = replace(self.job, base=on_more(self.job.base, devices), devices=devices)
         by_time = self.objective not in (SearchGoal.TIME, SearchGoal.MEMORY)
         goal = SearchGoal.TIME if by_time else self.objective
-        return Chooser(job, goal, machine=self.machine, count=self.count)
+        return Chooser(job, goal, machine=self.machine, count=self.count, read=self.read)
 
     def first(self) -> Ranked | None:
         """Return the best that fits by closed form, exactly."""
         return next(self._fitting(self.search.run(self.job.where).best, 1), None)
-
-    # -- the machine
-
-    @cached_property
-    def _whole(self) -> tuple[Pace | None, str]:
-        """The pace of as many ranks as there are devices, or why there is none."""
-        base, devices = self.job.base, self.job.devices
-        spec = chosen(base, next(iter(alone(base, devices))))
-        try:
-            return self._machine(spec).pace, ""
-        except UnknownRate as unknown:
-            return None, str(unknown)
-
-    @property
-    def unknown(self) -> str:
-        """Why the time of a step is unknown; "" where it is not."""
-        return self._whole[1]
-
-    @cached_property
-    def search(self) -> Search:
-        """Return what goes through the space."""
-        base, (pace, _) = self.job.base, self._whole
-        assert base.cluster is not None, "a job that is searched for has a cluster"
-        return Search(
-            SearchTask(
-                base=base,
-                devices=self.job.devices,
-                pace=pace or NominalPace(base.cluster),
-                work=self.work,
-                is_nominal=pace is None,
-                objective=self.objective,
-                where=self.job.where,
-            )
-        )
-
-    def work(self, spec: Spec) -> ModelWork:
-        """Return what the first rank of a spec computes of a micro-batch. Raises UnknownRate."""
-        if self.unknown:
-            plan, facts = self._plan(spec), self._facts(spec)
-            work = model_work(spec, plan, facts)
-            if work is None:
-                raise UnknownRate(why_unknown(spec, plan, facts))
-            return work
-        return self._work(spec, self._machine(spec), 0)
-
-    def _work(self, spec: Spec, machine: Machine, index: int) -> ModelWork:
-        inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)
-        staged = spec.degree(Axis.PP) > 1
-        key = (inner, spec.batch.micro, spec.activations, staged, index)
-        if key not in self.works:
-            self.works[key] = machine.work(index)
-        return self.works[key]
-
-    def _machine(self, spec: Spec) -> Machine:
-        return self.machine(spec, self._plan(spec), self._facts(spec))
-
-    def _plan(self, spec: Spec) -> Plan:
-        facts = self._facts(spec)
-        stages = stages_of(spec, facts)
-        return lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
-
-    def _facts(self, spec: Spec) -> ModelFacts:
-        if spec.unit not in self.facts:
-            self.facts[spec.unit] = own_facts(spec)
-        return self.facts[spec.unit]
-
-    # -- exactly
-
-    def exactly(self, scored: Scored, base: Spec | None = None) -> Ranked | None:
-        """Return the exact figures of a candidate; None where it is not legal after all, or where
-        its peak is not known."""
-        spec = scored.candidate.spec(base or self.job.base)
-        if check(spec) or executed(spec):
-            return None
-        row = ranked(spec, scored, derive(spec, self._facts(spec), self._timing(spec)))
-        return None if row.memory.peak_bytes is None else self._named(row)
-
-    def _timing(self, spec: Spec) -> Machine | None:
-        """With works that are probe for once; None where time is unknown."""
-        if self.unknown:
-            return None
-        try:
-            machine = self._machine(spec)
-        except UnknownRate:
-            return None
-        return replace(machine, work=lambda index: self._work(spec, machine, index))
-
-    def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
-        """The first so many that fit, of twice as many that are tried."""
-        for candidate in islice(scored, _TRIED * self.count):
-            if not count:
-                return
-            row = self.exactly(candidate)
-            self.derived += row is not None
-            if row is not None and row.memory.fits and self._obeys(row):
-                count -= 1
-                yield row
-
-    def _obeys(self, row: Ranked) -> bool:
-        where = self.job.where
-        if not all(rule.holds_of(float(row.peak_bytes)) for rule in where.bounds("memory")):
-            return False
-        return row.seconds is None or all(
-            rule.holds_of(row.seconds) for rule in where.bounds("time")
-        )
 
     # -- the answer
 
@@ -243,8 +112,7 @@ class Chooser:
             )
         if not result.counts.scored:
             raise refused("--devices", *self._no_candidate())
-        rows = list(self._fitting(result.best, self.count))
-        rows.sort(key=lambda row: order_of(self.objective, row))
+        rows = self._best(result)
         derived = self.derived
         on_front = list(self._fitting(result.front, len(result.front))) if rows else []
         selection = PlacementRanking(
@@ -266,10 +134,22 @@ class Chooser:
             selection, lost=tuple(self._lost(rows[0])), reasons=tuple(reasons(derivation))
         )
 
-    def _named(self, row: Ranked) -> Ranked:
-        """With a spec that can be written: its resolved mapping is its own."""
-        spec = replace(row.spec, name=self.job.name)
-        return replace(row, spec=replace(spec, resolved=to_mapping(spec, sync_is_written=True)))
+    def _best(self, result: SearchResult) -> list[Ranked]:
+        """The ranking. Where nothing of the few cuts that are traced fits, that which needs least
+        is tried. Raises PtrainError where nothing of what was tried can be derived."""
+        rows = list(self._fitting(result.best, self.count))
+        rows.sort(key=lambda row: order_of(self.objective, row))
+        if self.cuts is None:
+            return rows
+        if not rows:
+            least = self._least(result)
+            self.derived += least is not None
+            rows = [least] if least and least.memory.fits and self._obeys(least) else []
+        if not self.derived and self.cuts.refusals:
+            raise next(iter(self.cuts.refusals.values()))
+        if rows:
+            self.cuts.close()
+        return rows
 
     def _no_candidate(self) -> tuple[str, str]:
         job, base = self.job, self.job.base
@@ -297,7 +177,7 @@ class Chooser:
         """What the paper's selection says, and how it does here."""
         base, devices = self.job.base, self.job.devices
         assert base.cluster is not None, "a job that is searched for has a cluster"
-        advised = algorithm1(requirements(self._facts(base), base.cluster, devices))
+        advised = algorithm1(requirements(own_facts(base), base.cluster, devices))
         name = f"the paper's Algorithm 1: {advised.advice}"
         if not advised.degrees:
             return Lost(name=name, best=None, why="the search has one")
@@ -310,8 +190,29 @@ class Chooser:
         result = self.search.run(Where((*self.job.where.constraints, *map(parse, where))))
         if not result.counts.scored:
             return Lost(name=name, best=None, why="none is legal with this batch")
+        if self.cuts is not None:
+            return self._traced_or_about(self.cuts, name, result, best)
         row = next(self._fitting(result.best, 1), None) or self._least(result)
         return Lost(name=name, best=row, why=reason(row, best, self.objective))
+
+    def _traced_or_about(
+        self, cuts: TracedCuts, name: str, result: SearchResult, best: Ranked
+    ) -> Lost:
+        """The same of a model that is traced: exactly where the best's cut is, else about."""
+        least = result.counts.least
+        scored = [*result.best]
+        if least is not None:
+            scored.append(Scored(candidate=least[1], peak=least[0], seconds=float("inf")))
+        specs = ((closed, closed.candidate.spec(self.job.base)) for closed in scored)
+        legal = (pair for pair in specs if not (check(pair[1]) or executed(pair[1])))
+        closed, spec = next(legal, (None, None))
+        if closed is None or spec is None:
+            return Lost(name=name, best=None, why="none that was scored is legal")
+        row = next(self._fitting(result.best, 1), None) if cuts.is_known(spec) else None
+        if row is not None:
+            return Lost(name=name, best=row, why=reason(row, best, self.objective))
+        why = about(closed, best, self.objective)
+        return Lost(name=name, best=None, why=why, closed=(spec, closed))
 
     def _lost(self, best: Ranked) -> Iterator[Lost]:
         for known in KNOWN:
@@ -347,6 +248,3 @@ class Chooser:
                 yield Remedy(change=f"--devices {devices}", fitting=row)
                 return
             devices *= 2
-
-
-_OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)

@@ -4,22 +4,20 @@ written and so not chosen."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ptrain.derivation.activations import is_tabulated
 from ptrain.errors import refused
+from ptrain.selection.stand_in import stand_in
 from ptrain.selection.where import Where, parse
 from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES
-from ptrain.spec.block import BlockOptions
 from ptrain.spec.load import load, written
-from ptrain.spec.model import FAMILIES, ModelShape
+from ptrain.spec.model import ModelShape
 from ptrain.spec.names import listing, missing
-from ptrain.spec.section import keys
 from ptrain.spec.spec import Spec
-from ptrain.spec.text import flow
 
 _AUTO = "auto"
 _TOKENS, _SEQUENCE = 4e6, 4096  # of a step and of a sample, where nothing is written
@@ -44,13 +42,20 @@ OF_CANDIDATES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchedJob:
     """`base` is the job on one rank, `devices` are how many it is searched on, `where` what is
-    written of what is chosen. `source` and `overrides` load the base, but for what is chosen."""
+    written of what is chosen. `source` and `overrides` load the base, but for what is chosen.
+    `stand_in`: the shape that closed forms score, where no table tells of the base's own."""
 
     base: Spec
     devices: int
     where: Where
     source: str
     overrides: tuple[str, ...] = ()
+    stand_in: ModelShape | None = None
+
+    @property
+    def scored(self) -> Spec:
+        """Return the base as closed forms score it."""
+        return self.base if self.stand_in is None else replace(self.base, model=self.stand_in)
 
     @property
     def name(self) -> str:
@@ -91,8 +96,7 @@ def searched_job(
             "not yet: a search over a model that is not built in, whose every cut is traced",
             "write a preset or a shape of the same sizes: ptrain help models",
         )
-    if not is_tabulated(base):
-        raise refused("model", *_untabulated(base, base.model))
+    like = _stand_in(base, base.model)
     number = base.cluster.devices if devices is None else devices
     if number > base.cluster.devices:
         raise refused(
@@ -101,31 +105,23 @@ def searched_job(
             f"write --devices {base.cluster.devices} or fewer, or cluster.devices={number}",
         )
     shown = [*of_cluster, *overrides]
-    return replace(job, devices=number, overrides=tuple(shown))
+    return replace(job, devices=number, overrides=tuple(shown), stand_in=like)
 
 
-def _untabulated(base: Spec, shape: ModelShape) -> tuple[str, str]:
-    """Of a built-in model whose blocks no table tells: which of its options is the reason."""
-    finding = f"not yet: a search over {base.name}, whose every cut would have to be traced: no "
-    finding += "table tells what its blocks allocate"
-    usual = {
-        key: (spot.name, FAMILIES[shape.family].get(spot.name, spot.default))
-        for key, (spot, _) in keys(BlockOptions).items()
-    }
-    other = {key: pair for key, pair in usual.items() if getattr(shape, pair[0]) != pair[1]}
-
-    def is_told(reset: Iterable[str]) -> bool:
-        like = replace(shape, **dict(other[key] for key in reset))
-        return is_tabulated(replace(base, model=like))
-
-    if not is_told(other):
-        return finding, "name a preset whose blocks are llama's or gpt's: llama3-8b, gpt3-13b"
-    reset = [*other]
-    for key in other:
-        fewer = [kept for kept in reset if kept != key]
-        reset = fewer if is_told(fewer) else reset
-    words = " ".join(f"model.{key}={flow(other[key][1])}" for key in reset)
-    return finding, f"search its like, {words}, and predict the winner with what it has itself"
+def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
+    """The shape that a model is scored as; None where tables tell of its own. Raises SpecError
+    where they tell of neither."""
+    if is_tabulated(base):
+        return None
+    like = stand_in(shape)
+    if is_tabulated(replace(base, model=like)):
+        return like
+    raise refused(
+        "model",
+        f"not yet: a search over {base.name}, whose every cut would have to be traced: no table "
+        "tells what it allocates, nor of a llama or a gpt like it",
+        "name a preset whose blocks are llama's or gpt's: llama3-8b, gpt3-13b",
+    )
 
 
 def said_in(

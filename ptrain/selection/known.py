@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ptrain.costs import Spent, StepTime
 from ptrain.selection.figures import Ranked
-from ptrain.selection.task import SearchGoal
+from ptrain.selection.task import Scored, SearchGoal
 from ptrain.units import format_bytes
 
 _WHOLE, _ALL_SHARDED = "R,R,R,R", "S*,S,S,R"
@@ -82,6 +82,19 @@ def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
         return "its time is unknown"
     ratio = row.step.seconds / best.step.seconds
     return f"{ratio - 1:+.1%}: {_more(row.step, best.step)}"
+
+
+def about(closed: Scored, best: Ranked, objective: SearchGoal) -> str:
+    """Return the same of a choice that is not derived, by closed form."""
+    cluster = best.spec.cluster
+    short = closed.peak - cluster.device_memory if cluster else 0.0
+    if short > 0:
+        return f"does not fit by about {format_bytes(short)}"
+    if objective is SearchGoal.MEMORY:
+        return f"needs about {format_bytes(closed.peak - best.closed.peak)} more"
+    if best.step is None:
+        return "is not derived"
+    return f"about {closed.seconds / best.closed.seconds - 1:+.1%}, and not derived"
 
 
 def _is_best(row: Ranked, best: Ranked) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ptrain.errors import refused
 from ptrain.selection.figures import Ranked
 from ptrain.selection.job import SearchedJob
-from ptrain.selection.task import SearchCount, SearchGoal
+from ptrain.selection.task import Scored, SearchCount, SearchGoal
 from ptrain.spec.spec import Spec
 from ptrain.wording import Worded
 
@@ -16,11 +16,13 @@ from ptrain.wording import Worded
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """A well-known choice: the best candidate of its kind that fits, else the one that needs least
-    memory, and what their figures say. `best` None: there is none that is legal."""
+    memory, and what their figures say. `best` None: there is none that is legal, or `closed` is
+    what it is by closed form, for its cut was not traced."""
 
     name: str
     best: Ranked | None
     why: str
+    closed: tuple[Spec, Scored] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError, refused
@@ -172,11 +172,13 @@ def _answer(process: Popen[str], ends: float) -> Traced:
 
 
 def _play(spec: Spec, index: int, *, allow_import: bool, extent: Extent) -> list[Any]:
-    """In a process of its own: rank `index` of the spec's tp alone."""
+    """In a process of its own: rank `index` of the spec's tp alone. A mesh reads its ranks, so it
+    is there before tensors are fakes."""
+    mesh = _mesh(spec, index)
     large = large_model(spec, allow_import=allow_import)
     if large is not None:
-        with large.running():
-            return _part_of(large.module, spec, index, extent)
+        with large.running(), kernels_for(spec):
+            return _part_of(large.module, spec, mesh, extent)
     module = build(
         spec.model,
         sequence=spec.batch.sequence,
@@ -184,14 +186,18 @@ def _play(spec: Spec, index: int, *, allow_import: bool, extent: Extent) -> list
         seed=spec.train.seed,
     )
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
-    return _part_of(module, spec, index, extent)
+    with kernels_for(spec):
+        return _part_of(module, spec, mesh, extent)
 
 
-def _part_of(module: nn.Module, spec: Spec, index: int, extent: Extent) -> list[Any]:
-    facts = untraced_facts(module, spec)
+def _mesh(spec: Spec, index: int) -> DeviceMesh:
     degree = spec.degree(Axis.TP)
     fake_world(index, degree)
-    mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=(Axis.TP.value,))
+    return init_device_mesh("cpu", (degree,), mesh_dim_names=(Axis.TP.value,))
+
+
+def _part_of(module: nn.Module, spec: Spec, mesh: DeviceMesh, extent: Extent) -> list[Any]:
+    facts = untraced_facts(module, spec)
     if spec.degree(Axis.PP) > 1:
         return stage_rows(module, spec, facts, mesh, extent=extent)
     part = rank_part(module, spec, facts, mesh, extent=extent)
@@ -206,8 +212,7 @@ def main(questions: Sequence[str]) -> int:
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
         spec = load(json.loads(text)).spec
-        with kernels_for(spec):
-            rows = _play(spec, index, allow_import=allow_import, extent=Extent(extent))
+        rows = _play(spec, index, allow_import=allow_import, extent=Extent(extent))
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -15,7 +15,7 @@ from ptrain.facts.operators import LayerWork, WorkByKind
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.traces import facts, on_fakes
+from ptrain.traces import facts, on_fakes, tensor_parts
 from ptrain.traces.facts import facts_of
 from tests.models_external import Necks
 
@@ -30,6 +30,10 @@ READING = "{target: 'tests.unit.test_simulation_models:reading'}"
 UNTABLED = ("activations=M", "recompute={keep: [norm]}")
 DROPPING = "{target: 'tests.unit.test_on_fakes:dropping'}"
 OURS = "{family: gpt, layers: 2, hidden: 32, heads: 4, vocab: 261}"  # of ours, without a table
+NORMED = (
+    "{layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 261, head_dim: 16, "
+    "qk_norm: true}"
+)
 BATCH = "batch={accumulate: 4, micro: 2, sequence: 16}"
 nightly = pytest.mark.nightly
 
@@ -50,7 +54,12 @@ def spec_of(model: str, strategy: str, *changes: str) -> Spec:
 
 
 def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
+    """Here and in the processes that play the ranks of tp."""
     monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
+    imported = "\nfrom ptrain.traces import on_fakes\non_fakes.REAL_BYTES = 0\nfrom "
+    answer = tensor_parts._ANSWER.replace("\nfrom ", imported, 1)
+    monkeypatch.setattr(tensor_parts, "_ANSWER", answer)
+    tensor_parts._answers.cache_clear()
     return facts_of(spec)
 
 
@@ -63,6 +72,7 @@ def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
         (DROPPING, "ddp", ()),
         (OURS, "zero3", UNTABLED),
         (LLAMA, "tp", ()),
+        (NORMED, "tp", ("placement.tp=tp-sp", "device=cuda", "cluster.preset=h100-8")),
         pytest.param(GPT2, "zero3", (), marks=nightly),
         pytest.param(LLAMA, "zero3", ("activations=O",), marks=nightly),
         pytest.param(LLAMA, "pp-1f1b", ("pipeline.schedule=zbv",), marks=nightly),

@@ -1,0 +1,80 @@
+"""What a search knows of a model that no table tells of: the facts of each cut that is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import ptrain
+from ptrain.errors import PtrainError
+from ptrain.facts.cache import kept
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.traced_part import traced_part
+from ptrain.spec.spec import Spec
+
+ReadFacts = Callable[[Spec], ModelFacts]
+
+
+def read_or_kept(spec: Spec) -> ModelFacts:
+    """Return the facts that the user's cache has, else those read off the model, which needs
+    torch."""
+    return kept(spec, partial(ptrain.read_facts, spec))
+
+
+@dataclass
+class TracedCuts:
+    """The cuts of a model that were traced, `most` of them, for each takes seconds; a cut is what a
+    trace depends on. `excess` is by how many bytes the last exact peak of a cut was above its
+    closed form: blocks differ from those of the stand-in, and all candidates of a cut have the same
+    blocks."""
+
+    read: ReadFacts
+    most: int
+    cuts: list[Spec] = field(default_factory=list)
+    facts: dict[int, ModelFacts] = field(default_factory=dict)
+    refusals: dict[int, PtrainError] = field(default_factory=dict)
+    excess: dict[int, float] = field(default_factory=dict)
+
+    def cut(self, spec: Spec) -> int:
+        """Return the number of a spec's cut."""
+        part = traced_part(spec)
+        if part not in self.cuts:
+            self.cuts.append(part)
+        return self.cuts.index(part)
+
+    def of(self, spec: Spec) -> ModelFacts:
+        """Return the facts of a spec's cut, which are read once. Raises PtrainError for what cannot
+        be traced."""
+        cut = self.cut(spec)
+        if cut not in self.facts:
+            self.facts[cut] = self.read(spec)
+        return self.facts[cut]
+
+    def is_known(self, spec: Spec) -> bool:
+        """Return whether a spec can be derived and nothing traced."""
+        cut = self.cut(spec)
+        return cut in self.facts and cut not in self.refusals
+
+    def may_fit(self, spec: Spec, peak: float) -> bool:
+        """Return whether a candidate with this peak by closed form is worth deriving: by what is
+        known of its cut it fits, or nothing is and another cut may be traced."""
+        cut = self.cut(spec)
+        if cut in self.refusals:
+            return False
+        if cut not in self.facts:
+            return len(self.facts.keys() | self.refusals.keys()) < self.most
+        room = spec.cluster.device_memory if spec.cluster else float("inf")
+        return peak + self.excess.get(cut, 0.0) <= room
+
+    def refuse(self, spec: Spec, error: PtrainError) -> None:
+        """Remember why a cut cannot be derived."""
+        self.refusals[self.cut(spec)] = error
+
+    def compare(self, spec: Spec, peak: float, exact: int) -> None:
+        """Remember how far a closed form was off."""
+        self.excess[self.cut(spec)] = exact - peak
+
+    def close(self) -> None:
+        """Trace no other cut."""
+        self.most = 0

@@ -1,0 +1,208 @@
+"""The exact figures of a search's candidates: its machine, and what is asked for once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+
+from ptrain.algebra.legality import check, executed
+from ptrain.axes.candidates import chosen
+from ptrain.axes.pipeline.stage_facts import stages_of
+from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.machine import Machine, machine_of
+from ptrain.derivation.work import model_work, why_unknown
+from ptrain.errors import PtrainError, refused
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.operators import ModelWork
+from ptrain.plan.lower import lower
+from ptrain.rates.pace import Pace, UnknownRate
+from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
+from ptrain.selection.figures import Ranked, ranked
+from ptrain.selection.job import SearchedJob
+from ptrain.selection.nominal import NominalPace
+from ptrain.selection.search import Search
+from ptrain.selection.space import alone
+from ptrain.selection.task import Scored, SearchGoal, SearchTask
+from ptrain.spec.axis import Axis
+from ptrain.spec.dials import UnitSize
+from ptrain.spec.model import ModelSpec
+from ptrain.spec.spec import Spec
+from ptrain.spec.write import to_mapping
+from ptrain.steps.step import Plan
+
+BEST = 100  # candidates that are derived exactly
+_TRIED = 2  # times as many, at most, where some of them do not fit
+_OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
+
+MachineOf = Callable[[Spec, Plan, ModelFacts], Machine]
+
+
+@dataclass
+class Deriver:
+    """One job's search, its machine and what it has derived. `machine` tells that of a spec, which
+    is its cluster's unless somebody says another, `read` the facts of a model that no table tells
+    of; this one is scored by its stand-in, and derived itself."""
+
+    job: SearchedJob
+    objective: SearchGoal = SearchGoal.TIME
+    machine: MachineOf = machine_of
+    count: int = BEST
+    read: ReadFacts = read_or_kept
+    facts: dict[tuple[ModelSpec, UnitSize], ModelFacts] = field(default_factory=dict)
+    works: dict[tuple[object, ...], ModelWork] = field(default_factory=dict)
+    derived: int = 0
+
+    # -- the machine
+
+    @cached_property
+    def _whole(self) -> tuple[Pace | None, str]:
+        """The pace of as many ranks as there are devices, or why there is none."""
+        base, devices = self.job.scored, self.job.devices
+        spec = chosen(base, next(iter(alone(base, devices))))
+        try:
+            return self._machine(spec).pace, ""
+        except UnknownRate as unknown:
+            return None, str(unknown)
+
+    @property
+    def unknown(self) -> str:
+        """Why the time of a step is unknown; "" where it is not."""
+        return self._whole[1]
+
+    @cached_property
+    def search(self) -> Search:
+        """Return what goes through the space."""
+        base, (pace, _) = self.job.scored, self._whole
+        assert base.cluster is not None, "a job that is searched for has a cluster"
+        return Search(
+            SearchTask(
+                base=base,
+                devices=self.job.devices,
+                pace=pace or NominalPace(base.cluster),
+                work=self.work,
+                is_nominal=pace is None,
+                objective=self.objective,
+                where=self.job.where,
+            )
+        )
+
+    def work(self, spec: Spec) -> ModelWork:
+        """Return what the first rank of a spec computes of a micro-batch. Raises UnknownRate."""
+        if self.unknown:
+            plan, facts = self._plan(spec), self._facts(spec)
+            work = model_work(spec, plan, facts)
+            if work is None:
+                raise UnknownRate(why_unknown(spec, plan, facts))
+            return work
+        return self._work(spec, self._machine(spec), 0)
+
+    def _work(self, spec: Spec, machine: Machine, index: int) -> ModelWork:
+        inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)
+        staged = spec.degree(Axis.PP) > 1
+        key = (spec.model, inner, spec.batch.micro, spec.activations, staged, index)
+        if key not in self.works:
+            self.works[key] = machine.work(index)
+        return self.works[key]
+
+    def _machine(self, spec: Spec) -> Machine:
+        return self.machine(spec, self._plan(spec), self._facts(spec))
+
+    def _plan(self, spec: Spec) -> Plan:
+        facts = self._facts(spec)
+        stages = stages_of(spec, facts)
+        return lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
+
+    def _facts(self, spec: Spec) -> ModelFacts:
+        if self.cuts is not None and spec.model == self.job.base.model:
+            return self.cuts.of(spec)
+        key = spec.model, spec.unit
+        if key not in self.facts:
+            self.facts[key] = own_facts(spec)
+        return self.facts[key]
+
+    # -- exactly
+
+    @cached_property
+    def cuts(self) -> TracedCuts | None:
+        """What is traced of a model that no table tells of; None of another."""
+        if self.job.stand_in is None:
+            return None
+        return TracedCuts(self.read, most=self._per_cut)
+
+    @property
+    def _per_cut(self) -> int:
+        """Candidates of one cut that are derived, and cuts: more than one of them."""
+        return self.count // 2 + 1
+
+    def exactly(self, scored: Scored, base: Spec | None = None) -> Ranked | None:
+        """Return the exact figures of a candidate; None where it is not legal after all, or where
+        its peak is not known."""
+        spec = scored.candidate.spec(base or self.job.base)
+        if check(spec) or executed(spec):
+            return None
+        try:
+            row = ranked(spec, scored, derive(spec, self._facts(spec), self._timing(spec)))
+        except PtrainError as error:
+            if self.cuts is None:
+                raise
+            self.cuts.refuse(spec, error)  # another cut may do
+            return None
+        if self.cuts is not None:
+            self._compare(self.cuts, row)
+        return None if row.memory.peak_bytes is None else self._named(row)
+
+    def _named(self, row: Ranked) -> Ranked:
+        """With a spec that can be written: its resolved mapping is its own."""
+        spec = replace(row.spec, name=self.job.name)
+        return replace(row, spec=replace(spec, resolved=to_mapping(spec, sync_is_written=True)))
+
+    def _compare(self, cuts: TracedCuts, row: Ranked) -> None:
+        if row.memory.peak_bytes is None:
+            cuts.refuse(row.spec, refused("model", f"no peak is known: {row.memory.why}"))
+        else:
+            cuts.compare(row.spec, row.closed.peak, row.peak_bytes)
+
+    def _timing(self, spec: Spec) -> Machine | None:
+        """With works that are probe for once; None where time is unknown."""
+        if self.unknown:
+            return None
+        try:
+            machine = self._machine(spec)
+        except UnknownRate:
+            return None
+        return replace(machine, work=lambda index: self._work(spec, machine, index))
+
+    def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
+        """The first so many that fit, of those that are tried."""
+        for candidate in self._tried(scored):
+            if not count:
+                return
+            row = self.exactly(candidate)
+            self.derived += row is not None
+            if row is not None and row.memory.fits and self._obeys(row):
+                count -= 1
+                yield row
+
+    def _tried(self, scored: Iterable[Scored]) -> Iterator[Scored]:
+        """Twice as many as are wanted; of a model that is traced a few of each of a few cuts."""
+        if self.cuts is None:
+            yield from islice(scored, _TRIED * self.count)
+            return
+        tried = Counter[int]()
+        for candidate in scored:
+            spec = candidate.candidate.spec(self.job.base)
+            cut = self.cuts.cut(spec)
+            if tried[cut] < self._per_cut and self.cuts.may_fit(spec, candidate.peak):
+                tried[cut] += 1
+                yield candidate
+
+    def _obeys(self, row: Ranked) -> bool:
+        where = self.job.where
+        if not all(rule.holds_of(float(row.peak_bytes)) for rule in where.bounds("memory")):
+            return False
+        return row.seconds is None or all(
+            rule.holds_of(row.seconds) for rule in where.bounds("time")
+        )

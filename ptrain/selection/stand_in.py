@@ -1,0 +1,57 @@
+"""A shape that the tables tell of, in the place of one that they do not: what a search scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd, log
+
+from ptrain.axes.candidates import divisors
+from ptrain.facts.parameters import facts
+from ptrain.spec.model import Family, ModelShape
+
+_STEP = 64  # of the feed-forward part's width, so that it divides as the model's own does
+_LARGEST_HEAD, _EVEN = 256, 8  # of which attention has kernels
+
+
+def stand_in(shape: ModelShape) -> ModelShape:
+    """Return a llama's shape where the activation is gated, else a gpt's: as many layers, as wide a
+    stream and vocabulary, heads about as wide that fill the stream, and a feed-forward part with
+    which a block has about as many parameters, so that what its attention has more or less is
+    computed and kept there."""
+    is_gated = shape.activation.is_gated
+    heads = _heads(shape)
+    step = gcd(shape.ffn, _STEP)
+    like = ModelShape(
+        family=Family.LLAMA if is_gated else Family.GPT,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=heads,
+        kv_heads=gcd(heads, shape.kv_heads) if is_gated else heads,
+        ffn=step,
+        vocab=shape.vocab,
+        attention=shape.attention,
+        tied=shape.tied,
+        dropout=0.0 if is_gated else max(shape.dropouts),
+    )
+    least, next_least = block_size(like), block_size(replace(like, ffn=2 * step))
+    more = round((block_size(shape) - least) / (next_least - least))
+    return replace(like, ffn=step * (1 + max(0, more)))
+
+
+def block_size(shape: ModelShape) -> int:
+    """Return the parameters of a block."""
+    return facts(replace(shape, layers=1), 1).units[0].numel
+
+
+def _heads(shape: ModelShape) -> int:
+    """The number whose width is nearest the model's own, of those that attention has kernels for
+    and that its heads of keys divide, where there are any: then tp cuts both alike."""
+    pool = [heads for heads in divisors(shape.hidden) if shape.hidden // heads % 2 == 0] or [1]
+    alike = [heads for heads in pool if heads % shape.kv_heads == 0]
+
+    def distance(heads: int) -> tuple[bool, float]:
+        width = shape.hidden // heads
+        is_odd = width % _EVEN != 0 or width > _LARGEST_HEAD
+        return is_odd, abs(log(width / shape.head_dim))
+
+    return min(alike or pool, key=distance)

@@ -1,0 +1,105 @@
+"""A search over a model that no table tells of: what stands in for it, and what is traced."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.derivation.estimate import own_facts
+from ptrain.errors import SpecError, refused
+from ptrain.facts.model import ModelFacts
+from ptrain.selection.choose import select
+from ptrain.selection.cuts import TracedCuts
+from ptrain.selection.job import searched_job
+from ptrain.selection.stand_in import block_size, stand_in
+from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
+from ptrain.spec.names import listing
+from ptrain.spec.spec import Spec
+
+TINY = (
+    *("model.layers=2", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn=48"),
+    *("model.head_dim=16", "model.vocab=261", "batch.sequence=16", "batch.global=8"),
+)
+
+
+def shapes() -> dict[str, ModelShape]:
+    """The presets that no table tells of."""
+    models = {
+        name: load("zero3", [f"model={{preset: {name}}}"]).spec.model for name in listing("models")
+    }
+    return {
+        name: model
+        for name, model in models.items()
+        if isinstance(model, ModelShape) and model.tabulated is None
+    }
+
+
+def test_what_stands_in_for_a_preset_has_tables_and_as_many_parameters_a_block():
+    assert len(shapes()) > 10
+    for name, shape in shapes().items():
+        like = stand_in(shape)
+        assert like.tabulated is not None, name
+        assert block_size(like) == pytest.approx(block_size(shape), rel=0.01), name
+        assert (like.layers, like.hidden, like.vocab) == (shape.layers, shape.hidden, shape.vocab)
+
+
+def test_tp_cuts_what_stands_in_for_qwens_blocks_as_it_cuts_those():
+    """5120 features are 40 heads of 128; the model's own 64 heads are 8192."""
+    shape = shapes()["qwen3-32b"]
+    like = stand_in(shape)
+    assert (like.heads, like.kv_heads, like.head_dim) == (40, 8, 128)
+    assert like.ffn > shape.ffn
+
+
+def test_a_model_that_tables_tell_of_is_scored_as_it_is():
+    job = searched_job("llama3-8b", cluster="h100-8")
+    assert job.stand_in is None and job.scored is job.base
+
+
+# -- cuts
+
+
+def spec_of(*words: str) -> Spec:
+    return load("zero3", words).spec
+
+
+def cuts(reads: list[Spec], most: int = 1) -> TracedCuts:
+    def read(spec: Spec) -> ModelFacts:
+        reads.append(spec)
+        return own_facts(spec)
+
+    return TracedCuts(read, most=most)
+
+
+def test_specs_that_differ_on_the_data_axes_are_one_cut_which_is_read_once():
+    reads: list[Spec] = []
+    traced = cuts(reads)
+    assert traced.of(spec_of()) is traced.of(spec_of("mesh.dp_shard=4"))
+    assert len(reads) == 1
+    assert not traced.may_fit(spec_of("batch.micro=1"), 0.0), "another cut is one too many"
+
+
+def test_what_a_cut_takes_beyond_its_closed_form_is_taken_of_the_room():
+    spec = spec_of()
+    traced = cuts([])
+    traced.of(spec)
+    assert spec.cluster is not None
+    room = float(spec.cluster.device_memory)
+    assert traced.may_fit(spec, room)
+    traced.compare(spec, 1e6, 3_000_000)
+    assert traced.may_fit(spec, room - 2e6) and not traced.may_fit(spec, room - 1e6)
+
+
+def test_a_cut_that_cannot_be_traced_is_left_out():
+    traced = cuts([], most=2)
+    traced.refuse(spec_of(), refused("mesh.tp", "its heads"))
+    assert not traced.may_fit(spec_of(), 0.0) and traced.may_fit(spec_of("batch.micro=1"), 0.0)
+
+
+def test_where_nothing_can_be_traced_the_reason_is_the_answer():
+    def read(spec: Spec) -> ModelFacts:
+        raise refused("torch", "is not installed")
+
+    where = ["tp=1", "pp=1", "micro=1"]
+    with pytest.raises(SpecError, match="is not installed"):
+        select("qwen3-0.6b", TINY, cluster="h100-8", devices=2, where=where, read=read)

@@ -1,0 +1,38 @@
+"""`ptrain select` of a model that no table tells of: what is ranked are its own figures."""
+
+from __future__ import annotations
+
+from ptrain.derivation.estimate import derive
+from ptrain.facts.model import ModelFacts
+from ptrain.report.selection import as_record, selection_text
+from ptrain.selection.choose import select
+from ptrain.selection.words import words_of
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.traces.facts import read_facts
+from tests.pure.test_traced_search import TINY
+
+
+def test_the_winners_figures_are_those_of_its_spec():
+    reads: list[Spec] = []
+
+    def read(spec: Spec) -> ModelFacts:
+        reads.append(spec)
+        return read_facts(spec)
+
+    where = ["tp=1", "pp=1", "micro<=2"]
+    selection = select(
+        "qwen3-0.6b", TINY, cluster="h100-8", devices=2, where=where, count=2, read=read
+    )
+    best = selection.best
+    assert best is not None and 1 <= len(reads) <= 2
+    source, *words = words_of(selection.job, best.spec)
+    spec = load(source, words).spec
+    exact = derive(spec, read_facts(spec)).exact
+    assert exact.step is not None
+    assert (exact.peak_bytes(), exact.step.seconds) == (best.peak_bytes, best.seconds)
+    text = selection_text(selection)
+    assert "scored as a llama's blocks of about as many parameters" in text
+    record = as_record(selection)
+    assert record["scored_as"] == {"family": "llama", "heads": 2, "kv_heads": 2, "ffn": 64}
+    assert any(lost.best or lost.closed for lost in selection.lost)
