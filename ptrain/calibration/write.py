@@ -83,8 +83,8 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
         print(*_table(parts, cluster.rates), sep="\n")
     if not is_written:
         finding = (
-            f"measurements of one thing are {widest:.0%} apart, more than {MOST_SPREAD:.0%}: "
-            "something else runs on this machine; nothing is written"
+            f"measurements of one thing are {widest:.0%} apart in the median, more than "
+            f"{MOST_SPREAD:.0%}: something else runs on this machine; nothing is written"
         )
         raise refused("calibrate", finding, "wait until it is quiet, or --force")
     if not options.json:

@@ -32,14 +32,14 @@ def require_writable(path: Path, option: str = "--chart") -> Format:
     return Format(ending)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Into a temporary neighbour, then renamed."""
+def write_whole(path: Path, content: bytes, option: str = "--chart") -> None:
+    """Into a temporary neighbour, then renamed. Raises SpecError at the `option` that names it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
     except OSError as error:
-        raise _cannot(path, error) from None
+        raise _cannot(path, error, option) from None
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

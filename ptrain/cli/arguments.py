@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping
 
 
@@ -24,4 +24,11 @@ def add_spec_arguments(parser: ArgumentParser) -> None:
 
 def print_json(record: Mapping[str, object] | list[dict[str, object]]) -> None:
     """A record, or a list of them when several specs were asked for."""
-    print(json.dumps(record, indent=2, ensure_ascii=False))
+    print(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def positive(text: str) -> int:
+    """Return a whole number above 0, which an option is given."""
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"must be a whole number above 0; got {text!r}")
+    return int(text)

@@ -88,10 +88,13 @@ def run(args: Namespace) -> int:
     if not sources:
         raise PtrainError("ptrain predict: name a SPEC; `ptrain specs` lists them")
     is_sweep = len(list(sweeps(overrides))) > 1
+    is_table = bool(args.csv or args.chart or args.sort)
+    if args.timeline and is_table:
+        raise refused("--timeline", "is of one spec, and not of a table", "leave the others out")
     if args.timeline and (is_sweep or len(sources) > 1):
         raise refused("--timeline", "several specs, and one picture", "name one spec")
     predict = partial(_predict, allow_import=args.allow_import, with_reserved=args.reserved)
-    if is_sweep or len(sources) > 2 or args.csv or args.chart or args.sort:
+    if is_sweep or len(sources) > 2 or is_table:
         from ptrain.cli.sweep import run_sweep
 
         return run_sweep(args, sources, overrides, predict=predict, as_record=as_record)

@@ -10,7 +10,7 @@ from pathlib import Path
 from ptrain.charts.canvas import Format, painted
 from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.front import front_sheet
-from ptrain.cli.arguments import print_json
+from ptrain.cli.arguments import positive, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.derivation.estimate import own_facts
 from ptrain.errors import PtrainError, refused
@@ -31,6 +31,7 @@ from ptrain.spec.overrides import split_arguments
 from ptrain.spec.spec import Spec
 
 _NOTHING_FITS = 2
+_THRESHOLDS = "0.7,0.3"  # the paper's
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -43,7 +44,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--cluster", metavar="NAME", help="a preset of specs/clusters, or a file")
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="how many devices; without: all of the cluster"
+        "--devices",
+        type=positive,
+        metavar="N",
+        help="how many devices; without: all of the cluster",
     )
     parser.add_argument(
         "--objective",
@@ -70,7 +74,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--exact",
-        type=int,
+        type=positive,
         metavar="K",
         help="candidates that are derived exactly; without: 100, and 6 of a model whose blocks no "
         "table tells of, which takes torch and some seconds for each way to cut it",
@@ -83,11 +87,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--thresholds",
-        default="0.7,0.3",
+        default=_THRESHOLDS,
         metavar="A,B",
         help="of algorithm1: shares of a device's memory for states and for a layer",
     )
-    parser.add_argument("--top", type=int, default=10, metavar="K", help="rows to show")
+    parser.add_argument("--top", type=positive, default=10, metavar="K", help="rows to show")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
     parser.add_argument("--csv", action="store_true", help="print the ranking as CSV, only that")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the best one's spec")
@@ -104,9 +108,12 @@ def run(args: Namespace) -> int:
     sources, overrides = split_arguments(args.arguments)
     if len(sources) != 1:
         raise PtrainError("ptrain select: name one MODEL or SPEC; specs/models has the presets")
+    _require_uses(args)
     form = None if args.chart is None else require_writable(args.chart)
     if args.out is not None and not args.out.parent.is_dir():
         raise refused("--out", f"there is no folder {args.out.parent}", "make it first")
+    if args.out is not None and args.out.is_dir():
+        raise refused("--out", f"{args.out} is a folder", "name a file")
     selection = select(
         sources[0],
         overrides,
@@ -139,6 +146,16 @@ def _read(spec: Spec) -> ModelFacts:
     return facts_of(spec, allow_import=False)
 
 
+def _require_uses(args: Namespace) -> None:
+    """Raises SpecError for an option that would do nothing."""
+    is_of_devices = args.objective == SearchGoal.DEVICES
+    for name in ("tokens", "deadline", "budget"):
+        if getattr(args, name) is not None and not is_of_devices:
+            raise refused(f"--{name}", "is of the objective devices", "add --objective devices")
+    if args.thresholds != _THRESHOLDS and args.by != "algorithm1":
+        raise refused("--thresholds", "are those of algorithm1", "add --by algorithm1")
+
+
 def _advice(selection: PlacementRanking, args: Namespace) -> Answer:
     """The paper's, for the job that was searched."""
     base = selection.job.base
@@ -148,12 +165,12 @@ def _advice(selection: PlacementRanking, args: Namespace) -> Answer:
 
 
 def _written(selection: PlacementRanking, args: Namespace, form: Format | None) -> list[str]:
-    """Write the files that are probe for; return a line for each."""
+    """Write the files that are asked for; return a line for each."""
     lines: list[str] = []
     if selection.best is None:
         return lines
     if args.out is not None:
-        write_whole(args.out, as_spec(selection, selection.best).encode())
+        write_whole(args.out, as_spec(selection, selection.best).encode(), "--out")
         lines.append(f"spec: {args.out}")
     if form is not None:
         write_whole(args.chart, painted(front_sheet(selection), form))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 
@@ -277,7 +278,10 @@ def row_record(selection: PlacementRanking, row: Ranked) -> dict[str, object]:
         "within_node_bytes": row.tiers.within,
         "copied_bytes": row.tiers.copied,
         "price_per_billion_tokens": row.price,
-        "closed_form": {"step_seconds": row.closed.seconds, "peak_bytes": row.closed.peak},
+        "closed_form": {
+            "step_seconds": row.closed.seconds if math.isfinite(row.closed.seconds) else None,
+            "peak_bytes": row.closed.peak,
+        },
     }
 
 

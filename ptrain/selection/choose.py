@@ -54,6 +54,10 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
     """Return the ranking on the chooser's devices, or on as many as its objective asks for. Raises
     SpecError where no number of devices does."""
     goal, most = chooser.objective, chooser.job.devices
+    cluster = chooser.job.base.cluster
+    if demand and demand.budget is not None and cluster and cluster.price is None:
+        finding = f"nobody says what a device of {cluster.name} costs"
+        raise refused("--budget", finding, "write cluster.price=2.5, of a device and hour")
     if goal is SearchGoal.COST:
         best = cheapest(_by_number(chooser))
         if best is None:
@@ -126,6 +130,13 @@ class Chooser(Deriver):
             derived=derived,
             unknown=self.unknown,
         )
+        if not rows and result.counts.fitting:
+            raise refused(
+                "--exact",
+                f"of {result.counts.fitting} candidates that fit by closed form none of the "
+                f"{derived} that were derived does",
+                "write a larger --exact, or --objective memory",
+            )
         if not rows:
             return self._without_fit(selection, result)
         best = rows[0].spec

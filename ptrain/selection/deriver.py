@@ -166,7 +166,7 @@ class Deriver:
             cuts.compare(row.spec, row.closed.peak, row.peak_bytes)
 
     def _timing(self, spec: Spec) -> Machine | None:
-        """With works that are probe for once; None where time is unknown."""
+        """With works that are asked for once; None where time is unknown."""
         if self.unknown:
             return None
         try:

@@ -79,6 +79,9 @@ def searched_job(
         job = _job(_with_defaults(said), source, where)
     else:
         said = said_in(source, [*of_cluster, *overrides])
+        if isinstance(batch := said.get("batch", {}), dict) and "global" not in batch:
+            finding = "how many samples a step takes nobody says, on whatever ranks"
+            raise refused("batch.global", finding, "write batch.global=64, or 4M tokens")
         pinned = [*_pinned_degrees(said), *_pinned_keys(said)]
         bare = [*of_cluster, *overrides, "mesh={}"]
         spec = load(source, bare, without=OF_CANDIDATES).spec
@@ -157,6 +160,8 @@ def _job(said: dict[str, Any], source: str, where: Sequence[str]) -> SearchedJob
 
 def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
     """A batch of about 4M tokens where none is written, and a layout that the devices are for."""
+    if not isinstance(said.get("batch", {}), dict):
+        load({**said, "mesh": {}})  # says what a batch is
     batch = dict(said.get("batch", {}))
     batch.setdefault("sequence", _SEQUENCE)
     if isinstance(batch["sequence"], int) and batch["sequence"] > 0:

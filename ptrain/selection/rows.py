@@ -25,7 +25,7 @@ from ptrain.spec.spec import Spec
 Array = Any
 Columns = dict[str, Array]
 _BUCKET = 25 * 2**20  # bytes that DistributedDataParallel reduces at once
-_COPIED = 2**24  # bytes by which the pace of copies between tiers is probe
+_COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one
 _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
@@ -33,7 +33,7 @@ _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
 
 @dataclass(frozen=True)
 class Wires:
-    """Seconds of what ranks send each other on a cluster, probe once each; `is_nominal`: they are
+    """Seconds of what ranks send each other on a cluster, asked once each; `is_nominal`: they are
     none that anybody measured."""
 
     base: Spec

@@ -235,7 +235,7 @@ class Search:
     def _indices(
         self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, units: frozenset[UnitSize]
     ) -> Any:
-        """Which of the ways are legal with these degrees, and obey what is probe of them."""
+        """Which of the ways are legal with these degrees, and obey what is asked of them."""
         np, where, base = numpy(), self.task.where, self.task.base
         if not ways.ways:
             return np.zeros(0, dtype=int)

@@ -1,7 +1,7 @@
 """The space of a search: what each room offers, and which of it is legal together.
 
 A product of choices is legal where `algebra.legality` says so. No rule looks at all that a
-candidate is made of, so that the rules are probe once for each combination of what they look at, on
+candidate is made of, so that the rules are asked once for each combination of what they look at, on
 a spec with as little beside it as can be, and not once for each candidate.
 """
 
@@ -99,7 +99,7 @@ class Through(Enum):
 
 @dataclass(frozen=True)
 class Legality:
-    """Which combinations of choices are legal and run, and are predicted. Each question is probe
+    """Which combinations of choices are legal and run, and are predicted. Each question is asked
     once."""
 
     base: Spec

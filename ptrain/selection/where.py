@@ -98,6 +98,11 @@ _QUANTITIES: dict[str, tuple[Aspect, Callable[[Spec], Value]]] = {
     "recompute": (Aspect.KEPT, recompute_of),
 }
 _RESULTS = ("memory", "time")
+# Words, which equal or do not.
+_WORDS = (
+    *("pipeline.schedule", "unit", "overlap", "sync.gradients", "recompute"),
+    "sync.reshard_after_forward",
+)
 _NAMES = {name.rpartition(".")[2]: name for name in _QUANTITIES if not name.startswith("placement")}
 
 
@@ -141,8 +146,8 @@ def parse(text: str) -> Constraint:
             f"did you mean {near}?" if near else f"write one of {', '.join(known)}",
         )
     value: Value = int(bound) if re.fullmatch(r"-?\d+", bound) else _modes(bound)
-    if isinstance(value, str) and compare in _ORDERING:
-        raise refused(_FLAG, f"{text}: {bound} is no number", f"write {name}=VALUE or !=")
+    if compare in _ORDERING and (isinstance(value, str) or name in _WORDS):
+        raise refused(_FLAG, f"{text}: {name} has no order", f"write {name}=VALUE or !=")
     return Constraint(text, name, compare, value)
 
 

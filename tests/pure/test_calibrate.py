@@ -71,7 +71,8 @@ def refusal(options: CalibrationOptions, parts: list[MeasuredPart] | None = None
 def test_measurements_that_are_far_apart_are_not_written(tmp_path, capsys):
     options = CalibrationOptions(out=tmp_path / "out.yaml")
     assert refusal(options, [part(1, spread=0.3)]) == (
-        "error: calibrate: measurements of one thing are 30% apart, more than 25%: something else "
+        "error: calibrate: measurements of one thing are 30% apart in the median, more than 25%: "
+        "something else "
         "runs on this machine; nothing is written\n  remedy: wait until it is quiet, or --force"
     )
     assert not options.out.exists()
