@@ -88,7 +88,7 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
         (["llama3-8b", "--cluster", "h100-8", "--devices", "9"], "has 8"),
         (["llama3-8b", "--cluster", "h100-9"], "no cluster named"),
         (["llama9-8b", "--cluster", "h100-8"], "no spec named"),
-        (["llama3-8b", "model.attention=flex", "--cluster", "h100-64"], "nor of a llama or a gpt"),
+        (["llama3-8b", "attention=flex", "--cluster", "h100-64"], "nor of a llama or a gpt"),
         (["zero3"], "nothing of this spec is left to be chosen"),
         (["llama3-8b", "--cluster", "h100-128", "--devices", "67"], "divide"),
         (["llama3-8b", "--cluster", "h100-8", "--where", "tp=3"], "obeys tp=3"),
