@@ -63,21 +63,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="COND",
         help="only candidates of which it is true: tp<=8, micro>=2, recompute=none, memory<=70 GB",
     )
-    parser.add_argument("--tokens", metavar="T", help="tokens of the whole training: 1T")
-    parser.add_argument(
-        "--deadline",
-        metavar="TIME",
-        help="with --objective devices: the fewest that train so many tokens within 30d",
-    )
-    parser.add_argument(
-        "--budget", type=float, metavar="MONEY", help="the same, at the cluster's price"
-    )
+    _add_demand(parser)
     parser.add_argument(
         "--exact",
         type=positive,
         metavar="K",
-        help="candidates that are derived exactly; without: 100, and 6 of a model whose blocks no "
-        "table tells of, which takes torch and some seconds for each way to cut it",
+        help="candidates that are derived exactly; without: 100, of a model to be traced 6",
     )
     parser.add_argument(
         "--by",
@@ -100,6 +91,18 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="draw memory and time of all that were derived, as .png or .svg",
+    )
+
+
+def _add_demand(parser: ArgumentParser) -> None:
+    parser.add_argument("--tokens", metavar="T", help="tokens of the whole training: 1T")
+    parser.add_argument(
+        "--deadline",
+        metavar="TIME",
+        help="with --objective devices: the fewest that train so many tokens within 30d",
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="MONEY", help="the same, at the cluster's price"
     )
 
 

@@ -35,6 +35,7 @@ from ptrain.steps.step import Plan
 
 BEST = 100  # candidates that are derived exactly
 _TRIED = 2  # times as many, at most, where some of them do not fit
+_PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
 
 MachineOf = Callable[[Spec, Plan, ModelFacts], Machine]
@@ -130,12 +131,7 @@ class Deriver:
         """What is traced of a model that no table tells of; None of another."""
         if self.job.stand_in is None:
             return None
-        return TracedCuts(self.read, most=self._per_cut)
-
-    @property
-    def _per_cut(self) -> int:
-        """Candidates of one cut that are derived, and cuts: more than one of them."""
-        return self.count // 2 + 1
+        return TracedCuts(self.read, most=max(1, self.count // _PER_CUT))
 
     def exactly(self, scored: Scored, base: Spec | None = None) -> Ranked | None:
         """Return the exact figures of a candidate; None where it is not legal after all, or where
@@ -187,7 +183,7 @@ class Deriver:
                 yield row
 
     def _tried(self, scored: Iterable[Scored]) -> Iterator[Scored]:
-        """Twice as many as are wanted; of a model that is traced a few of each of a few cuts."""
+        """Twice as many as are wanted; of a model that is traced those of a few cuts."""
         if self.cuts is None:
             yield from islice(scored, _TRIED * self.count)
             return
@@ -195,7 +191,7 @@ class Deriver:
         for candidate in scored:
             spec = candidate.candidate.spec(self.job.base)
             cut = self.cuts.cut(spec)
-            if tried[cut] < self._per_cut and self.cuts.may_fit(spec, candidate.peak):
+            if tried[cut] < self.count and self.cuts.may_fit(spec, candidate.peak):
                 tried[cut] += 1
                 yield candidate
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from ptrain.costs import Collective, Estimate, Phase, StepTime, Traffic
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.network import Network
+from ptrain.derivation.throughput import token_operations
 from ptrain.selection.fit import Fit, fit
 from ptrain.selection.task import Scored
 from ptrain.spec.axis import Axis
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 _BILLION = 10**9
@@ -79,8 +81,18 @@ def ranked(spec: Spec, closed: Scored, derivation: Derivation) -> Ranked:
         step=exact.step,
         memory=fit(spec, exact),
         tiers=_tiers(spec, exact),
-        operations=sum(row.forward + row.backward for row in exact.operations),
+        operations=sum(row.forward + row.backward for row in exact.operations)
+        or _operations(spec, derivation),
     )
+
+
+def _operations(spec: Spec, derivation: Derivation) -> int:
+    """Of a built-in model whose operators no table counts, by its parameters and its attention."""
+    if not isinstance(spec.model, ModelShape):
+        return 0
+    sequence = spec.batch.sequence
+    of_token = token_operations(spec.model, derivation.facts, sequence, is_causal=False)
+    return of_token * spec.batch.tokens
 
 
 def _tiers(spec: Spec, exact: Estimate) -> BytesMoved:

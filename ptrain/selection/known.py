@@ -92,7 +92,7 @@ def about(closed: Scored, best: Ranked, objective: SearchGoal) -> str:
         return f"does not fit by about {format_bytes(short)}"
     if objective is SearchGoal.MEMORY:
         return f"needs about {format_bytes(closed.peak - best.closed.peak)} more"
-    if best.step is None:
+    if best.step is None or closed.seconds == float("inf"):
         return "is not derived"
     return f"about {closed.seconds / best.closed.seconds - 1:+.1%}, and not derived"
 

@@ -16,8 +16,9 @@ def test_a_winner_is_predicted_and_validated_on_ranks_of_gloo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PTRAIN_CACHE", str(tmp_path / "cache"))
-    searched = ["--cluster", "h100-64", "--devices", "4", "--where", "tp=2", "--exact", "2"]
-    asked = ["select", "qwen3-0.6b", *TINY, *searched, "--out", "job.yaml"]
+    searched = ["--cluster", "h100-8", "--devices", "2"]
+    searched += ["--where", "tp=1", "--where", "pp=1", "--where", "micro<=2"]
+    asked = ["select", "qwen3-0.6b", *TINY, *searched, "--exact", "2", "--out", "job.yaml"]
     code, selected = jobs.run(asked, cwd=tmp_path)
     assert code == 0, selected.error
     assert "derived with the model itself, traced" in selected.output
