@@ -109,7 +109,10 @@ def stage_passes(
 
 
 def stage_works(by_place: Sequence[Rows]) -> tuple[WorkByKind, ...]:
-    """Return by place along tp what all stages compute together, layer by layer."""
+    """Return by place along tp what all stages compute together, layer by layer; nothing where that
+    of one is not known."""
+    if any(row["work"] is None for rows in by_place for row in rows):
+        return ()
     return tuple(
         _joined([from_plain(row["work"], WorkByKind) for row in rows]) for rows in by_place
     )

@@ -99,10 +99,22 @@ class GhostsWatched:
         self.peak = max(self.peak, self.levels.total())
 
     def sent(
-        self, collective: Collective, axes: Axes, state: State, payload: int, via: str
+        self,
+        collective: Collective,
+        axes: Axes,
+        state: State,
+        payload: int,
+        via: str,
+        *,
+        is_awaited: bool,
     ) -> None:
         named = tuple(map(str, self.room.ordered(axes)))
         self.rows.append((collective, named, state, payload, via))
+
+    def computed(self, *_: object) -> None:
+        """What operators take is no storage."""
+
+    updated = computed
 
     def moved(self, source: Tier, target: Tier, state: State, size: int) -> None:
         self.rows.append((MOVES[source, target], (), state, size, ""))

@@ -135,7 +135,7 @@ def of_torch(spec: Spec) -> dict[Phase, list[Event]]:
 def of_ghost(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> dict[Phase, list[Event]]:
     recorder = Recorder(spec)
     facts = facts_of(spec)
-    monkeypatch.setattr(timeline, "Tape", lambda: recorder)
+    monkeypatch.setattr(timeline, "Tape", lambda clock: recorder)
     timeline.replay(wrapping(spec, lower(spec, facts.unit_modules), facts))
     return recorder.events
 
