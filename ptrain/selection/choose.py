@@ -170,7 +170,7 @@ class Chooser(Deriver):
         if result is not None and result.counts.scored:
             return (
                 f"no legal placement on {job.devices} devices obeys {texts}",
-                "leave one of them out",
+                "leave one of them out; a word that the search never tries is obeyed by nothing",
             )
         near = [n for n in range(job.devices - 1, 0, -1) if samples % n == 0][:1]
         return (

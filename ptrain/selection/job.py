@@ -14,6 +14,7 @@ from ptrain.errors import refused
 from ptrain.selection.stand_in import stand_in
 from ptrain.selection.where import Where, parse
 from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES
+from ptrain.spec.leaf import nearest
 from ptrain.spec.load import load, written
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import listing, missing
@@ -78,6 +79,7 @@ def searched_job(
         said = said_in(_model_mapping(source), [*of_cluster, *overrides])
         job = _job(_with_defaults(said), source, where)
     else:
+        _require_known(source)
         said = said_in(source, [*of_cluster, *overrides])
         if isinstance(batch := said.get("batch", {}), dict) and "global" not in batch:
             finding = "how many samples a step takes nobody says, on whatever ranks"
@@ -134,6 +136,15 @@ def said_in(
     root = written(source, overrides).root
     assert isinstance(root, dict), "a file of a spec is a mapping"
     return root
+
+
+def _require_known(source: str) -> None:
+    """Raises SpecError for a name that is like a model's and no spec's."""
+    specs = [name for folder in ("strategies", "paper", "node") for name in listing(folder)]
+    near = nearest(source, tuple(listing("models")))
+    if near and source not in specs and not Path(source).exists():
+        finding = f"there is no spec named {source!r}, and no model"
+        raise refused("MODEL", finding, f"did you mean {near}?")
 
 
 def is_model(source: str) -> bool:
