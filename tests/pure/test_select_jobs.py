@@ -88,6 +88,7 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
         (["llama3-8b", "--cluster", "h100-8", "--devices", "9"], "has 8"),
         (["llama3-8b", "--cluster", "h100-9"], "no cluster named"),
         (["llama9-8b", "--cluster", "h100-8"], "no spec named"),
+        (["lama3-8b", "--cluster", "h100-8"], "did you mean llama3-8b"),
         (["llama3-8b", "attention=flex", "--cluster", "h100-64"], "nor of a llama or a gpt"),
         (["zero3"], "nothing of this spec is left to be chosen"),
         (["llama3-8b", "--cluster", "h100-128", "--devices", "67"], "divide"),
