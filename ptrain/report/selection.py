@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from ptrain.report.table import MISSING, render
 from ptrain.selection.figures import Ranked
+from ptrain.selection.quantities import recompute_of
 from ptrain.selection.ranking import Lost, PlacementRanking
 from ptrain.selection.task import Scored
-from ptrain.selection.where import recompute_of
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
 from ptrain.spec.axis import DATA_AXES, Axis

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
-from ptrain.axes.data.candidates import UNITS
+from ptrain.axes.data.candidates import units_of
 from ptrain.costs import Collective
 from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
@@ -21,6 +21,7 @@ from ptrain.selection.blocks import CandidateBlock, DataTable
 from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.keeper import Keeper
 from ptrain.selection.profile import Activity, Seconds, Sizes, activity_of, seconds_of, sizes_of
+from ptrain.selection.quantities import Aspect
 from ptrain.selection.rows import Ways, Wires, way_of
 from ptrain.selection.score import Places, peaks, step_seconds
 from ptrain.selection.space import (
@@ -37,7 +38,7 @@ from ptrain.selection.space import (
     through_of,
 )
 from ptrain.selection.task import SLACK, SearchResult, SearchTask
-from ptrain.selection.where import Aspect, Where
+from ptrain.selection.where import Where
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
@@ -65,10 +66,11 @@ class Search:
     def __init__(self, task: SearchTask) -> None:
         self.task = task
         self.facts: ModelFacts = own_facts(replace(task.base, unit=UnitSize()))
-        self.legality = Legality(task.base)
+        self.legality = Legality(task.base, task.written)
         self.flows = PipelineFlows(task.base, self.facts)
         self.wires = Wires(task.base, task.pace, task.is_nominal)
-        self.choices = data_choices(task.base)
+        self.choices = data_choices(task.base, task.written)
+        self.units = units_of(task.written)
         self.num_too_large = 0  # blocks of candidates that are not scored
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
@@ -89,12 +91,12 @@ class Search:
     def blocks(self) -> Iterator[CandidateBlock]:
         """Yield the space, a block at a time."""
         task = self.task
-        for ranks, within in inner_products(task.base, task.devices):
+        for ranks, within in inner_products(task.base, task.devices, task.written):
             spec = chosen(task.base, within)
             if not task.where.admits(Aspect.WITHIN, spec):
                 continue
             inner = _Inner(ranks=ranks, within=within, spec=spec, sizes=sizes_of(spec, self.facts))
-            for left, choices in pipelines(task.base, task.devices // ranks):
+            for left, choices in pipelines(task.base, task.devices // ranks, task.written):
                 flows = self._flows(choices)
                 for micro, number in micro_batches(task.base, left) if flows else ():
                     if task.where.admits(Aspect.BATCH, _batched(task.base, micro, number)):
@@ -113,7 +115,7 @@ class Search:
     ) -> Iterator[CandidateBlock]:
         legality = self.legality
         flows = [flow for flow in flows if legality.pipeline(flow.choice, number)]
-        for kept in KEPT:
+        for kept in self.task.written.kept or KEPT:
             if not self.task.where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
                 continue
             by_way: dict[Through, list[PipelineFlow]] = {}
@@ -125,7 +127,9 @@ class Search:
                 if self._activity(inner, micro, kept).least > self.task.room * SLACK:
                     self.num_too_large += 1  # whatever the states are
                     continue
-                units = frozenset(unit for unit in UNITS if legality.unit(inner.within, unit, kept))
+                units = frozenset(
+                    unit for unit in self.units if legality.unit(inner.within, unit, kept)
+                )
                 table = self._table(inner, left, way, units, many=number > 1)
                 if len(table):
                     yield self._block(inner, table, alike, (micro, number, kept))

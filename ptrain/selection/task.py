@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ptrain.axes.candidates import NOTHING, Written
 from ptrain.facts.operators import ModelWork
 from ptrain.rates.pace import Pace
 from ptrain.selection.space import Candidate
@@ -69,6 +70,7 @@ class SearchTask:
     is_nominal: bool = False
     objective: SearchGoal = SearchGoal.TIME
     where: Where = field(default_factory=Where)
+    written: Written = NOTHING
 
     @property
     def room(self) -> float:
