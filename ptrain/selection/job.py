@@ -138,7 +138,11 @@ def is_model(source: str) -> bool:
 def _model_mapping(source: str) -> dict[str, object]:
     is_preset = source in listing("models")
     preset = source if is_preset else str(Path(source).resolve())
-    return {"name": source if is_preset else Path(source).stem, "model": {"preset": preset}, "mesh": {}}
+    return {
+        "name": source if is_preset else Path(source).stem,
+        "model": {"preset": preset},
+        "mesh": {},
+    }
 
 
 def _of_model(source: str, said: dict[str, Any], where: Sequence[str]) -> SearchedJob:

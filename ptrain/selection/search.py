@@ -29,6 +29,7 @@ from ptrain.selection.space import (
     THROUGH,
     Legality,
     Through,
+    apart,
     data_choices,
     degrees_over,
     inner_products,
@@ -98,9 +99,15 @@ class Search:
             inner = _Inner(ranks=ranks, within=within, spec=spec, sizes=sizes_of(spec, self.facts))
             for left, choices in pipelines(task.base, task.devices // ranks, task.written):
                 flows = self._flows(choices)
-                for micro, number in micro_batches(task.base, left) if flows else ():
-                    if task.where.admits(Aspect.BATCH, _batched(task.base, micro, number)):
-                        yield from self._of_batch(inner, left, flows, micro, number)
+                for micro, number in apart(self._batches(left)) if flows else ():
+                    yield from self._of_batch(inner, left, flows, micro, number)
+
+    def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
+        """The micro-batches that obey constraints."""
+        base, where = self.task.base, self.task.where
+        for micro, number in micro_batches(base, data_ranks):
+            if where.admits(Aspect.BATCH, _batched(base, micro, number)):
+                yield micro, number
 
     def _flows(self, choices: Sequence[AxisChoice]) -> list[PipelineFlow]:
         base, where = self.task.base, self.task.where
@@ -205,7 +212,7 @@ class Search:
         if key not in self.activities:
             sized = replace(inner.spec, batch=replace(inner.spec.batch, micro=least))
             self.activities[key] = activity_of(sized, kept)
-        return self.activities[key].times(micro // least)
+        return self.activities[key].of_samples(micro, least)
 
     def _seconds(self, inner: _Inner, micro: int, kept: Kept) -> Seconds | None:
         """None where nobody knows what is computed, or how long that takes."""

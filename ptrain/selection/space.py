@@ -36,7 +36,8 @@ from ptrain.spec.spec import ActivationSpec, Spec
 WITHIN: tuple[AxisSpace, ...] = (TENSOR_SPACE,)
 
 KEPT = (PLAIN, Kept(policy=SELECTIVE), Kept(policy=FULL), Kept(tier=Tier.HOST))
-_MICRO = tuple(2**power for power in range(10))
+_MOST_MICRO = 2**9  # samples of a micro-batch
+_ALL_UP_TO, _APART = 16, 1.25  # of larger micro-batches those that are a quarter apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +84,25 @@ def inner_products(
 
 
 def micro_batches(base: Spec, data_ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield samples of a micro-batch, and how many of these a step has: powers of two, and all of a
-    rank's samples at once."""
+    """Yield samples of a micro-batch, and how many of these a step has: the divisors of a rank's
+    samples."""
     samples, left = divmod(base.batch.global_samples, data_ranks)
     if left or not samples:
         return
-    yield from ((micro, samples // micro) for micro in _MICRO if samples % micro == 0)
+    for micro in divisors(samples):
+        if micro <= _MOST_MICRO:
+            yield micro, samples // micro
+
+
+def apart(batches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the smaller of these micro-batches, and of the larger ones powers of two and those that
+    are a quarter larger than the one before: of many divisors few fit, and neighbours are alike."""
+    last = 0
+    for micro, number in batches:
+        is_power = micro & (micro - 1) == 0
+        if micro <= _ALL_UP_TO or is_power or micro >= _APART * last:
+            last = micro
+            yield micro, number
 
 
 class Through(Enum):

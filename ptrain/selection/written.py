@@ -14,7 +14,6 @@ from ptrain.spec.activations import Kept
 from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
 from ptrain.spec.keys import dials
 from ptrain.spec.offload import Offload
-from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import R
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import flow
@@ -45,12 +44,18 @@ def _open_places(said: Said) -> Iterator[str]:
 
 
 def _autos(value: object, route: tuple[str, ...]) -> Iterator[str]:
-    """The places at which nothing but `auto` stands."""
-    if value == AUTO:
+    """The places at which nothing but `auto` stands, the outermost ones."""
+    if _is_auto(value):
         yield ".".join(route)
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield from _autos(inner, (*route, key))
+
+
+def _is_auto(value: object) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(_is_auto(inner) for inner in value.values())
+    return value == AUTO
 
 
 def at(said: Any, place: str) -> Any:
@@ -109,12 +114,13 @@ def written_of(said: Said, load_with: LoadWith) -> Written:
 
 def _values(said: Said, probe: Spec) -> Iterator[tuple[str, Any]]:
     """Dials, the schedule and what is said of it, and where offloaded state is updated."""
+    for section in ("sync", "pipeline"):
+        for spot in fields(getattr(probe, section)):
+            if _is_said(said, f"{section}.{spot.name}"):
+                yield f"{section}.{spot.name}", getattr(getattr(probe, section), spot.name)
     for dial in dials():
-        if _is_said(said, dial.place):
-            yield ".".join(dial.path), dial.of(probe)
-    for spot in fields(PipelineSpec):
-        if _is_said(said, f"pipeline.{spot.name}"):
-            yield f"pipeline.{spot.name}", getattr(probe.pipeline, spot.name)
+        if len(dial.path) == 1 and _is_said(said, dial.place):
+            yield dial.path[0], dial.of(probe)
     if probe.offload != Offload():
         yield "offload", probe.offload
 

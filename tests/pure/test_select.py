@@ -22,6 +22,7 @@ from ptrain.selection.known import reason
 from ptrain.selection.ranking import PlacementRanking
 from ptrain.selection.search import Search
 from ptrain.selection.space import (
+    apart,
     data_choices,
     degrees_over,
     inner_products,
@@ -95,10 +96,29 @@ def test_every_mesh_of_eight_devices_has_candidates(on_eight):
     assert len(meshes) == 20
 
 
-def test_micro_batches_are_powers_of_two_that_divide_a_ranks_samples():
+def test_micro_batches_are_the_divisors_of_a_ranks_samples():
     base = chooser().job.base
     assert list(micro_batches(base, 4)) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
     assert list(micro_batches(base, 3)) == []
+    base = chooser("batch.global=48").job.base
+    assert list(micro_batches(base, 4)) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+
+
+def test_of_many_large_micro_batches_those_that_are_apart_are_tried():
+    base = chooser("batch.global=5040").job.base
+    tried = [micro for micro, _ in apart(micro_batches(base, 1))]
+    assert [m for m in tried if m <= 16] == [m for m in range(1, 17) if 5040 % m == 0]
+    assert len(tried) <= 32 and all(5040 % micro == 0 for micro in tried)
+    large = [m for m in tried if m >= 16 and m & (m - 1)]
+    assert all(later >= 1.25 * earlier for earlier, later in pairwise(large))
+
+
+def test_a_micro_batch_that_is_no_power_of_two_is_ranked():
+    """Of 15 samples a rank 3 at once."""
+    odd = chooser("batch.global=120", "micro>2", "micro<5", "tp==1", "pp==1", count=10)
+    best = odd.choose().best
+    assert best is not None
+    assert (best.spec.batch.micro, best.spec.batch.accumulate) == (3, 5)
 
 
 def test_what_is_scored_is_legal_and_what_is_not_is_illegal(on_eight):
