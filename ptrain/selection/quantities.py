@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
 
+from ptrain.axes.data.candidates import OVERLAPS, UNITS
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
-from ptrain.axes.data.candidates import UNITS
 from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
 from ptrain.errors import refused
@@ -65,6 +65,10 @@ def _degree(axis: Axis) -> Callable[[Spec], Value]:
     return lambda spec: spec.degree(axis)
 
 
+def _overlap(overlap: Overlap | None) -> str:
+    return str(overlap or _STOCK)
+
+
 def _part(axis: Axis, of_data: Aspect) -> Aspect:
     if axis is Axis.PP:
         return Aspect.PIPELINE
@@ -116,8 +120,8 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "overlap": Quantity(
         part=Aspect.DATA,
-        of=lambda spec: str(spec.overlap or _STOCK),
-        words=(_STOCK, *Overlap),
+        of=lambda spec: _overlap(spec.overlap),
+        words=tuple(_overlap(overlap) for overlap in OVERLAPS),
     ),
     "prefetch": Quantity(part=Aspect.DATA, of=lambda spec: spec.prefetch or 0),
     "sync.gradients": Quantity(

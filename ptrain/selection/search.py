@@ -72,7 +72,7 @@ class Search:
         self.wires = Wires(task.base, task.pace, task.is_nominal)
         self.choices = data_choices(task.base, task.written)
         self.units = units_of(task.written)
-        self.num_too_large = 0  # blocks of candidates that are not scored
+        self.too_large: list[tuple[_Inner, int, Through, Kept, int]] = []
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
         self.activities: dict[tuple[object, ...], Activity] = {}
@@ -80,14 +80,23 @@ class Search:
 
     def run(self, where: Where) -> SearchResult:
         """Return the best of all legal candidates that obey constraints."""
-        if where != self.task.where:
-            self.task = replace(self.task, where=where)
-            self.ways.clear()
-            self.tables.clear()
+        self._obey(where)
         keeper = Keeper(self.task)
         for block in self.blocks():
             keeper.take(block)
         return keeper.result()
+
+    def has(self, where: Where) -> bool:
+        """Return whether any legal candidate obeys constraints, too large as it may be."""
+        self._obey(where)
+        return next(self.blocks(), None) is not None or self.has_too_large
+
+    def _obey(self, where: Where) -> None:
+        self.too_large.clear()
+        if where != self.task.where:
+            self.task = replace(self.task, where=where)
+            self.ways.clear()
+            self.tables.clear()
 
     def blocks(self) -> Iterator[CandidateBlock]:
         """Yield the space, a block at a time."""
@@ -106,7 +115,7 @@ class Search:
         """The micro-batches that obey constraints."""
         base, where = self.task.base, self.task.where
         for micro, number in micro_batches(base, data_ranks):
-            if where.admits(Aspect.BATCH, _batched(base, micro, number)):
+            if where.admits(Aspect.BATCH, batched(base, micro, number)):
                 yield micro, number
 
     def _flows(self, choices: Sequence[AxisChoice]) -> list[PipelineFlow]:
@@ -132,14 +141,17 @@ class Search:
                 if not legality.within(inner.within, kept, way):
                     continue
                 if self._activity(inner, micro, kept).least > self.task.room * SLACK:
-                    self.num_too_large += 1  # whatever the states are
+                    self.too_large.append((inner, left, way, kept, number))
                     continue
-                units = frozenset(
-                    unit for unit in self.units if legality.unit(inner.within, unit, kept)
-                )
-                table = self._table(inner, left, way, units, many=number > 1)
+                table = self._legal(inner, left, way, kept, number)
                 if len(table):
                     yield self._block(inner, table, alike, (micro, number, kept))
+
+    @property
+    def has_too_large(self) -> bool:
+        """Return whether there are legal candidates that are not scored, for a sample alone of
+        theirs takes more than a device has, whatever their states are."""
+        return any(len(self._legal(*where)) for where in self.too_large)
 
     def _block(
         self,
@@ -218,12 +230,19 @@ class Search:
         """None where nobody knows what is computed, or how long that takes."""
         key = (inner.within, micro, kept)
         if key not in self.seconds:
-            spec = kept_so(_batched(inner.spec, micro, 1), kept)
+            spec = kept_so(batched(inner.spec, micro, 1), kept)
             try:
                 self.seconds[key] = seconds_of(spec, self.task.work(spec), self.task.pace)
             except UnknownRate:
                 self.seconds[key] = None
         return self.seconds[key]
+
+    def _legal(self, inner: _Inner, left: int, way: Through, kept: Kept, number: int) -> DataTable:
+        """The choices of the data axes that are legal with so many micro-batches."""
+        units = frozenset(
+            unit for unit in self.units if self.legality.unit(inner.within, unit, kept)
+        )
+        return self._table(inner, left, way, units, many=number > 1)
 
     def _table(
         self, inner: _Inner, left: int, way: Through, units: frozenset[UnitSize], *, many: bool
@@ -283,5 +302,6 @@ class Search:
         return self.ways[key]
 
 
-def _batched(spec: Spec, micro: int, number: int) -> Spec:
+def batched(spec: Spec, micro: int, number: int) -> Spec:
+    """Return the spec with so many micro-batches of so many samples."""
     return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=number))

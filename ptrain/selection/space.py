@@ -22,6 +22,7 @@ from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import own_facts
 from ptrain.derivation.kernels import unclaimed
+from ptrain.errors import Fault
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Batch
@@ -148,13 +149,20 @@ class Legality:
         return not (check(spec) or executed(spec) or says_the_usual(spec, self.written))
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
-        """Of what is gathered together beside how blocks are kept."""
+        """Of what is gathered together beside how blocks are kept: false where a rule says of it
+        what none says of a block."""
+        key = ("unit", bool(choices), unit, kept)
+        if key not in self.known:
+            faults = self._unit_faults(choices, unit, kept)
+            self.known[key] = faults <= self._unit_faults(choices, UnitSize(), kept)
+        return self.known[key]
 
-        def spec() -> Spec:
-            by_unit = AxisChoice(factors=_GATHERED.factors, changes=(("unit", unit),))
-            return kept_so(self._tall((by_unit, *choices), 1, self._even), kept)
-
-        return self._is_legal(("unit", bool(choices), unit, kept), spec)
+    def _unit_faults(
+        self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept
+    ) -> set[Fault]:
+        by_unit = AxisChoice(factors=_GATHERED.factors, changes=(("unit", unit),))
+        spec = kept_so(self._tall((by_unit, *choices), 1, self._even), kept)
+        return {*check(spec), *executed(spec)}
 
     def shards(self, choices: tuple[AxisChoice, ...], shards: int) -> bool:
         """Of tensors that are cut within a block and into so many shards over the data axes, each

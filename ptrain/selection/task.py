@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ptrain.axes.candidates import NOTHING, Written
@@ -71,6 +71,10 @@ class SearchTask:
     objective: SearchGoal = SearchGoal.TIME
     where: Where = field(default_factory=Where)
     written: Written = NOTHING
+
+    def without_written(self) -> SearchTask:
+        """Return the same with nothing written."""
+        return replace(self, written=NOTHING)
 
     @property
     def room(self) -> float:

@@ -147,6 +147,27 @@ def test_what_is_scored_is_legal_and_what_is_not_is_illegal(on_eight):
     assert unlike, "some are illegal"
 
 
+def test_odd_rows_of_a_vocabulary_leave_choices_that_cut_none():
+    """261 rows are cut by tp, and their parts by no dp_shard; copies need no part of them."""
+    tiny = ["model.vocab=261", "batch.sequence=16", "batch.global=8", "tp==2", "pp==1"]
+    where = [word for word in tiny if "==" in word]
+    job = searched_job("llama-tiny", tiny[:3], cluster="h100-8", devices=4, where=where)
+    specs = [
+        block.candidate(row, 0).spec(job.base)
+        for block in Chooser(job, machine=machine).search.blocks()
+        for row in range(len(block.table))
+    ]
+    assert {"R,R,R,R"} <= {str(f.placement) for s in specs for f in s.factors}
+    assert "S*,S,S,R" not in {str(f.placement) for s in specs for f in s.factors}
+
+
+@pytest.mark.parametrize("name", ["muon", "tp-naive"])
+def test_a_strategy_that_the_rules_let_be_has_candidates(name):
+    """Muon's tuples are those of no other optimizer, and naive sums keep blocks as they are."""
+    job = searched_job(name, ["mesh=auto"], devices=2)
+    assert Chooser(job).search.has(job.where)
+
+
 # -- constraints
 
 

@@ -101,8 +101,24 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
         (["lama3-8b", "--cluster", "h100-8"], "did you mean llama3-8b"),
         (["llama3-8b", "attention=flex", "--cluster", "h100-64"], "nor of a llama or a gpt"),
         (["zero3"], "nothing of this spec is left to be chosen"),
-        (["llama3-8b", "--cluster", "h100-128", "--devices", "67"], "divide"),
-        (["llama3-8b", "--cluster", "h100-8", "--where", "tp=3"], "obeys tp=3"),
+        (
+            ["llama3-8b", "--cluster", "h100-128", "--devices", "67"],
+            "1024 samples of a step do not divide by 67 data ranks",
+        ),
+        (
+            ["llama3-8b", "--cluster", "h100-8", "--where", "tp=3"],
+            "obeys tp=3: tp can be 1 or 2 or 4 or 8 .it divides 32 heads, 8 of keys",
+        ),
+        (
+            ["llama3-8b", "--cluster", "h100-8", "--where", "micro=7"],
+            "of 1024 samples, which a rank has of 1 data ranks, micro-batches take 1, 2, 4",
+        ),
+        (
+            ["llama3-8b", "--cluster", "h100-8", "--where", "prefetch=3"],
+            "prefetch=3 is what the search never tries",
+        ),
+        (["tp-sp", "mesh.tp=auto", "--devices", "4"], "tp can be 1 or 2 .it divides 4 heads"),
+        (["llama3-70b", "--cluster", "h100-8", "batch.sequence=1000000"], "a sample alone takes"),
         ([], "name one MODEL or SPEC"),
     ],
 )

@@ -41,8 +41,9 @@ _GIVEN_BACK = {
 }
 UNITS = (UnitSize(), UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
 # With how many units are gathered ahead: what is not beside what is computed begins none.
-_OVERLAPS = ((None, None), (Overlap.BACKWARD, None))
-_OVERLAPS_GATHERED = ((None, None), (Overlap.BACKWARD, None), (Overlap.BACKWARD, 1))
+OVERLAPS = (None, Overlap.BACKWARD)
+_OVERLAPS = tuple((overlap, None) for overlap in OVERLAPS)
+_OVERLAPS_GATHERED = (*_OVERLAPS, (Overlap.BACKWARD, 1))
 
 
 # Fields that are not chosen, and stay as they are written.
