@@ -60,22 +60,38 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
         finding = f"nobody says what a device of {cluster.name} costs"
         raise refused("--budget", finding, "write cluster.price=2.5, of a device and hour")
     if goal is SearchGoal.COST:
-        best = cheapest(_by_number(chooser))
+        best = cheapest(rows := tuple(_by_number(chooser)))
         if best is None:
             raise refused("--objective", f"cost: {_no_time(chooser)}", "write --objective memory")
-        return chooser.on(best[0]).choose()
+        return _on_number(chooser, best[0], rows)
     if goal is not SearchGoal.DEVICES:
         return chooser.choose()
     if demand is None:
         finding = "devices: the fewest for what, nobody says"
         raise refused("--objective", finding, "write --tokens 1T --deadline 30d")
-    last = "nothing fits"
+    rows: tuple[tuple[int, Ranked], ...] = ()
     for number, row in _by_number(chooser):
+        rows = (*rows, (number, row))
         if demand.is_met(row):
-            return chooser.on(number).choose()
+            return replace(_on_number(chooser, number, rows), demand=demand)
+    last = "nothing fits"
+    if rows:
+        number, row = rows[-1]
         last = f"{number} devices take {demand.described(row)}"
     finding = f"no number of devices up to {most} meets it: {last}"
     raise refused("--objective", finding, "write a later deadline or a larger budget")
+
+
+def _on_number(
+    chooser: Chooser, devices: int, rows: Iterable[tuple[int, Ranked]]
+) -> PlacementRanking:
+    """The ranking on one of the numbers that were tried, with its best among these."""
+    ranking = chooser.on(devices).choose()
+    tried = tuple(
+        (number, ranking.best if number == devices and ranking.best else row)
+        for number, row in rows
+    )
+    return replace(ranking, objective=chooser.objective, by_number=tried)
 
 
 def _by_number(chooser: Chooser) -> Iterator[tuple[int, Ranked]]:

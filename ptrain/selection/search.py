@@ -171,7 +171,7 @@ class Search:
         seconds = np.zeros(0)
         work = self._seconds(inner, micro, kept)
         if work is None:
-            rows, columns, untimed = rows[:0], columns[:0], len(rows)
+            seconds, untimed = np.full(len(rows), float("inf")), len(rows)
         elif len(rows):
             busy = step_seconds(table.at(rows), places.at(columns), inner.sizes, work, number).max(
                 axis=1

@@ -38,7 +38,7 @@ class Scored:
 @dataclass(slots=True, kw_only=True)
 class SearchCount:
     """How many candidates there were: legal ones that were scored, and of these those that fit by
-    the closed form (`untimed`: would, if anybody knew their time); `least` needs least memory."""
+    the closed form (`untimed`: may, and nobody knows their time); `least` needs least memory."""
 
     scored: int = 0
     fitting: int = 0

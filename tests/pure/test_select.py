@@ -3,6 +3,8 @@ beside what is derived."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import random
 from dataclasses import replace
@@ -15,11 +17,12 @@ from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import chosen
 from ptrain.charts.front import front_sheet
 from ptrain.errors import SpecError
-from ptrain.report.selection import as_csv, as_record, as_spec, selection_text
+from ptrain.report.selection import as_spec, selection_text
+from ptrain.report.selection_record import as_csv, as_record
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job
 from ptrain.selection.known import reason
-from ptrain.selection.ranking import PlacementRanking
+from ptrain.selection.ranking import PlacementRanking, order_of
 from ptrain.selection.search import Search
 from ptrain.selection.space import (
     apart,
@@ -259,6 +262,54 @@ def test_why_a_known_choice_lost_is_what_its_figures_say(best_of_eight):
     assert reason(best, best, SearchGoal.TIME) == "is the best"
 
 
+def test_a_choice_that_constraints_exclude_says_which_ones(best_of_eight):
+    lost = {known.name: known.why for known in best_of_eight.lost}
+    few = chooser("tp==2", "pp==1", "micro==1", count=1).choose()
+    excluded = {known.name: known.why for known in few.lost}
+    assert excluded["data parallelism alone"] == "excluded by tp==2"
+    assert excluded["a pipeline with data parallelism"] == "excluded by tp==2, pp==1"
+    assert not any(why.startswith("excluded") for why in lost.values())
+
+
+def test_a_choice_that_the_spec_does_not_write_says_so():
+    chosen = Chooser(searched_job("zero3", ["mesh.dp_shard=auto"], devices=2), count=1).choose()
+    lost = {known.name: known.why for known in chosen.lost}
+    assert lost["optimizer state in shards alone"] == "excluded by what the spec writes"
+    assert lost["data parallelism alone"] == "excluded by mesh.dp_replicate=1"
+
+
+# -- unknown times
+
+
+def test_what_has_no_time_stands_behind_all_that_has_one(best_of_eight):
+    slow = best_of_eight.ranking[-1]
+    untimed = replace(best_of_eight.ranking[0], step=None, why_untimed="nobody knows it")
+    rows = sorted([untimed, slow], key=lambda row: order_of(SearchGoal.TIME, row))
+    assert rows == [slow, untimed]
+    text = selection_text(replace(best_of_eight, ranking=(slow, untimed)))
+    assert "no step time of 2: nobody knows it" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["loss=fused"], "torch's fused loss is one operator"),
+        (["cluster.rates=null"], "has no rates"),
+    ],
+)
+def test_a_job_without_a_time_is_ranked_by_what_is_known_and_says_why(words, why):
+    where = ["pp=1", "tp=1", "micro=1", "dp_shard=8", "unit=block"]
+    job = searched_job("llama3-8b", ["batch.global=64", *words], cluster="h100-8", where=where)
+    ranking = Chooser(job, count=5).choose()
+    assert ranking.ranking and all(row.seconds is None for row in ranking.ranking)
+    assert why in ranking.unknown and f"time is unknown: {ranking.unknown}" in selection_text(
+        ranking
+    )
+    keys = [(row.closed.seconds, row.closed.peak) for row in ranking.ranking]
+    assert keys == sorted(keys)
+    assert all(row["time_unknown"] for row in as_record(ranking)["ranking"])
+
+
 def test_a_winner_is_what_its_words_and_its_file_load_to(best_of_eight, tmp_path: Path):
     spec = best_of_eight.spec
     source, *overrides = words_of(best_of_eight.job, spec)
@@ -278,8 +329,26 @@ def test_a_ranking_prints_and_is_plain_data(best_of_eight):
     assert "llama3-8b on 8 devices of h100-8" in text and "best: ptrain train" in text
     record = json.loads(json.dumps(as_record(best_of_eight, top=2)))
     assert len(record["ranking"]) == 2 and record["time_unknown"] is None
-    header, *rows = as_csv(best_of_eight).splitlines()
-    assert header.startswith("placement,") and len(rows) == len(best_of_eight.ranking)
+    whole = as_record(best_of_eight)
+    assert len(whole["ranking"]) == len(best_of_eight.ranking) > 2
+    assert [row["rank"] for row in whole["ranking"]] == list(range(1, len(whole["ranking"]) + 1))
+    assert whole["ranking"][0]["why"] == "is the best"
+    assert {row["front"] for row in whole["front"]} == {True}
+
+
+def test_rows_of_csv_have_the_columns_of_json_and_the_well_known_choices(best_of_eight):
+    rows = list(csv.DictReader(io.StringIO(as_csv(best_of_eight))))
+    ranked = [row for row in rows if not row["choice"]]
+    assert [row["rank"] for row in ranked] == [str(n + 1) for n in range(len(ranked))]
+    assert len(ranked) == len(best_of_eight.ranking)
+    front = [row for row in rows if row["front"] == "True" and row["choice"] in ("", "front")]
+    assert len(front) == len(best_of_eight.front)
+    assert {lost.name: lost.why for lost in best_of_eight.lost}.items() <= {
+        (row["choice"], row["why"]) for row in rows
+    }
+    columns = {*as_record(best_of_eight)["ranking"][0]} - {"closed_form", "mesh"}
+    assert columns <= rows[0].keys()
+    assert len([r for r in csv.DictReader(io.StringIO(as_csv(best_of_eight, 2))) if r["rank"]]) == 2
 
 
 def test_a_chart_has_a_dot_for_each_of_the_derived(best_of_eight):
@@ -297,5 +366,8 @@ def test_where_nothing_fits_nothing_is_ranked_and_something_would():
     assert {remedy.change for remedy in ranking.remedies} >= {"without recompute==none"}
     assert all(remedy.fitting.memory.fits for remedy in ranking.remedies)
     assert "nothing fits" in selection_text(ranking)
+    rows = {row["choice"]: row for row in csv.DictReader(io.StringIO(as_csv(ranking)))}
+    assert rows["least memory"]["fits"] == "False"
+    assert rows["without recompute==none"]["fits"] == "True"
     with pytest.raises(SpecError, match="nothing fits"):
         _ = ranking.spec

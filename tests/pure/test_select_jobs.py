@@ -12,6 +12,8 @@ import pytest
 
 from ptrain.cli.main import main
 from ptrain.errors import SpecError
+from ptrain.report.selection import selection_text
+from ptrain.report.selection_record import as_record
 from ptrain.selection.choose import answer
 from ptrain.selection.demand import Demand, demand_of, numbers
 from ptrain.selection.job import searched_job
@@ -174,8 +176,33 @@ def test_the_fewest_devices_meet_a_deadline_and_half_of_them_do_not():
     tokens = on_four.spec.batch.tokens
     ranking = answer(few, Demand(tokens=tokens, deadline=1.01 * on_four.seconds))
     assert ranking.job.devices == 4 and ranking.best is not None
+    assert ranking.objective is SearchGoal.DEVICES
+    assert [number for number, _ in ranking.by_number][-1] == 4
+    assert ranking.by_number[-1][1] == ranking.best
+    text = selection_text(ranking)
+    assert "the fewest devices that meet the demand is marked" in text
+    assert f"{ranking.best.seconds / 86400:.3g} days" in text
+    record = as_record(ranking)
+    assert (record["objective"], record["ranking"][0]["training_seconds"]) == (
+        ("devices", pytest.approx(ranking.best.seconds))
+    )
     with pytest.raises(SpecError, match="no number of devices up to 8 meets it"):
         answer(few, Demand(tokens=tokens, deadline=1.0))
+
+
+def test_a_budget_says_the_money_that_is_spent():
+    words = ["recompute==full", "pp==1", "tp==1", "micro==1", "cluster.price=2.0"]
+    few = chooser(*words, count=1)
+    few.objective = SearchGoal.DEVICES
+    ranking = answer(few, Demand(tokens=10**9, budget=1e9))
+    best = ranking.best
+    assert best is not None and best.price is not None
+    assert f"{best.price:,.0f}" in selection_text(ranking)
+    assert as_record(ranking)["demand"] == {
+        "tokens": 10**9,
+        "deadline_seconds": None,
+        "budget": 1e9,
+    }
 
 
 def test_a_price_is_of_devices_and_hours():
