@@ -93,7 +93,10 @@ class Gpu:
 NVLINK3 = Link(name="NVLink 3", effective=230, line=300, source="NVIDIA/nccl-tests#149")
 NVLINK4 = Link(name="NVLink 4", effective=370, line=450, source="NVIDIA/nccl-tests#212")
 NVLINK5 = Link(
-    name="NVLink 5", effective=40.1, line=50, source="a link, NCCL src/graph/topo.h: SM100_NVLINK_BW"
+    name="NVLink 5",
+    effective=40.1,
+    line=50,
+    source="a link, NCCL src/graph/topo.h: SM100_NVLINK_BW",
 )
 HDR = Link(name="InfiniBand HDR", effective=24, line=25, source="NVIDIA/nccl-tests#119")
 # 46 to 48 GB/s a card.

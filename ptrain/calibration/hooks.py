@@ -18,7 +18,7 @@ from torch import nn
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.wrapped import ParameterWrap, WrappedModel
 from ptrain.axes.tensor.run.apply import parallelize
-from ptrain.calibration.bench import Bench, RateSheet
+from ptrain.calibration.bench import FEWEST, Bench, RateSheet
 from ptrain.calibration.points import Points
 from ptrain.calibration.stage_passes import pipeline_pass
 from ptrain.costs import Collective, Phase, Traffic
@@ -154,7 +154,7 @@ def _sent_seconds(sheet: RateSheet, row: Traffic, bench: Bench) -> float:
 def _excess(bench: Bench, rounds: int, models: tuple[WrappedModel, WrappedModel]) -> Halves:
     """The median of what each half takes more of the first than of the second, which take turns."""
     differences: dict[Phase, list[float]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
-    for _ in range(rounds):
+    for _ in bench.in_time(range(rounds), least=FEWEST):
         first, second = (_halves(bench, model) for model in models)
         for phase, more in differences.items():
             more.append(first[phase] - second[phase])

@@ -83,6 +83,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="A,B",
         help="of algorithm1: shares of a device's memory for states and for a layer",
     )
+    _add_outputs(parser)
+
+
+def _add_outputs(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--top",
         type=positive,

@@ -60,10 +60,10 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
         finding = f"nobody says what a device of {cluster.name} costs"
         raise refused("--budget", finding, "write cluster.price=2.5, of a device and hour")
     if goal is SearchGoal.COST:
-        best = cheapest(rows := tuple(_by_number(chooser)))
+        best = cheapest(numbered := tuple(_by_number(chooser)))
         if best is None:
             raise refused("--objective", f"cost: {_no_time(chooser)}", "write --objective memory")
-        return _on_number(chooser, best[0], rows)
+        return _on_number(chooser, best[0], numbered)
     if goal is not SearchGoal.DEVICES:
         return chooser.choose()
     if demand is None:

@@ -9,12 +9,12 @@ from itertools import islice, product
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import NOTHING, AxisChoice, chosen
+from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.derivation.activations import is_tabulated
 from ptrain.errors import Fault
 from ptrain.selection.quantities import Aspect
 from ptrain.selection.search import Search, batched
 from ptrain.selection.space import (
-    DATA_SPACE,
     KEPT,
     Candidate,
     data_choices,

@@ -178,7 +178,7 @@ def _tuple(axis: Axis, bound: str, text: str) -> str:
     """A tuple of modes, or a strategy's name for one, as a candidate says it."""
     tree = Tree(root={"placement": {axis.value: bound.strip("[]")}}, source="")
     faults = expand_shorthands(tree)
-    modes = tree.root["placement"][axis.value] if isinstance(tree.root, dict) else None  # type: ignore[call-overload,index]
+    modes = tree.root["placement"][axis.value] if isinstance(tree.root, dict) else None
     if not faults and isinstance(modes, dict):
         parsed = [str(mode) for mode in modes.values()]
         if all(mode in KEPT_MEANINGS for mode in parsed):

@@ -80,8 +80,9 @@ def numbers(said: Said) -> Iterator[str]:
 def unnamed(said: Said) -> Iterator[str]:
     """Yield a constraint for each axis that a mesh does not name: it has one rank."""
     mesh = said.get("mesh")
-    for axis in EXECUTED_AXES if isinstance(mesh, dict) else ():
-        if axis.value not in mesh and not ("dp" in mesh and axis in DATA_AXES):
+    named = mesh if isinstance(mesh, dict) else {axis.value for axis in EXECUTED_AXES}
+    for axis in EXECUTED_AXES:
+        if axis.value not in named and not ("dp" in named and axis in DATA_AXES):
             yield f"mesh.{axis}=1"
 
 

@@ -82,7 +82,8 @@ _STOCK: Changes = (("sync", SyncPolicy(gradients=GradientSync.LAST)),)
 def _ways(axes: tuple[Axis, ...], spec: Spec, written: Written) -> tuple[Way, ...]:
     """The tuples and dials on these axes, whatever their degrees are."""
     has_master = spec.precision.layout.master is not None
-    return _held(axes, spec.optimizer, has_master, written)
+    held: tuple[Way, ...] = _held(axes, spec.optimizer, has_master, written)
+    return held
 
 
 @lru_cache(maxsize=64)
