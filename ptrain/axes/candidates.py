@@ -30,6 +30,12 @@ class Written:
     values: tuple[tuple[str, Any], ...] = ()
     kept: tuple[Kept, ...] = ()
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return tuples and fields that are written, as a spec says them."""
+        placed = (f"placement.{axis}={placement}" for axis, placement in self.tuples)
+        return (*placed, *(f"{path}={_text(value)}" for path, value in self.values))
+
     def degree(self, axis: Axis) -> int | None:
         """Return the degree that is written."""
         return dict(self.degrees).get(axis)
@@ -64,6 +70,10 @@ class Written:
             tuple(tuples.get(axis, p) for axis, p in zip(axes, placements, strict=True)),
             tuple((name, self.value(name, offered)) for name, offered in changes),
         )
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 NOTHING = Written()

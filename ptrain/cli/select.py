@@ -40,9 +40,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "arguments",
         nargs="*",
         metavar="MODEL",
-        help="a preset of specs/models, a file of its fields, or a SPEC: what it writes stays, what "
-        "is auto (mesh, placement, batch.micro, dials) or not written is searched; a.b=c says more "
-        "of the job (batch.sequence=32768)",
+        help="a preset of specs/models, a file of its fields, or a SPEC: what it writes stays, and "
+        "what is auto (mesh, placement, batch.micro, dials) or not written is searched; a.b=c says "
+        "more of the job (batch.sequence=32768)",
     )
     parser.add_argument("--cluster", metavar="NAME", help="a preset of specs/clusters, or a file")
     parser.add_argument(

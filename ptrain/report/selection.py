@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 from math import isfinite
 
+from ptrain.axes.candidates import Written
 from ptrain.report.table import MISSING, render
 from ptrain.selection.demand import Demand
 from ptrain.selection.figures import Ranked
-from ptrain.selection.quantities import recompute_of
+from ptrain.selection.quantities import keeping, recompute_of
 from ptrain.selection.ranking import Lost, PlacementRanking
 from ptrain.selection.task import Scored, SearchGoal
 from ptrain.selection.words import words_of
@@ -55,6 +56,8 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         )
     if job.where.constraints:
         yield f"where {', '.join(rule.text for rule in job.where.constraints)}"
+    if stays := written_texts(job.written):
+        yield f"as written {', '.join(stays)}"
     if selection.unknown:
         yield f"time is unknown: {selection.unknown}"
         yield _order(selection)
@@ -210,6 +213,12 @@ def _rows(rows: Sequence[Ranked], selection: PlacementRanking) -> Iterator[tuple
 
 def _seconds(row: Ranked) -> str:
     return MISSING if row.seconds is None else f"{row.seconds:.3g} s"
+
+
+def written_texts(written: Written) -> tuple[str, ...]:
+    """Return what stays in all candidates as it is written."""
+    words = dict.fromkeys(keeping(kept) for kept in written.kept)
+    return (*written.texts, *([f"recompute={' or '.join(words)}"] if words else []))
 
 
 def described(spec: Spec) -> str:

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from math import isfinite
 
-from ptrain.report.selection import closed_seconds, described
+from ptrain.report.selection import closed_seconds, described, written_texts
 from ptrain.selection.figures import Ranked
 from ptrain.selection.known import reason
 from ptrain.selection.ranking import Lost, PlacementRanking
@@ -29,6 +29,7 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> Record:
         "devices": job.devices,
         "objective": selection.objective.value,
         "where": [rule.text for rule in job.where.constraints],
+        "written": list(written_texts(job.written)),
         "candidates": selection.counts.scored,
         "fitting": selection.counts.fitting,
         "untimed": selection.counts.untimed,

@@ -14,7 +14,7 @@ from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
 from ptrain.errors import refused
-from ptrain.spec.activations import FULL, SELECTIVE
+from ptrain.spec.activations import FULL, SELECTIVE, Kept
 from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
 from ptrain.spec.dials import GradientSync, Overlap
 from ptrain.spec.leaf import nearest
@@ -47,7 +47,11 @@ Value = int | float | str
 
 def recompute_of(spec: Spec) -> str:
     """Return how blocks keep their activations, in the grammar's words."""
-    kept = spec.activations.default
+    return keeping(spec.activations.default)
+
+
+def keeping(kept: Kept) -> str:
+    """Return the word for one way to keep them."""
     if kept.tier is not Tier.DEVICE:
         return "offload"
     return {None: "none", FULL: "full", SELECTIVE: "selective"}.get(kept.policy, "keep")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ptrain.cli.main import main
 from ptrain.errors import SpecError
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job
@@ -133,6 +134,19 @@ def test_a_degree_that_a_model_is_given_stays_and_the_others_are_searched():
 def test_how_blocks_keep_activations_is_as_it_is_written(words, expected):
     specs = candidates("zero3", _OPEN, *words)
     assert {recompute_of(spec) for spec in specs} == expected
+
+
+def test_what_stays_is_said(capsys):
+    words = ["mesh.dp_shard=auto", "unit=2 blocks", "activations=M", "--devices", "2"]
+    assert main(["select", "zero3", *words, "--exact", "2"]) == 0
+    stays = "placement.dp_shard=S*,S,S,R, unit=2 blocks, recompute=selective or full"
+    assert f"as written {stays}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["mesh=auto", "placement=auto"])
+def test_a_run_of_an_open_spec_names_the_command_that_chooses(word, capsys):
+    assert main(["predict", "zero3", word]) == 2
+    assert "ptrain select SPEC" in capsys.readouterr().err
 
 
 def test_a_schedule_that_is_written_is_that_of_every_pipeline_and_none_without_one():
