@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice, product
+from functools import cache
+from itertools import groupby, islice, product
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import NOTHING, AxisChoice, chosen
@@ -29,8 +30,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
-_TRIED, _PER_FLOW = 400, 2  # specs that the rules are asked about, and data choices of a flow
-_OF_DATA = (Aspect.RANKS, Aspect.DATA)
+_TRIED, _PER_FLOW = 200, 2  # specs that the rules are asked about, and data choices of a flow
 _UNKNOWN = Fault(
     place="activations",
     finding="no table tells what such blocks allocate on these devices",
@@ -96,6 +96,7 @@ def _untried(task: SearchTask, where: Where) -> Iterator[tuple[str, str]]:
 def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
     """What the rules say of some candidates that obey constraints: of each the first fault."""
     base, written = task.base, task.written
+    data = cache(lambda ranks: _data(task, ranks, where))
     for ranks, within in inner_products(base, task.devices, written):
         if not where.admits(Aspect.WITHIN, chosen(base, within)):
             continue
@@ -111,7 +112,7 @@ def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
             if not batches:
                 yield _indivisible(base, left)
                 continue
-            for parts in product(flows, _data(task, left, where), written.kept or KEPT):
+            for parts in product(flows, data(left), written.kept or KEPT):
                 yield from _first_fault(task, within, batches[0][0], *parts)
 
 
@@ -135,11 +136,20 @@ def _indivisible(base: Spec, data_ranks: int) -> Fault:
 
 
 def _data(task: SearchTask, ranks: int, where: Where) -> list[AxisChoice]:
-    """Some choices of the data axes that obey constraints."""
+    """Some choices of the data axes that obey constraints: what degrees say is asked once."""
+    base = task.base
+    by_degrees = groupby(
+        DATA_SPACE.choices(base, ranks, task.written),
+        key=lambda choice: tuple((factor.axis, factor.degree) for factor in choice.factors),
+    )
     return [
         choice
-        for choice in DATA_SPACE.choices(task.base, ranks, task.written)
-        if all(where.admits(part, chosen(task.base, (choice,))) for part in _OF_DATA)
+        for _, choices in by_degrees
+        if where.admits(Aspect.RANKS, chosen(base, ((first := next(choices)),)))
+        for choice in islice(
+            (c for c in (first, *choices) if where.admits(Aspect.DATA, chosen(base, (c,)))),
+            _PER_FLOW,
+        )
     ][:_PER_FLOW]
 
 

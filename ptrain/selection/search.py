@@ -254,6 +254,8 @@ class Search:
         parts = []
         for axes in self.choices:
             for degrees in degrees_over(len(axes), left):
+                if not self._are_admitted(axes, degrees):
+                    continue
                 ways = self._ways(axes, inner, way, many=many)
                 indices = self._indices(ways, degrees, inner, units)
                 if len(indices):
@@ -262,14 +264,21 @@ class Search:
         self.tables[key] = DataTable(parts)
         return self.tables[key]
 
+    def _are_admitted(self, axes: tuple[Axis, ...], degrees: tuple[int, ...]) -> bool:
+        """Whether degrees obey what is asked of ranks, whatever is done with them."""
+        first = next(iter(self.choices[axes]), None)
+        if first is None:
+            return False
+        factors = zip(first.factors, degrees, strict=True)
+        sized = replace(first, factors=tuple(replace(f, degree=d) for f, d in factors))
+        return self.task.where.admits(Aspect.RANKS, chosen(self.task.base, (sized,)))
+
     def _indices(
         self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, units: frozenset[UnitSize]
     ) -> Any:
         """Which of the ways are legal with these degrees, and obey what is asked of them."""
-        np, where, base = numpy(), self.task.where, self.task.base
+        np = numpy()
         if not ways.ways:
-            return np.zeros(0, dtype=int)
-        if not where.admits(Aspect.RANKS, chosen(base, (ways.choice(0, degrees),))):
             return np.zeros(0, dtype=int)
         fine = ways.of_units(units)
         if inner.within:
