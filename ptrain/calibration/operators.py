@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle
 
 import torch
@@ -15,8 +16,9 @@ from ptrain.spec.rates import OperatorKind
 
 Factors = tuple[torch.Tensor, torch.Tensor]
 
-# A product's factors come from so many places, or as many as there are in so many numbers.
+# What operators read comes from so many places, or as many as there are in so many numbers.
 _PLACES, _COLD_ELEMENTS = 16, 4 * 2**20
+_COLD_BYTES = 4 * _COLD_ELEMENTS
 _ROW = 256  # elements of a row that is normed, or looked up by its number
 
 
@@ -97,14 +99,25 @@ def memory_bound(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Each kind by the bytes that it reads and writes."""
     for dtype in points.sides:
         for size in points.sizes_of(dtype):
-            for kind, times, works in _works(size, TORCH_DTYPES[dtype], bench.device):
-
-                def work(works: tuple[Work, ...] = works) -> None:
-                    for operator in works:
-                        operator()
-
+            num_places = min(_PLACES, max(1, _COLD_BYTES // size))
+            places = [_works(size, TORCH_DTYPES[dtype], bench.device) for _ in range(num_places)]
+            for alike in zip(*places, strict=True):
+                kind, times, works = alike[0]
+                work = _in_turns([works for *_, works in alike])
                 taken = bench.busy_seconds(work, parts=len(works))
                 sheet.note("operators", kind, dtype, times * size, seconds=taken)
+
+
+def _in_turns(places: Sequence[tuple[Work, ...]]) -> Work:
+    """The operators of one place after the other, for what a step reads is not in the nearest cache
+    either."""
+    turns = cycle(places)
+
+    def work() -> None:
+        for operator in next(turns):
+            operator()
+
+    return work
 
 
 Moved = tuple[OperatorKind, int, tuple[Work, ...]]

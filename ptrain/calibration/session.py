@@ -12,6 +12,7 @@ from ptrain.calibration.bench import Bench, RateSheet
 from ptrain.calibration.collectives import collectives, peers_of
 from ptrain.calibration.copies import copies
 from ptrain.calibration.hooks import hooks
+from ptrain.calibration.host import host
 from ptrain.calibration.machine import MeasuredPart, write_part
 from ptrain.calibration.operators import attention, memory_bound, products
 from ptrain.calibration.options import CalibrationOptions
@@ -50,6 +51,8 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
         peers = list(peers_of(world.size, local, world.rank))
         collectives(bench, sheet, points, peers)
     hooks(bench, sheet, points)
+    if not is_cuda:  # a GPU's host runs ahead of it
+        host(bench, sheet)
     _computed(bench, sheet, points)
     sheets = _gathered(sheet, world)
     spreads = _gathered(bench.spreads, world)

@@ -14,7 +14,7 @@ from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, PassWork
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
-from ptrain.rates.pace import Pace
+from ptrain.rates.pace import Pace, operators_seconds
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.model import ModelShape
@@ -165,22 +165,25 @@ def seconds_of(spec: Spec, work: ModelWork, pace: Pace) -> Seconds:
         front=_both(spec, work.front, pace),
         block=_both(spec, layer, pace),
         behind=_both(spec, work.behind, pace),
-        weights=_seconds(spec, layer.weights, pace),
+        weights=_seconds(spec, layer.weights, pace, Hook.BACKWARD_OPERATOR),
     )
 
 
 def _both(spec: Spec, work: LayerWork, pace: Pace) -> tuple[float, float]:
-    return _seconds(spec, work.forward, pace), _seconds(spec, work.backward, pace)
+    return (
+        _seconds(spec, work.forward, pace, Hook.FORWARD_OPERATOR),
+        _seconds(spec, work.backward, pace, Hook.BACKWARD_OPERATOR),
+    )
 
 
-def _seconds(spec: Spec, work: PassWork, pace: Pace) -> float:
+def _seconds(spec: Spec, work: PassWork, pace: Pace, around: Hook) -> float:
     """Operators one after the other, and what they await of the ranks that share them."""
     ranks = 1
     for factor in spec.factors:
         if factor.axis not in (*DATA_AXES, Axis.PP):
             ranks *= factor.degree
     nodes = nodes_of(spec, ranks)
-    total = 0.0
+    total = operators_seconds(pace, work, around)
     for item in work:
         if isinstance(item, InnerCollective):
             # where the device computes by itself, the host runs ahead
@@ -189,8 +192,6 @@ def _seconds(spec: Spec, work: PassWork, pace: Pace) -> float:
                 item.collective, ranks=ranks, nodes=nodes, payload=item.payload
             )
             total += item.times * (alone + hook)
-        else:
-            total += pace.operator_seconds(item)
     return total
 
 

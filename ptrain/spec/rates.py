@@ -36,6 +36,7 @@ class OperatorKind(StrEnum):
     PRODUCT = "product"  # dimensions: (matrices, rows, inner, columns)
     ATTENTION = "attention"  # fused, forward: (samples, heads, queries, keys, features of a head)
     ATTENTION_BACKWARD = "attention_backward"  # the same
+    VIEW = "view"  # looks at a tensor in another way, or allocates one: dispatched, and no more
     # Of all that follow the one dimension is bytes, read and written together.
     POINTWISE = "pointwise"  # sums, products, masks
     ACTIVATION = "activation"  # what takes exponentials element by element: GELU, SiLU, tanh
@@ -52,11 +53,13 @@ class OperatorKind(StrEnum):
             OperatorKind.PRODUCT,
             OperatorKind.ATTENTION,
             OperatorKind.ATTENTION_BACKWARD,
+            OperatorKind.VIEW,
         )
 
 
 class Hook(StrEnum):
-    """What a wrapper's own code takes of the host beside what it sends, each time."""
+    """What the host takes each time: a wrapper's own code beside what it sends; modules, autograd
+    and dispatch beside what an operator computes."""
 
     FSDP2_GATHER = "fsdp2_gather"  # a unit's all-gather: copy in, issue, copy out, as views
     FSDP2_REDUCE = "fsdp2_reduce"  # a unit's reduction and the shard's gradient
@@ -65,6 +68,8 @@ class Hook(StrEnum):
     FLAT_REDUCE = "flat_reduce"
     PIPELINE_PASS = "pipeline_pass"  # of a stage: a forward or a backward pass of a micro-batch
     TENSOR_SUM = "tensor_sum"  # a functional collective within a cut operator
+    FORWARD_OPERATOR = "forward_operator"  # around any operator in a forward pass, views too
+    BACKWARD_OPERATOR = "backward_operator"
 
 
 class LinkTier(StrEnum):

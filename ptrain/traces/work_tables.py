@@ -23,7 +23,7 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.traces.block_tables import ATTENTIONS, BlockTable, alike
 from ptrain.traces.coded import CodedTrace
-from ptrain.traces.layer_works import Computed, LayerWorks, by_layer
+from ptrain.traces.layer_works import Computed, LayerWorks, by_layer, views_last
 from ptrain.traces.loss_tables import CHUNKS, LossTable, repeating
 from ptrain.traces.pass_tables import SEVERAL, PassTable
 from ptrain.traces.settings import symbols
@@ -48,7 +48,10 @@ class WorkWriter:
 
     def passes(self, computed: Mapping[str, Computed]) -> dict[str, int]:
         """Return the number of each pass's list."""
-        return {_NAMES[name]: self.writer.part(self.coded(ran)) for name, ran in computed.items()}
+        return {
+            _NAMES[name]: self.writer.part(self.coded(views_last(ran)))
+            for name, ran in computed.items()
+        }
 
     def coded(self, computed: Computed) -> Coded:
         """Return a list of operators as numbers."""
