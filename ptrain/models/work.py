@@ -75,7 +75,7 @@ _DTYPES = {
     torch.bfloat16: DType.BF16,
     torch.float16: DType.FP16,
 }
-_VIEW = OperatorSizes(OperatorKind.VIEW, _WIDE, ())  # no kernel runs, in no dtype
+VIEW = OperatorSizes(OperatorKind.VIEW, _WIDE, ())  # no kernel runs, in no dtype
 _Moved = tuple[int, DType | None]  # bytes, and the dtype of what they hold
 
 
@@ -156,7 +156,7 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
     if "c10d" in function.namespace:
         return []  # what is sent is a collective, and waiting for it no work
     if is_free(function._schema.name):
-        return [_VIEW]
+        return [VIEW]
     if of_products := products(name, args, result):
         dtype = _dtype(next(tensors_of(args)))
         return [OperatorSizes(OperatorKind.PRODUCT, dtype, dims) for dims in of_products]
@@ -164,7 +164,7 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
         return [_attention(name, args)]
     moved = [*_moved(function, name, args, kwargs, result)]
     if not moved:
-        return [_VIEW]
+        return [VIEW]
     is_drawn = torch.Tag.nondeterministic_seeded in function.tags
     kind = OperatorKind.DRAW if is_drawn else kind_of(name)
     tensors = (*tensors_of(result), *tensors_of((args, kwargs)))
