@@ -20,6 +20,9 @@ _SECONDS = 0.004  # of a round
 _SHARED_SECONDS = 0.04
 _LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
 _MOST_CALLS = 2000
+# What a rank computes between two meetings: products of so many rows, for so many seconds.
+_SIDE, _BETWEEN = 256, 0.003
+_MEETING_SECONDS, _FEWEST_CALLS, _MOST_MEETINGS = 0.25, 8, 40  # of all meetings of one kind
 
 
 class Bench:
@@ -68,6 +71,30 @@ class Bench:
         estimate = self.agreed(self._timed(work, 1))
         window = max(self.round_seconds, 2 * self.agreed(self._timed(work, 1)), estimate)
         return self.noted([self._within(work, window) for _ in range(_FEWEST)]) / parts
+
+    def meeting_seconds(self, work: Work, *, parts: int = 1) -> float:
+        """Return the mean seconds of one part of work in which ranks meet, after each of them has
+        computed by itself as between the collectives of a step. On processors a call is over at
+        once or, where a thread that sends finds no free core, a slice of the scheduler later: the
+        mean is what many of them take, and no median is."""
+        if self.device.type != "cpu":
+            return self.seconds(work, parts=parts)
+        factor = torch.ones(_SIDE, _SIDE)
+        once = self.agreed(self._timed(lambda: factor @ factor, 1 + _FEWEST))
+        products = max(1, round(_BETWEEN / max(once, 1e-9)))
+        estimate = self.agreed(self._timed(work, _FEWEST))
+        calls = round(
+            min(max(_MEETING_SECONDS / (estimate + _BETWEEN), _FEWEST_CALLS), _MOST_MEETINGS)
+        )
+        self.together()
+        samples = []
+        for _ in range(calls):
+            for _ in range(products):
+                factor @ factor
+            began = time.perf_counter()
+            work()
+            samples.append(time.perf_counter() - began)
+        return statistics.fmean(samples) / parts
 
     def noted(self, samples: list[float]) -> float:
         """Return the median of the rounds, and keep their spread."""

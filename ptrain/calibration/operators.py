@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -39,17 +41,11 @@ def products(bench: Bench, sheet: RateSheet, points: Points) -> None:
 
 
 def _product(shape: ProductShape, numbers: torch.Tensor) -> Work:
-    """Each call takes its factors from another place of `numbers`: in a step they are not in the
-    nearest cache, which the same ones would be from the second call on."""
+    """Each call takes its factors from another place of `numbers`."""
     size = factors_of(shape)
     places = range(0, numbers.numel() - size + 1, size)[:_PLACES]
-    turns = cycle([_layouts(shape, numbers[place : place + size]) for place in places])
-
-    def work() -> None:
-        for first, second in next(turns):
-            torch.matmul(first, second)
-
-    return work
+    layouts = [_layouts(shape, numbers[place : place + size]) for place in places]
+    return _in_turns([tuple(partial(torch.matmul, *pair) for pair in pairs) for pairs in layouts])
 
 
 def _layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors, ...]:
@@ -92,7 +88,7 @@ def _attention(bench: Bench, sheet: RateSheet, shape: AttentionShape, dtype: DTy
         (OperatorKind.ATTENTION_BACKWARD, backward),
     ):
         measured = (kind, dtype, samples, heads, tokens, tokens, features)
-        sheet.note("attention", *measured, seconds=bench.busy_seconds(work))
+        sheet.note("attention", *measured, seconds=bench.busy_seconds(_in_turns([(work,)])))
 
 
 def memory_bound(bench: Bench, sheet: RateSheet, points: Points) -> None:
@@ -109,13 +105,14 @@ def memory_bound(bench: Bench, sheet: RateSheet, points: Points) -> None:
 
 
 def _in_turns(places: Sequence[tuple[Work, ...]]) -> Work:
-    """The operators of one place after the other, for what a step reads is not in the nearest cache
-    either."""
+    """The operators of one place after the other, whose results stay for some turns: in a step
+    neither what is read nor where it is written is in the nearest cache, and both would be if the
+    same call came again."""
     turns = cycle(places)
+    kept: deque[object] = deque(maxlen=_PLACES)
 
     def work() -> None:
-        for operator in next(turns):
-            operator()
+        kept.append([operator() for operator in next(turns)])
 
     return work
 

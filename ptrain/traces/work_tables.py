@@ -150,7 +150,7 @@ class LossWorkTable:
 
 
 def _pieces(less: Coded, more: Coded, view: object) -> Pieces:
-    """What computes repeats in its order; views, which have none, are as many more of each chunk."""
+    """What computes repeats in its order; each chunk has as many views, which have none."""
     computing = [[number for number in code if number != view] for code in (less, more)]
     pieces = repeating(*computing)
     # Where a chunk is cut, of six or more one has a view more.
