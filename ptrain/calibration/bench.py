@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ptrain.calibration.between import compute
 from ptrain.rooms.world import World
 
 Work = Callable[[], object]
@@ -20,9 +22,7 @@ _SECONDS = 0.004  # of a round
 _SHARED_SECONDS = 0.04
 _LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
 _MOST_CALLS = 2000
-# What a rank computes between two meetings: products of so many rows, for so many seconds.
-_SIDE, _BETWEEN = 256, 0.003
-_MEETING_SECONDS, _FEWEST_CALLS, _MOST_MEETINGS = 0.25, 8, 40  # of all meetings of one kind
+_MEETING_SECONDS, _FEWEST_MEETINGS, _MOST_MEETINGS = 0.25, 8, 40  # of all meetings of one kind
 
 
 class Bench:
@@ -77,20 +77,16 @@ class Bench:
         computed by itself as between the collectives of a step. On processors a call is over at
         once or, where a thread that sends finds no free core, a slice of the scheduler later: the
         mean is what many of them take, and no median is."""
-        if self.device.type != "cpu":
+        if self.device.type == "cuda":
             return self.seconds(work, parts=parts)
-        factor = torch.ones(_SIDE, _SIDE)
-        once = self.agreed(self._timed(lambda: factor @ factor, 1 + _FEWEST))
-        products = max(1, round(_BETWEEN / max(once, 1e-9)))
-        estimate = self.agreed(self._timed(work, _FEWEST))
-        calls = round(
-            min(max(_MEETING_SECONDS / (estimate + _BETWEEN), _FEWEST_CALLS), _MOST_MEETINGS)
-        )
+        between = partial(compute, self.device)
+        estimate = self.agreed(self._timed(work, _FEWEST) + self._timed(between, _FEWEST))
+        calls = round(_MEETING_SECONDS / estimate)
+        calls = min(max(calls, _FEWEST_MEETINGS), _MOST_MEETINGS)
         self.together()
         samples = []
         for _ in range(calls):
-            for _ in range(products):
-                factor @ factor
+            between()
             began = time.perf_counter()
             work()
             samples.append(time.perf_counter() - began)

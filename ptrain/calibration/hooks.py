@@ -19,6 +19,7 @@ from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.wrapped import ParameterWrap, WrappedModel
 from ptrain.axes.tensor.run.apply import parallelize
 from ptrain.calibration.bench import Bench, RateSheet
+from ptrain.calibration.between import Between
 from ptrain.calibration.points import Points
 from ptrain.calibration.stage_passes import pipeline_pass
 from ptrain.costs import Collective, Phase
@@ -78,7 +79,8 @@ def _stack(bench: Bench, units: int) -> nn.Sequential:
     """Units of so many parameters as a block has, as narrow as they can be."""
     torch.manual_seed(0)
     layers = (
-        nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))) for _ in range(units)
+        nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)), Between())
+        for _ in range(units)
     )
     return nn.Sequential(*layers).to(bench.device)
 
@@ -197,10 +199,11 @@ class _SubBlock(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self.gate = nn.Linear(_WIDTH, width, bias=False)
         self.up = nn.Linear(_WIDTH, width, bias=False)
         self.down = nn.Linear(width, _WIDTH, bias=False)
+        self.between = Between()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-        return hidden
+        return self.between(hidden)
 
 
 def _tensor_sum(bench: Bench, sheet: RateSheet, points: Points) -> None:
