@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptrain.calibration.bench import Bench, RateSheet, Work
+from ptrain.axes.pipeline.run.passes import backward_input, backward_weight
+from ptrain.calibration.bench import Bench, RateSheet
 from ptrain.models.build import build
 from ptrain.models.initialize import initialize
 from ptrain.models.ledger import OperatorMode
@@ -20,9 +21,10 @@ from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.rates import Hook, OperatorKind
 
-_SHAPES = (  # of both families, so small that operators compute next to nothing
-    {"family": "llama", "layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 16},
-    {"family": "gpt", "layers": 2, "hidden": 16, "heads": 2},
+_HIDDEN = 16  # so few features that operators compute next to nothing
+_SHAPES: tuple[dict[str, object], ...] = (
+    {"family": "llama", "layers": 2, "hidden": _HIDDEN, "heads": 2, "kv_heads": 2, "ffn": 16},
+    {"family": "gpt", "layers": 2, "hidden": _HIDDEN, "heads": 2},
 )
 _VOCAB, _SAMPLES, _TOKENS = 260, 2, 4
 
@@ -55,19 +57,30 @@ def host(bench: Bench, sheet: RateSheet) -> None:
     """Of both families the mean."""
     excess: dict[Hook, list[float]] = {}
     for shape in _SHAPES:
-        for hook, work in _passes(_model(shape), bench.device):
-            work()  # gradients are there, to which backward adds
-            with _Called() as called:
-                work()
-            more = bench.busy_seconds(work) - bench.busy_seconds(called.again)
-            excess.setdefault(hook, []).append(more / called.number)
+        model = _model(shape).to(bench.device)
+        for hook, before, work in _passes(model, bench.device):
+            more = _seconds_more(bench, before, work)
+            excess.setdefault(hook, []).append(more)
     for hook, seconds in excess.items():
         sheet.note("hooks", hook, seconds=statistics.fmean(seconds))
 
 
+def _seconds_more(bench: Bench, before: Callable[[], Any], work: Callable[[Any], object]) -> float:
+    """What a pass takes beside what its operators take, by their number."""
+    work(before())  # gradients are there, to which backward adds
+    made = before()
+    with _Called() as called:
+        work(made)
+    del made
+    whole: float = bench.busy_seconds(lambda: work(before())) - bench.busy_seconds(before)
+    alone = bench.busy_seconds(called.again)
+    return (whole - alone) / called.number
+
+
 def _model(fields: dict[str, object]) -> nn.Module:
+    """It is given hidden states, as a stage in the middle."""
     written: dict[str, object] = {
-        "model": {**fields, "vocab": _VOCAB},
+        "model": {**fields, "vocab": _VOCAB, "tied": False},
         "mesh": {},
         "batch": {"micro": _SAMPLES, "sequence": _TOKENS},
     }
@@ -75,12 +88,21 @@ def _model(fields: dict[str, object]) -> nn.Module:
     assert isinstance(shape, ModelShape), "a built-in model"
     model = build(shape, sequence=_TOKENS)
     initialize(model, seed=0)
+    model.embed = nn.Identity()
     return model
 
 
-def _passes(model: nn.Module, device: torch.device) -> Iterator[tuple[Hook, Work]]:
-    tokens = torch.zeros(_SAMPLES, _TOKENS, dtype=torch.long, device=device)
-    yield Hook.FORWARD_OPERATOR, lambda: model(tokens)
-    output = model(tokens)
-    gradient = torch.ones_like(output)
-    yield Hook.BACKWARD_OPERATOR, lambda: output.backward(gradient, retain_graph=True)
+def _passes(
+    model: nn.Module, device: torch.device
+) -> Iterator[tuple[Hook, Callable[[], Any], Callable[[Any], object]]]:
+    """Each kind of pass, and what comes before it."""
+    x = torch.randn(_SAMPLES, _TOKENS, _HIDDEN, device=device, requires_grad=True)
+    gradient, parameters = torch.ones_like(model(x)), list(model.parameters())
+
+    def halves(output: torch.Tensor) -> None:
+        _, groups = backward_input(output, gradient, x, parameters)
+        backward_weight(parameters, groups)
+
+    yield Hook.FORWARD_OPERATOR, lambda: x, model
+    yield Hook.BACKWARD_OPERATOR, lambda: model(x), lambda output: output.backward(gradient)
+    yield Hook.HALVES_OPERATOR, lambda: model(x), halves

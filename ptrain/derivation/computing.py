@@ -313,9 +313,9 @@ def _seconds(clock: Clock, work: LayerWork, kind: Kind) -> PassSeconds:
         case Kind.BACKWARD:
             return clock.pass_seconds(work.backward, Hook.BACKWARD_OPERATOR)
         case Kind.INPUT:
-            return clock.pass_seconds(_half(work, work.inputs), Hook.BACKWARD_OPERATOR)
+            return clock.pass_seconds(_half(work, work.inputs), Hook.HALVES_OPERATOR)
         case Kind.WEIGHT:
-            return clock.pass_seconds(_half(work, work.weights), Hook.BACKWARD_OPERATOR)
+            return clock.pass_seconds(_half(work, work.weights), Hook.HALVES_OPERATOR)
 
 
 def _half(work: LayerWork, half: PassWork) -> PassWork:

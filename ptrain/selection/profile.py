@@ -165,7 +165,7 @@ def seconds_of(spec: Spec, work: ModelWork, pace: Pace) -> Seconds:
         front=_both(spec, work.front, pace),
         block=_both(spec, layer, pace),
         behind=_both(spec, work.behind, pace),
-        weights=_seconds(spec, layer.weights, pace, Hook.BACKWARD_OPERATOR),
+        weights=_seconds(spec, layer.weights, pace, Hook.HALVES_OPERATOR),
     )
 
 

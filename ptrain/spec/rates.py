@@ -70,6 +70,7 @@ class Hook(StrEnum):
     TENSOR_SUM = "tensor_sum"  # a functional collective within a cut operator
     FORWARD_OPERATOR = "forward_operator"  # around any operator in a forward pass, views too
     BACKWARD_OPERATOR = "backward_operator"
+    HALVES_OPERATOR = "halves_operator"  # in the halves of a backward pass, looked for in its graph
 
 
 class LinkTier(StrEnum):
