@@ -68,13 +68,15 @@ def host(bench: Bench, sheet: RateSheet) -> None:
 def _seconds_more(bench: Bench, before: Callable[[], Any], work: Callable[[Any], object]) -> float:
     """What a pass takes beside what its operators take, by their number."""
     work(before())  # gradients are there, to which backward adds
-    made = before()
-    with _Called() as called:
-        work(made)
-    del made
+    called = _Called()
+    output = before()
+    with called:
+        work(output)
+    del output
     whole: float = bench.busy_seconds(lambda: work(before())) - bench.busy_seconds(before)
     alone = bench.busy_seconds(called.again)
-    return (whole - alone) / called.number
+    more: float = (whole - alone) / called.number
+    return more
 
 
 def _model(fields: dict[str, object]) -> nn.Module:
