@@ -51,8 +51,8 @@ def _own(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
 
 
 def collectives(bench: Bench, sheet: RateSheet, points: Points, peers: list[Peers]) -> None:
-    for known in peers:
-        for size in points.sent:
+    for size in bench.in_time(points.sent):
+        for known in peers:
             whole = max(1, size // 4 // known.ranks) * known.ranks
             for collective, work in _works(known, whole, bench.device):
                 key = (collective, known.ranks, known.nodes, 4 * whole)

@@ -21,21 +21,19 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 # What operators read comes from so many places, or as many as there are in so many numbers.
 _PLACES, _COLD_ELEMENTS = 16, 4 * 2**20
 _COLD_BYTES = 4 * _COLD_ELEMENTS
+_FEWEST_PRODUCTS = 8  # of all dtypes: a roofline has two of each at least
 _ROW = 256  # elements of a row that is normed, or looked up by its number
 
 
 def products(bench: Bench, sheet: RateSheet, points: Points) -> None:
-    """Each shape by all three layouts of a step: forward, and the gradients of input and weight.
-    The largest are left out when the time is over."""
+    """Each shape by all three layouts of a step: forward, and the gradients of input and weight."""
     shapes = points.products()
     most = max(_COLD_ELEMENTS, *(factors_of(shape) for _, shape in shapes))
     numbers = {
         dtype: torch.randn(most, dtype=TORCH_DTYPES[dtype], device=bench.device)
         for dtype in points.sides
     }
-    for dtype, shape in shapes:
-        if bench.is_late:
-            return
+    for dtype, shape in bench.in_time(shapes, least=_FEWEST_PRODUCTS):
         taken = bench.busy_seconds(_product(shape, numbers[dtype]), parts=3)
         sheet.note("products", dtype, *shape, seconds=taken)
 
@@ -62,7 +60,7 @@ def _layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors, ...]:
 
 def attention(bench: Bench, sheet: RateSheet, points: Points) -> None:
     for dtype in points.sides:
-        for shape in points.attention:
+        for shape in bench.in_time(points.attention):
             _attention(bench, sheet, shape, dtype)
 
 
@@ -94,7 +92,7 @@ def _attention(bench: Bench, sheet: RateSheet, shape: AttentionShape, dtype: DTy
 def memory_bound(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Each kind by the bytes that it reads and writes."""
     for dtype in points.sides:
-        for size in points.sizes_of(dtype):
+        for size in bench.in_time(points.sizes_of(dtype)):
             num_places = min(_PLACES, max(1, _COLD_BYTES // size))
             places = [_works(size, TORCH_DTYPES[dtype], bench.device) for _ in range(num_places)]
             for alike in zip(*places, strict=True):

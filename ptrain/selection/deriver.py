@@ -87,6 +87,7 @@ class Deriver:
                 is_nominal=pace is None,
                 objective=self.objective,
                 where=self.job.where,
+                written=self.job.written,
             )
         )
 

@@ -32,7 +32,7 @@ class BytesMoved:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
     """A candidate with its exact figures. `closed` are those by which it was chosen. `seconds`
-    None: nobody knows them."""
+    None: nobody knows them, and `why_untimed` says why."""
 
     spec: Spec
     closed: Scored
@@ -40,6 +40,7 @@ class Ranked:
     memory: Fit
     tiers: BytesMoved
     operations: int
+    why_untimed: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -79,6 +80,7 @@ def ranked(spec: Spec, closed: Scored, derivation: Derivation) -> Ranked:
         spec=spec,
         closed=closed,
         step=exact.step,
+        why_untimed="" if exact.step else exact.undefined.get("step_seconds", ""),
         memory=fit(spec, exact),
         tiers=_tiers(spec, exact),
         operations=sum(row.forward + row.backward for row in exact.operations)

@@ -86,11 +86,12 @@ class Activity:
         """Return what some rank has of a micro-batch at least, whatever else it has."""
         return max(self.behind_rise, self.front_rise, self.backward_rise)
 
-    def times(self, number: int) -> Activity:
-        """Return the bytes of so many times the samples."""
-        if number == 1:
+    def of_samples(self, samples: int, known: int) -> Activity:
+        """Return the bytes of so many samples, where these are those of the known number."""
+        if samples == known:
             return self
-        return Activity(**{spot.name: number * getattr(self, spot.name) for spot in fields(self)})
+        sizes = {spot.name: getattr(self, spot.name) for spot in fields(self)}
+        return Activity(**{name: samples * size // known for name, size in sizes.items()})
 
 
 def activity_of(spec: Spec, kept: Kept) -> Activity:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
-from ptrain.axes.data.candidates import UNITS
+from ptrain.axes.data.candidates import units_of
 from ptrain.costs import Collective
 from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
@@ -21,6 +21,7 @@ from ptrain.selection.blocks import CandidateBlock, DataTable
 from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.keeper import Keeper
 from ptrain.selection.profile import Activity, Seconds, Sizes, activity_of, seconds_of, sizes_of
+from ptrain.selection.quantities import Aspect
 from ptrain.selection.rows import Ways, Wires, way_of
 from ptrain.selection.score import Places, peaks, step_seconds
 from ptrain.selection.space import (
@@ -28,6 +29,7 @@ from ptrain.selection.space import (
     THROUGH,
     Legality,
     Through,
+    apart,
     data_choices,
     degrees_over,
     inner_products,
@@ -37,7 +39,7 @@ from ptrain.selection.space import (
     through_of,
 )
 from ptrain.selection.task import SLACK, SearchResult, SearchTask
-from ptrain.selection.where import Aspect, Where
+from ptrain.selection.where import Where
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
@@ -65,11 +67,12 @@ class Search:
     def __init__(self, task: SearchTask) -> None:
         self.task = task
         self.facts: ModelFacts = own_facts(replace(task.base, unit=UnitSize()))
-        self.legality = Legality(task.base)
+        self.legality = Legality(task.base, task.written)
         self.flows = PipelineFlows(task.base, self.facts)
         self.wires = Wires(task.base, task.pace, task.is_nominal)
-        self.choices = data_choices(task.base)
-        self.num_too_large = 0  # blocks of candidates that are not scored
+        self.choices = data_choices(task.base, task.written)
+        self.units = units_of(task.written)
+        self.too_large: list[tuple[_Inner, int, Through, Kept, int]] = []
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
         self.activities: dict[tuple[object, ...], Activity] = {}
@@ -77,28 +80,43 @@ class Search:
 
     def run(self, where: Where) -> SearchResult:
         """Return the best of all legal candidates that obey constraints."""
-        if where != self.task.where:
-            self.task = replace(self.task, where=where)
-            self.ways.clear()
-            self.tables.clear()
+        self._obey(where)
         keeper = Keeper(self.task)
         for block in self.blocks():
             keeper.take(block)
         return keeper.result()
 
+    def has(self, where: Where) -> bool:
+        """Return whether any legal candidate obeys constraints, too large as it may be."""
+        self._obey(where)
+        return next(self.blocks(), None) is not None or self.has_too_large
+
+    def _obey(self, where: Where) -> None:
+        self.too_large.clear()
+        if where != self.task.where:
+            self.task = replace(self.task, where=where)
+            self.ways.clear()
+            self.tables.clear()
+
     def blocks(self) -> Iterator[CandidateBlock]:
         """Yield the space, a block at a time."""
         task = self.task
-        for ranks, within in inner_products(task.base, task.devices):
+        for ranks, within in inner_products(task.base, task.devices, task.written):
             spec = chosen(task.base, within)
             if not task.where.admits(Aspect.WITHIN, spec):
                 continue
             inner = _Inner(ranks=ranks, within=within, spec=spec, sizes=sizes_of(spec, self.facts))
-            for left, choices in pipelines(task.base, task.devices // ranks):
+            for left, choices in pipelines(task.base, task.devices // ranks, task.written):
                 flows = self._flows(choices)
-                for micro, number in micro_batches(task.base, left) if flows else ():
-                    if task.where.admits(Aspect.BATCH, _batched(task.base, micro, number)):
-                        yield from self._of_batch(inner, left, flows, micro, number)
+                for micro, number in apart(self._batches(left)) if flows else ():
+                    yield from self._of_batch(inner, left, flows, micro, number)
+
+    def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
+        """The micro-batches that obey constraints."""
+        base, where = self.task.base, self.task.where
+        for micro, number in micro_batches(base, data_ranks):
+            if where.admits(Aspect.BATCH, batched(base, micro, number)):
+                yield micro, number
 
     def _flows(self, choices: Sequence[AxisChoice]) -> list[PipelineFlow]:
         base, where = self.task.base, self.task.where
@@ -113,7 +131,7 @@ class Search:
     ) -> Iterator[CandidateBlock]:
         legality = self.legality
         flows = [flow for flow in flows if legality.pipeline(flow.choice, number)]
-        for kept in KEPT:
+        for kept in self.task.written.kept or KEPT:
             if not self.task.where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
                 continue
             by_way: dict[Through, list[PipelineFlow]] = {}
@@ -123,12 +141,17 @@ class Search:
                 if not legality.within(inner.within, kept, way):
                     continue
                 if self._activity(inner, micro, kept).least > self.task.room * SLACK:
-                    self.num_too_large += 1  # whatever the states are
+                    self.too_large.append((inner, left, way, kept, number))
                     continue
-                units = frozenset(unit for unit in UNITS if legality.unit(inner.within, unit, kept))
-                table = self._table(inner, left, way, units, many=number > 1)
+                table = self._legal(inner, left, way, kept, number)
                 if len(table):
                     yield self._block(inner, table, alike, (micro, number, kept))
+
+    @property
+    def has_too_large(self) -> bool:
+        """Return whether there are legal candidates that are not scored, for a sample alone of
+        theirs takes more than a device has, whatever their states are."""
+        return any(len(self._legal(*where)) for where in self.too_large)
 
     def _block(
         self,
@@ -148,7 +171,7 @@ class Search:
         seconds = np.zeros(0)
         work = self._seconds(inner, micro, kept)
         if work is None:
-            rows, columns, untimed = rows[:0], columns[:0], len(rows)
+            seconds, untimed = np.full(len(rows), float("inf")), len(rows)
         elif len(rows):
             busy = step_seconds(table.at(rows), places.at(columns), inner.sizes, work, number).max(
                 axis=1
@@ -201,18 +224,25 @@ class Search:
         if key not in self.activities:
             sized = replace(inner.spec, batch=replace(inner.spec.batch, micro=least))
             self.activities[key] = activity_of(sized, kept)
-        return self.activities[key].times(micro // least)
+        return self.activities[key].of_samples(micro, least)
 
     def _seconds(self, inner: _Inner, micro: int, kept: Kept) -> Seconds | None:
         """None where nobody knows what is computed, or how long that takes."""
         key = (inner.within, micro, kept)
         if key not in self.seconds:
-            spec = kept_so(_batched(inner.spec, micro, 1), kept)
+            spec = kept_so(batched(inner.spec, micro, 1), kept)
             try:
                 self.seconds[key] = seconds_of(spec, self.task.work(spec), self.task.pace)
             except UnknownRate:
                 self.seconds[key] = None
         return self.seconds[key]
+
+    def _legal(self, inner: _Inner, left: int, way: Through, kept: Kept, number: int) -> DataTable:
+        """The choices of the data axes that are legal with so many micro-batches."""
+        units = frozenset(
+            unit for unit in self.units if self.legality.unit(inner.within, unit, kept)
+        )
+        return self._table(inner, left, way, units, many=number > 1)
 
     def _table(
         self, inner: _Inner, left: int, way: Through, units: frozenset[UnitSize], *, many: bool
@@ -272,5 +302,6 @@ class Search:
         return self.ways[key]
 
 
-def _batched(spec: Spec, micro: int, number: int) -> Spec:
+def batched(spec: Spec, micro: int, number: int) -> Spec:
+    """Return the spec with so many micro-batches of so many samples."""
     return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=number))

@@ -299,6 +299,12 @@ def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for key in ("threads", "spread"):
         if len(rates.get(key, ())) not in (0, len(at_once)):
             yield key, *_uneven("it", len(rates[key]), at_once)
+    for number, row in enumerate(rates.get("links", ()), 1):
+        if isinstance(row, RateRow) and None in row.figures:
+            finding = (
+                f"row {number} has a null: nothing else says what a call, a hop or a byte takes"
+            )
+            yield "links", finding, "write all three figures, or leave the row out"
     for key, rows in rates.items():
         if key == "links" or not isinstance(rows, tuple):
             continue
