@@ -1,10 +1,10 @@
 """Bytes per element of each state: the layout (Remark 1: 2 + 2 + 12 is one of several)."""
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Annotated
 
 from ptrain.spec.leaf import Choice, declared
+from ptrain.word import Word
 
 _DTYPES = {"fp32": "4 bytes", "bf16": "2 bytes", "fp16": "2 bytes, loss scaling", "fp64": "8 bytes"}
 _DTYPE_SLIPS = {
@@ -19,7 +19,7 @@ _DTYPE_SLIPS = {
 _NO_MASTER = {"none": "the optimizer updates the parameters themselves"}
 
 
-class DType(StrEnum):
+class DType(Word):
     FP64 = "fp64"
     FP32 = "fp32"
     BF16 = "bf16"

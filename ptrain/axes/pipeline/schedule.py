@@ -70,6 +70,11 @@ class Schedule:
     orders: tuple[tuple[Step, ...], ...]
     is_forward_only: bool = False
 
+    def __hash__(self) -> int:
+        """Of little: to go through all actions costs milliseconds, and is paid for where two
+        schedules have so much in common."""
+        return hash((self.microbatches, self.rank_of, self.is_forward_only))
+
     @property
     def ranks(self) -> int:
         return len(self.orders)
