@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ptrain.by_rank import distinct, of_ranks
+from ptrain.by_rank import of_ranks, unranked
 from ptrain.word import Word
 from ptrain.wording import Worded
 
@@ -324,16 +324,16 @@ class Estimate(Worded):
 
     def peak_bytes(self) -> int | None:
         """The largest peak over phases and ranks; None where no peak is known."""
-        return max((row.device_bytes for row in distinct(self.peak)), default=None)
+        return max((row.device_bytes for row in unranked(self.peak)), default=None)
 
     def lower_peak_bytes(self) -> int | None:
         """The largest peak if as little is allocated as can be: `peak_bytes`, where that depends on
         no data."""
-        return max(map(lower_bytes, distinct(self.peak)), default=None)
+        return max(map(lower_bytes, unranked(self.peak)), default=None)
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
         """Device bytes of `state` on `rank`, or the maximum over the ranks."""
-        rows = distinct(self.memory) if rank is None else of_ranks(self.memory, {rank})
+        rows = unranked(self.memory) if rank is None else of_ranks(self.memory, {rank})
         sizes = [row.device_bytes for row in rows if row.state is state]
         return max(sizes, default=0)
 

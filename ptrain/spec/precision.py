@@ -28,7 +28,10 @@ class DType(Word):
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return {DType.FP64: 8, DType.FP32: 4, DType.BF16: 2, DType.FP16: 2}[self]
+        return _ITEMSIZES[self]
+
+
+_ITEMSIZES = {DType.FP64: 8, DType.FP32: 4, DType.BF16: 2, DType.FP16: 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
