@@ -22,7 +22,7 @@ from ptrain.selection.blocks import CandidateBlock, DataTable
 from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.keeper import Keeper
 from ptrain.selection.profile import Activity, Seconds, Sizes, activity_of, seconds_of, sizes_of
-from ptrain.selection.rows import Way, Ways, Wires, way_of
+from ptrain.selection.rows import DataWay, Ways, Wires, way_of
 from ptrain.selection.score import Places, peaks, step_seconds
 from ptrain.selection.space import (
     KEPT,
@@ -44,7 +44,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.spec import Spec
 
-LegalWay = tuple[Way, Spec]  # and the base with its choice
+LegalWay = tuple[DataWay, Spec]  # and the base with its choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
