@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import is_sound
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.errors import refused
 from ptrain.selection.algorithm1 import algorithm1, requirements
@@ -213,7 +213,7 @@ class Chooser(Deriver):
         if least is not None:
             scored.append(Scored(candidate=least[1], peak=least[0], seconds=float("inf")))
         specs = ((closed, closed.candidate.spec(self.job.base)) for closed in scored)
-        legal = (pair for pair in specs if not (check(pair[1]) or executed(pair[1])))
+        legal = (pair for pair in specs if is_sound(pair[1]))
         closed, spec = next(legal, (None, None))
         if closed is None or spec is None:
             return Lost(name=name, best=None, why="none that was scored is legal")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.derivation.estimate import derive, own_facts
@@ -138,7 +138,7 @@ class Deriver:
         """Return the exact figures of a candidate; None where it is not legal after all, or where
         its peak is not known."""
         spec = scored.candidate.spec(base or self.job.base)
-        if check(spec) or executed(spec):
+        if not is_sound(spec):
             return None
         try:
             row = ranked(spec, scored, derive(spec, self._facts(spec), self._timing(spec)))

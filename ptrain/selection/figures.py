@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ptrain.by_rank import totals
 from ptrain.costs import Collective, Estimate, Phase, StepTime, Traffic
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.network import Network
@@ -83,7 +84,7 @@ def ranked(spec: Spec, closed: Scored, derivation: Derivation) -> Ranked:
         why_untimed="" if exact.step else exact.undefined.get("step_seconds", ""),
         memory=fit(spec, exact),
         tiers=_tiers(spec, exact),
-        operations=sum(row.forward + row.backward for row in exact.operations)
+        operations=sum(totals(exact.operations, lambda row: row.forward + row.backward))
         or _operations(spec, derivation),
     )
 

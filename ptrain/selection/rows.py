@@ -58,7 +58,7 @@ class Wires:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class DataWay:
     """What one choice says, whatever its degrees are: `cut` by state which of its axes cut it."""
 
     choice: AxisChoice
@@ -77,7 +77,7 @@ class _Way:
     is_copied_back: bool
 
 
-def way_of(base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> _Way:
+def way_of(base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> DataWay:
     """Return what a choice says beside others, which decide by which form it is executed."""
     spec = chosen(base, (choice, *beside))
     form, factors = form_of(spec), choice.factors
@@ -90,7 +90,7 @@ def way_of(base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> _Way
     is_brought = is_made or any(cut[_THETA]) or not near[_THETA]
     is_flat = form is Form.FLAT
     kind = spec.unit.kind
-    return _Way(
+    return DataWay(
         choice=choice,
         form=form,
         cut=cut,
@@ -111,7 +111,7 @@ def way_of(base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> _Way
 class Ways:
     """Choices over the same axes that are legal beside the same other choices, as arrays."""
 
-    def __init__(self, wires: Wires, ways: Sequence[_Way]) -> None:
+    def __init__(self, wires: Wires, ways: Sequence[DataWay]) -> None:
         np = numpy()
         self.wires, self.ways = wires, ways
         self.layout = wires.base.precision.effective

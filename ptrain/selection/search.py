@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
@@ -22,7 +23,7 @@ from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.keeper import Keeper
 from ptrain.selection.profile import Activity, Seconds, Sizes, activity_of, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
-from ptrain.selection.rows import Ways, Wires, way_of
+from ptrain.selection.rows import DataWay, Ways, Wires, way_of
 from ptrain.selection.score import Places, peaks, step_seconds
 from ptrain.selection.space import (
     KEPT,
@@ -44,6 +45,8 @@ from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.spec import Spec
+
+LegalWay = tuple[DataWay, Spec]  # and the base with its choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,7 @@ class Search:
         self.units = units_of(task.written)
         self.too_large: list[tuple[_Inner, int, Through, Kept, int]] = []
         self.ways: dict[tuple[object, ...], Ways] = {}
+        self.legal: dict[tuple[object, ...], list[LegalWay]] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
         self.activities: dict[tuple[object, ...], Activity] = {}
         self.seconds: dict[tuple[object, ...], Seconds | None] = {}
@@ -282,24 +286,28 @@ class Search:
     def _ways(self, axes: tuple[Axis, ...], inner: _Inner, way: Through, *, many: bool) -> Ways:
         key = (axes, bool(inner.shape), way, many)
         if key not in self.ways:
+            admits = partial(self.task.where.admits, Aspect.DATA)
+            legal = self._legal_ways(axes, inner, way, many=many)
+            self.ways[key] = Ways(self.wires, [way for way, spec in legal if admits(spec)])
+        return self.ways[key]
+
+    def _legal_ways(
+        self, axes: tuple[Axis, ...], inner: _Inner, way: Through, *, many: bool
+    ) -> list[LegalWay]:
+        """The legal choices of the data axes, whatever is asked of them."""
+        key = (axes, bool(inner.shape), way, many)
+        if key not in self.legal:
             beside, base = (THROUGH[way], *inner.within), self.task.base
             # What is legal with several micro-batches is so with one: no rule asks for more of them
             # but those of schedules, which `pipeline` has asked.
-            several = () if many else self._ways(axes, inner, way, many=True).ways
-            legal = {id(known.choice) for known in several}
-            self.ways[key] = Ways(
-                self.wires,
-                [
-                    way_of(base, choice, beside)
-                    for choice in self.choices[axes]
-                    if (
-                        id(choice) in legal
-                        or self.legality.data(choice, inner.within, way, many=many)
-                    )
-                    and self.task.where.admits(Aspect.DATA, chosen(base, (choice,)))
-                ],
-            )
-        return self.ways[key]
+            several = () if many else self._legal_ways(axes, inner, way, many=True)
+            known = {id(legal.choice) for legal, _ in several}
+            self.legal[key] = [
+                (way_of(base, choice, beside), chosen(base, (choice,)))
+                for choice in self.choices[axes]
+                if id(choice) in known or self.legality.data(choice, inner.within, way, many=many)
+            ]
+        return self.legal[key]
 
 
 def batched(spec: Spec, micro: int, number: int) -> Spec:

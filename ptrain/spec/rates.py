@@ -7,7 +7,6 @@ takes twice as long as one of two; of GPUs every rank has its own.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field
-from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
 from ptrain.costs import Collective
@@ -28,9 +27,10 @@ from ptrain.spec.leaf import (
 from ptrain.spec.model import NAME_OR_FILE
 from ptrain.spec.precision import DType
 from ptrain.spec.section import section
+from ptrain.word import Word
 
 
-class OperatorKind(StrEnum):
+class OperatorKind(Word):
     """Operators whose time depends on the same dimensions, and is measured as one."""
 
     PRODUCT = "product"  # dimensions: (matrices, rows, inner, columns)
@@ -57,7 +57,7 @@ class OperatorKind(StrEnum):
         )
 
 
-class Hook(StrEnum):
+class Hook(Word):
     """What the host takes each time: a wrapper's own code beside what it sends; modules, autograd
     and dispatch beside what an operator computes."""
 
@@ -73,7 +73,7 @@ class Hook(StrEnum):
     HALVES_OPERATOR = "halves_operator"  # in the halves of a backward pass, looked for in its graph
 
 
-class LinkTier(StrEnum):
+class LinkTier(Word):
     """What a collective's slowest link is between."""
 
     WITHIN = "within"  # devices of one node
@@ -152,7 +152,7 @@ _BYTES = Size("bytes", high=2**50)
 _DTYPE = Choice("dtype", {dtype.value: f"{dtype.itemsize} bytes" for dtype in DType}, read=DType)
 
 
-def _words(about: str, kinds: type[StrEnum], *members: StrEnum) -> Choice:
+def _words(about: str, kinds: type[Word], *members: Word) -> Choice:
     words = {kind.value: kind.name for kind in (members or tuple(kinds))}
     return Choice(about, words, read=kinds)
 

@@ -4,6 +4,7 @@ is behind them."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -136,9 +137,13 @@ def _bounds(
     )
     ordered = numbers if name == "forward" else numbers[::-1]
     marks = [*(Boundary(first, number) for number in ordered), Boundary(last, ordered[-1])]
-    if any(events.count(mark) != 1 for mark in marks):
+    places = defaultdict[Boundary, list[int]](list)
+    for place, event in enumerate(events):
+        if isinstance(event, Boundary):
+            places[event].append(place)
+    if any(len(places[mark]) != 1 for mark in marks):
         return None
-    bounds = [events.index(mark) for mark in marks]
+    bounds = [places[mark][0] for mark in marks]
     return bounds if bounds == sorted(bounds) else None
 
 
