@@ -1,9 +1,10 @@
 """Memory and time of many candidates at once, in closed form: arrays over the choices of the data
 axes and the flows, for one way to cut blocks and one micro-batch.
 
-What is summed up here by formula, `derive` plays event by event for those that are best. The peak
-is the largest of a few moments: forward at its end, backward at its begin, in its first block and
-in its last one, the update.
+What is summed up here by formula, `derive` plays event by event for those that are best. A peak is
+the largest of a few moments (`axes.pipeline.moments`), and around each of these: a forward pass in
+its last block and at its end, a backward pass at its begin, in the first block that it comes to and
+in the last one, the update.
 """
 
 from __future__ import annotations
@@ -11,32 +12,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ptrain.derivation.tables import Place
+from ptrain.selection.activity import Activity
 from ptrain.selection.arrays import numpy
-from ptrain.selection.profile import Activity, Seconds, Sizes
+from ptrain.selection.profile import Seconds, Sizes
 from ptrain.selection.rows import Columns
 
 Array = Any
+# Of a model that is whole, and of stages: the order in which moments count chunks.
+STAGE_PLACES = (Place.ALONE, Place.FIRST, Place.MIDDLE, Place.LAST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
     """What ranks of a pipeline have of the model, the last dimension being the ranks that differ:
-    `layers` on all of their stages, `front` and `behind` where embedding and head are, `in_flight`
-    micro-batches of all of its stages at most, `heads` of the last stage alone, of `outputs` of
-    which the logits are there, and `boundaries`, tensors of a micro-batch between stages."""
+    `layers` on all of their stages, `front` and `behind` where embedding and head are, `boundaries`
+    of a micro-batch between stages."""
 
     layers: Array
     front: Array
     behind: Array
-    in_flight: Array
-    heads: Array
-    outputs: Array
     boundaries: Array
 
     def root(self, sizes: Sizes) -> Array:
         """Return the parameters around the blocks."""
-        behind = sizes.behind + (self.boundaries > 0) * sizes.copied
-        return self.front * sizes.front + self.behind * behind
+        return around(sizes, self.front, self.behind, self.boundaries > 0)
 
     def at(self, indices: Array) -> Places:
         """Return those of some flows."""
@@ -44,9 +44,6 @@ class Places:
             layers=self.layers[indices],
             front=self.front[indices],
             behind=self.behind[indices],
-            in_flight=self.in_flight[indices],
-            heads=self.heads[indices],
-            outputs=self.outputs[indices],
             boundaries=self.boundaries[indices],
         )
 
@@ -61,33 +58,78 @@ class Places:
         return forward, backward
 
 
-def peaks(rows: Columns, places: Places, sizes: Sizes, act: Activity, micro_batches: int) -> Array:
+def around(sizes: Sizes, front: Array, behind: Array, is_staged: Array) -> Array:
+    """Return the parameters around the blocks: where both ends are on stages of their own the last
+    one has what is tied too."""
+    return front * sizes.front + behind * (sizes.behind + is_staged * sizes.copied)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """When ranks of a pipeline may be fullest, the last dimension being these moments, each as a
+    backward pass begins. What the rank has of the model: `layers`, `front`, `behind`, and of these
+    what has summed a gradient before (`graded_…`) and what gets its first one now (`new_…`).
+    `whole` and `halved`: layers that hold activations, each as often as it does, of micro-batches
+    that are whole and between two halves; `chunks` and `waiting` are these by the stage's place,
+    `on` whose pass it is, of `own` layers, and `is_half` whether it has halves; `messages` lie at
+    its boundaries besides."""
+
+    layers: Array
+    front: Array
+    behind: Array
+    graded_layers: Array
+    graded_front: Array
+    graded_behind: Array
+    new_layers: Array
+    new_front: Array
+    new_behind: Array
+    whole: Array
+    halved: Array
+    chunks: Array
+    waiting: Array
+    on: Array
+    own: Array
+    is_half: Array
+    messages: Array
+    is_staged: Array
+
+
+def peaks(rows: Columns, at: Moments, sizes: Sizes, act: Activity, micro_batches: int) -> Array:
     """Return the bytes of each rank at its fullest."""
     np = numpy()
-    root, blocks = places.root(sizes), places.layers * sizes.block
-    parameters = root + blocks
-    rest = (rows["theta"] + rows["omega"]) * parameters
-    many = micro_batches > 1
-    kept = np.maximum(rows["unreduced"], rows["grads"]) if many else rows["grads"]
-    grown = kept * parameters
-    unit, whole = rows["unit"], rows["whole"]
-    gone = 1 - rows["keeps_forward"]
-    ahead = whole * unit * gone * (1 + rows["ahead"])
-    gathered = whole * (root + blocks * rows["keeps_forward"])
-    inner = places.layers * act.block + places.boundaries * act.hidden
-    behind = places.behind * places.heads * act.behind
-    logits = places.behind * (places.boundaries > 0) * act.logits
-    behind = behind + places.outputs * logits
-    saved = places.in_flight * (inner + places.front * act.front) + behind
-    base = rest + gathered + (grown if many else 0.0)
-    in_forward = base + (saved - act.block + act.forward_rise) + ahead
-    top = base + saved + places.behind * max(act.behind_rise - act.behind, act.head_rise)
-    turn = act.backward_rise + ahead + unit * (rows["opened"] + rows["flying"])
-    deep = base + (saved - behind) + turn
-    late = rest + gathered + grown + (saved - behind - inner + act.block) + turn
-    return np.maximum.reduce(
-        [in_forward, top, deep, late, np.broadcast_to(rest + grown, deep.shape)]
-    )
+    ends = [act.ends[place] for place in STAGE_PLACES]
+
+    def of_places(name: str, chunks: Array) -> Array:
+        return chunks @ np.array([getattr(of_place, name) for of_place in ends], dtype=float)
+
+    saved = at.whole * act.block + at.halved * (act.block + act.half) + at.messages * act.hidden
+    saved = saved + of_places("saved", at.chunks + at.waiting) + of_places("waiting", at.waiting)
+    # the forward before it left its last block or its head
+    forward = saved - act.block + act.forward_rise
+    ended = of_places("forward_rise", at.on)
+    half = at.is_half * (at.own * act.half + of_places("half_begun", at.on))
+    whole = (1 - at.is_half) * of_places("begun", at.on)
+    begins = np.where(at.is_half, of_places("half_rise", at.on), of_places("backward_rise", at.on))
+    top = saved + np.maximum(ended, begins)
+    # behind the half of the inputs, whose last block has risen, comes that of the weights
+    deep = saved + half + whole + (1 - at.is_half) * act.backward_rise
+    forward = np.maximum(forward, at.is_half * (saved + half + act.half_rise))
+    # in the first block the others of this micro-batch are free again
+    late = deep - (1 - at.is_half) * (at.own - 1) * act.block
+
+    root = around(sizes, at.front, at.behind, at.is_staged)
+    blocks = at.layers * sizes.block
+    had = around(sizes, at.graded_front, at.graded_behind, at.is_staged)
+    had = had + at.graded_layers * sizes.block
+    new = around(sizes, at.new_front, at.new_behind, at.is_staged) + at.new_layers * sizes.block
+    kept = np.maximum(rows["unreduced"], rows["grads"]) if micro_batches > 1 else rows["grads"]
+    rest = (rows["theta"] + rows["omega"]) * (root + blocks)
+    ahead = rows["whole"] * rows["unit"] * (1 - rows["keeps_forward"]) * (1 + rows["ahead"])
+    turn = ahead + rows["unit"] * (rows["opened"] + rows["flying"])
+    base = rest + rows["whole"] * (root + blocks * rows["keeps_forward"]) + kept * had
+    passes = np.maximum.reduce([forward + ahead, top + 0 * ahead, deep + turn])
+    last = np.maximum(passes, late + turn + kept * new)
+    return np.maximum(base + last, rest + kept * (root + blocks))
 
 
 def step_seconds(

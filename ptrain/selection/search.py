@@ -16,11 +16,12 @@ from ptrain.costs import Collective
 from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
 from ptrain.rates.pace import UnknownRate
+from ptrain.selection.activity import Activity, activity_of
 from ptrain.selection.arrays import numpy
 from ptrain.selection.blocks import CandidateBlock, DataTable
 from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.keeper import Keeper
-from ptrain.selection.profile import Activity, Seconds, Sizes, activity_of, seconds_of, sizes_of
+from ptrain.selection.profile import Seconds, Sizes, seconds_of, sizes_of
 from ptrain.selection.rows import Ways, Wires, way_of
 from ptrain.selection.score import Places, peaks, step_seconds
 from ptrain.selection.space import (
@@ -140,8 +141,8 @@ class Search:
         np, task = numpy(), self.task
         micro, number, kept = batch
         activity = self._activity(inner, micro, kept)
-        places = self.flows.places(flows, number)
-        peak = peaks(table.shaped(3), places, inner.sizes, activity, number).max(axis=2)
+        places, moments = self.flows.places(flows), self.flows.moments(flows, number)
+        peak = peaks(table.shaped(3), moments, inner.sizes, activity, number).max(axis=2)
         rows, columns = np.nonzero(peak <= task.room * SLACK)
         untimed = 0
         least = int(peak.argmin())
