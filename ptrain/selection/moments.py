@@ -29,9 +29,6 @@ class MomentRow:
     graded_layers: int
     graded_front: bool
     graded_behind: bool
-    new_layers: int
-    new_front: bool
-    new_behind: bool
     whole: int
     halved: int
     chunks: tuple[int, ...]
@@ -39,6 +36,7 @@ class MomentRow:
     on: tuple[int, ...]
     own: int
     is_half: bool
+    is_new: bool
     messages: int
     is_staged: bool
 
@@ -47,7 +45,7 @@ class MomentRow:
         """Return what decides on all but the activations that are held."""
         return (
             *(self.layers, self.front, self.behind, self.graded_layers, self.graded_front),
-            *(self.graded_behind, self.on, self.own, self.is_half),
+            *(self.graded_behind, self.on, self.own, self.is_half, self.waiting[-1]),
         )
 
 
@@ -105,7 +103,6 @@ def _row(size: PipelineSize, rank: int, counts: Sequence[int], moment: FlightMom
     ]
     front, behind = ([place in of_end for place in places] for of_end in ends)
     on, graded = moment.on, moment.graded
-    is_first_gradient = not graded[on]
     return MomentRow(
         layers=sum(layers),
         front=any(front),
@@ -113,9 +110,6 @@ def _row(size: PipelineSize, rank: int, counts: Sequence[int], moment: FlightMom
         graded_layers=_sum(layers, graded),
         graded_front=bool(_sum(front, graded)),
         graded_behind=bool(_sum(behind, graded)),
-        new_layers=layers[on] * is_first_gradient,
-        new_front=front[on] and is_first_gradient,
-        new_behind=behind[on] and is_first_gradient,
         whole=_sum(layers, whole),
         halved=_sum(layers, halved),
         chunks=_by_place(places, whole),
@@ -123,6 +117,7 @@ def _row(size: PipelineSize, rank: int, counts: Sequence[int], moment: FlightMom
         on=_by_place([places[on]], [1]),
         own=layers[on],
         is_half=moment.is_half and places[on] is not Place.FIRST,
+        is_new=not graded[on],
         messages=_messages(size, rank, places[on]),
         is_staged=size.stages > 1,
     )

@@ -68,11 +68,11 @@ def around(sizes: Sizes, front: Array, behind: Array, is_staged: Array) -> Array
 class Moments:
     """When ranks of a pipeline may be fullest, the last dimension being these moments, each as a
     backward pass begins. What the rank has of the model: `layers`, `front`, `behind`, and of these
-    what has summed a gradient before (`graded_…`) and what gets its first one now (`new_…`).
-    `whole` and `halved`: layers that hold activations, each as often as it does, of micro-batches
-    that are whole and between two halves; `chunks` and `waiting` are these by the stage's place,
-    `on` whose pass it is, of `own` layers, and `is_half` whether it has halves; `messages` lie at
-    its boundaries besides."""
+    what has summed a gradient before (`graded_…`). `whole` and `halved`: layers that hold
+    activations, each as often as it does, of micro-batches that are whole and between two halves;
+    `chunks` and `waiting` are these by the stage's place, `on` is that of the stage whose pass it
+    is, of `own` layers; `is_half` whether it has halves, and `is_new` whether its gradients are its
+    stage's first. `messages` lie at the rank's boundaries besides."""
 
     layers: Array
     front: Array
@@ -80,9 +80,6 @@ class Moments:
     graded_layers: Array
     graded_front: Array
     graded_behind: Array
-    new_layers: Array
-    new_front: Array
-    new_behind: Array
     whole: Array
     halved: Array
     chunks: Array
@@ -90,6 +87,7 @@ class Moments:
     on: Array
     own: Array
     is_half: Array
+    is_new: Array
     messages: Array
     is_staged: Array
 
@@ -106,11 +104,10 @@ def peaks(rows: Columns, at: Moments, sizes: Sizes, act: Activity, micro_batches
     saved = saved + of_places("saved", at.chunks + at.waiting) + of_places("waiting", at.waiting)
     # the forward before it left its last block or its head
     forward = saved - act.block + act.forward_rise
-    ended = of_places("forward_rise", at.on)
+    ended = saved + of_places("forward_rise", at.on)
     half = at.is_half * (at.own * act.half + of_places("half_begun", at.on))
     whole = (1 - at.is_half) * of_places("begun", at.on)
     begins = np.where(at.is_half, of_places("half_rise", at.on), of_places("backward_rise", at.on))
-    top = saved + np.maximum(ended, begins)
     # behind the half of the inputs, whose last block has risen, comes that of the weights
     deep = saved + half + whole + (1 - at.is_half) * act.backward_rise
     forward = np.maximum(forward, at.is_half * (saved + half + act.half_rise))
@@ -121,15 +118,31 @@ def peaks(rows: Columns, at: Moments, sizes: Sizes, act: Activity, micro_batches
     blocks = at.layers * sizes.block
     had = around(sizes, at.graded_front, at.graded_behind, at.is_staged)
     had = had + at.graded_layers * sizes.block
-    new = around(sizes, at.new_front, at.new_behind, at.is_staged) + at.new_layers * sizes.block
+    own = around(sizes, at.on[..., :2].sum(axis=-1), at.on[..., ::3].sum(axis=-1), at.is_staged)
+    own = own + at.own * sizes.block
     kept = np.maximum(rows["unreduced"], rows["grads"]) if micro_batches > 1 else rows["grads"]
-    rest = (rows["theta"] + rows["omega"]) * (root + blocks)
-    ahead = rows["whole"] * rows["unit"] * (1 - rows["keeps_forward"]) * (1 + rows["ahead"])
+    gone = rows["whole"] * (1 - rows["keeps_forward"])
+    ahead = gone * rows["unit"] * (1 + rows["ahead"])
     turn = ahead + rows["unit"] * (rows["opened"] + rows["flying"])
-    base = rest + rows["whole"] * (root + blocks * rows["keeps_forward"]) + kept * had
-    passes = np.maximum.reduce([forward + ahead, top + 0 * ahead, deep + turn])
-    last = np.maximum(passes, late + turn + kept * new)
-    return np.maximum(base + last, rest + kept * (root + blocks))
+    base = (rows["theta"] + rows["omega"]) * (root + blocks)
+    gathered = rows["whole"] * (root + blocks * rows["keeps_forward"])
+    new = kept * own * at.is_new
+    if at.is_half.any():  # flat units have buffers for gradients from one half to the other
+        buffers = rows["adds_first"] * rows["flying"] * own * at.is_half
+        buffers = buffers * np.maximum(at.is_new, 1 - rows["is_late"])
+        begins, deep, new = begins + buffers, deep + buffers, np.maximum(new - buffers, 0)
+        late = late + buffers
+    # the loss comes before the root is gathered again
+    passes = np.maximum.reduce(
+        [
+            forward + ahead,
+            ended + 0 * ahead,
+            saved + begins - gone * root,
+            deep + turn,
+            late + turn + new,
+        ]
+    )
+    return base + np.maximum(gathered + kept * had + passes, kept * (root + blocks))
 
 
 def step_seconds(
