@@ -74,6 +74,7 @@ class PipelineFlows:
     cuts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     rows: dict[tuple[object, ...], list[Row]] = field(default_factory=dict)
     fullest: dict[PipelineSize, tuple[MomentRow, ...]] = field(default_factory=dict)
+    tables: dict[tuple[int, ...], Moments] = field(default_factory=dict)
     waits: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @cached_property
@@ -107,7 +108,11 @@ class PipelineFlows:
 
     def moments(self, flows: Sequence[PipelineFlow], micro_batches: int) -> Moments:
         """Return when the ranks may be fullest, flow by flow."""
-        return as_arrays([self._moments(flow, micro_batches) for flow in flows])
+        rows = tuple(self._moments(flow, micro_batches) for flow in flows)
+        key = tuple(map(id, rows))  # which `fullest` keeps
+        if key not in self.tables:
+            self.tables[key] = as_arrays(rows)
+        return self.tables[key]
 
     def _moments(self, flow: PipelineFlow, micro_batches: int) -> tuple[MomentRow, ...]:
         size = flow.size(micro_batches)

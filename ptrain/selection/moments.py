@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
+from typing import Any
 
 from ptrain.axes.pipeline.cost import PipelineSize, chunks_between, stages_of
 from ptrain.axes.pipeline.moments import FlightMoment, moments
@@ -16,6 +16,7 @@ from ptrain.spec.pipeline import ScheduleName
 
 _ENDLESS = 6  # micro-batches for a rank: with more of them the fullest moments are the same
 _GROWING = (ScheduleName.GPIPE, ScheduleName.BFS)
+_BY_PLACE = ("chunks", "waiting", "on")
 _WAITING = (1.0, 2.0)  # what a block holds between two halves is between this and that of it whole
 
 
@@ -41,12 +42,24 @@ class MomentRow:
     is_staged: bool
 
     @property
+    def numbers(self) -> list[float]:
+        """Return its fields in a row, with those that have a number for each place."""
+        spots: list[float] = []
+        for name in _NAMES:
+            value = getattr(self, name)
+            spots += value if name in _BY_PLACE else (value,)
+        return spots
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """Return what decides on all but the activations that are held."""
         return (
             *(self.layers, self.front, self.behind, self.graded_layers, self.graded_front),
             *(self.graded_behind, self.on, self.own, self.is_half, self.waiting[-1]),
         )
+
+
+_NAMES = tuple(spot.name for spot in fields(MomentRow))
 
 
 def unlike(size: PipelineSize) -> int:
@@ -64,12 +77,16 @@ def fullest(size: PipelineSize, counts: Sequence[int]) -> tuple[MomentRow, ...]:
         for rank in _unlike_ranks(size, counts)
         for moment in moments(size, rank)
     )
-    kept: dict[MomentRow, None] = {}
-    for _, alike in groupby(sorted(rows, key=lambda row: repr(row.kind)), lambda row: row.kind):
-        group = list(alike)
-        for weight in _WAITING:
-            kept[max(group, key=lambda row: _held(row, weight))] = None
-    return tuple(kept)
+    alike: dict[tuple[object, ...], list[MomentRow]] = {}
+    for row in rows:
+        alike.setdefault(row.kind, []).append(row)
+    return tuple(
+        {
+            max(group, key=lambda row: _held(row, weight)): None
+            for group in alike.values()
+            for weight in _WAITING
+        }
+    )
 
 
 def _held(row: MomentRow, weight: float) -> tuple[float, float]:
@@ -152,11 +169,14 @@ def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> Moments:
     np = numpy()
     most = max(map(len, flows))
     rows = [[*of_flow, *of_flow[-1:] * (most - len(of_flow))] for of_flow in flows]
-    return Moments(
-        **{
-            spot.name: np.array(
-                [[getattr(row, spot.name) for row in of_flow] for of_flow in rows], dtype=float
-            )
-            for spot in fields(MomentRow)
-        }
-    )
+    table = np.array([[row.numbers for row in of_flow] for of_flow in rows], dtype=float)
+    columns: dict[str, Any] = {}
+    at = 0
+    for name in _NAMES:
+        if name in _BY_PLACE:
+            columns[name] = table[:, :, at : at + len(STAGE_PLACES)]
+            at += len(STAGE_PLACES)
+        else:
+            columns[name] = table[:, :, at]
+            at += 1
+    return Moments(**columns)
