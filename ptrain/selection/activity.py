@@ -39,17 +39,18 @@ class EndsActivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """Bytes of a micro-batch. Of a `block`: what its forward pass leaves, the rise of this and of
-    its backward pass above what there was before, gradients of parameters not counted; `half` of
-    these are what the half of the inputs leaves beside all that, and `half_rise` the rise above.
-    `hidden` goes from layer to layer. `ends`: what stages at each place have beyond their blocks;
-    `least`: what some rank has at least, whatever else it has."""
+    """Bytes of a micro-batch. Of a `block`: what its forward pass leaves, and the rises of this and
+    of its backward pass above what there was before, gradients of parameters not counted; what the
+    half of the inputs leaves beside all that (`half`), and the rise above (`half_rise`); what leaves
+    the device (`moved`). `hidden` goes from layer to layer. `ends`: what stages at each place have
+    beyond their blocks; `least`: what some rank has at least, whatever else it has."""
 
     block: int
     forward_rise: int
     backward_rise: int
     half: int
     half_rise: int
+    moved: int
     hidden: int
     least: int
     ends: Mapping[Place, EndsActivity]
@@ -78,7 +79,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
     ways = (kept,) * _LAYERS
     timeline = activations.timeline(setting, None, ways)
     front, forward, behind = _parted(timeline.forward, Kind.FORWARD)
-    head, backward, _ = _parted(timeline.backward, Kind.BACKWARD)
+    _, backward, _ = _parted(timeline.backward, Kind.BACKWARD)
     stages = {
         place: passes_at(setting, place, ways) for place in (Place.FIRST, Place.MIDDLE, Place.LAST)
     }
@@ -94,6 +95,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
         backward_rise=backward.rise,
         half=half.net,
         half_rise=half.rise - half.net,
+        moved=sum(size for _, size in timeline.moved) // _LAYERS,
         hidden=_hidden(setting),
         least=max(behind.rise, front.rise, backward.rise),
         ends={

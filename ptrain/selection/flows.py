@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ptrain.axes.candidates import AxisChoice, chosen
-from ptrain.axes.pipeline.bubble import closed_form
+from ptrain.axes.pipeline.bubble import Relation, closed_form
 from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.cost import PipelineSize
 from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
@@ -149,6 +149,8 @@ class PipelineFlows:
         cost = StageCost(forward=forward, input=backward - weight, weight=weight)
         size = PipelineShape(ranks=flow.ranks, stages_per_rank=per_rank, microbatches=micro_batches)
         form = closed_form(name, size, cost)
+        if form is not None and form.relation is Relation.AT_LEAST and micro_batches < flow.ranks:
+            form = None  # a bound of what waits where the pipeline is never full
         idle = self._simulated(name, size) * (forward + backward) / 3 if form is None else form.idle
         return idle * min(1.0, others / ((flow.ranks - 1) * sum(busy)))
 

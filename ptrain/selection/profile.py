@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptrain.axes.pipeline.stage_facts import chain_of
+from ptrain.costs import Collective
 from ptrain.derivation.tensor import local_units
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, PassWork
@@ -22,15 +23,15 @@ _LAYERS = 3  # a first, a middle and a last one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Parameters of one rank's part of the model: of a block, by tensor in the order of its units,
-    in front of the blocks and behind them; `copied` those in front that a last stage has too."""
+    """Parameters of one rank's part of the model: of a block, of each of its `tensors`, in front of
+    the blocks and behind them; `copied` those in front that a last stage has too."""
 
     block: int
     largest_part: int  # of a block's sub-blocks
     front: int
     behind: int
     copied: int
-    tensors: int  # of a block
+    tensors: tuple[int, ...]
 
 
 def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
@@ -54,7 +55,7 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
         front=front,
         behind=root.numel - front,
         copied=sum(t.numel for t in root.tensors if t.name in tied),
-        tensors=len(block.tensors),
+        tensors=tuple(tensor.numel for tensor in block.tensors),
     )
 
 
@@ -62,22 +63,30 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
 class Seconds:
     """Of a micro-batch on one rank, forward and backward: in front of the blocks, of a block, and
     behind them; what the axes within a block send is in them. `weights`: of a block's backward, the
-    part that is of weights alone."""
+    part that is of weights alone. `moved`: in which a block's activations leave the device and come
+    back, on lanes of their own."""
 
     front: tuple[float, float]
     block: tuple[float, float]
     behind: tuple[float, float]
     weights: float
+    moved: tuple[float, float] = (0.0, 0.0)
 
 
-def seconds_of(spec: Spec, work: ModelWork, pace: Pace) -> Seconds:
-    """Return a machine's seconds for the work of a spec with axes within a block alone."""
+def seconds_of(spec: Spec, work: ModelWork, pace: Pace, moved: int) -> Seconds:
+    """Return a machine's seconds for the work of a spec with axes within a block alone, of which a
+    block moves so many bytes off the device."""
+    out, back = (
+        pace.copy_seconds(copy, moved) if moved else 0.0
+        for copy in (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE)
+    )
     layer = work.layers[len(work.layers) // 2]
     return Seconds(
         front=_both(spec, work.front, pace),
         block=_both(spec, layer, pace),
         behind=_both(spec, work.behind, pace),
         weights=_seconds(spec, layer.weights, pace),
+        moved=(out, back),
     )
 
 

@@ -3,9 +3,10 @@ scores them for one rank's part of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -151,16 +152,18 @@ class Ways:
         shards_made = np.where(self.materialized, degrees[-1] if degrees else 1, 1)
         return np.where(self.by_tensor, np.maximum(cut, shards_made), 1)
 
-    def columns(self, degrees: Sequence[int], sizes: Sizes, within: int) -> Columns:
-        """Return the coefficients. Bytes per parameter that a rank has: `theta` and `omega` between
+    def columns(self, degrees: Sequence[int], sizes: Sizes, within: int, layers: int) -> Columns:
+        """Return the coefficients, of a rank that has about so many layers. Bytes per parameter that a rank has: `theta` and `omega` between
         steps, `grads` when backward is over, `unreduced` before the last micro-batch of what is
         reduced then, `whole` of a unit that is gathered, `opened` of a unit's gradients while they
         arrive, `flying` while they are reduced; `ahead` units are gathered ahead. `unit`:
         parameters of the largest unit, `moved` of one on average, `per_layer`: units of a layer.
         Seconds to `gather` and to `reduce` a unit, to copy it out of the one and into the other
-        (`unpack`, `pack`), to `add` its gradients to those before (flat
-        units do so with the first, too: `adds_first`), to make it whole again when it is updated
-        (`finish`), and of a parameter's `update`, copies between tiers included."""
+        (`unpack`, `pack`), to `add` its gradients to those before (`add_end`: those of a parameter
+        around the blocks; flat
+        units do so with the first, too: `adds_first`), to reduce and to gather it when it is
+        updated (`finish`), and of a parameter in the blocks and around them to `update` it, and to be
+        `copied` between tiers then."""
         np = numpy()
         layout, base = self.layout, self.wires.base
         held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
@@ -171,10 +174,10 @@ class Ways:
         state = optimizer_itemsize(base.optimizer, layout)
         is_cut = parts[_GRADS] > 1
         moves = _Moves(self, degrees, within)
-        layers = np.array(_UNITS)[self.unit]
-        moved = sizes.block * layers  # of sub-blocks, which are unlike, the mean
+        per_unit = np.array(_UNITS)[self.unit]
+        moved = sizes.block * per_unit  # of sub-blocks, which are unlike, the mean
         unit = np.where(self.unit == 2, sizes.largest_part, moved)
-        near = self.near
+        near, ends = self.near, sizes.front + sizes.behind
         return {
             **self.fixed,
             "overlaps": self.overlaps,
@@ -188,26 +191,49 @@ class Ways:
             "flying": np.where(is_cut | self.flat, float(reduced), 0.0),
             "unit": unit.astype(float),
             "moved": moved.astype(float),
-            "per_layer": 1 / layers,
-            "add": self._added(moved * held),
-            "unpack": np.where(
-                self.by_tensor & self.brought, self._copied_within(moved * held), 0.0
-            ),
-            "pack": np.where(self.by_tensor, self._copied_within(moved * reduced), 0.0),
+            "per_layer": 1 / per_unit,
+            "add": self._added(moved * held, per_unit, sizes.tensors),
+            "add_end": self._added(float(ends) * np.ones(len(moved)) * held, 1.0, (ends,)) / ends,
+            "unpack": self._unpacked(moved, degrees),
+            "pack": self._packed(moved, parts[_GRADS]),
             "gather": np.where(self.brought, moves.gather(moved * held), 0.0),
             "reduce": moves.reduce(moved * reduced),
-            "finish": moves.finish(moved * held),
-            "update": self._update(parts[_OMEGA], sizes) + self._copied(parts, state, held),
+            "finish": moves.finish(moved * held) + moves.settle(moved * reduced),
+            **self._updates(parts[_OMEGA], moved, layers, sizes),
+            "copied": self._copied(parts, state, held) + np.zeros(len(moved)),
         }
 
-    def _added(self, sizes: Array) -> Array:
-        """Seconds of the sum of a unit's gradient and that of the micro-batches before: read twice
-        and written. Of what is reduced after each there is none, but for flat units, which are
-        filled with zeros then."""
-        np = numpy()
+    def _added(self, sizes: Array, times: Array | float, tensors: Sequence[int]) -> Array:
+        """Seconds of the sum of a unit's gradients and those of the micro-batches before, tensor by
+        tensor: read twice and written. Of what is reduced after each there is none, but for flat
+        units, which are filled with zeros then."""
+        np, held = numpy(), self.layout.parameters.itemsize
         is_late = self.fixed["is_late"] > 0
-        sums = self._of_bytes(OperatorKind.POINTWISE, np.where(is_late, 3, 4) * sizes)
-        return np.where(self.by_tensor & ~is_late, 0.0, sums)
+        sums = times * self._of_bytes(OperatorKind.POINTWISE, 3 * held * np.array(tensors)).sum()
+        zeros = np.where(is_late, 0.0, self._of_bytes(OperatorKind.POINTWISE, sizes))
+        return np.where(self.by_tensor, np.where(is_late, sums, 0.0), sums + zeros)
+
+    def _unpacked(self, moved: Array, degrees: Sequence[int]) -> Array:
+        """Seconds of a unit that has been gathered: tensor by tensor it is copied apart. A flat one
+        is made of a master copy's shard, and is put in order where it came over several axes."""
+        np, layout = numpy(), self.layout
+        master = layout.master or layout.parameters
+        shard = moved / np.where(self.cut[_OMEGA], np.array(degrees, dtype=float), 1.0).prod(axis=1)
+        made = self._of_bytes(
+            OperatorKind.COPY, shard * (master.itemsize + layout.parameters.itemsize)
+        )
+        whole = self._copied_within(moved * layout.parameters.itemsize)
+        over = np.where(self.materialized[:, None], self.cut[_OMEGA], self.cut[_THETA])
+        flat = self.materialized * made + (over.sum(axis=1) > 1) * whole
+        return self.brought * np.where(self.by_tensor, whole, flat)
+
+    def _packed(self, moved: Array, parts: Array) -> Array:
+        """Seconds of a unit's gradients that are reduced: tensor by tensor they are copied together
+        before. Behind, the shard of a flat unit is added to what is kept."""
+        np, size = numpy(), self.layout.reduced.itemsize
+        copied = self._copied_within(moved * size)
+        added = self._of_bytes(OperatorKind.POINTWISE, 3 * moved * size / parts)
+        return np.where(self.by_tensor, copied, np.where(self.flat & (parts > 1), added, 0.0))
 
     def _copied_within(self, sizes: Array) -> Array:
         """Seconds in which so many bytes are copied on the device: read and written."""
@@ -219,18 +245,30 @@ class Ways:
         seconds = [pace.operator_seconds(Operator(kind, dtype, (int(value),))) for value in values]
         return np.array(seconds)[where.reshape(-1)]
 
-    def _update(self, parts: Array, sizes: Sizes) -> Array:
+    def _updates(self, parts: Array, moved: Array, layers: int, sizes: Sizes) -> Columns:
+        """Flat units are updated one after the other, tensors all at once."""
+        np, ends = numpy(), sizes.front + sizes.behind
+        one = np.ones(len(moved))
+        blocks, tensors = one * layers * sizes.block, one * layers * len(sizes.tensors)
+        at_once = self._updated(blocks, tensors, parts)
+        beside = self._updated(blocks + ends, tensors + 1, parts) - at_once
+        alone = self._updated(one * ends, one, parts)
+        by_unit = self._updated(moved, one, parts) / moved
+        return {
+            "update": np.where(self.flat, by_unit, at_once / blocks),
+            "update_end": np.where(self.flat, alone, beside) / ends,
+        }
+
+    def _updated(self, elements: Array, tensors: Array, parts: Array) -> Array:
+        """Seconds of one update of slices of so many elements."""
         np, base = numpy(), self.wires.base
-        values, where = np.unique(parts, return_inverse=True)
+        slices = np.maximum(1, elements // parts)
+        shapes, where = np.unique(np.stack([slices, tensors]), axis=1, return_inverse=True)
         seconds = [
             self.wires.pace.update_seconds(
-                base.optimizer.name,
-                self.layout,
-                elements=max(1, int(sizes.block / part)),
-                tensors=sizes.tensors,
+                base.optimizer.name, self.layout, elements=int(numel), tensors=int(number)
             )
-            / sizes.block
-            for part in values
+            for numel, number in shapes.T
         ]
         return np.array(seconds)[where.reshape(-1)]
 
@@ -258,14 +296,33 @@ class _Moves:
         self.ways, self.degrees = ways, degrees
         self.strides = [within * prod(degrees[at + 1 :]) for at in range(len(degrees))]
 
-    def _over(self, collective: Collective, at: int, sizes: Array) -> Array:
-        """Seconds over one axis, of each size."""
+    def _over(self, collective: Collective, mask: Array, sizes: Array) -> Array:
+        """Seconds of one call over the axes that a choice's row of the mask has, of each size: its
+        group has all their ranks."""
         np, wires = numpy(), self.ways.wires
-        values, where = np.unique(sizes, return_inverse=True)
-        seconds = [
-            wires.seconds(collective, self.degrees[at], self.strides[at], value) for value in values
-        ]
-        return np.array(seconds)[where.reshape(-1)]
+        seconds = np.zeros(len(sizes))
+        for chosen_axes in product((False, True), repeat=len(self.degrees)):
+            at = [place for place, is_in in enumerate(chosen_axes) if is_in]
+            rows = np.flatnonzero((mask == np.array(chosen_axes)).all(axis=1)) if at else ()
+            if not len(rows):
+                continue
+            ranks = prod(self.degrees[place] for place in at)
+            values, where = np.unique(sizes[rows], return_inverse=True)
+            of_values = [
+                wires.seconds(collective, ranks, self.strides[at[-1]], value) for value in values
+            ]
+            seconds[rows] = np.array(of_values)[where.reshape(-1)]
+        return seconds
+
+    def _by_axis(self, mask: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
+        """Yield the axes one by one, innermost first, as a mask of them alone, with what a unit
+        takes there: a shard, behind those over which it is cut."""
+        np = numpy()
+        for at in reversed(range(len(self.degrees))):
+            alone = np.zeros_like(mask)
+            alone[:, at] = True
+            yield alone, sizes
+            sizes = np.where(mask[:, at], sizes / self.degrees[at], sizes)
 
     def _hook(self, flat: Hook, other: Hook) -> Array:
         """Seconds of the host's, which runs ahead where the device computes by itself."""
@@ -275,35 +332,56 @@ class _Moves:
         return numpy().where(self.ways.flat, pace.hook_seconds(flat), pace.hook_seconds(other))
 
     def gather(self, sizes: Array) -> Array:
-        ways, total = self.ways, self._hook(Hook.FLAT_GATHER, Hook.FSDP2_GATHER)
-        for at in range(len(self.degrees)):
-            is_made = ways.materialized & ways.cut[_OMEGA][:, at]
-            total = total + self._over(Collective.ALL_GATHER, at, sizes) * (
-                ways.cut[_THETA][:, at] | is_made
-            )
-        return total
+        """Of Theta, over all the axes that cut it, or the master copy that it is made of."""
+        np, ways = numpy(), self.ways
+        over = np.where(ways.materialized[:, None], ways.cut[_OMEGA], ways.cut[_THETA])
+        hook = self._hook(Hook.FLAT_GATHER, Hook.FSDP2_GATHER)
+        return hook + self._over(Collective.ALL_GATHER, over, sizes)
 
     def reduce(self, sizes: Array) -> Array:
-        """Shards first: what copies sum then is a shard. DDP reduces by bucket."""
+        """Shards first: what copies sum then is a shard. DDP reduces by bucket. A flat unit is cut
+        over all the axes that cut gradients at once, and what else the update needs comes with it;
+        where nothing cuts them that is all there is, and begins as early."""
         np, ways = numpy(), self.ways
         if not self.degrees:
             return np.zeros(len(sizes))
         pace = ways.wires.pace
         hook = 0.0 if pace.overlaps else pace.hook_seconds(Hook.DDP_BUCKET)
         pieces = np.maximum(1.0, sizes / _BUCKET)
-        buckets = pieces * (hook + self._over(Collective.ALL_REDUCE, 0, sizes / pieces))
-        total = self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE)
-        for at in reversed(range(len(self.degrees))):
-            cut = ways.cut[_GRADS][:, at] | ways.cut[_OMEGA][:, at]
-            scattered = self._over(Collective.REDUCE_SCATTER, at, sizes)
-            total = total + np.where(cut, scattered, self._over(Collective.ALL_REDUCE, at, sizes))
-            sizes = np.where(cut, sizes / self.degrees[at], sizes)
+        everywhere = np.ones_like(ways.cut[_GRADS])
+        first = everywhere & (np.arange(len(self.degrees)) == 0)
+        buckets = pieces * (hook + self._over(Collective.ALL_REDUCE, first, sizes / pieces))
+        cut = ways.cut[_GRADS] | ways.cut[_OMEGA]
+        total = np.zeros(len(sizes))
+        for alone, size in self._by_axis(cut, sizes):
+            total = total + self._over(Collective.REDUCE_SCATTER, alone & cut, size)
+            total = total + self._over(Collective.ALL_REDUCE, alone & ~cut, size)
+        at_once = self._over(Collective.REDUCE_SCATTER, ways.cut[_GRADS], sizes)
+        is_uncut = ~ways.cut[_GRADS].any(axis=1)
+        flat = np.where(is_uncut, self._settled(sizes), at_once)
+        total = self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE) + np.where(ways.flat, flat, total)
         return np.where(ways.local, 0.0, np.where(ways.replicas, buckets, total))
+
+    def settle(self, sizes: Array) -> Array:
+        """What of flat units is reduced as they are updated, of gradients that are cut."""
+        np, ways = numpy(), self.ways
+        is_cut = ways.cut[_GRADS].any(axis=1) if self.degrees else False
+        return np.where(ways.flat & is_cut, self._settled(sizes), 0.0)
+
+    def _settled(self, sizes: Array) -> Array:
+        """First into the slices of Omega, then a sum over the other axes."""
+        np, ways = numpy(), self.ways
+        degrees = np.array(self.degrees, dtype=float)
+        narrower = ways.cut[_OMEGA] & ~ways.cut[_GRADS]
+        cut = ways.cut[_OMEGA] | ways.cut[_GRADS]
+        shard = sizes / np.where(ways.cut[_GRADS], degrees, 1.0).prod(axis=1)
+        slices = sizes / np.where(cut, degrees, 1.0).prod(axis=1)
+        return self._over(Collective.REDUCE_SCATTER, narrower, shard) + self._over(
+            Collective.ALL_REDUCE, ~cut, slices
+        )
 
     def finish(self, sizes: Array) -> Array:
         """What is gathered after the update: Theta that is whole where Omega is a slice."""
-        ways, total = self.ways, numpy().zeros(len(sizes))
-        for at in range(len(self.degrees)):
-            spread = ways.cut[_OMEGA][:, at] & ~ways.cut[_THETA][:, at] & ~ways.materialized
-            total = total + self._over(Collective.ALL_GATHER, at, sizes) * spread
-        return total
+        ways = self.ways
+        spread = ways.cut[_OMEGA] & ~ways.cut[_THETA] & ~ways.materialized[:, None]
+        return self._over(Collective.ALL_GATHER, spread, sizes)

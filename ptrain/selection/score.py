@@ -57,6 +57,17 @@ class Places:
         )
         return forward, backward
 
+    def moving(self, seconds: Seconds) -> Array:
+        """Return for how long each waits, in a micro-batch, for activations that leave the device
+        and come back: the last block's are back when all have left, and each other's set out with
+        the block behind it."""
+        np, (out, back) = numpy(), seconds.moved
+        stages = np.maximum(1, self.boundaries)
+        between = self.behind * sum(seconds.behind) + (self.layers - stages) * seconds.block[0]
+        late = np.maximum(0.0, self.layers * out - between)
+        slower = max(0.0, back - seconds.block[1])
+        return late + stages * back + (self.layers - stages) * slower
+
 
 def around(sizes: Sizes, front: Array, behind: Array, is_staged: Array) -> Array:
     """Return the parameters around the blocks: where both ends are on stages of their own the last
@@ -145,9 +156,17 @@ def peaks(rows: Columns, at: Moments, sizes: Sizes, act: Activity, micro_batches
     return base + np.maximum(gathered + kept * had + passes, kept * (root + blocks))
 
 
-def step_seconds(
-    rows: Columns, places: Places, sizes: Sizes, seconds: Seconds, micro_batches: int
-) -> Array:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busy:
+    """Seconds of a step in which a rank is busy: in its passes and behind them. `longer`: how many
+    times as long its passes are as what it computes in them."""
+
+    passes: Array
+    update: Array
+    longer: Array
+
+
+def busy(rows: Columns, places: Places, sizes: Sizes, seconds: Seconds, micro_batches: int) -> Busy:
     """Return what each rank is busy in a step: computation of all micro-batches, and what of the
     rest is not hidden behind it."""
     np, number = numpy(), micro_batches
@@ -171,7 +190,15 @@ def step_seconds(
     waits = waits + moved * (units + of_root) - np.minimum(apart, room) * later
     copies = (gathers + again) * rows["unpack"] + reduces * rows["pack"]
     waits = waits + copies * (units + of_root)
-    adds = (number - 1 + rows["adds_first"]) * rows["add"] * (units + of_root)
-    after = rows["update"] * (root + places.layers * sizes.block)
-    after = after + rows["finish"] * (units + of_root)
-    return number * (forward + backward) + waits + adds + after
+    added = rows["add"] * units + rows["add_end"] * root
+    waits = waits + (number - 1 + rows["adds_first"]) * added
+    waits = waits + number * places.moving(seconds)
+    computing = number * (forward + backward)
+    blocks = places.layers * sizes.block
+    update = rows["update"] * blocks + rows["update_end"] * root
+    update = update + rows["copied"] * (root + blocks)
+    return Busy(
+        passes=computing + waits,
+        update=update + rows["finish"] * (units + of_root),
+        longer=1 + waits / computing,
+    )

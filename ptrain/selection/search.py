@@ -23,7 +23,7 @@ from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.keeper import Keeper
 from ptrain.selection.profile import Seconds, Sizes, seconds_of, sizes_of
 from ptrain.selection.rows import Ways, Wires, way_of
-from ptrain.selection.score import Places, peaks, step_seconds
+from ptrain.selection.score import Places, busy, peaks
 from ptrain.selection.space import (
     KEPT,
     THROUGH,
@@ -42,6 +42,7 @@ from ptrain.selection.where import Aspect, Where
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
+from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 
 
@@ -151,10 +152,14 @@ class Search:
         if work is None:
             rows, columns, untimed = rows[:0], columns[:0], len(rows)
         elif len(rows):
-            busy = step_seconds(table.at(rows), places.at(columns), inner.sizes, work, number).max(
-                axis=1
-            )
-            seconds = busy + self._idle(flows, places, number, work, activity)[columns]
+            idle = self._idle(flows, places, number, work, activity)
+            places = places.at(columns)
+            taken = busy(table.at(rows), places, inner.sizes, work, number)
+            # the rank that computes most is the one that the others wait for
+            forward, backward = places.computing(work)
+            slowest = (forward + backward).argmax(axis=1)
+            longer = taken.longer[np.arange(len(rows)), slowest]
+            seconds = (taken.passes + taken.update).max(axis=1) + idle[columns] * longer
         return CandidateBlock(
             within=inner.within,
             flows=flows,
@@ -188,12 +193,21 @@ class Search:
             if flow.schedule is None:
                 waits.append(0.0)
                 continue
-            busy = float(forward[at, slowest[at]]), float(backward[at, slowest[at]])
+            longest = float(forward[at, slowest[at]]), float(backward[at, slowest[at]])
             stride = self.task.devices // flow.ranks
             crossing = self.wires.seconds(Collective.SEND, 2, stride, activity.hidden)
-            crossings = 2 * (flow.ranks - 1 + (0 if pace.overlaps else number * flow.per_rank))
-            waits.append(self.flows.idle(flow, number, work, busy) + crossings * crossing)
+            crossings = 2 * self._crossings(flow, number)
+            waits.append(self.flows.idle(flow, number, work, longest) + crossings * crossing)
         return np.array(waits)
+
+    def _crossings(self, flow: PipelineFlow, number: int) -> int:
+        """Return how often a rank waits for a message forward: of the first micro-batch's way, of
+        every one's where each waits for the one before it, and of every one that it sends itself
+        where nothing moves beside what is computed."""
+        on_the_way = flow.ranks - 1
+        if flow.schedule is ScheduleName.NAIVE:
+            return number * on_the_way
+        return on_the_way + (0 if self.task.pace.overlaps else number * flow.per_rank)
 
     def _activity(self, inner: _Inner, micro: int, kept: Kept) -> Activity:
         """Sizes grow with the samples from two on; one alone saves less."""
@@ -210,7 +224,8 @@ class Search:
         if key not in self.seconds:
             spec = kept_so(_batched(inner.spec, micro, 1), kept)
             try:
-                self.seconds[key] = seconds_of(spec, self.task.work(spec), self.task.pace)
+                work, moved = self.task.work(spec), self._activity(inner, micro, kept).moved
+                self.seconds[key] = seconds_of(spec, work, self.task.pace, moved)
             except UnknownRate:
                 self.seconds[key] = None
         return self.seconds[key]
@@ -223,12 +238,14 @@ class Search:
         if key in self.tables:
             return self.tables[key]
         parts = []
+        stages = self.task.devices // (left * inner.ranks)
+        layers = max(1, self.flows.num_layers // stages)
         for axes in self.choices:
             for degrees in degrees_over(len(axes), left):
                 ways = self._ways(axes, inner, way, many=many)
                 indices = self._indices(ways, degrees, inner, units)
                 if len(indices):
-                    columns = ways.columns(degrees, inner.sizes, inner.ranks)
+                    columns = ways.columns(degrees, inner.sizes, inner.ranks, layers)
                     parts.append((ways, degrees, indices, columns))
         self.tables[key] = DataTable(parts)
         return self.tables[key]

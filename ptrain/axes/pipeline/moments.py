@@ -1,10 +1,9 @@
-"""When a rank of a pipeline is fullest, in closed form: of how many micro-batches each of its stages
-holds the activations as a backward pass begins.
+"""When a rank of a pipeline is fullest, in closed form: of how many micro-batches each of its
+stages holds the activations as a backward pass begins.
 
-Between two backward passes of a looping schedule a rank's stages fill and empty one after the
-other, a round of micro-batches at a time, so that what they hold in all is largest where one of them
-is done with a round. These passes are few; which of them is the fullest depends on what the stages
-hold, which nobody here knows.
+The stages of a looping schedule fill and empty one after the other, a round of micro-batches at a
+time, so that what they hold in all is largest where one of them is done with a round. These passes
+are few; which of them is the fullest depends on what the stages hold, which nobody here knows.
 """
 
 from __future__ import annotations
