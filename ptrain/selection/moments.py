@@ -1,5 +1,5 @@
-"""When the ranks of a flow may be fullest (`axes.pipeline.moments`), with what they have of a model
-then, as arrays."""
+"""When the ranks of a flow may be fullest (`axes.pipeline.cost.moments`), with what they have of a
+model then, as arrays."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ptrain.axes.pipeline.cost import PipelineSize, chunks_between, stages_of
-from ptrain.axes.pipeline.moments import FlightMoment, moments
+from ptrain.axes.pipeline.cost.chunks import PipelineSize, chunks_between, stages_of
+from ptrain.axes.pipeline.cost.moments import FlightMoment, moments
 from ptrain.derivation.tables import Place
 from ptrain.selection.arrays import numpy
-from ptrain.selection.score import STAGE_PLACES, Moments
+from ptrain.selection.score import STAGE_PLACES, RankMoments
 from ptrain.spec.pipeline import ScheduleName
 
 _ENDLESS = 6  # micro-batches for a rank: with more of them the fullest moments are the same
@@ -22,7 +22,7 @@ _WAITING = (1.0, 2.0)  # what a block holds between two halves is between this a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentRow:
-    """One of the moments, its fields those of `score.Moments`."""
+    """One of the moments, its fields those of `score.RankMoments`."""
 
     layers: int
     front: bool
@@ -164,7 +164,7 @@ def _by_place(places: Sequence[Place], numbers: Sequence[int]) -> tuple[int, ...
     return tuple(sums.values())
 
 
-def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> Moments:
+def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> RankMoments:
     """Return the moments of flows, of each the last one as often as others have more."""
     np = numpy()
     most = max(map(len, flows))
@@ -179,4 +179,4 @@ def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> Moments:
         else:
             columns[name] = table[:, :, at]
             at += 1
-    return Moments(**columns)
+    return RankMoments(**columns)

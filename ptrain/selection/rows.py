@@ -153,17 +153,20 @@ class Ways:
         return np.where(self.by_tensor, np.maximum(cut, shards_made), 1)
 
     def columns(self, degrees: Sequence[int], sizes: Sizes, within: int, layers: int) -> Columns:
-        """Return the coefficients, of a rank that has about so many layers. Bytes per parameter that a rank has: `theta` and `omega` between
-        steps, `grads` when backward is over, `unreduced` before the last micro-batch of what is
-        reduced then, `whole` of a unit that is gathered, `opened` of a unit's gradients while they
-        arrive, `flying` while they are reduced; `ahead` units are gathered ahead. `unit`:
-        parameters of the largest unit, `moved` of one on average, `per_layer`: units of a layer.
+        """Return the coefficients, of a rank that has about so many layers.
+
+        Bytes per parameter that it has: `theta` and `omega` between steps, `grads` when backward is
+        over, `unreduced` before the last micro-batch of what is reduced then, `whole` of a unit
+        that is gathered, `opened` of a unit's gradients while they arrive, `flying` while they are
+        reduced; `ahead` units are gathered ahead. `unit`: parameters of the largest unit, `moved`
+        of one on average, `per_layer`: units of a layer.
+
         Seconds to `gather` and to `reduce` a unit, to copy it out of the one and into the other
-        (`unpack`, `pack`), to `add` its gradients to those before (`add_end`: those of a parameter
-        around the blocks; flat
-        units do so with the first, too: `adds_first`), to reduce and to gather it when it is
-        updated (`finish`), and of a parameter in the blocks and around them to `update` it, and to be
-        `copied` between tiers then."""
+        (`unpack`, `pack`), to `add` its gradients to those before, which flat units do with the
+        first, too (`adds_first`), and `add_end` those of a parameter around the blocks; to reduce
+        and to gather a unit when it is updated (`finish`). Of a parameter to `update` it, in the
+        blocks and around them (`update_end`), and to be `copied` between tiers then.
+        """
         np = numpy()
         layout, base = self.layout, self.wires.base
         held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
@@ -219,12 +222,12 @@ class Ways:
         np, layout = numpy(), self.layout
         master = layout.master or layout.parameters
         shard = moved / np.where(self.cut[_OMEGA], np.array(degrees, dtype=float), 1.0).prod(axis=1)
-        made = self._of_bytes(
+        cast = self._of_bytes(
             OperatorKind.COPY, shard * (master.itemsize + layout.parameters.itemsize)
         )
         whole = self._copied_within(moved * layout.parameters.itemsize)
         over = np.where(self.materialized[:, None], self.cut[_OMEGA], self.cut[_THETA])
-        flat = self.materialized * made + (over.sum(axis=1) > 1) * whole
+        flat = self.materialized * cast + (over.sum(axis=1) > 1) * whole
         return self.brought * np.where(self.by_tensor, whole, flat)
 
     def _packed(self, moved: Array, parts: Array) -> Array:

@@ -2,9 +2,9 @@
 axes and the flows, for one way to cut blocks and one micro-batch.
 
 What is summed up here by formula, `derive` plays event by event for those that are best. A peak is
-the largest of a few moments (`axes.pipeline.moments`), and around each of these: a forward pass in
-its last block and at its end, a backward pass at its begin, in the first block that it comes to and
-in the last one, the update.
+the largest of a few moments (`axes.pipeline.cost.moments`), and around each of these: a forward
+pass in its last block and at its end, a backward pass at its begin, in the first block that it
+comes to and in the last one, the update.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def around(sizes: Sizes, front: Array, behind: Array, is_staged: Array) -> Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class RankMoments:
     """When ranks of a pipeline may be fullest, the last dimension being these moments, each as a
     backward pass begins. What the rank has of the model: `layers`, `front`, `behind`, and of these
     what has summed a gradient before (`graded_…`). `whole` and `halved`: layers that hold
@@ -103,7 +103,7 @@ class Moments:
     is_staged: Array
 
 
-def peaks(rows: Columns, at: Moments, sizes: Sizes, act: Activity, micro_batches: int) -> Array:
+def peaks(rows: Columns, at: RankMoments, sizes: Sizes, act: Activity, micro_batches: int) -> Array:
     """Return the bytes of each rank at its fullest."""
     np = numpy()
     ends = [act.ends[place] for place in STAGE_PLACES]

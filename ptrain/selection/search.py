@@ -185,7 +185,7 @@ class Search:
     ) -> Any:
         """What each flow's schedule leaves idle, and what it waits for at its boundaries: while it
         fills and drains, and where nothing moves beside what is computed, for each micro-batch."""
-        np, pace = numpy(), self.task.pace
+        np = numpy()
         forward, backward = places.computing(work)
         slowest = (forward + backward).argmax(axis=1)
         waits = []

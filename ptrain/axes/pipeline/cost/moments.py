@@ -12,7 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
-from ptrain.axes.pipeline.cost import PipelineSize, chunks_in_flight, forwards_first, round_size
+from ptrain.axes.pipeline.cost.chunks import (
+    PipelineSize,
+    chunks_in_flight,
+    forwards_first,
+    round_size,
+)
 from ptrain.spec.pipeline import ScheduleName
 
 Counts = tuple[int, ...]  # by stage of a rank, in the order of a forward pass
