@@ -42,8 +42,8 @@ class Activity:
     """Bytes of a micro-batch. Of a `block`: what its forward pass leaves, and the rises of this and
     of its backward pass above what there was before, gradients of parameters not counted; what the
     half of the inputs leaves beside all that (`half`), and the rise above (`half_rise`); what goes
-    off the device (`moved`). `hidden` goes from layer to layer. `ends`: what stages at each place have
-    beyond their blocks; `least`: what some rank has at least, whatever else it has."""
+    off the device (`moved`). `hidden` goes from layer to layer. `ends`: what stages at each place
+    have beyond their blocks; `least`: what some rank has at least, whatever else it has."""
 
     block: int
     forward_rise: int

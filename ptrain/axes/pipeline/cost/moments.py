@@ -84,11 +84,11 @@ def _of_loops(size: PipelineSize, rank: int) -> Iterator[FlightMoment]:
 def _fullest(first: int, total: int, period: int, height: int, lag: int) -> list[int]:
     """Return the backward passes, counted from 0, at which a stage is done with a round of
     forwards, of backward passes or of weights, with the next one, in which there is a gradient
-    already: of the first period, and of one in which every stage has gradients."""
+    already: of the first period and the next, and of one in which every stage has gradients."""
     later = -(-(period + lag) // period) * period
     bounds = [
         start + offset
-        for start in (0, later)
+        for start in sorted({0, period, later})
         for place in range(period // height)
         for offset in (place * height, (place * height - first) % period, place * height + lag)
     ]
