@@ -180,6 +180,7 @@ class Ways:
         per_unit = np.array(_UNITS)[self.unit]
         moved = sizes.block * per_unit  # of sub-blocks, which are unlike, the mean
         unit = np.where(self.unit == 2, sizes.largest_part, moved)
+        settled = moves.settle(moved * reduced)
         near, ends = self.near, sizes.front + sizes.behind
         return {
             **self.fixed,
@@ -200,9 +201,9 @@ class Ways:
             "unpack": self._unpacked(moved, degrees),
             "pack": self._packed(moved, parts[_GRADS]),
             "gather": np.where(self.brought, moves.gather(moved * held), 0.0),
-            "reduce": moves.reduce(moved * reduced),
-            "finish": moves.finish(moved * held) + moves.settle(moved * reduced),
-            **self._updates(parts[_OMEGA], moved, layers, sizes),
+            "reduce": np.where(self.flat & ~is_cut, settled, moves.reduce(moved * reduced)),
+            "finish": moves.finish(moved * held) + np.where(is_cut, settled, 0.0),
+            **self._updates(parts[_OMEGA], layers, sizes),
             "copied": self._copied(parts, state, held) + np.zeros(len(moved)),
         }
 
@@ -248,32 +249,29 @@ class Ways:
         seconds = [pace.operator_seconds(Operator(kind, dtype, (int(value),))) for value in values]
         return np.array(seconds)[where.reshape(-1)]
 
-    def _updates(self, parts: Array, moved: Array, layers: int, sizes: Sizes) -> Columns:
-        """Flat units are updated one after the other, tensors all at once."""
+    def _updates(self, parts: Array, layers: int, sizes: Sizes) -> Columns:
+        """Of a parameter. Flat units are updated one after the other, tensors all at once."""
         np, ends = numpy(), sizes.front + sizes.behind
-        one = np.ones(len(moved))
-        blocks, tensors = one * layers * sizes.block, one * layers * len(sizes.tensors)
-        at_once = self._updated(blocks, tensors, parts)
-        beside = self._updated(blocks + ends, tensors + 1, parts) - at_once
-        alone = self._updated(one * ends, one, parts)
-        by_unit = self._updated(moved, one, parts) / moved
+        blocks, tensors = layers * sizes.block, layers * len(sizes.tensors)
+        values, where = np.unique(parts, return_inverse=True)
+        units = [sizes.block * layers_of_unit for layers_of_unit in _UNITS]
+        at_once = self._updated(blocks, tensors, values)
+        beside = self._updated(blocks + ends, tensors + 1, values) - at_once
+        alone = self._updated(ends, 1, values)
+        by_unit = np.array([self._updated(unit, 1, values) / unit for unit in units])
         return {
-            "update": np.where(self.flat, by_unit, at_once / blocks),
-            "update_end": np.where(self.flat, alone, beside) / ends,
+            "update": np.where(self.flat, by_unit[self.unit, where], at_once[where] / blocks),
+            "update_end": np.where(self.flat, alone[where], beside[where]) / ends,
         }
 
-    def _updated(self, elements: Array, tensors: Array, parts: Array) -> Array:
-        """Seconds of one update of slices of so many elements."""
-        np, base = numpy(), self.wires.base
-        slices = np.maximum(1, elements // parts)
-        shapes, where = np.unique(np.stack([slices, tensors]), axis=1, return_inverse=True)
-        seconds = [
-            self.wires.pace.update_seconds(
-                base.optimizer.name, self.layout, elements=int(numel), tensors=int(number)
-            )
-            for numel, number in shapes.T
-        ]
-        return np.array(seconds)[where.reshape(-1)]
+    def _updated(self, elements: float, tensors: int, parts: Array) -> Array:
+        """Seconds of one update of so many elements, by the number of slices they are cut into."""
+        base, update = self.wires.base, self.wires.pace.update_seconds
+        slices = [max(1, int(elements / part)) for part in parts]
+        name = base.optimizer.name
+        return numpy().array(
+            [update(name, self.layout, elements=number, tensors=tensors) for number in slices]
+        )
 
     def _copied(self, parts: dict[State, Array], state: int, held: int) -> Array:
         """Of a parameter: state that is updated on the device goes there and back. How long a host
@@ -342,9 +340,8 @@ class _Moves:
         return hook + self._over(Collective.ALL_GATHER, over, sizes)
 
     def reduce(self, sizes: Array) -> Array:
-        """Shards first: what copies sum then is a shard. DDP reduces by bucket. A flat unit is cut
-        over all the axes that cut gradients at once, and what else the update needs comes with it;
-        where nothing cuts them that is all there is, and begins as early."""
+        """Shards first: what copies sum then is a shard. DDP reduces by bucket. A flat unit is
+        reduced over all the axes that cut gradients at once."""
         np, ways = numpy(), self.ways
         if not self.degrees:
             return np.zeros(len(sizes))
@@ -360,28 +357,25 @@ class _Moves:
             total = total + self._over(Collective.REDUCE_SCATTER, alone & cut, size)
             total = total + self._over(Collective.ALL_REDUCE, alone & ~cut, size)
         at_once = self._over(Collective.REDUCE_SCATTER, ways.cut[_GRADS], sizes)
-        is_uncut = ~ways.cut[_GRADS].any(axis=1)
-        flat = np.where(is_uncut, self._settled(sizes), at_once)
-        total = self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE) + np.where(ways.flat, flat, total)
+        total = np.where(ways.flat, at_once, total)
+        total = total + self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE)
         return np.where(ways.local, 0.0, np.where(ways.replicas, buckets, total))
 
     def settle(self, sizes: Array) -> Array:
-        """What of flat units is reduced as they are updated, of gradients that are cut."""
+        """What of a flat unit is reduced for its update: first into the slices of Omega, then a sum
+        over the other axes. Where nothing cuts gradients that begins with the last backward."""
         np, ways = numpy(), self.ways
-        is_cut = ways.cut[_GRADS].any(axis=1) if self.degrees else False
-        return np.where(ways.flat & is_cut, self._settled(sizes), 0.0)
-
-    def _settled(self, sizes: Array) -> Array:
-        """First into the slices of Omega, then a sum over the other axes."""
-        np, ways = numpy(), self.ways
+        if not self.degrees:
+            return np.zeros(len(sizes))
         degrees = np.array(self.degrees, dtype=float)
         narrower = ways.cut[_OMEGA] & ~ways.cut[_GRADS]
         cut = ways.cut[_OMEGA] | ways.cut[_GRADS]
         shard = sizes / np.where(ways.cut[_GRADS], degrees, 1.0).prod(axis=1)
         slices = sizes / np.where(cut, degrees, 1.0).prod(axis=1)
-        return self._over(Collective.REDUCE_SCATTER, narrower, shard) + self._over(
+        seconds = self._over(Collective.REDUCE_SCATTER, narrower, shard) + self._over(
             Collective.ALL_REDUCE, ~cut, slices
         )
+        return np.where(ways.flat, seconds, 0.0)
 
     def finish(self, sizes: Array) -> Array:
         """What is gathered after the update: Theta that is whole where Omega is a slice."""

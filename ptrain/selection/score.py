@@ -135,25 +135,23 @@ def peaks(rows: Columns, at: RankMoments, sizes: Sizes, act: Activity, micro_bat
     gone = rows["whole"] * (1 - rows["keeps_forward"])
     ahead = gone * rows["unit"] * (1 + rows["ahead"])
     turn = ahead + rows["unit"] * (rows["opened"] + rows["flying"])
-    base = (rows["theta"] + rows["omega"]) * (root + blocks)
-    gathered = rows["whole"] * (root + blocks * rows["keeps_forward"])
     new = kept * own * at.is_new
     if at.is_half.any():  # flat units have buffers for gradients from one half to the other
         buffers = rows["adds_first"] * rows["flying"] * own * at.is_half
         buffers = buffers * np.maximum(at.is_new, 1 - rows["is_late"])
         begins, deep, new = begins + buffers, deep + buffers, np.maximum(new - buffers, 0)
         late = late + buffers
+    passes = forward + ahead
+    np.maximum(passes, ended, out=passes)
     # the loss comes before the root is gathered again
-    passes = np.maximum.reduce(
-        [
-            forward + ahead,
-            ended + 0 * ahead,
-            saved + begins - gone * root,
-            deep + turn,
-            late + turn + new,
-        ]
-    )
-    return base + np.maximum(gathered + kept * had + passes, kept * (root + blocks))
+    np.maximum(passes, saved + begins - gone * root, out=passes)
+    np.maximum(passes, deep + turn, out=passes)
+    np.maximum(passes, late + turn + new, out=passes)
+    passes += rows["whole"] * (root + blocks * rows["keeps_forward"])
+    passes += kept * had
+    np.maximum(passes, kept * (root + blocks), out=passes)
+    passes += (rows["theta"] + rows["omega"]) * (root + blocks)
+    return passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
