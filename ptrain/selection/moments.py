@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
+from operator import add, ge
 from typing import Any
 
 from ptrain.axes.pipeline.cost.chunks import PipelineSize, chunks_between, stages_of
@@ -17,10 +19,9 @@ from ptrain.spec.pipeline import ScheduleName
 _ENDLESS = 6  # micro-batches for a rank: with more of them the fullest moments are the same
 _GROWING = (ScheduleName.GPIPE, ScheduleName.BFS)
 _BY_PLACE = ("chunks", "waiting", "on")
-_WAITING = (1.0, 2.0)  # what a block holds between two halves is between this and that of it whole
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MomentRow:
     """One of the moments, its fields those of `score.RankMoments`."""
 
@@ -52,10 +53,33 @@ class MomentRow:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Return what decides on all but the activations that are held."""
-        return (
-            *(self.layers, self.front, self.behind, self.graded_layers, self.graded_front),
-            *(self.graded_behind, self.on, self.own, self.is_half, self.waiting[-1]),
+        """Return what rows share that can be compared: whose rank, and of which pass."""
+        return self.layers, self.front, self.behind, self.on, self.is_half
+
+    @cached_property
+    def _held(self) -> tuple[int, ...]:
+        chunks = map(add, self.chunks, self.waiting)
+        layers = self.whole + self.halved, self.halved
+        return (*layers, *chunks, *self.waiting, self.own, self.messages)
+
+    @cached_property
+    def _graded(self) -> tuple[int, ...]:
+        return self.graded_layers, self.graded_front, self.graded_behind
+
+    @cached_property
+    def _graded_then(self) -> tuple[int, ...]:
+        """What has gradients behind the pass."""
+        if not self.is_new:
+            return self._graded
+        front, behind = self.on[0] + self.on[1], self.on[0] + self.on[-1]
+        own = self.own, front, behind
+        return tuple(map(add, self._graded, own))
+
+    def is_fuller(self, other: MomentRow) -> bool:
+        """Return whether there is never less of anything than at another moment."""
+        return all(map(ge, self._held, other._held)) and (
+            all(map(ge, self._graded, other._graded_then))
+            or (self.is_new == other.is_new and all(map(ge, self._graded, other._graded)))
         )
 
 
@@ -79,18 +103,12 @@ def fullest(size: PipelineSize, counts: Sequence[int]) -> tuple[MomentRow, ...]:
     )
     alike: dict[tuple[object, ...], list[MomentRow]] = {}
     for row in rows:
-        alike.setdefault(row.kind, []).append(row)
-    return tuple(
-        {
-            max(group, key=lambda row: _held(row, weight)): None
-            for group in alike.values()
-            for weight in _WAITING
-        }
-    )
-
-
-def _held(row: MomentRow, weight: float) -> tuple[float, float]:
-    return row.whole + weight * row.halved, sum(row.chunks) + weight * sum(row.waiting)
+        others = alike.setdefault(row.kind, [])
+        if any(other.is_fuller(row) for other in others):
+            continue
+        others[:] = [other for other in others if not row.is_fuller(other)]
+        others.append(row)
+    return tuple(row for group in alike.values() for row in group)
 
 
 def _unlike_ranks(size: PipelineSize, counts: Sequence[int]) -> Iterator[int]:

@@ -22,7 +22,7 @@ from ptrain.selection.blocks import CandidateBlock, DataTable
 from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.keeper import Keeper
 from ptrain.selection.profile import Seconds, Sizes, seconds_of, sizes_of
-from ptrain.selection.rows import Ways, Wires, way_of
+from ptrain.selection.rows import Columns, Ways, Wires, way_of
 from ptrain.selection.score import Places, busy, peaks
 from ptrain.selection.space import (
     KEPT,
@@ -74,6 +74,7 @@ class Search:
         self.num_too_large = 0  # blocks of candidates that are not scored
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
+        self.columns: dict[tuple[object, ...], Columns] = {}
         self.activities: dict[tuple[object, ...], Activity] = {}
         self.seconds: dict[tuple[object, ...], Seconds | None] = {}
 
@@ -83,6 +84,7 @@ class Search:
             self.task = replace(self.task, where=where)
             self.ways.clear()
             self.tables.clear()
+            self.columns.clear()
         keeper = Keeper(self.task)
         for block in self.blocks():
             keeper.take(block)
@@ -245,10 +247,17 @@ class Search:
                 ways = self._ways(axes, inner, way, many=many)
                 indices = self._indices(ways, degrees, inner, units)
                 if len(indices):
-                    columns = ways.columns(degrees, inner.sizes, inner.ranks, layers)
+                    columns = self._columns(ways, degrees, inner, layers)
                     parts.append((ways, degrees, indices, columns))
         self.tables[key] = DataTable(parts)
         return self.tables[key]
+
+    def _columns(self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, layers: int) -> Columns:
+        """Those of all ways, whichever of them are legal with a way to keep activations."""
+        key = (id(ways), degrees, inner.shape, layers)  # `ways` keeps them
+        if key not in self.columns:
+            self.columns[key] = ways.columns(degrees, inner.sizes, inner.ranks, layers)
+        return self.columns[key]
 
     def _indices(
         self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, units: frozenset[UnitSize]
