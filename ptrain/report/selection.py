@@ -142,7 +142,7 @@ def _rows(rows: Sequence[Ranked], selection: PlacementRanking) -> Iterator[tuple
         price = (MISSING if row.price is None else f"{row.price:.0f}",) if has_price else ()
         yield (
             str(number),
-            described(row.spec),
+            described(row.spec) + (f" (and {row.alike} alike)" if row.alike else ""),
             _seconds(row),
             MISSING if rate is None else format_count(rate),
             MISSING if mfu is None else f"{mfu:.1%}",
@@ -268,6 +268,7 @@ def row_record(selection: PlacementRanking, row: Ranked) -> dict[str, object]:
     spec = row.spec
     return {
         "placement": described(spec),
+        "alike": row.alike,
         "mesh": {factor.axis.value: factor.degree for factor in spec.factors},
         "words": list(words_of(selection.job, spec)),
         "step_seconds": row.seconds,

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import chosen
@@ -183,9 +182,15 @@ class Deriver:
                 yield row
 
     def _tried(self, scored: Iterable[Scored]) -> Iterator[Scored]:
-        """Twice as many as are wanted; of a model that is traced those of a few cuts."""
+        """Twice as many as are wanted, and as many whose closed form is beyond a bound, where what
+        is exact may not be; of a model that is traced those of a few cuts."""
         if self.cuts is None:
-            yield from islice(scored, _TRIED * self.count)
+            left = {True: _TRIED * self.count, False: _TRIED * self.count}
+            for candidate in scored:
+                is_within = self._is_within(candidate)
+                if left[is_within]:
+                    left[is_within] -= 1
+                    yield candidate
             return
         tried = Counter[int]()
         for candidate in scored:
@@ -195,10 +200,15 @@ class Deriver:
                 tried[cut] += 1
                 yield candidate
 
+    def _is_within(self, closed: Scored) -> bool:
+        room = self.search.task.room
+        return closed.peak <= room and self._holds(closed.peak, closed.seconds)
+
     def _obeys(self, row: Ranked) -> bool:
+        return self._holds(float(row.peak_bytes), row.seconds)
+
+    def _holds(self, peak: float, seconds: float | None) -> bool:
         where = self.job.where
-        if not all(rule.holds_of(float(row.peak_bytes)) for rule in where.bounds("memory")):
-            return False
-        return row.seconds is None or all(
-            rule.holds_of(row.seconds) for rule in where.bounds("time")
+        return all(rule.holds_of(peak) for rule in where.bounds("memory")) and (
+            seconds is None or all(rule.holds_of(seconds) for rule in where.bounds("time"))
         )
