@@ -24,10 +24,11 @@ from ptrain.selection.job import SearchedJob
 from ptrain.selection.nominal import NominalPace
 from ptrain.selection.search import Search
 from ptrain.selection.space import alone
+from ptrain.selection.stand_in import with_heads
 from ptrain.selection.task import Scored, SearchGoal, SearchTask
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
-from ptrain.spec.model import ModelSpec
+from ptrain.spec.model import ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import Plan
@@ -90,7 +91,15 @@ class Deriver:
         )
 
     def work(self, spec: Spec) -> ModelWork:
-        """Return what the first rank of a spec computes of a micro-batch. Raises UnknownRate."""
+        """Return what the first rank of a spec, as it is scored, computes of a micro-batch. Raises
+        UnknownRate."""
+        work = self._scored_work(spec)
+        shape, like = self.job.base.model, self.job.stand_in
+        if like is None or not isinstance(shape, ModelShape):
+            return work
+        return with_heads(work, shape, like)
+
+    def _scored_work(self, spec: Spec) -> ModelWork:
         if self.unknown:
             plan, facts = self._plan(spec), self._facts(spec)
             work = model_work(spec, plan, facts)
