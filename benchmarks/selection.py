@@ -3,8 +3,8 @@
 Claims: 64 devices are scored in 1 s of CPU time and 4096 in 5 s, the whole process takes 10 s
 there; over candidates drawn from every schedule and way to keep activations alike Spearman's
 correlation of closed-form and exact step time, and of peaks, is at least 0.98, and none of them is
-further away than what a search leaves for that at a bound; each of the best hundred is legal, fits,
-and is to the byte what `predict` says of its spec; an exhaustive search by `exact` on 8 devices
+further above `exact` than what a search leaves for that at a bound; each of the best hundred is
+legal, fits, and is to the byte what `predict` says of its spec; an exhaustive search by `exact` on 8 devices
 finds nothing better.
 (The file has another name than the command: Python's own `select` is imported by that.)
 Prints; writes a result only with --save. All of it takes a quarter of an hour, so that it can be
@@ -165,12 +165,13 @@ def of_order(case: Case, number: int) -> Outcome:
     for what, pairs, slack in (("time", times, TIME_SLACK), ("peak", peaks, SLACK)):
         rho = spearman(*zip(*pairs, strict=True))
         apart = sorted(max(closed / exact, exact / closed) - 1 for closed, exact in pairs)
-        cells += [f"{rho:.4f}", f"{apart[len(apart) // 2]:.1%}", f"{apart[-1]:.1%}"]
+        above = max(closed / exact for closed, exact in pairs) - 1
+        cells += [f"{rho:.4f}", f"{apart[len(apart) // 2]:.1%}", f"{apart[-1]:.1%}", f"{above:.1%}"]
         if rho < RHO:
             failed.append(f"{case.name}: ρ of {what} {rho:.4f}, at least {RHO}")
-        if apart[-1] > slack - 1:
+        if above > slack - 1:
             failed.append(
-                f"{case.name}: a {what} {apart[-1]:.1%} apart, and a search leaves {slack - 1:.0%}"
+                f"{case.name}: a {what} {above:.1%} above, and a search leaves {slack - 1:.0%}"
             )
     return Outcome([f"| {case.name} | {len(rows)} | {' | '.join(cells)} |"], failed)
 
@@ -243,11 +244,11 @@ _ABOUT = {
     "order": (
         "Spearman's ρ of closed form and `exact` over candidates that fit, drawn from every "
         "schedule, number of stages a rank and way to keep activations alike, and how far they are "
-        f"apart in the median and at most. At a bound a search leaves {SLACK - 1:.0%} for that of "
-        f"peaks and {TIME_SLACK - 1:.0%} of seconds.",
+        "apart in the median and at most, and at most above. So near above a bound a search derives "
+        f"what it would leave out: {SLACK - 1:.0%} of peaks and {TIME_SLACK - 1:.0%} of seconds.",
         "",
-        "| job | drawn | ρ time | apart | at most | ρ peak | apart | at most |",
-        "|---|---|---|---|---|---|---|---|",
+        "| job | drawn | ρ time | apart | at most | above | ρ peak | apart | at most | above |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ),
     "best": (
         "The best, each written as overrides, read again and predicted; those of the same figures "

@@ -26,13 +26,15 @@ class EndsActivity:
     its backward pass, its input and output included, and `waiting` more than these between the
     halves of this one. By how much more there is than what is saved as the forward pass ends
     (`forward_rise`) and as the backward pass begins (`backward_rise`, or its half, `half_rise`),
-    and how much less once that has come to the blocks (`begun`, `half_begun`)."""
+    how much less once that has come to the blocks (`begun`, `half_begun`), and by how much more
+    than with the blocks gone it ends (`end_rise`, of the embedding)."""
 
     saved: int
     waiting: int = 0
     forward_rise: int
     backward_rise: int
     begun: int
+    end_rise: int
     half_rise: int = 0
     half_begun: int = 0
 
@@ -115,12 +117,13 @@ def _ends(place: Place, passes: Passes, block: int, half: int) -> EndsActivity:
     their output, which the half of the weights needs too, before the backward pass."""
     forward = passes.items[Kind.FORWARD]
     _, _, behind = _parted(forward, Kind.FORWARD)
-    head, _, _ = _parted(passes.items[Kind.BACKWARD], Kind.BACKWARD)
+    head, _, end = _parted(passes.items[Kind.BACKWARD], Kind.BACKWARD)
     ends = EndsActivity(
         saved=sum(map(net, forward)) - _LAYERS * block + passes.hidden,
         forward_rise=behind.rise - behind.net,
         backward_rise=head.rise,
         begun=head.net,
+        end_rise=end.rise,
     )
     inputs = passes.items.get(Kind.INPUT)
     if not inputs:

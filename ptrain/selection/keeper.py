@@ -22,13 +22,11 @@ _BANDS = 24  # of memory, the fastest of each of which is remembered for a front
 
 
 def may_hold(rule: Constraint, figures: Any, slack: float) -> Any:
-    """Return of which closed forms what is exact may obey a bound. That it equals one or does not
+    """Return of which closed forms what is exact may obey a bound from above; of any other bound
     they cannot tell."""
     match rule.compare:
         case "<" | "<=":
             return rule.holds_of(figures / slack)
-        case ">" | ">=":
-            return rule.holds_of(figures * slack)
         case _:
             return numpy().ones_like(figures, dtype=bool)
 

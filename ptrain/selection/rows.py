@@ -192,7 +192,12 @@ class Ways:
             "unreduced": np.where(is_cut & (self.fixed["is_late"] > 0), float(reduced), 0.0),
             "whole": np.where(self.brought, float(held), 0.0),
             "opened": np.where(~self.flat & is_cut, float(held), 0.0),
-            "flying": np.where(is_cut | self.flat, float(reduced), 0.0),
+            # what flat units reduce beside the backward pass is there until the next one's is over;
+            # where nothing cuts gradients they are summed where they are kept
+            "flying": reduced
+            * np.where(
+                is_cut, 1.0 + (self.flat & (self.overlaps > 0)), self.flat * layout.keeps_both
+            ),
             "unit": unit.astype(float),
             "moved": moved.astype(float),
             "per_layer": 1 / per_unit,

@@ -106,10 +106,10 @@ class RankMoments:
 def peaks(rows: Columns, at: RankMoments, sizes: Sizes, act: Activity, micro_batches: int) -> Array:
     """Return the bytes of each rank at its fullest."""
     np = numpy()
-    ends = [act.ends[place] for place in STAGE_PLACES]
 
     def of_places(name: str, chunks: Array) -> Array:
-        return chunks @ np.array([getattr(of_place, name) for of_place in ends], dtype=float)
+        spots = [getattr(act.ends[place], name) for place in STAGE_PLACES]
+        return chunks @ np.array(spots, dtype=float)
 
     saved = at.whole * act.block + at.halved * (act.block + act.half) + at.messages * act.hidden
     saved = saved + of_places("saved", at.chunks + at.waiting) + of_places("waiting", at.waiting)
@@ -122,8 +122,10 @@ def peaks(rows: Columns, at: RankMoments, sizes: Sizes, act: Activity, micro_bat
     # behind the half of the inputs, whose last block has risen, comes that of the weights
     deep = saved + half + whole + (1 - at.is_half) * act.backward_rise
     forward = np.maximum(forward, at.is_half * (saved + half + act.half_rise))
-    # in the first block the others of this micro-batch are free again
+    # in the first block the others of this micro-batch are free again, behind it that one, too
     late = deep - (1 - at.is_half) * (at.own - 1) * act.block
+    ends = deep - (1 - at.is_half) * (act.backward_rise + at.own * act.block)
+    late = np.maximum(late, ends + of_places("end_rise", at.on))
 
     root = around(sizes, at.front, at.behind, at.is_staged)
     blocks = at.layers * sizes.block
