@@ -244,8 +244,8 @@ _ABOUT = {
     "order": (
         "Spearman's ρ of closed form and `exact` over candidates that fit, drawn from every "
         "schedule, number of stages a rank and way to keep activations alike, and how far they are "
-        "apart in the median and at most, and at most above. So near above a bound a search derives "
-        f"what it would leave out: {SLACK - 1:.0%} of peaks and {TIME_SLACK - 1:.0%} of seconds.",
+        "apart in the median and at most, and at most above. So near a bound a search derives what "
+        f"it would leave out: {SLACK - 1:.0%} of peaks and {TIME_SLACK - 1:.0%} of seconds.",
         "",
         "| job | drawn | ρ time | apart | at most | above | ρ peak | apart | at most | above |",
         "|---|---|---|---|---|---|---|---|---|---|",

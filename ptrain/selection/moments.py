@@ -31,6 +31,9 @@ class MomentRow:
     graded_layers: int
     graded_front: bool
     graded_behind: bool
+    over_layers: int
+    over_front: bool
+    over_behind: bool
     whole: int
     halved: int
     chunks: tuple[int, ...]
@@ -54,7 +57,7 @@ class MomentRow:
     @property
     def kind(self) -> tuple[object, ...]:
         """Return what rows share that can be compared: whose rank, and of which pass."""
-        return self.layers, self.front, self.behind, self.on, self.is_half
+        return self.layers, self.front, self.behind, self.on, self.is_half, self.over_layers
 
     @cached_property
     def _held(self) -> tuple[int, ...]:
@@ -137,7 +140,8 @@ def _row(size: PipelineSize, rank: int, counts: Sequence[int], moment: FlightMom
         half * (place is not Place.FIRST) for half, place in zip(moment.halved, places, strict=True)
     ]
     front, behind = ([place in of_end for place in places] for of_end in ends)
-    on, graded = moment.on, moment.graded
+    on, over = moment.on, moment.over
+    graded = [was and not is_over for was, is_over in zip(moment.graded, over, strict=True)]
     return MomentRow(
         layers=sum(layers),
         front=any(front),
@@ -145,6 +149,9 @@ def _row(size: PipelineSize, rank: int, counts: Sequence[int], moment: FlightMom
         graded_layers=_sum(layers, graded),
         graded_front=bool(_sum(front, graded)),
         graded_behind=bool(_sum(behind, graded)),
+        over_layers=_sum(layers, over),
+        over_front=bool(_sum(front, over)),
+        over_behind=bool(_sum(behind, over)),
         whole=_sum(layers, whole),
         halved=_sum(layers, halved),
         chunks=_by_place(places, whole),
@@ -152,7 +159,7 @@ def _row(size: PipelineSize, rank: int, counts: Sequence[int], moment: FlightMom
         on=_by_place([places[on]], [1]),
         own=layers[on],
         is_half=moment.is_half and places[on] is not Place.FIRST,
-        is_new=not graded[on],
+        is_new=not moment.graded[on],
         messages=_messages(size, rank, places[on]),
         is_staged=size.stages > 1,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
@@ -15,9 +14,9 @@ from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
 from ptrain.costs import Collective, State
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.facts.operators import Operator
-from ptrain.rates.pace import Pace
 from ptrain.selection.arrays import numpy
-from ptrain.selection.profile import Sizes, nodes_of
+from ptrain.selection.profile import Sizes
+from ptrain.selection.wires import Wires
 from ptrain.spec.dials import GradientSync, Overlap, UnitKind, UnitSize
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.rates import Hook, OperatorKind
@@ -30,32 +29,6 @@ _COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one
 _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
-
-
-@dataclass(frozen=True)
-class Wires:
-    """Seconds of what ranks send each other on a cluster, asked once each; `is_nominal`: they are
-    none that anybody measured."""
-
-    base: Spec
-    pace: Pace
-    is_nominal: bool = False
-
-    @cached_property
-    def _known(self) -> dict[tuple[Collective, int, int, int], float]:
-        return {}
-
-    def seconds(self, collective: Collective, ranks: int, stride: int, payload: float) -> float:
-        """Return the seconds of a collective over ranks that are `stride` apart."""
-        if ranks == 1 or not payload:
-            return 0.0
-        nodes = nodes_of(self.base, ranks, stride)
-        key = (collective, ranks, nodes, int(payload))
-        if key not in self._known:
-            self._known[key] = self.pace.collective_seconds(
-                collective, ranks=ranks, nodes=nodes, payload=int(payload)
-            )
-        return self._known[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +126,9 @@ class Ways:
         return np.where(self.by_tensor, np.maximum(cut, shards_made), 1)
 
     def columns(self, degrees: Sequence[int], sizes: Sizes, within: int, layers: int) -> Columns:
-        """Return the coefficients, of a rank that has about so many layers.
-
-        Bytes per parameter that it has: `theta` and `omega` between steps, `grads` when backward is
-        over, `unreduced` before the last micro-batch of what is reduced then, `whole` of a unit
-        that is gathered, `opened` of a unit's gradients while they arrive, `flying` while they are
-        reduced; `ahead` units are gathered ahead. `unit`: parameters of the largest unit, `moved`
-        of one on average, `per_layer`: units of a layer.
+        """Return the coefficients, of a rank that has about so many layers: bytes (`_bytes`) of so
+        many units and parameters; `unit`: parameters of the largest unit, `moved` of one on
+        average, `per_layer`: units of a layer.
 
         Seconds to `gather` and to `reduce` a unit, to copy it out of the one and into the other
         (`unpack`, `pack`), to `add` its gradients to those before, which flat units do with the
@@ -181,23 +150,12 @@ class Ways:
         moved = sizes.block * per_unit  # of sub-blocks, which are unlike, the mean
         unit = np.where(self.unit == 2, sizes.largest_part, moved)
         settled = moves.settle(moved * reduced)
-        near, ends = self.near, sizes.front + sizes.behind
+        ends = sizes.front + sizes.behind
         return {
             **self.fixed,
             "overlaps": self.overlaps,
             "adds_first": self.flat.astype(float),
-            "theta": np.where(self.materialized | ~near[_THETA], 0.0, held / parts[_THETA]),
-            "omega": np.where(near[_OMEGA], state / parts[_OMEGA], 0.0),
-            "grads": np.where(near[_GRADS], layout.gradients.itemsize / parts[_GRADS], 0.0),
-            "unreduced": np.where(is_cut & (self.fixed["is_late"] > 0), float(reduced), 0.0),
-            "whole": np.where(self.brought, float(held), 0.0),
-            "opened": np.where(~self.flat & is_cut, float(held), 0.0),
-            # what flat units reduce beside the backward pass is there until the next one's is over;
-            # where nothing cuts gradients they are summed where they are kept
-            "flying": reduced
-            * np.where(
-                is_cut, 1.0 + (self.flat & (self.overlaps > 0)), self.flat * layout.keeps_both
-            ),
+            **self._bytes(parts),
             "unit": unit.astype(float),
             "moved": moved.astype(float),
             "per_layer": 1 / per_unit,
@@ -210,6 +168,37 @@ class Ways:
             "finish": moves.finish(moved * held) + np.where(is_cut, settled, 0.0),
             **self._updates(parts[_OMEGA], layers, sizes),
             "copied": self._copied(parts, state, held) + np.zeros(len(moved)),
+        }
+
+    def _bytes(self, parts: dict[State, Array]) -> Columns:
+        """Return bytes per parameter that a rank has: `theta` and `omega` between steps, `grads`
+        when backward is over (`reduced` of a stage that is over before the others), `unreduced`
+        before the last micro-batch of what is reduced then, `whole` of a unit that is gathered,
+        `opened` of a unit's gradients while they arrive, `flying` while they are reduced."""
+        np, layout, near = numpy(), self.layout, self.near
+        held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
+        state = optimizer_itemsize(self.wires.base.optimizer, layout)
+        is_cut = parts[_GRADS] > 1
+        return {
+            "theta": np.where(self.materialized | ~near[_THETA], 0.0, held / parts[_THETA]),
+            "omega": np.where(near[_OMEGA], state / parts[_OMEGA], 0.0),
+            "grads": np.where(near[_GRADS], layout.gradients.itemsize / parts[_GRADS], 0.0),
+            # where nothing cuts them what the update reduces first begins beside the backward pass
+            "reduced": np.where(
+                near[_GRADS],
+                layout.gradients.itemsize
+                / np.where(self.flat & ~is_cut & (self.overlaps > 0), parts[_OMEGA], parts[_GRADS]),
+                0.0,
+            ),
+            "unreduced": np.where(is_cut & (self.fixed["is_late"] > 0), float(reduced), 0.0),
+            "whole": np.where(self.brought, float(held), 0.0),
+            "opened": np.where(~self.flat & is_cut, float(held), 0.0),
+            # what flat units reduce beside the backward pass is there until the next one's is over;
+            # where nothing cuts gradients they are summed where they are kept
+            "flying": reduced
+            * np.where(
+                is_cut, 1.0 + (self.flat & (self.overlaps > 0)), self.flat * layout.keeps_both
+            ),
         }
 
     def _added(self, sizes: Array, times: Array | float, tensors: Sequence[int]) -> Array:
@@ -386,4 +375,6 @@ class _Moves:
         """What is gathered after the update: Theta that is whole where Omega is a slice."""
         ways = self.ways
         spread = ways.cut[_OMEGA] & ~ways.cut[_THETA] & ~ways.materialized[:, None]
-        return self._over(Collective.ALL_GATHER, spread, sizes)
+        degrees = numpy().array(self.degrees, dtype=float)
+        kept = sizes / numpy().where(ways.cut[_THETA], degrees, 1.0).prod(axis=1)
+        return self._over(Collective.ALL_GATHER, spread, kept)

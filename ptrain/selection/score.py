@@ -79,11 +79,12 @@ def around(sizes: Sizes, front: Array, behind: Array, is_staged: Array) -> Array
 class RankMoments:
     """When ranks of a pipeline may be fullest, the last dimension being these moments, each as a
     backward pass begins. What the rank has of the model: `layers`, `front`, `behind`, and of these
-    what has summed a gradient before (`graded_…`). `whole` and `halved`: layers that hold
-    activations, each as often as it does, of micro-batches that are whole and between two halves;
-    `chunks` and `waiting` are these by the stage's place, `on` is that of the stage whose pass it
-    is, of `own` layers; `is_half` whether it has halves, and `is_new` whether its gradients are its
-    stage's first. `messages` lie at the rank's boundaries besides."""
+    what has summed a gradient before (`graded_…`), or all of the step's (`over_…`). `whole` and
+    `halved`: layers that hold activations, each as often as it does, of micro-batches that are
+    whole and between two halves; `chunks` and `waiting` are these by the stage's place, `on` is
+    that of the stage whose pass it is, of `own` layers; `is_half` whether it has halves, and
+    `is_new` whether its gradients are its stage's first. `messages` lie at the rank's boundaries
+    besides."""
 
     layers: Array
     front: Array
@@ -91,6 +92,9 @@ class RankMoments:
     graded_layers: Array
     graded_front: Array
     graded_behind: Array
+    over_layers: Array
+    over_front: Array
+    over_behind: Array
     whole: Array
     halved: Array
     chunks: Array
@@ -151,6 +155,10 @@ def peaks(rows: Columns, at: RankMoments, sizes: Sizes, act: Activity, micro_bat
     np.maximum(passes, late + turn + new, out=passes)
     passes += rows["whole"] * (root + blocks * rows["keeps_forward"])
     passes += kept * had
+    if at.over_layers.any():  # of what is over gradients are reduced, and what was kept is gone
+        over = around(sizes, at.over_front, at.over_behind, at.is_staged)
+        passes += rows["reduced"] * (over + at.over_layers * sizes.block)
+        passes -= rows["whole"] * rows["keeps_forward"] * at.over_layers * sizes.block
     np.maximum(passes, kept * (root + blocks), out=passes)
     passes += (rows["theta"] + rows["omega"]) * (root + blocks)
     return passes

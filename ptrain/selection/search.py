@@ -22,7 +22,7 @@ from ptrain.selection.blocks import CandidateBlock, DataTable
 from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.keeper import Keeper
 from ptrain.selection.profile import Seconds, Sizes, seconds_of, sizes_of
-from ptrain.selection.rows import Columns, Ways, Wires, way_of
+from ptrain.selection.rows import Columns, Ways, way_of
 from ptrain.selection.score import Places, busy, peaks
 from ptrain.selection.space import (
     KEPT,
@@ -39,6 +39,7 @@ from ptrain.selection.space import (
 )
 from ptrain.selection.task import SLACK, SearchResult, SearchTask
 from ptrain.selection.where import Aspect, Where
+from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize

@@ -22,16 +22,20 @@ from ptrain.spec.pipeline import ScheduleName
 
 Counts = tuple[int, ...]  # by stage of a rank, in the order of a forward pass
 
+_NEVER = False, False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightMoment:
     """As a backward pass begins, or its half of the inputs, on the rank's stage `on`: micro-batches
     of each stage that are `whole`, from their forward on, and of which the half of the weights is
-    still to come (`halved`). `graded`: whether the stage has summed a gradient before."""
+    still to come (`halved`). `graded`: whether the stage has summed a gradient before, `over`:
+    whether all of the step's are summed."""
 
     whole: Counts
     halved: Counts
     graded: tuple[bool, ...]
+    over: tuple[bool, ...]
     on: int
     is_half: bool
 
@@ -76,6 +80,7 @@ def _of_loops(size: PipelineSize, rank: int) -> Iterator[FlightMoment]:
             whole=tuple(f - b for f, b in zip(ahead, back, strict=True)),
             halved=tuple(b - w for b, w in zip(back, over, strict=True)),
             graded=tuple(number > 0 for number in over),
+            over=tuple(number == size.microbatches for number in over),
             on=on,
             is_half=is_split,
         )
@@ -127,7 +132,9 @@ def _of_zbv(size: PipelineSize, rank: int) -> Iterator[FlightMoment]:
         (tail, (there(filling - ranks, rank), there(filling - rank, rank)), (True, True), 0),
     ):
         if whole[on]:
-            yield FlightMoment(whole=whole, halved=halved, graded=graded, on=on, is_half=True)
+            yield FlightMoment(
+                whole=whole, halved=halved, graded=graded, over=_NEVER, on=on, is_half=True
+            )
 
 
 def _of_dualpipev(size: PipelineSize, rank: int) -> Iterator[FlightMoment]:
@@ -138,6 +145,10 @@ def _of_dualpipev(size: PipelineSize, rank: int) -> Iterator[FlightMoment]:
     has_turned = rank < size.ranks - 1  # some have come back up before the first pair
     if has_turned:
         first = in_pair[0] - 1, up
-        yield FlightMoment(whole=first, halved=(0, 0), graded=(False, False), on=1, is_half=True)
+        yield FlightMoment(
+            whole=first, halved=(0, 0), graded=(False, False), over=_NEVER, on=1, is_half=True
+        )
     for graded, on in (((False, has_turned), 1), ((True, True), 0), ((True, True), 1)):
-        yield FlightMoment(whole=in_pair, halved=(0, 0), graded=graded, on=on, is_half=False)
+        yield FlightMoment(
+            whole=in_pair, halved=(0, 0), graded=graded, over=_NEVER, on=on, is_half=False
+        )
