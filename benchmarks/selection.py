@@ -4,8 +4,8 @@ Claims: 64 devices are scored in 1 s of CPU time and 4096 in 5 s, the whole proc
 there; over candidates drawn from every schedule and way to keep activations alike Spearman's
 correlation of closed-form and exact step time, and of peaks, is at least 0.98, and none of them is
 further above `exact` than what a search leaves for that at a bound; each of the best hundred is
-legal, fits, and is to the byte what `predict` says of its spec; an exhaustive search by `exact` on 8 devices
-finds nothing better.
+legal, fits, and is to the byte what `predict` says of its spec; an exhaustive search by `exact` on
+8 devices finds nothing better.
 (The file has another name than the command: Python's own `select` is imported by that.)
 Prints; writes a result only with --save. All of it takes a quarter of an hour, so that it can be
 run by parts: `--part order --case 64 --into FILE` writes what it says to a file beside what others
