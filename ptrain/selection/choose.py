@@ -12,7 +12,7 @@ from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
 from ptrain.selection.deriver import BEST, Deriver
-from ptrain.selection.figures import Ranked, on_more
+from ptrain.selection.figures import Ranked, folded, on_more
 from ptrain.selection.infeasible import why_none, why_not
 from ptrain.selection.job import searched_job
 from ptrain.selection.known import KNOWN, about, reason
@@ -165,7 +165,7 @@ class Chooser(Deriver):
     def _best(self, result: SearchResult) -> list[Ranked]:
         """The ranking. Where nothing of the few cuts that are traced fits, that which needs least
         is tried. Raises PtrainError where nothing of what was tried can be derived."""
-        rows = list(self._fitting(result.best, self.count))
+        rows = folded(self._fitting(result.best, self.count))
         rows.sort(key=lambda row: order_of(self.objective, row))
         if self.cuts is None:
             return rows
