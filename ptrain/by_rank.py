@@ -63,6 +63,12 @@ class ByRank(Sequence[RowT]):
                 for row in kinds[kind]:
                     yield row.of_rank(rank)
 
+    def unranked(self) -> Iterator[RowT]:
+        """Yield the rows of each kind that a rank has, whatever rank they name."""
+        for kinds, kind_of in self.parts:
+            for kind in dict.fromkeys(kind_of):
+                yield from kinds[kind]
+
     def kinds_of(self, rank: int) -> tuple[int, ...]:
         """Return the kind of a rank in each part."""
         return tuple(kind_of[rank] for _, kind_of in self.parts)
@@ -111,6 +117,11 @@ def distinct(rows: Sequence[RowT]) -> Iterable[RowT]:
     """Rows among which is every figure that a rank has, where ranks are kept by kind those of the
     first rank of each kind."""
     return rows.distinct() if isinstance(rows, ByRank) else rows
+
+
+def unranked(rows: Sequence[RowT]) -> Iterable[RowT]:
+    """Rows among which is every figure that a rank has, whatever rank they name."""
+    return rows.unranked() if isinstance(rows, ByRank) else rows
 
 
 def of_ranks(rows: Sequence[RowT], ranks: Container[int]) -> tuple[RowT, ...]:

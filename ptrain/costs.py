@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import NamedTuple
 
-from ptrain.by_rank import distinct, of_ranks
+from ptrain.by_rank import of_ranks, unranked
+from ptrain.word import Word
 from ptrain.wording import Worded
 
 
-class State(StrEnum):
+class State(Word):
     """The four training states (Definition 1), and two rooms for what belongs to none."""
 
     PARAMETERS = "parameters"
@@ -28,7 +28,7 @@ class State(StrEnum):
 PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.ACTIVATIONS)
 
 
-class Phase(StrEnum):
+class Phase(Word):
     """When bytes move or live."""
 
     SETUP = "setup"
@@ -37,7 +37,7 @@ class Phase(StrEnum):
     UPDATE = "update"
 
 
-class Collective(StrEnum):
+class Collective(Word):
     """Everything that moves bytes between ranks or between tiers."""
 
     ALL_GATHER = "all_gather"
@@ -67,7 +67,7 @@ class Collective(StrEnum):
         )
 
 
-class Column(StrEnum):
+class Column(Word):
     """Who says so: the paper's theorems, our derivation, an execution on fake ranks, the run."""
 
     PAPER = "paper"
@@ -224,7 +224,7 @@ class Operations:
         return Operations(rank=rank, forward=self.forward, backward=self.backward, again=self.again)
 
 
-class Spent(StrEnum):
+class Spent(Word):
     """What a rank's time goes to."""
 
     COMPUTE = "compute"  # the model's operators, and autograd's sums of gradients
@@ -324,16 +324,16 @@ class Estimate(Worded):
 
     def peak_bytes(self) -> int | None:
         """The largest peak over phases and ranks; None where no peak is known."""
-        return max((row.device_bytes for row in distinct(self.peak)), default=None)
+        return max((row.device_bytes for row in unranked(self.peak)), default=None)
 
     def lower_peak_bytes(self) -> int | None:
         """The largest peak if as little is allocated as can be: `peak_bytes`, where that depends on
         no data."""
-        return max(map(lower_bytes, distinct(self.peak)), default=None)
+        return max(map(lower_bytes, unranked(self.peak)), default=None)
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
         """Device bytes of `state` on `rank`, or the maximum over the ranks."""
-        rows = distinct(self.memory) if rank is None else of_ranks(self.memory, {rank})
+        rows = unranked(self.memory) if rank is None else of_ranks(self.memory, {rank})
         sizes = [row.device_bytes for row in rows if row.state is state]
         return max(sizes, default=0)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+
+from ptrain.word import Word
 
 
-class Mark(StrEnum):
+class Mark(Word):
     """Where a unit begins and ends: its forward, and its part of the backward pass."""
 
     ENTER = "enter"
@@ -20,7 +21,7 @@ class Mark(StrEnum):
     POST_BACKWARD = "post"
 
 
-class Kind(StrEnum):
+class Kind(Word):
     """What a pass computes."""
 
     FORWARD = "F"

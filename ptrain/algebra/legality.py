@@ -7,6 +7,7 @@ legal and does not run yet. The two are apart, so that legality can be counted.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Protocol
 
 from ptrain.activations import rules as activations
@@ -40,13 +41,28 @@ class Located(Protocol):
 
 def check(spec: Spec) -> tuple[Fault, ...]:
     """Every way in which `spec` is illegal."""
-    tuples = (fault for room in ROOMS for fault in _tuple_faults(room, spec))
-    return (*tuples, *(fault for rule in SPEC_RULES for fault in rule.faults(spec)))
+    return tuple(_faults(spec))
 
 
 def executed(spec: Spec) -> tuple[Fault, ...]:
     """Everything in `spec` that is legal and not executed yet."""
-    return tuple(fault for rule in NOT_YET for fault in rule.faults(spec))
+    return tuple(_not_executed(spec))
+
+
+def is_sound(spec: Spec) -> bool:
+    """Return whether `spec` is legal and executed, which the first fault decides."""
+    return next(chain(_faults(spec), _not_executed(spec)), None) is None
+
+
+def _faults(spec: Spec) -> Iterator[Fault]:
+    for room in ROOMS:
+        yield from _tuple_faults(room, spec)
+    for rule in SPEC_RULES:
+        yield from rule.faults(spec)
+
+
+def _not_executed(spec: Spec) -> Iterator[Fault]:
+    return (fault for rule in NOT_YET for fault in rule.faults(spec))
 
 
 def require(document: Located) -> Spec:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ptrain.calibration.between import compute
 from ptrain.rooms.world import World
 
 Work = Callable[[], object]
@@ -21,6 +23,7 @@ _SECONDS = 0.004  # of a round
 _SHARED_SECONDS = 0.04
 _LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
 _MOST_CALLS = 2000
+_MEETING_SECONDS, _FEWEST_MEETINGS, _MOST_MEETINGS = 0.25, 8, 40  # of all meetings of one kind
 
 
 class Bench:
@@ -84,6 +87,26 @@ class Bench:
         estimate = self.agreed(self._timed(work, 1))
         window = max(self.round_seconds, 2 * self.agreed(self._timed(work, 1)), estimate)
         return self.noted([self._within(work, window) for _ in range(FEWEST)]) / parts
+
+    def meeting_seconds(self, work: Work, *, parts: int = 1) -> float:
+        """Return the mean seconds of one part of work in which ranks meet, after each of them has
+        computed by itself as between the collectives of a step. On processors a call is over at
+        once or, where a thread that sends finds no free core, a slice of the scheduler later: the
+        mean is what many of them take, and no median is."""
+        if self.device.type == "cuda":
+            return self.seconds(work, parts=parts)
+        between = partial(compute, self.device)
+        estimate = self.agreed(self._timed(work, FEWEST) + self._timed(between, FEWEST))
+        calls = round(_MEETING_SECONDS / estimate)
+        calls = min(max(calls, _FEWEST_MEETINGS), _MOST_MEETINGS)
+        self.together()
+        samples = []
+        for _ in range(calls):
+            between()
+            began = time.perf_counter()
+            work()
+            samples.append(time.perf_counter() - began)
+        return statistics.fmean(samples) / parts
 
     def noted(self, samples: list[float]) -> float:
         """Return the median of the rounds, and keep their spread."""

@@ -13,6 +13,7 @@ from ptrain.calibration.bench import Bench, RateSheet
 from ptrain.calibration.collectives import collectives, peers_of
 from ptrain.calibration.copies import copies
 from ptrain.calibration.hooks import hooks
+from ptrain.calibration.host import host
 from ptrain.calibration.machine import MeasuredPart, write_part
 from ptrain.calibration.operators import attention, memory_bound, products
 from ptrain.calibration.options import CalibrationOptions
@@ -25,16 +26,18 @@ from ptrain.train import environment
 # By table what share of the time is over when it is to end: who is done before leaves the rest to
 # those that follow.
 _UNTIL = {
-    "collectives": 0.2,
-    "hooks": 0.3,
-    "updates": 0.4,
-    "copies": 0.42,
-    "operators": 0.65,
-    "attention": 0.75,
+    "collectives": 0.3,
+    "hooks": 0.38,
+    "host": 0.43,
+    "updates": 0.48,
+    "copies": 0.5,
+    "operators": 0.7,
+    "attention": 0.78,
     "products": 1.0,
 }
 _TABLES = {
     "hooks": hooks,
+    "host": host,
     "updates": updates,
     "copies": copies,
     "operators": memory_bound,

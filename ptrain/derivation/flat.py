@@ -7,11 +7,10 @@ it over, or (`cloned`) copies it.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from ptrain.algebra.layout import place_of
-from ptrain.axes.data.costs import Run, runs
-from ptrain.axes.data.cuts import Cuts
+from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.axes.data.units import ModelLife
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import Collective, State
@@ -23,7 +22,6 @@ from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
-from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import FlatUnits
@@ -76,6 +74,48 @@ class GhostMembers:
             name, state = self.names[index], State.GRADIENTS
             kept = Storage(gradient.size, Tier.DEVICE, state, name, self._reader)
             self._gradients[index] = kept
+
+
+Views = tuple[tuple[int, bool], ...]  # elements, and whether their operators are cut
+
+
+class NormedViews:
+    """The views of a rank's part of G of which there is a norm each, where tp has those of tensors
+    that it cuts apart; equal units have equal ones."""
+
+    def __init__(self, states: Iterable[UnitState[Ghost]]) -> None:
+        numbers: dict[tuple[Views, Axes], int] = {}
+        self._cuts: list[Cuts[Ghost]] = []
+        self._number_of: list[int] = []  # by unit
+        for state in states:
+            members, gradients = state.members, state.gradients
+            if gradients.kept is None:
+                continue
+            tensors = zip(map(math.prod, members.shapes), members.are_cut, strict=True)
+            kind = tuple(tensors), gradients.now
+            if kind not in numbers:
+                self._cuts.append(state.cuts)
+            self._number_of.append(numbers.setdefault(kind, len(numbers)))
+        self._kinds = [*numbers]
+
+    def of_kinds(self, rank: GhostRoom) -> tuple[Views, ...]:
+        """Return those in a unit of each kind."""
+        return tuple(
+            tuple(
+                [
+                    (end - start, is_cut)
+                    for start, end, is_cut in cuts.runs(tensors, cut, rank.coordinate)
+                ]
+            )
+            for cuts, (tensors, cut) in zip(self._cuts, self._kinds, strict=True)
+        )
+
+    def by_operator(self, rank: GhostRoom) -> list[list[int]]:
+        """Return the elements of all: of tensors that are cut, then of those that ranks have
+        alike."""
+        of_kinds = self.of_kinds(rank)
+        views = [view for number in self._number_of for view in of_kinds[number]]
+        return [[numel for numel, is_cut in views if is_cut is cut] for cut in (True, False)]
 
 
 class Flat:
@@ -223,18 +263,22 @@ class Flat:
         if self.step.consumed:
             return
         self.units.for_update()
+        self.views = NormedViews(self._counted())
         if self.scene.plan.update.layout.scales_loss and self._on_device:
             self.tape.spike(SCALE_BYTES)
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        return shard if within_tp(self.scene.plan) else 0
+        """The pieces of tensors in its shards: all else is alike."""
+        if self.step.consumed or not (self._on_device and within_tp(self.scene.plan)):
+            return 0
+        return self.views.of_kinds(self._room_of(shard))
 
     def clipped(self, shard: int) -> list[list[int]] | None:
         """On the gradients' tier, but for the scalar that is reduced."""
         if self.step.consumed:
             return None
         if self._on_device and within_tp(self.scene.plan):
-            return self._by_operator(shard)
+            return self.views.by_operator(self._room_of(shard))
         if self._on_device:
             kept = (state.gradients.kept for state in self._counted())
             return [[ghost.numel for ghost in kept if ghost is not None]]
@@ -244,21 +288,9 @@ class Flat:
             self.tape.spike(size)
         return None
 
-    def _by_operator(self, shard: int) -> list[list[int]]:
-        """Elements of the views of which there is a norm each: of tensors that are cut within tp,
-        then of those that its ranks have alike."""
-        place = place_of(self.scene.spec, differing_axes(self.scene.plan), shard)
-        cut_alike: dict[Hashable, list[Run]] = {}
-        pieces: list[Run] = []
-        for state in self._counted():
-            members = state.members
-            kind = tuple(members.shapes), tuple(members.are_cut), state.gradients.signature()
-            if kind not in cut_alike:
-                cut_alike[kind] = list(self._pieces(state, place))
-            pieces += cut_alike[kind]
-        return [
-            [end - start for start, end, is_cut in pieces if is_cut is cut] for cut in (True, False)
-        ]
+    def _room_of(self, shard: int) -> GhostRoom:
+        axes = differing_axes(self.scene.plan)
+        return self.room.at(place_of(self.scene.spec, axes, shard))
 
     def _counted(self) -> Iterator[UnitState[Ghost]]:
         """Yield the units of which this rank has norms: what it has a copy of, in a unit of its
@@ -266,17 +298,6 @@ class Flat:
         for unit, state in zip(self.used, self.states, strict=True):
             if not all(tensor.is_copy for tensor in unit.tensors):
                 yield state
-
-    def _pieces(self, state: UnitState[Ghost], place: Mapping[Axis, int]) -> Iterator[Run]:
-        """What is kept of G at this place along the axes that it is cut over."""
-        gradients, cuts = state.gradients, state.cuts
-        if gradients.kept is None:
-            return iter(())
-        there = Cuts(self.room.at(place), cuts.numel, cuts.axes, cuts.via)
-        tensors = list(
-            zip(map(math.prod, state.members.shapes), state.members.are_cut, strict=True)
-        )
-        return runs(tensors, cuts.padded, there.stretches(gradients.now))
 
     @property
     def _on_device(self) -> bool:

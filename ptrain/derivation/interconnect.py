@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from ptrain.algebra.layout import groups
 from ptrain.costs import Collective, Phase, Traffic, busiest
+from ptrain.derivation.network import Network
 from ptrain.spec.axis import Axis
-from ptrain.spec.cluster import Cluster
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 
@@ -41,7 +41,7 @@ def link(spec: Spec, traffic: Iterable[Traffic], axis: Axis) -> Link | None:
     cluster, ranks = spec.cluster, spec.degree(axis)
     if cluster is None or ranks == 1:
         return None
-    nodes = max(_num_nodes(group, cluster) for group in groups(spec, (axis,)))
+    _, nodes = Network(spec).group((axis.value,))
     rows = _over(traffic, axis)
     hops = sum(row.calls * _hops(row.key.collective, ranks) for row in rows)
     sent = sum(row.sent_bytes for row in rows)
@@ -114,10 +114,6 @@ def _seconds(link: Link) -> float:
 def _shown(ranks: Sequence[int]) -> str:
     shown = ranks if len(ranks) <= _FEW_RANKS else [*ranks[:2], "…", ranks[-1]]
     return " ".join(map(str, shown))
-
-
-def _num_nodes(ranks: Iterable[int], cluster: Cluster) -> int:
-    return len({rank // cluster.devices_per_node for rank in ranks})
 
 
 def _over(traffic: Iterable[Traffic], axis: Axis) -> tuple[Traffic, ...]:

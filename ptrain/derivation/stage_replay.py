@@ -8,10 +8,8 @@ output is the other's input.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import NamedTuple
 
 from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Release, Send
@@ -31,24 +29,26 @@ from ptrain.steps.step import Plan
 from ptrain.timeline import Item, Kind, Run
 
 
-class _Role(Enum):
-    """What a tensor at a boundary is to its stage."""
+class _Tensors:
+    """The tensors at one boundary of a stage, one of each micro-batch in flight: `size` bytes of
+    each, and how often it is held. `is_taken`: the next stage is the same rank's, and takes it
+    too."""
 
-    INPUT = auto()
-    OUTPUT = auto()
-    INPUT_GRADIENT = auto()
-    OUTPUT_GRADIENT = auto()
+    __slots__ = ("holders", "is_taken", "size")
 
-
-class _Held(NamedTuple):
-    """A tensor at a stage's boundary, of one micro-batch."""
-
-    role: _Role
-    stage: int
-    microbatch: int
+    def __init__(self, size: int, *, is_taken: bool = False) -> None:
+        self.size, self.is_taken = size, is_taken
+        self.holders: dict[int, int] = {}
 
 
-_TAKEN = (_Role.INPUT, _Role.OUTPUT_GRADIENT)
+class _Ends(NamedTuple):
+    """What a stage takes and gives. Where two stages of a rank follow each other, what one takes is
+    what the other gives."""
+
+    input: _Tensors
+    output: _Tensors
+    input_gradient: _Tensors
+    output_gradient: _Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +66,11 @@ class Played:
 
 
 class Did(NamedTuple):
-    """What a pass allocated, and what was spent in it."""
+    """What a pass allocated, what was spent in it, and all seconds of that."""
 
     run: Run
     spent: tuple[Seconds, Seconds]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,8 @@ def play_rank(
 @dataclass(slots=True)
 class _Stage:
     """`net`: bytes that a pass leaves, but for gradients; `loss`: those that outlive the backward
-    pass. `left`: backward passes of the step."""
+    pass. `left`: backward passes of the step. What the wrap says of itself is asked once after each
+    pass that was played: with those that are known it stays as it is."""
 
     part: Part
     wrap: Wrap
@@ -135,6 +137,22 @@ class _Stage:
     net: dict[Kind, int]
     loss: int
     begun: bool = False
+    turn: tuple[bool, bool] | None = None  # whether the first backward pass is to come, or the last
+    state: Hashable = None
+    lingering: int = 0
+    gathered: int = 0
+
+    def begin(self, *, is_last: bool) -> None:
+        """A backward pass is to come."""
+        turn = (not self.begun, is_last)
+        if turn != self.turn:
+            self.wrap.begin(is_first=not self.begun, is_last=is_last)
+            self.turn, self.state = turn, self.wrap.signature()
+
+    def has_played(self) -> None:
+        """A pass was played."""
+        self.turn, self.state = None, self.wrap.signature()
+        self.lingering, self.gathered = self.wrap.lingering(), self.wrap.gathered()
 
 
 class _Rank:
@@ -142,9 +160,10 @@ class _Rank:
         self.tape, self.last = Tape(clock=clock), last
         self.seconds: dict[Action, float] = {}
         self.stages = {part.index: _stage(spec, part, self.tape) for part in parts}
-        self.boundaries = _Boundaries(self.tape, self.stages, last)
+        self.boundaries = _Boundaries(self.tape, _ends(parts), last)
         self.saved = self.most = self.gathered = 0
-        self.moved, self.most_moved = Counter[str](), Counter[str]()
+        self.moved: dict[str, int] = {}
+        self.most_moved: dict[str, int] = {}
 
     def compute(self, action: Action) -> None:
         stage, kind = self.stages[action.stage], action.kind
@@ -160,25 +179,26 @@ class _Rank:
         self.seconds[action] = self._play(stage, kind, stage.part.passes.items[kind])
         self.saved += stage.net[kind]
         for tier, size in stage.part.passes.moved:
-            self.moved[tier] += size if kind is Kind.FORWARD else -size
-        for tensor in self.boundaries.outputs_of(kind, action):
-            self.saved -= self.boundaries.give(tensor)
-        for tensor in self.boundaries.done_with(kind, action):
-            self.boundaries.drop(tensor)
+            more = size if kind is Kind.FORWARD else -size
+            self.moved[tier] = self.moved.get(tier, 0) + more
+        self.saved -= self.boundaries.passed(kind, action)
         if kind in (Kind.BACKWARD, Kind.WEIGHT):
             self.saved -= stage.loss
             self.tape.add(-stage.loss)
 
     def _begin_backward(self, stage: _Stage, kind: Kind) -> None:
         self.tape.enter(Phase.BACKWARD)
-        lingering = sum(local.wrap.lingering() for local in self.stages.values())
+        lingering = gathered = 0
+        for local in self.stages.values():
+            lingering += local.lingering
+            gathered += local.gathered
         now = self.saved + self.boundaries.size + lingering
         if now >= self.most:
-            self.most, self.most_moved = now, Counter(self.moved)
-        self.gathered = sum(local.wrap.gathered() for local in self.stages.values())
+            self.most, self.most_moved = now, dict(self.moved)
+        self.gathered = gathered
         is_last = kind is not Kind.INPUT and stage.left == 1
         stage.left -= kind is not Kind.INPUT
-        stage.wrap.begin(is_first=not stage.begun, is_last=is_last)
+        stage.begin(is_last=is_last)
         stage.begun = stage.begun or kind is not Kind.INPUT
 
     def known(self, stage: _Stage, key: Hashable) -> Did | None:
@@ -187,14 +207,14 @@ class _Rank:
 
     def _play(self, stage: _Stage, kind: Kind, items: Sequence[Item]) -> float:
         """Return the seconds that it takes."""
-        before, clock = stage.wrap.signature(), self.tape.clock
+        before, clock = stage.state, self.tape.clock
         known = self.known(stage, (kind, before))
         if known is not None:
             self.tape.spike(known.run.rise)
             self.tape.add(known.run.net)
             if clock is not None:
                 clock.add(known.spent)
-            return sum(known.spent[0].values())
+            return known.seconds
         start = clock.moment() if clock else None
         self.tape.hook(Hook.PIPELINE_PASS)
         peak, level = self.tape.peak, self.tape.level
@@ -209,11 +229,13 @@ class _Rank:
         if kind in (Kind.INPUT, Kind.WEIGHT):
             stage.wrap.end_half(kind)
         spent: tuple[Seconds, Seconds] = clock.since(start) if clock and start else ({}, {})
-        if stage.wrap.signature() == before:
+        seconds = sum(spent[0].values())
+        stage.has_played()
+        if stage.state == before:
             run = Run(self.tape.peak - level, self.tape.level - level)
-            stage.part.known[kind, before] = Did(run, spent)
+            stage.part.known[kind, before] = Did(run, spent, seconds)
         self.tape.peak = max(peak, self.tape.peak)
-        return sum(spent[0].values())
+        return seconds
 
 
 def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
@@ -226,116 +248,95 @@ def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
         timeline=passes.timeline,
         representatives=part.representatives,
     )
-    return _Stage(
+    stage = _Stage(
         part=part,
         wrap=part.ghost.player(scene),
         left=part.plan.accumulate.micro_batches,
         net={kind: sum(map(net, items)) for kind, items in passes.items.items()},
         loss=passes.loss,
     )
+    stage.has_played()
+    return stage
+
+
+def _ends(parts: Sequence[Part]) -> dict[int, _Ends]:
+    """Return what the stages of a rank take and give, by stage."""
+    passes = {part.index: part.passes for part in parts}
+    ends: dict[int, _Ends] = {}
+    for stage in sorted(passes):
+        here, before, after = passes[stage], ends.get(stage - 1), passes.get(stage + 1)
+        ends[stage] = _Ends(
+            input=before.output if before else _Tensors(here.hidden),
+            output=_Tensors(here.output, is_taken=after is not None),
+            input_gradient=before.output_gradient if before else _Tensors(here.hidden),
+            output_gradient=_Tensors(after.hidden if after else here.output),
+        )
+    return ends
 
 
 class _Boundaries:
     """The tensors at the boundaries of a rank's stages, by who holds them: `size` bytes in all."""
 
-    def __init__(self, tape: Tape, stages: dict[int, _Stage], last: int) -> None:
-        self.tape, self.stages, self.last = tape, stages, last
-        self.holders: dict[_Held, int] = {}
+    def __init__(self, tape: Tape, ends: Mapping[int, _Ends], last: int) -> None:
+        self.tape, self.ends, self.last = tape, ends, last
         self.size = 0
 
-    def outputs_of(self, kind: Kind, action: Action) -> list[_Held]:
-        """Return the tensors that a pass makes: its output, or the gradient of its input."""
-        if kind is Kind.FORWARD:
-            return [_Held(_Role.OUTPUT, action.stage, action.microbatch)]
-        if kind is Kind.WEIGHT or action.stage == 0:
-            return []
-        return [_Held(_Role.INPUT_GRADIENT, action.stage, action.microbatch)]
-
-    def done_with(self, kind: Kind, action: Action) -> list[_Held]:
-        """Return what nobody needs behind a pass, once for each reason to keep it. Between the
-        halves the stage's state keeps input, output and its gradient; the input keeps its own
-        gradient."""
-        stage, index = action.stage, action.microbatch
+    def passed(self, kind: Kind, action: Action) -> int:
+        """A pass is over: it has made its output, or the gradient of its input, and nobody needs
+        what it took. Between the halves the stage's state keeps input, output and its gradient; the
+        input keeps its own gradient. Return the bytes that are no longer the pass's."""
+        ends, stage, index = self.ends[action.stage], action.stage, action.microbatch
         is_last = stage == self.last
         if kind is Kind.FORWARD:
-            return []
+            return self._give(ends.output, index)
+        given = self._give(ends.input_gradient, index) if stage and kind is not Kind.WEIGHT else 0
         if kind is Kind.INPUT:
-            self.hold(_Held(_Role.INPUT_GRADIENT, stage, index))
-            return [_Held(_Role.OUTPUT, stage, index)] if is_last else []
-        released = [_Held(_Role.INPUT, stage, index)] if stage else []
+            ends.input_gradient.holders[index] += 1
+            if is_last:
+                self._drop(ends.output, index)
+            return given
+        if stage:
+            self._drop(ends.input, index)
         if kind is Kind.BACKWARD or not is_last:
-            released.append(_Held(_Role.OUTPUT, stage, index))
+            self._drop(ends.output, index)
         if kind is Kind.WEIGHT:
-            released.append(_Held(_Role.INPUT_GRADIENT, stage, index))
+            self._drop(ends.input_gradient, index)
         if not is_last:
-            released.append(_Held(_Role.OUTPUT_GRADIENT, stage, index))
-        return released
+            self._drop(ends.output_gradient, index)
+        return given
 
     def receive(self, message: Message) -> None:
         """A buffer is made, held for the pass that takes it."""
+        ends = self.ends[message.target]
         is_input = message.phase is Phase.FORWARD
-        role = _Role.INPUT if is_input else _Role.OUTPUT_GRADIENT
-        tensor = _Held(role, message.target, message.microbatch)
-        self.tape.add(self._bytes(tensor))
-        self.size += self._bytes(tensor)
-        self.holders[tensor] = 1
-
-    def give(self, tensor: _Held) -> int:
-        """Made by a pass, whose bytes it is no longer. Held for the next stage, or for the send
-        that is to come; an output for its own micro-batch's backward, too."""
-        size = self._bytes(tensor)
-        self.size += size
-        self.holders[tensor] = 1
-        other = self._other_side(tensor)
-        if other.stage in self.stages and tensor.role is _Role.OUTPUT:
-            self.holders[tensor] += 1
-        return size
+        tensors = ends.input if is_input else ends.output_gradient
+        self.tape.add(tensors.size)
+        self.size += tensors.size
+        tensors.holders[message.microbatch] = 1
 
     def send(self, message: Message) -> None:
         """A gradient goes over from the stage to its send; an output is held by both."""
         if message.phase is Phase.FORWARD:
-            self.hold(_sent(message))
+            self._sent(message).holders[message.microbatch] += 1
 
     def release(self, message: Message) -> None:
-        self.drop(_sent(message))
+        self._drop(self._sent(message), message.microbatch)
 
-    def hold(self, tensor: _Held) -> None:
-        """Once more."""
-        self.holders[self._own(tensor)] += 1
+    def _sent(self, message: Message) -> _Tensors:
+        ends = self.ends[message.source]
+        return ends.output if message.phase is Phase.FORWARD else ends.input_gradient
 
-    def drop(self, tensor: _Held) -> None:
-        own = self._own(tensor)
-        self.holders[own] -= 1
-        if not self.holders[own]:
-            del self.holders[own]
-            size = self._bytes(own)
-            self.size -= size
-            self.tape.add(-size)
+    def _give(self, tensors: _Tensors, index: int) -> int:
+        """Made by a pass, whose bytes it is no longer. Held for the next stage, or for the send
+        that is to come; an output for its own micro-batch's backward, too."""
+        self.size += tensors.size
+        tensors.holders[index] = 1 + tensors.is_taken
+        return tensors.size
 
-    def _own(self, tensor: _Held) -> _Held:
-        """Where two stages of a rank follow each other, what one takes is what the other gives."""
-        other = self._other_side(tensor)
-        return other if tensor.role in _TAKEN and other.stage in self.stages else tensor
-
-    def _other_side(self, tensor: _Held) -> _Held:
-        match tensor.role:
-            case _Role.INPUT:
-                return _Held(_Role.OUTPUT, tensor.stage - 1, tensor.microbatch)
-            case _Role.OUTPUT:
-                return _Held(_Role.INPUT, tensor.stage + 1, tensor.microbatch)
-            case _Role.INPUT_GRADIENT:
-                return _Held(_Role.OUTPUT_GRADIENT, tensor.stage - 1, tensor.microbatch)
-            case _Role.OUTPUT_GRADIENT:
-                return _Held(_Role.INPUT_GRADIENT, tensor.stage + 1, tensor.microbatch)
-
-    def _bytes(self, tensor: _Held) -> int:
-        passes = self.stages[tensor.stage].part.passes
-        if tensor.role in (_Role.OUTPUT, _Role.OUTPUT_GRADIENT):
-            return passes.output
-        return passes.hidden
-
-
-def _sent(message: Message) -> _Held:
-    is_output = message.phase is Phase.FORWARD
-    role = _Role.OUTPUT if is_output else _Role.INPUT_GRADIENT
-    return _Held(role, message.source, message.microbatch)
+    def _drop(self, tensors: _Tensors, index: int) -> None:
+        """One less holds it."""
+        tensors.holders[index] -= 1
+        if not tensors.holders[index]:
+            del tensors.holders[index]
+            self.size -= tensors.size
+            self.tape.add(-tensors.size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
@@ -60,9 +61,10 @@ def _local_facts(spec: Spec, facts: ModelFacts, units: Units, cut: Cut) -> Model
     return replace(facts, units=units, timeline=timeline, gradient_order=order, part_timelines=())
 
 
+@lru_cache(maxsize=64)  # of a search's candidates, most have the same
 def local_units(
     facts: ModelFacts, step: Parallelize, degree: int
-) -> list[tuple[Units, tuple[int, ...]]]:
+) -> tuple[tuple[Units, tuple[int, ...]], ...]:
     """The units of each rank of tp, local shapes, and which ranks have them so: those whose slices
     of every dimension that is cut are as large."""
     dims = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
@@ -71,10 +73,10 @@ def local_units(
     alike: dict[tuple[int, ...], list[int]] = {}
     for index in range(degree):
         alike.setdefault(tuple(cut[index] for cut in by_length.values()), []).append(index)
-    return [
+    return tuple(
         (_local_units(facts, dims, dict(zip(by_length, profile, strict=True))), tuple(indices))
         for profile, indices in alike.items()
-    ]
+    )
 
 
 def _local_units(
@@ -126,7 +128,7 @@ def _calls(spec: Spec, step: Parallelize, facts: ModelFacts, ranks: int) -> Iter
     """(collective, state, phase, calls in a micro-batch, payload of each)."""
     itemsize = spec.precision.effective.parameters.itemsize
     tokens = spec.batch.micro * spec.batch.sequence
-    cut = _Operators(step, facts)
+    cut = _operators(step, facts)
     for phase, sums, copies, alike in (
         (Phase.FORWARD, cut.joins, cut.opens, cut.whole_joins),
         (Phase.BACKWARD, cut.opens, cut.joins, cut.whole_opens),
@@ -143,13 +145,14 @@ def _calls(spec: Spec, step: Parallelize, facts: ModelFacts, ranks: int) -> Iter
         yield from _moved(gather, backward, cut.whole_inputs, tokens * itemsize)
     if step.is_sequence:
         yield from _moved(gather, backward, cut.positions, spec.batch.sequence * itemsize)
-    yield from _summed_gradients(step, facts, itemsize)
+    for numel, number in cut.summed.items():
+        yield Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, number, numel * itemsize
 
 
 def _of_loss(spec: Spec, step: Parallelize, facts: ModelFacts, ranks: int) -> Iterator[_Row]:
     """Of logits that are cut. In chunks everything is sent once more in backward, which computes
     them again."""
-    vocab = _Operators(step, facts).vocab
+    vocab = _operators(step, facts).vocab
     if vocab is None:
         return
     tokens = spec.batch.micro * spec.batch.sequence
@@ -174,12 +177,19 @@ def _moved(collective: Collective, phase: Phase, features: list[int], size: int)
         yield collective, State.ACTIVATIONS, phase, number, width * size
 
 
+@lru_cache(maxsize=64)
+def _operators(step: Parallelize, facts: ModelFacts) -> _Operators:
+    return _Operators(step, facts)
+
+
 class _Operators:
     """The operators of a model by what they send of each token, in features. `joins` are sums of
     parts, into the residual stream, `opens` where a gradient is a sum of parts; `whole_joins` and
     `whole_opens` those where ranks have all tokens, whatever they have between the blocks, and
     `ends` what is cut in front of these and made whole behind them. `vocab` is the whole vocabulary
-    that logits are cut over, None where they are not."""
+    that logits are cut over, None where they are not. `summed`: of the tensors that every rank has
+    whole and uses on its tokens, or on its features, by elements how many there are; of each the
+    gradients are summed by themselves."""
 
     def __init__(self, step: Parallelize, facts: ModelFacts) -> None:
         self._roles, self._modules = step.roles, ModuleRoles(step.roles)
@@ -216,6 +226,9 @@ class _Operators:
         is_cut = self._has(Role.HEAD) or self._has(Role.LAST_NORM)
         vocabularies = [size for _, size in heads] or [shape[0] for shape in tables]
         self.vocab = vocabularies[0] if is_cut and vocabularies else None
+        shared = {Role.SHARED, *((Role.NORM, Role.LAST_NORM) if step.is_sequence else ())}
+        of_tensor = self._modules.of_tensor
+        self.summed = Counter(t.numel for t in facts.tensors if of_tensor(t.name) in shared)
 
     def _has(self, role: Role) -> bool:
         return any(has is role for _, has in self._roles)
@@ -232,14 +245,3 @@ class _Operators:
                 if Role.WHOLE_INPUT in self._modules.roles(parent):
                     widths.setdefault(parent, width)
         return widths
-
-
-def _summed_gradients(step: Parallelize, facts: ModelFacts, itemsize: int) -> Iterator[_Row]:
-    """Of the tensors that every rank has whole and uses on its tokens, or on its features: one sum
-    each."""
-    summed = [Role.SHARED, *((Role.NORM, Role.LAST_NORM) if step.is_sequence else ())]
-    modules = ModuleRoles(step.roles)
-    for tensor in facts.tensors:
-        if modules.of_tensor(tensor.name) in summed:
-            size = tensor.numel * itemsize
-            yield Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, 1, size

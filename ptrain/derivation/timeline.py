@@ -198,8 +198,10 @@ def always(base: ByRank[Footprint]) -> list[int]:
 
 def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phases]) -> ByRank[Peak]:
     """Return by rank each phase's peak: what lives always, and what the rank's key has above it."""
+    first: dict[Hashable, KeyT] = {}
+    like = {key: first.setdefault(tuple(phases.items()), key) for key, phases in above.items()}
     return rows_by_rank(
-        zip(lives, keys, strict=True),
+        ((life, like[key]) for life, key in zip(lives, keys, strict=True)),
         lambda pair: [
             Peak(phase=phase, rank=0, device_bytes=pair[0] + more)
             for phase, more in above[pair[1]].items()

@@ -146,10 +146,21 @@ class Ledger(OperatorMode):
             gc.enable()
 
 
+# What operators are given beside tensors: torch's own walk asks of each what it is made of.
+_LEAVES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout}
+
+
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors with bytes of their own among an operator's arguments or results."""
-    return (
-        leaf
-        for leaf in tree_iter(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    )
+    if isinstance(tree, torch.Tensor):
+        if tree.layout is torch.strided:
+            yield tree
+    elif type(tree) in (tuple, list):
+        for branch in tree:
+            if branch is not None:
+                yield from tensors_of(branch)
+    elif type(tree) is dict:
+        yield from tensors_of(list(tree.values()))
+    elif type(tree) not in _LEAVES:
+        leaves = tree_iter(tree)
+        yield from (leaf for leaf in leaves if leaf is not tree for leaf in tensors_of(leaf))

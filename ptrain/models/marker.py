@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ptrain.models.recomputing import runs_again
-from ptrain.models.recorder import Recorder
 from ptrain.timeline import Boundary, Mark
+
+
+class Notes(Protocol):
+    """What boundaries and gradients are written into, as a recorder is."""
+
+    events: list[Any]
+
+    def complete(self, name: str, gradient: Tensor) -> None:
+        """A gradient is in place."""
 
 
 class _LeaveBackward(torch.autograd.Function):
@@ -33,9 +41,7 @@ class Marker:
     """Hooks that write a unit's boundaries into a recorder, where FSDP2's hooks would run. What
     runs again in backward has none."""
 
-    def __init__(
-        self, recorder: Recorder, model: nn.Module, units: Sequence[tuple[str, ...]]
-    ) -> None:
+    def __init__(self, recorder: Notes, model: nn.Module, units: Sequence[tuple[str, ...]]) -> None:
         self._recorder = recorder
         self._begun: set[int] = set()
         self._ended: set[int] = set()

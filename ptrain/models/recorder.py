@@ -149,10 +149,11 @@ class Recorder(Ledger):
     def complete(self, name: str, gradient: Tensor) -> None:
         """Called when `name`'s gradient is in place."""
         number = self._ids[storage_of(gradient)._cdata]
-        last = next(e for e in reversed(self.events) if isinstance(e, Born))
+        places = reversed(range(len(self.events)))
+        place, last = next((p, e) for p in places if isinstance(e := self.events[p], Born))
         cloned = last.id == number and last.operator.split("::")[-1].startswith(_COPIES)
         if cloned:
-            self.events.remove(last)  # whether there is a copy depends on who keeps gradients
+            del self.events[place]  # whether there is a copy depends on who keeps gradients
         self.events.append(Completion(name, number, cloned))
 
     def end(self, name: str) -> None:

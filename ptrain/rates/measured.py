@@ -114,6 +114,8 @@ class MeasuredPace:
 
     def operator_seconds(self, operator: Operator) -> float:
         match operator.kind:
+            case OperatorKind.VIEW:
+                return 0.0
             case OperatorKind.PRODUCT:
                 surface = self._of_dtype(self.products, operator.kind, operator.dtype)
                 return operator.times * surface.at(operator.dimensions)

@@ -200,7 +200,7 @@ def _rows(rows: Sequence[Ranked], selection: PlacementRanking) -> Iterator[tuple
         price = (MISSING if row.price is None else f"{row.price:.0f}",) if has_price else ()
         yield (
             str(number),
-            described(row.spec),
+            described(row.spec) + (f" (and {row.alike} alike)" if row.alike else ""),
             _seconds(row),
             MISSING if rate is None else format_count(rate),
             MISSING if mfu is None else f"{mfu:.1%}",

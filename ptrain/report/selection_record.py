@@ -98,6 +98,7 @@ def row_record(selection: PlacementRanking, row: Ranked) -> Record:
         training = {"training_seconds": demand.seconds(row), "training_price": demand.money(row)}
     return {
         "placement": described(spec),
+        "alike": row.alike,
         "mesh": {factor.axis.value: factor.degree for factor in spec.factors},
         "words": list(words_of(selection.job, spec)),
         "front": row in selection.front,

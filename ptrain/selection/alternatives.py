@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, executed, is_sound
 from ptrain.axes.data.form import tier_of
 from ptrain.axes.data.rules import DATA
 from ptrain.costs import PLACED
@@ -148,7 +148,7 @@ def sliced(spec: Spec) -> Iterator[Spec]:
             for factor in spec.factors
         )
         changed = replace(spec, factors=factors)
-        if changed != spec and not check(changed) and not executed(changed):
+        if changed != spec and is_sound(changed):
             yield changed
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import is_sound
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.errors import refused
 from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
 from ptrain.selection.deriver import BEST, Deriver
-from ptrain.selection.figures import Ranked, on_more
+from ptrain.selection.figures import Ranked, folded, on_more
 from ptrain.selection.infeasible import why_none, why_not
 from ptrain.selection.job import searched_job
 from ptrain.selection.known import KNOWN, about, reason
@@ -165,7 +165,7 @@ class Chooser(Deriver):
     def _best(self, result: SearchResult) -> list[Ranked]:
         """The ranking. Where nothing of the few cuts that are traced fits, that which needs least
         is tried. Raises PtrainError where nothing of what was tried can be derived."""
-        rows = list(self._fitting(result.best, self.count))
+        rows = folded(self._fitting(result.best, self.count))
         rows.sort(key=lambda row: order_of(self.objective, row))
         if self.cuts is None:
             return rows
@@ -213,7 +213,7 @@ class Chooser(Deriver):
         if least is not None:
             scored.append(Scored(candidate=least[1], peak=least[0], seconds=float("inf")))
         specs = ((closed, closed.candidate.spec(self.job.base)) for closed in scored)
-        legal = (pair for pair in specs if not (check(pair[1]) or executed(pair[1])))
+        legal = (pair for pair in specs if is_sound(pair[1]))
         closed, spec = next(legal, (None, None))
         if closed is None or spec is None:
             return Lost(name=name, best=None, why="none that was scored is legal")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import is_sound
 from ptrain.derivation.estimate import derive
 from ptrain.errors import refused
 from ptrain.selection.alternatives import with_micro
@@ -49,7 +49,7 @@ def _candidates(spec: Spec) -> Iterator[Spec]:
     for micro in range(samples, 0, -1):
         if samples % micro == 0:
             candidate = _chosen(spec, micro)
-            if not check(candidate) and not executed(candidate):
+            if is_sound(candidate):
                 yield candidate
 
 

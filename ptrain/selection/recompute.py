@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ptrain.algebra.legality import Located, check, executed, require
+from ptrain.algebra.legality import Located, is_sound, require
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive, own_facts
@@ -50,7 +50,7 @@ def _within(spec: Spec, budget: int) -> Spec:
     policy that is written beside the budget must be."""
     reached: dict[int, Spec] = {}
     for candidate in ladder(spec) if spec.activations.is_open else (spec,):
-        if not is_tabulated(candidate) or check(candidate) or executed(candidate):
+        if not (is_tabulated(candidate) and is_sound(candidate)):
             continue
         _require_claimed(candidate)
         peak = derive(candidate).exact.peak_bytes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
@@ -16,14 +17,15 @@ from ptrain.costs import Collective
 from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
 from ptrain.rates.pace import UnknownRate
+from ptrain.selection.activity import Activity, activity_of
 from ptrain.selection.arrays import numpy
 from ptrain.selection.blocks import CandidateBlock, DataTable
 from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.keeper import Keeper
-from ptrain.selection.profile import Activity, Seconds, Sizes, activity_of, seconds_of, sizes_of
+from ptrain.selection.profile import Seconds, Sizes, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
-from ptrain.selection.rows import Ways, Wires, way_of
-from ptrain.selection.score import Places, peaks, step_seconds
+from ptrain.selection.rows import Columns, DataWay, Ways, way_of
+from ptrain.selection.score import Places, busy, peaks
 from ptrain.selection.space import (
     KEPT,
     THROUGH,
@@ -40,10 +42,14 @@ from ptrain.selection.space import (
 )
 from ptrain.selection.task import SLACK, SearchResult, SearchTask
 from ptrain.selection.where import Where
+from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
+from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
+
+LegalWay = tuple[DataWay, Spec]  # and the base with its choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +80,9 @@ class Search:
         self.units = units_of(task.written)
         self.too_large: list[tuple[_Inner, int, Through, Kept, int]] = []
         self.ways: dict[tuple[object, ...], Ways] = {}
+        self.legal: dict[tuple[object, ...], list[LegalWay]] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
+        self.columns: dict[tuple[object, ...], Columns] = {}
         self.activities: dict[tuple[object, ...], Activity] = {}
         self.seconds: dict[tuple[object, ...], Seconds | None] = {}
 
@@ -97,6 +105,7 @@ class Search:
             self.task = replace(self.task, where=where)
             self.ways.clear()
             self.tables.clear()
+            self.columns.clear()
 
     def blocks(self) -> Iterator[CandidateBlock]:
         """Yield the space, a block at a time."""
@@ -163,8 +172,8 @@ class Search:
         np, task = numpy(), self.task
         micro, number, kept = batch
         activity = self._activity(inner, micro, kept)
-        places = self.flows.places(flows, number)
-        peak = peaks(table.shaped(3), places, inner.sizes, activity, number).max(axis=2)
+        places, moments = self.flows.places(flows), self.flows.moments(flows, number)
+        peak = peaks(table.shaped(3), moments, inner.sizes, activity, number).max(axis=2)
         rows, columns = np.nonzero(peak <= task.room * SLACK)
         untimed = 0
         least = int(peak.argmin())
@@ -173,10 +182,14 @@ class Search:
         if work is None:
             seconds, untimed = np.full(len(rows), float("inf")), len(rows)
         elif len(rows):
-            busy = step_seconds(table.at(rows), places.at(columns), inner.sizes, work, number).max(
-                axis=1
-            )
-            seconds = busy + self._idle(flows, places, number, work, activity)[columns]
+            idle = self._idle(flows, places, number, work, activity)
+            places = places.at(columns)
+            taken = busy(table.at(rows), places, inner.sizes, work, number)
+            # the rank that computes most is the one that the others wait for
+            forward, backward = places.computing(work)
+            slowest = (forward + backward).argmax(axis=1)
+            longer = taken.longer[np.arange(len(rows)), slowest]
+            seconds = (taken.passes + taken.update).max(axis=1) + idle[columns] * longer
         return CandidateBlock(
             within=inner.within,
             flows=flows,
@@ -202,7 +215,7 @@ class Search:
     ) -> Any:
         """What each flow's schedule leaves idle, and what it waits for at its boundaries: while it
         fills and drains, and where nothing moves beside what is computed, for each micro-batch."""
-        np, pace = numpy(), self.task.pace
+        np = numpy()
         forward, backward = places.computing(work)
         slowest = (forward + backward).argmax(axis=1)
         waits = []
@@ -210,12 +223,21 @@ class Search:
             if flow.schedule is None:
                 waits.append(0.0)
                 continue
-            busy = float(forward[at, slowest[at]]), float(backward[at, slowest[at]])
+            longest = float(forward[at, slowest[at]]), float(backward[at, slowest[at]])
             stride = self.task.devices // flow.ranks
             crossing = self.wires.seconds(Collective.SEND, 2, stride, activity.hidden)
-            crossings = 2 * (flow.ranks - 1 + (0 if pace.overlaps else number * flow.per_rank))
-            waits.append(self.flows.idle(flow, number, work, busy) + crossings * crossing)
+            crossings = 2 * self._crossings(flow, number)
+            waits.append(self.flows.idle(flow, number, work, longest) + crossings * crossing)
         return np.array(waits)
+
+    def _crossings(self, flow: PipelineFlow, number: int) -> int:
+        """Return how often a rank waits for a message forward: of the first micro-batch's way, of
+        every one's where each waits for the one before it, and of every one that it sends itself
+        where nothing moves beside what is computed."""
+        on_the_way = flow.ranks - 1
+        if flow.schedule is ScheduleName.NAIVE:
+            return number * on_the_way
+        return on_the_way + (0 if self.task.pace.overlaps else number * flow.per_rank)
 
     def _activity(self, inner: _Inner, micro: int, kept: Kept) -> Activity:
         """Sizes grow with the samples from two on; one alone saves less."""
@@ -232,7 +254,8 @@ class Search:
         if key not in self.seconds:
             spec = kept_so(batched(inner.spec, micro, 1), kept)
             try:
-                self.seconds[key] = seconds_of(spec, self.task.work(spec), self.task.pace)
+                work, moved = self.task.work(spec), self._activity(inner, micro, kept).moved
+                self.seconds[key] = seconds_of(spec, work, self.task.pace, moved)
             except UnknownRate:
                 self.seconds[key] = None
         return self.seconds[key]
@@ -252,6 +275,8 @@ class Search:
         if key in self.tables:
             return self.tables[key]
         parts = []
+        stages = self.task.devices // (left * inner.ranks)
+        layers = max(1, self.flows.num_layers // stages)
         for axes in self.choices:
             for degrees in degrees_over(len(axes), left):
                 if not self._are_admitted(axes, degrees):
@@ -259,7 +284,7 @@ class Search:
                 ways = self._ways(axes, inner, way, many=many)
                 indices = self._indices(ways, degrees, inner, units)
                 if len(indices):
-                    columns = ways.columns(degrees, inner.sizes, inner.ranks)
+                    columns = self._columns(ways, degrees, inner, layers)
                     parts.append((ways, degrees, indices, columns))
         self.tables[key] = DataTable(parts)
         return self.tables[key]
@@ -272,6 +297,13 @@ class Search:
         factors = zip(first.factors, degrees, strict=True)
         sized = replace(first, factors=tuple(replace(f, degree=d) for f, d in factors))
         return self.task.where.admits(Aspect.RANKS, chosen(self.task.base, (sized,)))
+
+    def _columns(self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, layers: int) -> Columns:
+        """Those of all ways, whichever of them are legal with a way to keep activations."""
+        key = (id(ways), degrees, inner.shape, layers)  # `ways` keeps them
+        if key not in self.columns:
+            self.columns[key] = ways.columns(degrees, inner.sizes, inner.ranks, layers)
+        return self.columns[key]
 
     def _indices(
         self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, units: frozenset[UnitSize]
@@ -291,24 +323,28 @@ class Search:
     def _ways(self, axes: tuple[Axis, ...], inner: _Inner, way: Through, *, many: bool) -> Ways:
         key = (axes, bool(inner.shape), way, many)
         if key not in self.ways:
+            admits = partial(self.task.where.admits, Aspect.DATA)
+            legal = self._legal_ways(axes, inner, way, many=many)
+            self.ways[key] = Ways(self.wires, [way for way, spec in legal if admits(spec)])
+        return self.ways[key]
+
+    def _legal_ways(
+        self, axes: tuple[Axis, ...], inner: _Inner, way: Through, *, many: bool
+    ) -> list[LegalWay]:
+        """The legal choices of the data axes, whatever is asked of them."""
+        key = (axes, bool(inner.shape), way, many)
+        if key not in self.legal:
             beside, base = (THROUGH[way], *inner.within), self.task.base
             # What is legal with several micro-batches is so with one: no rule asks for more of them
             # but those of schedules, which `pipeline` has asked.
-            several = () if many else self._ways(axes, inner, way, many=True).ways
-            legal = {id(known.choice) for known in several}
-            self.ways[key] = Ways(
-                self.wires,
-                [
-                    way_of(base, choice, beside)
-                    for choice in self.choices[axes]
-                    if (
-                        id(choice) in legal
-                        or self.legality.data(choice, inner.within, way, many=many)
-                    )
-                    and self.task.where.admits(Aspect.DATA, chosen(base, (choice,)))
-                ],
-            )
-        return self.ways[key]
+            several = () if many else self._legal_ways(axes, inner, way, many=True)
+            known = {id(legal.choice) for legal, _ in several}
+            self.legal[key] = [
+                (way_of(base, choice, beside), chosen(base, (choice,)))
+                for choice in self.choices[axes]
+                if id(choice) in known or self.legality.data(choice, inner.within, way, many=many)
+            ]
+        return self.legal[key]
 
 
 def batched(spec: Spec, micro: int, number: int) -> Spec:

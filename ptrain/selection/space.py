@@ -13,7 +13,7 @@ from enum import Enum, auto
 from functools import cached_property
 from math import prod
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import check, executed, is_sound
 from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.axes.data.candidates import says_the_usual
@@ -144,9 +144,8 @@ class Legality:
     ) -> bool:
         """Of tuples and dials, whatever the degrees are: beside axes within a block or none, and of
         one micro-batch or several. False too of a dial that says what goes without saying."""
-        choices = (THROUGH[through], choice, *within)
-        spec = self._tall(choices, _ENOUGH if many else 1, self._even)
-        return not (check(spec) or executed(spec) or says_the_usual(spec, self.written))
+        spec = self._tall((THROUGH[through], choice, *within), _ENOUGH if many else 1, self._even)
+        return is_sound(spec) and not says_the_usual(spec, self.written)
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it
@@ -205,7 +204,7 @@ class Legality:
     ) -> bool:
         if key not in self.known:
             probe = replace(spec(), cluster=None)
-            self.known[key] = not (check(probe) or executed(probe))
+            self.known[key] = is_sound(probe)
             if is_predicted:
                 like = replace(probe, cluster=self.base.cluster)
                 self.known[key] = self.known[key] and is_tabulated(like)

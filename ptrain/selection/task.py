@@ -13,8 +13,10 @@ from ptrain.selection.space import Candidate
 from ptrain.selection.where import Where
 from ptrain.spec.spec import Spec
 
-# Over the device's memory: the closed form is not exact, and what is exact decides.
-SLACK = 1.05
+# How far above what is exact the closed forms of bytes and of seconds may be: what is so near a
+# bound is derived, and what is exact decides. `benchmarks/selection.py` fails where one of those
+# that it draws is further above.
+SLACK, TIME_SLACK = 1.05, 1.25
 
 
 class SearchGoal(StrEnum):

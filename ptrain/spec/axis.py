@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ptrain.spec.placement import Placement
+from ptrain.word import Word
 
 
-class Axis(StrEnum):
+class Axis(Word):
     PP = "pp"
     DP_REPLICATE = "dp_replicate"
     DP_SHARD = "dp_shard"

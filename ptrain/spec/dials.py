@@ -1,25 +1,25 @@
 """The dials of the wrapper: when gathered units and gradients move, in which pieces and how."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated
 
 from ptrain.spec.leaf import Choice, Dial, Either, Truth, Whole
 from ptrain.spec.section import section
+from ptrain.word import Word
 
 MAX_SHARDS = 2**17
 STOCK_BUCKET_BYTES = 25 * 2**20  # torch's own
 WHOLE_BUCKET = 2**40  # bytes: more than any model's gradients
 
 
-class GradientSync(StrEnum):
+class GradientSync(Word):
     """When accumulated gradients are reduced: after every micro-batch, or after the last."""
 
     EVERY = "every"
     LAST = "last"
 
 
-class Reshard(StrEnum):
+class Reshard(Word):
     """Which gathered units are given back after forward, where that is neither all nor none:
     `non-root` keeps the root for its backward pass, which begins at once. It is what torch's
     `fully_shard` does by itself (`reshard_after_forward=None`)."""
@@ -97,7 +97,7 @@ class SyncPolicy:
         return self.reshard_after_forward
 
 
-class ReduceScatterVia(StrEnum):
+class ReduceScatterVia(Word):
     """`native`: the backend's own (gloo executes it as an all-reduce); `all_to_all`: an exchange
     and a local sum, a true reduce-scatter on gloo."""
 
@@ -105,7 +105,7 @@ class ReduceScatterVia(StrEnum):
     ALL_TO_ALL = "all_to_all"
 
 
-class UnitKind(StrEnum):
+class UnitKind(Word):
     """What is gathered, reduced and freed together (the paper's s_unit)."""
 
     BLOCK = "block"
@@ -125,14 +125,14 @@ class UnitSize:
         return f"{self.count} blocks" if self.kind is UnitKind.BLOCKS else self.kind.value
 
 
-class Overlap(StrEnum):
+class Overlap(Word):
     """Whether gradients are reduced beside the backward pass."""
 
     NONE = "none"
     BACKWARD = "backward"
 
 
-class GatherAfterUpdate(StrEnum):
+class GatherAfterUpdate(Word):
     """When the ranks' updated parts of the parameters become whole."""
 
     BLOCKING = "blocking"  # after each unit's update, awaited

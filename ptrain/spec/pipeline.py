@@ -1,17 +1,17 @@
 """The schedules of a pipeline, by name, and what a spec says of its stages."""
 
 import re
-from enum import StrEnum
 from typing import Annotated, Any
 
 from ptrain.spec.leaf import Choice, Either, Numbers, Whole, one_of, refuse
 from ptrain.spec.schedule_file import ListedSchedule, listed, slip
 from ptrain.spec.section import section
+from ptrain.word import Word
 
 MAX_LAYERS = 10_000
 
 
-class ScheduleName(StrEnum):
+class ScheduleName(Word):
     NAIVE = "naive"  # one micro-batch at a time
     GPIPE = "gpipe"  # Huang et al. 2019: all forward, all backward
     ONE_F_ONE_B = "1f1b"  # Narayanan et al. 2019 (PipeDream-Flush)
@@ -22,7 +22,7 @@ class ScheduleName(StrEnum):
     DUALPIPEV = "dualpipev"  # Sea AI Lab 2025: DeepSeek's DualPipe cut in half, each stage once
 
 
-class SplitBy(StrEnum):
+class SplitBy(Word):
     """What stages have as equal parts of as can be."""
 
     PARAMETERS = "parameters"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ptrain.costs import State
+from ptrain.word import Word
 
 
-class Distribution(StrEnum):
+class Distribution(Word):
     """How a state is spread over the ranks of an axis, or how it comes to be."""
 
     REPLICATED = "R"
@@ -17,7 +17,7 @@ class Distribution(StrEnum):
     MATERIALIZED = "M"
 
 
-class Tier(StrEnum):
+class Tier(Word):
     """Where the bytes live."""
 
     DEVICE = "device"

@@ -1,10 +1,10 @@
 """Bytes per element of each state: the layout (Remark 1: 2 + 2 + 12 is one of several)."""
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Annotated
 
 from ptrain.spec.leaf import Choice, declared
+from ptrain.word import Word
 
 _DTYPES = {"fp32": "4 bytes", "bf16": "2 bytes", "fp16": "2 bytes, loss scaling", "fp64": "8 bytes"}
 _DTYPE_SLIPS = {
@@ -19,7 +19,7 @@ _DTYPE_SLIPS = {
 _NO_MASTER = {"none": "the optimizer updates the parameters themselves"}
 
 
-class DType(StrEnum):
+class DType(Word):
     FP64 = "fp64"
     FP32 = "fp32"
     BF16 = "bf16"
@@ -28,7 +28,10 @@ class DType(StrEnum):
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return {DType.FP64: 8, DType.FP32: 4, DType.BF16: 2, DType.FP16: 2}[self]
+        return _ITEMSIZES[self]
+
+
+_ITEMSIZES = {DType.FP64: 8, DType.FP32: 4, DType.BF16: 2, DType.FP16: 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

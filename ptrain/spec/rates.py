@@ -7,7 +7,6 @@ takes twice as long as one of two; of GPUs every rank has its own.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field
-from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
 from ptrain.costs import Collective
@@ -28,14 +27,16 @@ from ptrain.spec.leaf import (
 from ptrain.spec.model import NAME_OR_FILE
 from ptrain.spec.precision import DType
 from ptrain.spec.section import section
+from ptrain.word import Word
 
 
-class OperatorKind(StrEnum):
+class OperatorKind(Word):
     """Operators whose time depends on the same dimensions, and is measured as one."""
 
     PRODUCT = "product"  # dimensions: (matrices, rows, inner, columns)
     ATTENTION = "attention"  # fused, forward: (samples, heads, queries, keys, features of a head)
     ATTENTION_BACKWARD = "attention_backward"  # the same
+    VIEW = "view"  # looks at a tensor in another way, or allocates one: dispatched, and no more
     # Of all that follow the one dimension is bytes, read and written together.
     POINTWISE = "pointwise"  # sums, products, masks
     ACTIVATION = "activation"  # what takes exponentials element by element: GELU, SiLU, tanh
@@ -52,11 +53,13 @@ class OperatorKind(StrEnum):
             OperatorKind.PRODUCT,
             OperatorKind.ATTENTION,
             OperatorKind.ATTENTION_BACKWARD,
+            OperatorKind.VIEW,
         )
 
 
-class Hook(StrEnum):
-    """What a wrapper's own code takes of the host beside what it sends, each time."""
+class Hook(Word):
+    """What the host takes each time: a wrapper's own code beside what it sends; modules, autograd
+    and dispatch beside what an operator computes."""
 
     FSDP2_GATHER = "fsdp2_gather"  # a unit's all-gather: copy in, issue, copy out, as views
     FSDP2_REDUCE = "fsdp2_reduce"  # a unit's reduction and the shard's gradient
@@ -65,9 +68,12 @@ class Hook(StrEnum):
     FLAT_REDUCE = "flat_reduce"
     PIPELINE_PASS = "pipeline_pass"  # of a stage: a forward or a backward pass of a micro-batch
     TENSOR_SUM = "tensor_sum"  # a functional collective within a cut operator
+    FORWARD_OPERATOR = "forward_operator"  # around any operator in a forward pass, views too
+    BACKWARD_OPERATOR = "backward_operator"
+    HALVES_OPERATOR = "halves_operator"  # in the halves of a backward pass, looked for in its graph
 
 
-class LinkTier(StrEnum):
+class LinkTier(Word):
     """What a collective's slowest link is between."""
 
     WITHIN = "within"  # devices of one node
@@ -146,7 +152,7 @@ _BYTES = Size("bytes", high=2**50)
 _DTYPE = Choice("dtype", {dtype.value: f"{dtype.itemsize} bytes" for dtype in DType}, read=DType)
 
 
-def _words(about: str, kinds: type[StrEnum], *members: StrEnum) -> Choice:
+def _words(about: str, kinds: type[Word], *members: Word) -> Choice:
     words = {kind.value: kind.name for kind in (members or tuple(kinds))}
     return Choice(about, words, read=kinds)
 

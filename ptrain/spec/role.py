@@ -8,11 +8,12 @@ are dotted, `*` stands for a block's index.
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from functools import cache
 
+from ptrain.word import Word
 
-class Role(StrEnum):
+
+class Role(Word):
     COLUMN = "column"  # output features cut
     FUSED_COLUMN = "fused column"  # the same of several projections, one behind the other
     TRANSPOSED_COLUMN = "transposed column"  # of a weight that is stored inputs by outputs

@@ -4,6 +4,7 @@ is behind them."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -11,6 +12,7 @@ from itertools import groupby
 from ptrain.facts.operators import LayerWork, ModelWork, PassWork, WorkByKind
 from ptrain.models.trace import Completion, Event, Recording
 from ptrain.models.work import OperatorSizes, SentTensor
+from ptrain.spec.rates import OperatorKind
 from ptrain.timeline import Boundary, Mark
 
 Computed = list[OperatorSizes | SentTensor]  # in the order of execution
@@ -104,11 +106,20 @@ def _layer_work(whole: dict[str, Computed], halves: dict[str, Computed]) -> Laye
 
 
 def _pass_work(computed: Computed) -> PassWork:
-    """The operators of a pass, equal ones in a row as one."""
-    groups = (
-        (first, len([*alike])) for first, alike in groupby(what.operator for what in computed)
-    )
+    """The operators of a pass, equal ones in a row as one, and behind them all that only look."""
+    operators = [what.operator for what in views_last(computed)]
+    groups = ((first, len([*alike])) for first, alike in groupby(operators))
     return tuple([replace(first, times=times) for first, times in groups])
+
+
+def views_last(computed: Computed) -> Computed:
+    """Return what was computed with views behind it: when they come changes nothing, and one behind
+    the other they are one entry."""
+    return sorted(computed, key=_is_view)
+
+
+def _is_view(what: OperatorSizes | SentTensor) -> bool:
+    return isinstance(what, OperatorSizes) and what.kind is OperatorKind.VIEW
 
 
 def _bounds(
@@ -126,9 +137,13 @@ def _bounds(
     )
     ordered = numbers if name == "forward" else numbers[::-1]
     marks = [*(Boundary(first, number) for number in ordered), Boundary(last, ordered[-1])]
-    if any(events.count(mark) != 1 for mark in marks):
+    places = defaultdict[Boundary, list[int]](list)
+    for place, event in enumerate(events):
+        if isinstance(event, Boundary):
+            places[event].append(place)
+    if any(len(places[mark]) != 1 for mark in marks):
         return None
-    bounds = [events.index(mark) for mark in marks]
+    bounds = [places[mark][0] for mark in marks]
     return bounds if bounds == sorted(bounds) else None
 
 

@@ -29,7 +29,7 @@ from ptrain.rooms.registry import Registry
 from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
-from ptrain.traces.record import TracedStage, Units, record, record_stage
+from ptrain.traces.record import TracedStage, Units, record, record_stage, run_unrecorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class RankPart:
 
         with micro_batch(self.tensor)():
             run = partial(record, model, units, forward, *samples.tensors, extent=self.extent)
-            return self._when_learnt(run)
+            return self._when_learnt(run, partial(run_unrecorded, model, units, forward))
 
     def trace_stage(
         self, model: nn.Module, units: Units, cuts: StageCuts, index: int, *, in_halves: bool
@@ -99,15 +99,16 @@ class RankPart:
         )
         with micro_batch(self.tensor)():
             return [
-                self._when_learnt(partial(record_stage, stage, in_halves=halves))
+                self._when_learnt(run, run)
                 for halves in ((False, True) if in_halves else (False,))
+                if (run := partial(record_stage, stage, in_halves=halves))
             ]
 
-    def _when_learnt(self, run: Callable[[], Recording]) -> Recording:
+    def _when_learnt(self, run: Callable[[], Recording], learn: Callable[[], object]) -> Recording:
         """What happens when torch has learnt what each operator is cut to: it computes that on
-        tensors, the first time."""
+        tensors, the first time. `learn` runs the same operators."""
         if self.mesh is not None and not self.has_learnt:
-            run()
+            learn()
         return run()
 
     def _prepared(self, module: nn.Module, roles: Roles, *, has_loss: bool = True) -> Loss:

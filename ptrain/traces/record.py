@@ -65,6 +65,26 @@ def record(
     return recorder.recording()
 
 
+class _Unread:
+    """Notes that nobody reads."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def complete(self, name: str, gradient: Tensor) -> None:
+        """A gradient is in place."""
+
+
+def run_unrecorded(model: nn.Module, units: Units, run_forward: Callable[[], Tensor]) -> None:
+    """Run the operators that `record` records; the model's gradients are left empty."""
+    marker = Marker(_Unread(), model, units)
+    try:
+        run_forward().backward()
+    finally:
+        marker.remove()
+        model.zero_grad(set_to_none=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStage:
     """What is traced: a stage's module, with what it takes and gets. `hidden` is what goes over a

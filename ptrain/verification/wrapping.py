@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from ptrain.algebra.legality import check, executed
+from ptrain.algebra.legality import is_sound
 from ptrain.axes.data.form import data_factors
 from ptrain.spec.dials import GradientSync, Reshard, UnitKind, UnitSize
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, Mode, Placement, R, S, Tier
@@ -55,7 +55,7 @@ def otherwise(spec: Spec) -> Iterator[Otherwise]:
 
 
 def _is_legal(spec: Spec) -> bool:
-    return not check(spec) and not executed(spec)
+    return is_sound(spec)
 
 
 def _reshards(spec: Spec) -> Iterator[Otherwise]:

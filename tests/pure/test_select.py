@@ -11,16 +11,21 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import chosen
 from ptrain.charts.front import front_sheet
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.throughput import throughput
 from ptrain.errors import SpecError
 from ptrain.report.selection import as_spec, selection_text
 from ptrain.report.selection_record import as_csv, as_record
 from ptrain.selection.choose import Chooser
+from ptrain.selection.figures import folded
 from ptrain.selection.job import searched_job
+from ptrain.selection.keeper import may_hold
 from ptrain.selection.known import reason
 from ptrain.selection.ranking import PlacementRanking, order_of
 from ptrain.selection.search import Search
@@ -33,6 +38,7 @@ from ptrain.selection.space import (
     pipelines,
 )
 from ptrain.selection.task import Scored, SearchGoal
+from ptrain.selection.where import parse
 from ptrain.selection.words import words_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
@@ -290,26 +296,6 @@ def test_what_has_no_time_stands_behind_all_that_has_one(best_of_eight):
     assert "no step time of 2: nobody knows it" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["loss=fused"], "torch's fused loss is one operator"),
-        (["cluster.rates=null"], "has no rates"),
-    ],
-)
-def test_a_job_without_a_time_is_ranked_by_what_is_known_and_says_why(words, why):
-    where = ["pp=1", "tp=1", "micro=1", "dp_shard=8", "unit=block"]
-    job = searched_job("llama3-8b", ["batch.global=64", *words], cluster="h100-8", where=where)
-    ranking = Chooser(job, count=5).choose()
-    assert ranking.ranking and all(row.seconds is None for row in ranking.ranking)
-    assert why in ranking.unknown and f"time is unknown: {ranking.unknown}" in selection_text(
-        ranking
-    )
-    keys = [(row.closed.seconds, row.closed.peak) for row in ranking.ranking]
-    assert keys == sorted(keys)
-    assert all(row["time_unknown"] for row in as_record(ranking)["ranking"])
-
-
 def test_a_winner_is_what_its_words_and_its_file_load_to(best_of_eight, tmp_path: Path):
     spec = best_of_eight.spec
     source, *overrides = words_of(best_of_eight.job, spec)
@@ -371,3 +357,35 @@ def test_where_nothing_fits_nothing_is_ranked_and_something_would():
     assert rows["without recompute==none"]["fits"] == "True"
     with pytest.raises(SpecError, match="nothing fits"):
         _ = ranking.spec
+
+
+def test_a_bound_of_memory_is_kept_by_what_is_exact_and_not_by_the_closed_form():
+    """Just below the peak of the best the closed form of others is; at it the best stands."""
+    words = "pp==2", "tp==2", "micro==1", "recompute==full"
+    best = chooser(*words, count=4).choose().ranking[0]
+    at_it = chooser(*words, f"memory<={best.peak_bytes}", count=4).choose()
+    below = chooser(*words, f"memory<={best.peak_bytes - 1}", count=4).choose()
+    assert at_it.ranking[0].figures == best.figures
+    assert all(row.peak_bytes < best.peak_bytes for row in below.ranking)
+
+
+def test_what_the_closed_forms_may_be_away_is_left_to_what_is_exact():
+    figures = np.array([98.0, 104.0, 106.0])
+    assert list(may_hold(parse("memory<=100"), figures, 1.05)) == [True, True, False]
+    assert all(may_hold(parse("memory>=100"), figures, 1.05))
+    assert all(may_hold(parse("time!=98"), figures, 1.05))
+
+
+def test_candidates_of_the_same_figures_are_one_row_that_says_least(on_eight):
+    candidates = scored(on_eight.search, 5, 6)
+    rows = [row for row in map(on_eight.exactly, candidates) if row]
+    row, other = rows[0], next(r for r in rows if r.figures != rows[0].figures)
+    more = replace(row, spec=replace(row.spec, overlap=None, prefetch=3))
+    assert folded([more, other, row, more]) == [replace(row, alike=2), other]
+
+
+def test_one_definition_of_mfu_is_printed_by_select_and_by_predict(best_of_eight):
+    row = best_of_eight.ranking[0]
+    derivation = derive(row.spec)
+    said = throughput(row.spec, derivation.facts, row.step)
+    assert row.mfu is not None and row.mfu == said.mfu_full

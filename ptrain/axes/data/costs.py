@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, groupby, product
 
 from ptrain.spec.dials import STOCK_BUCKET_BYTES, GradientSync, SyncPolicy
@@ -67,6 +68,18 @@ def runs(
     ends[-1] = padded
     whole = list(_merged(zip([0, *ends], ends, (flag for _, flag in tensors), strict=False)))
     return _merged(_overlaps(whole, within))
+
+
+@lru_cache(maxsize=2**16)
+def shard_runs(
+    tensors: tuple[tuple[int, bool], ...],
+    padded: int,
+    degrees: tuple[int, ...],
+    places: tuple[int | None, ...],
+) -> tuple[Run, ...]:
+    """Return the runs of elements of equal flags in one shard of a buffer. A search asks of the
+    same units thousands of times."""
+    return tuple(runs(tensors, padded, stretches(padded, degrees, places)))
 
 
 def _overlaps(whole: Sequence[Run], within: Iterable[tuple[int, int]]) -> Iterator[Run]:

@@ -9,11 +9,11 @@ over a set of axes is an index along each of its dimensions. `S over a, then ove
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic
 
-from ptrain.axes.data.costs import padded_flat, stretches
+from ptrain.axes.data.costs import Run, padded_flat, shard_runs, stretches
 from ptrain.costs import State
 from ptrain.rooms.room import Move, Room, T
 from ptrain.spec.axis import DATA_AXES, Axis
@@ -55,8 +55,23 @@ class Cuts(Generic[T]):
 
     def stretches(self, cut: Sequence[Axis]) -> Iterator[tuple[int, int]]:
         """(start, end) in the whole buffer of what this rank's shard over `cut` is made of."""
-        places = [self.room.coordinate(axis) if axis in cut else None for axis in self.axes]
-        return stretches(self.padded, self._degrees, places)
+        return stretches(self.padded, self._degrees, self._places(cut, self.room.coordinate))
+
+    def runs(
+        self,
+        tensors: tuple[tuple[int, bool], ...],
+        cut: Sequence[Axis],
+        coordinate: Callable[[Axis], int],
+    ) -> tuple[Run, ...]:
+        """Return the runs of elements of equal flags in the shard over `cut` of the rank with these
+        coordinates; `tensors` are elements and flag of each in the whole buffer. Padding belongs to
+        the last of them."""
+        return shard_runs(tensors, self.padded, self._degrees, self._places(cut, coordinate))
+
+    def _places(
+        self, cut: Sequence[Axis], coordinate: Callable[[Axis], int]
+    ) -> tuple[int | None, ...]:
+        return tuple([coordinate(axis) if axis in cut else None for axis in self.axes])
 
     def take(self, local: T, had: Sequence[Axis], wanted: Sequence[Axis]) -> T:
         """Return this rank's part of a shard over `had` (1-d), along the axes that `wanted` adds:

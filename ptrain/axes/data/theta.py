@@ -7,7 +7,7 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Generic
 
-from ptrain.axes.data.costs import Run, runs
+from ptrain.axes.data.costs import Run
 from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.axes.data.route import Route
 from ptrain.costs import State
@@ -45,7 +45,6 @@ class Parameters(Generic[T]):
         self._gathering: Move[T] | None = None
         self._storing: Move[T] | None = None
         self._behind: Axes = ()
-        self._cut_runs: dict[Axes, list[Run]] = {}
         self.is_gathered = True
         self.release()
 
@@ -54,15 +53,11 @@ class Parameters(Generic[T]):
         """What the stored bytes count as: a master copy is Omega's."""
         return State.OPTIMIZER if self.is_materialized else State.PARAMETERS
 
-    def cut_runs(self, axes: Sequence[Axis]) -> list[Run]:
+    def cut_runs(self, axes: Sequence[Axis]) -> tuple[Run, ...]:
         """(start, end, whether their operators are cut) of the runs of elements of a shard over
         `axes`; padding belongs to the run before it."""
-        key = tuple(axes)
-        if key not in self._cut_runs:
-            numels = map(math.prod, self.members.shapes)
-            tensors = list(zip(numels, self.members.are_cut, strict=True))
-            self._cut_runs[key] = list(runs(tensors, self.cuts.padded, self.cuts.stretches(key)))
-        return self._cut_runs[key]
+        tensors = zip(map(math.prod, self.members.shapes), self.members.are_cut, strict=True)
+        return self.cuts.runs(tuple(tensors), axes, self.room.coordinate)
 
     @property
     def label(self) -> str:

@@ -113,17 +113,18 @@ _Moment = tuple[_Place, Step | Receive | Send]
 def _instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     moments: list[list[_Moment]] = [[] for _ in schedule.orders]
     sends: dict[Message, _Place] = {}
+    rank_of, stages = schedule.rank_of, schedule.stages
     for rank, spans in enumerate(simulate(schedule).timeline):
         for number, span in enumerate(spans):
             moments[rank].append(((span.start, 1, rank, number), span.step))
             for part in span.step.parts:
-                message = given(part, schedule.stages)
-                if message is None or schedule.rank_of[message.target] == rank:
+                message = given(part, stages)
+                if message is None or (receiver := rank_of[message.target]) == rank:
                     continue
                 place = (span.end, 0, int(message.phase is Phase.FORWARD), rank)
                 sends[message] = place
                 moments[rank].append((place, Send(message)))
-                moments[schedule.rank_of[message.target]].append((place, Receive(message)))
+                moments[receiver].append((place, Receive(message)))
     order = {message: number for number, message in enumerate(sorted(sends, key=sends.__getitem__))}
     return tuple(
         tuple(_released(schedule, order, sorted(of_rank, key=itemgetter(0)))) for of_rank in moments
@@ -135,10 +136,11 @@ def _released(
 ) -> Iterator[Instruction]:
     """A rank's instructions, its releases among them."""
     sent: defaultdict[tuple[int, Phase], deque[Message]] = defaultdict(deque)  # by receiving rank
+    rank_of, stages = schedule.rank_of, schedule.stages
     for _, moment in moments:
         match moment:
             case Send(message):
-                others = sent[schedule.rank_of[message.target], message.phase]
+                others = sent[rank_of[message.target], message.phase]
                 if message.phase is Phase.BACKWARD or schedule.is_forward_only:
                     yield from map(Release, others)
                     others.clear()
@@ -148,17 +150,12 @@ def _released(
                 yield moment
             case step:
                 for part in step.parts:
-                    came = taken(part, schedule.stages)
+                    came = taken(part, stages)
                     if came is not None and came in order:
-                        peer = schedule.rank_of[came.source]
-                        for phase in (Phase.FORWARD, Phase.BACKWARD):
-                            yield from _before(order, came, sent[peer, phase])
+                        peer, number = rank_of[came.source], order[came]
+                        for others in (sent[peer, Phase.FORWARD], sent[peer, Phase.BACKWARD]):
+                            while others and order[others[0]] < number:  # was sent before
+                                yield Release(others.popleft())
                     yield part
     for others in sent.values():
         yield from map(Release, others)
-
-
-def _before(order: Mapping[Message, int], came: Message, sent: deque[Message]) -> Iterator[Release]:
-    """What was sent before `came` was."""
-    while sent and order[sent[0]] < order[came]:
-        yield Release(sent.popleft())

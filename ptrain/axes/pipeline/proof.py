@@ -7,7 +7,7 @@ That nobody waits for ever depends on no cost either, and comes out where the sc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import assert_never
 
 from ptrain.axes.pipeline.schedule import Action, Schedule, Step
@@ -15,11 +15,17 @@ from ptrain.errors import BrokenSchedule
 from ptrain.timeline import Kind
 
 
+@lru_cache(maxsize=4)  # a schedule is run with equal costs, and soon after with those of a spec
+def step_work(schedule: Schedule) -> StepWork:
+    """Return all that a schedule does. Raises BrokenSchedule where it is not a step's work."""
+    return StepWork(schedule)
+
+
 class StepWork:
     """All that a schedule does, once. Raises BrokenSchedule where it is not a step's work."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+        self._schedule, self._last = schedule, schedule.stages - 1
         self._actions: set[Action] = set()
         for rank, order in enumerate(schedule.orders):
             for step in order:
@@ -31,24 +37,26 @@ class StepWork:
 
     def needs(self, step: Step) -> tuple[Action, ...]:
         """The actions whose results it takes, those of its own rank included."""
-        return tuple(need for part in step.parts for need in self._needs(part))
+        if isinstance(step, Action):
+            return self._needs(step)
+        return tuple([need for part in step.parts for need in self._needs(part)])
 
-    def _needs(self, action: Action) -> Iterator[Action]:
-        stage, microbatch = action.stage, action.microbatch
-        match action.kind:
+    def _needs(self, action: Action) -> tuple[Action, ...]:
+        kind, stage, microbatch = action
+        match kind:
             case Kind.FORWARD:
-                if stage > 0:
-                    yield Action(Kind.FORWARD, stage - 1, microbatch)
+                return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage else ()
             case Kind.BACKWARD | Kind.INPUT:
-                yield Action(Kind.FORWARD, stage, microbatch)
-                if stage < self._schedule.stages - 1:
-                    whole = Action(Kind.BACKWARD, stage + 1, microbatch)
-                    is_whole = whole in self._actions
-                    yield whole if is_whole else Action(Kind.INPUT, stage + 1, microbatch)
+                forward = Action(Kind.FORWARD, stage, microbatch)
+                if stage == self._last:
+                    return (forward,)
+                whole = Action(Kind.BACKWARD, stage + 1, microbatch)
+                is_whole = whole in self._actions
+                return (forward, whole if is_whole else Action(Kind.INPUT, stage + 1, microbatch))
             case Kind.WEIGHT:
-                yield Action(Kind.INPUT, stage, microbatch)
-            case kind:
-                assert_never(kind)
+                return (Action(Kind.INPUT, stage, microbatch),)
+            case other:
+                assert_never(other)
 
     def _add(self, action: Action, rank: int) -> None:
         schedule = self._schedule

@@ -70,6 +70,11 @@ class Schedule:
     orders: tuple[tuple[Step, ...], ...]
     is_forward_only: bool = False
 
+    def __hash__(self) -> int:
+        """Of little: to go through all actions costs milliseconds, and is paid for where two
+        schedules have so much in common."""
+        return hash((self.microbatches, self.rank_of, self.is_forward_only))
+
     @property
     def ranks(self) -> int:
         return len(self.orders)
@@ -84,7 +89,8 @@ class Schedule:
 
     def halves_of(self, stage: int) -> int:
         """Return how many backward passes of a stage are in two halves."""
-        actions = (action for order in self.orders for step in order for action in step.parts)
+        own = self.orders[self.rank_of[stage]]
+        actions = (action for step in own for action in step.parts)
         return sum(action.kind is Kind.INPUT and action.stage == stage for action in actions)
 
     def is_crossed(self, boundary: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ptrain.axes.pipeline.proof import StepWork
+from ptrain.axes.pipeline.proof import step_work
 from ptrain.axes.pipeline.schedule import Action, Schedule, Step
 from ptrain.axes.pipeline.simulate import Durations, Simulation, Span
 
@@ -32,7 +32,7 @@ class _Sharing:
 
     def __init__(self, schedule: Schedule, costs: Durations, speed: Callable[[int], float]) -> None:
         self.schedule, self.costs, self.speed = schedule, costs, speed
-        self.needs = StepWork(schedule).needs
+        self.needs = step_work(schedule).needs
         self.spans: list[list[Span]] = [[] for _ in schedule.orders]
         self.left: dict[int, float] = {}
         self.begun: dict[int, float] = {}

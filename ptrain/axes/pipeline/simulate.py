@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, assert_never
+from itertools import chain
+from typing import NamedTuple, Protocol, assert_never
 
-from ptrain.axes.pipeline.proof import StepWork
+from ptrain.axes.pipeline.proof import step_work
 from ptrain.axes.pipeline.schedule import Action, Pair, Schedule, Step
 from ptrain.errors import BrokenSchedule
 from ptrain.timeline import Kind
@@ -66,10 +67,12 @@ class ActionCosts:
     communication: float = 0
 
     def covers(self, schedule: Schedule) -> bool:
-        actions = (part for order in schedule.orders for step in order for part in step.parts)
-        return all(action in self.seconds for action in actions)
+        parts = (step.parts for step in chain.from_iterable(schedule.orders))
+        return all(map(self.seconds.__contains__, chain.from_iterable(parts)))
 
     def of(self, step: Step) -> float:
+        if isinstance(step, Action):
+            return self.seconds[step]
         return sum(self.seconds[part] for part in step.parts)
 
 
@@ -95,8 +98,7 @@ def equal_stages(schedule: Schedule, cost: StageCost | None = None) -> Costs:
     return Costs(stages=(cost or StageCost(),) * schedule.stages)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """A step, and from when to when it runs."""
 
     step: Step
@@ -149,8 +151,9 @@ class _Simulation:
 
     def __init__(self, schedule: Schedule, costs: Durations) -> None:
         self.schedule = schedule
-        self.costs = costs
-        self.work = StepWork(schedule)
+        self.costs, self.communication = costs, costs.communication
+        self.rank_of = schedule.rank_of
+        self.work = step_work(schedule)
         self.spans: list[list[Span]] = [[] for _ in schedule.orders]
         self.ended: dict[Action, float] = {}
         self.waiting: defaultdict[Action, list[int]] = defaultdict(list)
@@ -168,22 +171,23 @@ class _Simulation:
         """A rank's steps until one lacks something; returns the ranks that waited for what came
         out."""
         woken: list[int] = []
-        spans = self.spans[rank]
-        while step := self._next(rank):
-            needs = self.work.needs(step)
-            lacking = self._lacking(needs)
-            if lacking:
-                self.waiting[lacking].append(rank)
-                break
-            arrivals = [self._arrival(need, rank) for need in needs]
-            start = max(arrivals, default=0)
-            if spans:
-                start = max(start, spans[-1].end)
-            end = start + self.costs.of(step)
-            spans.append(Span(step=step, start=start, end=end))
+        spans, order = self.spans[rank], self.schedule.orders[rank]
+        needs_of, seconds_of, waiting = self.work.needs, self.costs.of, self.waiting
+        while len(spans) < len(order):
+            step = order[len(spans)]
+            start = spans[-1].end if spans else 0
+            for need in needs_of(step):
+                arrival = self._arrival(need, rank)
+                if arrival is None:
+                    waiting[need].append(rank)
+                    return woken
+                start = max(arrival, start)
+            end = start + seconds_of(step)
+            spans.append(Span(step, start, end))
             for part in step.parts:
                 self.ended[part] = end
-                woken += self.waiting.pop(part, ())
+                if part in waiting:
+                    woken += waiting.pop(part)
         return woken
 
     def _next(self, rank: int) -> Step | None:
@@ -193,9 +197,12 @@ class _Simulation:
     def _lacking(self, needs: tuple[Action, ...]) -> Action | None:
         return next((need for need in needs if need not in self.ended), None)
 
-    def _arrival(self, need: Action, rank: int) -> float:
-        is_here = self.schedule.rank_of[need.stage] == rank
-        return self.ended[need] + (0 if is_here else self.costs.communication)
+    def _arrival(self, need: Action, rank: int) -> float | None:
+        """When it is there; None where it has not begun."""
+        end = self.ended.get(need)
+        if end is None or self.rank_of[need.stage] == rank:
+            return end
+        return end + self.communication
 
     def _deadlock(self, rank: int) -> BrokenSchedule:
         """Follows who waits for whom from one rank until it closes."""

@@ -1,0 +1,30 @@
+"""Jobs of which nobody knows the time of a step: what they are ranked by, and that it is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.report.selection import selection_text
+from ptrain.report.selection_record import as_record
+from ptrain.selection.choose import Chooser
+from ptrain.selection.job import searched_job
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["loss=fused"], "torch's fused loss is one operator"),
+        (["cluster.rates=null"], "has no rates"),
+    ],
+)
+def test_a_job_without_a_time_is_ranked_by_what_is_known_and_says_why(words, why):
+    where = ["pp=1", "tp=1", "micro=1", "dp_shard=8", "unit=block"]
+    job = searched_job("llama3-8b", ["batch.global=64", *words], cluster="h100-8", where=where)
+    ranking = Chooser(job, count=5).choose()
+    assert ranking.ranking and all(row.seconds is None for row in ranking.ranking)
+    assert why in ranking.unknown and f"time is unknown: {ranking.unknown}" in selection_text(
+        ranking
+    )
+    keys = [(row.closed.seconds, row.closed.peak) for row in ranking.ranking]
+    assert keys == sorted(keys)
+    assert all(row["time_unknown"] for row in as_record(ranking)["ranking"])
