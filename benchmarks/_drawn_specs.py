@@ -23,6 +23,7 @@ LabelsOf = Callable[[Written], Iterator[str]]
 
 SEED, NUMBER = 30, 300
 FEWEST = 3  # specs that have a choice
+_MORE = 4  # times as many that are drawn on for what is rare
 OFTEN = 0.22  # the share of specs in which a dial is not at its default
 
 REPLICATED, SPREAD, SHARDED, MADE = "R,R,R", "R,S,R", "S*,S,S", "M,S,S"
@@ -103,13 +104,38 @@ STEPS_OF_PLANS = ("LocalGradients", "Replicate", "FullyShard", "FlatUnits", "Pip
 
 
 def drawn(seed: int = SEED, number: int = NUMBER) -> list[dict[str, Any]]:
-    """Return `number` legal specs as a user would write them, kinds in turns."""
+    """Return `number` legal specs as a user would write them, kinds in turns. What too few of them
+    have is drawn on for: a spec that has it takes the place of one of its kind."""
     draw = random.Random(seed)
     kinds = list(KINDS)
     specs = [next(_legal(draw, kinds[index % len(kinds)])) for index in range(number)]
-    missing = [*rare(specs, choices(), labels), *rare(specs, consequences(), consequences_of)]
-    assert not missing, f"in fewer than {FEWEST} of {number} drawn specs: {', '.join(missing)}"
-    return specs
+    known = [_all_labels(spec) for spec in specs]
+    for index in range(_MORE * number):
+        missing = _too_rare(known)
+        if not missing:
+            return specs
+        spec = next(_legal(draw, kinds[index % len(kinds)]))
+        if missing & (has := _all_labels(spec)):
+            place = _needless(known, range(index % len(kinds), number, len(kinds)))
+            specs[place], known[place] = spec, has
+    raise AssertionError(
+        f"in fewer than {FEWEST} of {number} drawn specs: {', '.join(sorted(_too_rare(known)))}"
+    )
+
+
+def _all_labels(spec: Written) -> set[str]:
+    return {*labels(spec), *consequences_of(spec)}
+
+
+def _too_rare(known: Sequence[set[str]]) -> set[str]:
+    counts = Counter(label for has in known for label in has)
+    return {label for label in (*choices(), *consequences()) if counts[label] < FEWEST}
+
+
+def _needless(known: Sequence[set[str]], places: Sequence[int]) -> int:
+    """The place of the spec whose rarest label most others have."""
+    counts = Counter(label for has in known for label in has)
+    return max(places, key=lambda place: min(counts[label] for label in known[place]))
 
 
 def rare(specs: Sequence[Written], wanted: Iterable[str], labels_of: LabelsOf) -> list[str]:

@@ -7,8 +7,9 @@ An H100's seconds stand as they were measured. Another GPU's are a derivation: e
 longer than its roofline (published peaks of arithmetic and memory) by as much as it does on the
 H100; what a dispatch alone takes, it takes there too. Norms are the mean of a layer norm and an
 RMS norm; a cast from bf16 is the copy of fp32; updates in bf16 and by SGD are AdamW's of as many
-bytes. Links: 370 of the 450 GB/s of NVLink 4 reach a collective, and all of a network card's; the
-latencies are those by which NCCL chooses its algorithms (src/graph/tuning.cc: LL128 in a ring).
+bytes. Links: what NCCL's maintainers expect of a collective (or its src/graph/topo.h reckons with),
+over the line rate that specs/clusters has; the latencies are those by which NCCL chooses its
+algorithms (src/graph/tuning.cc: LL128 in a ring).
 
 Claim: of each shape of a product the others give its seconds to within 15 % in the median
 (`--leave-out` lists them).
@@ -40,7 +41,7 @@ PAGE = ROOT / "benchmarks" / "results" / "gpu_rates_hbm3_2026-11-24.md"
 FOLDER = ROOT / "specs" / "rates"
 MIB = 2**20
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
-LINKS = [["within", 14.0e-6, 1.9e-6, 0.82], ["between", 14.0e-6, 4.0e-6, 1.0]]
+LATENCIES = {"within": (14.0e-6, 1.9e-6), "between": (14.0e-6, 4.0e-6)}
 TABLES = ("products", "attention", "operators", "updates", "copies")
 DISPATCH = 1.5  # what takes less than so many dispatches is not bound by the device
 BOUND = 0.15
@@ -59,16 +60,47 @@ UPDATED = {("adamw", "fp32"): 28, ("adamw", "bf16"): 14, ("sgd", "fp32"): 20, ("
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """GB/s of a link's line, and those of them that reach a collective, by NCCL's maintainers."""
+
+    name: str
+    effective: float
+    line: float
+    source: str
+
+    @property
+    def share(self) -> float:
+        return round(self.effective / self.line, 2)
+
+    def __str__(self) -> str:
+        return f"{self.effective:g} of {self.line:g} GB/s of {self.name} ({self.source})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """Published peaks: operations per second by dtype, bytes per second of its memory and of the
-    bus to its host."""
+    bus to its host; and its links within a node and between nodes."""
 
     title: str
     source: str
     flops: dict[str, float]
     memory: float
     host: float
+    within: Link
+    between: Link
 
+
+NVLINK3 = Link(name="NVLink 3", effective=230, line=300, source="NVIDIA/nccl-tests#149")
+NVLINK4 = Link(name="NVLink 4", effective=370, line=450, source="NVIDIA/nccl-tests#212")
+NVLINK5 = Link(
+    name="NVLink 5",
+    effective=40.1,
+    line=50,
+    source="a link, NCCL src/graph/topo.h: SM100_NVLINK_BW",
+)
+HDR = Link(name="InfiniBand HDR", effective=24, line=25, source="NVIDIA/nccl-tests#119")
+# 46 to 48 GB/s a card.
+NDR = Link(name="InfiniBand NDR", effective=47, line=50, source="NVIDIA/nccl-tests#290")
 
 H100 = Gpu(
     title="One H100 SXM, measured.",
@@ -76,6 +108,8 @@ H100 = Gpu(
     flops={"bf16": 989e12, "fp32": 67e12},
     memory=3.35e12,
     host=64e9,
+    within=NVLINK4,
+    between=NDR,
 )
 OTHERS = {
     "h200": Gpu(
@@ -84,6 +118,8 @@ OTHERS = {
         flops=H100.flops,
         memory=4.8e12,
         host=64e9,
+        within=NVLINK4,
+        between=NDR,
     ),
     "a100": Gpu(
         title="One A100 SXM of 80 GB, derived from the H100.",
@@ -91,6 +127,8 @@ OTHERS = {
         flops={"bf16": 312e12, "fp32": 19.5e12},
         memory=2.039e12,
         host=32e9,
+        within=NVLINK3,
+        between=HDR,
     ),
     "b200": Gpu(
         title="One B200, derived from the H100.",
@@ -98,6 +136,8 @@ OTHERS = {
         flops={"bf16": 2250e12, "fp32": 75e12},
         memory=8.0e12,
         host=64e9,
+        within=NVLINK5,
+        between=NDR,
     ),
 }
 
@@ -215,9 +255,12 @@ def text(name: str, page: str) -> str:
             f"derived: published peaks ({gpu.source}, {peaks}) x the H100's efficiency in {source}"
         )
         head, measured = {"source": said}, derived(measured, gpu)
-    links = "links: NCCL src/graph/tuning.cc, and 370 of NVLink 4's 450 GB/s"
-    head["source"] += f"; {links}"
-    return f"# {gpu.title}\n" + to_yaml({**head, **measured, "links": LINKS})
+    head["source"] += f"; links: NCCL src/graph/tuning.cc, {gpu.within}, {gpu.between}"
+    links = [
+        [tier, *LATENCIES[tier], link.share]
+        for tier, link in (("within", gpu.within), ("between", gpu.between))
+    ]
+    return f"# {gpu.title}\n" + to_yaml({**head, **measured, "links": links})
 
 
 def _head(page: str) -> dict[str, str]:

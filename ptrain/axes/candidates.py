@@ -6,13 +6,77 @@ knows none of them. A new axis brings a space of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Batch
+from ptrain.spec.placement import Placement
 from ptrain.spec.spec import Spec
+
+# Tuples of some axes and fields of a spec with their values.
+Way = tuple[tuple[Placement, ...], tuple[tuple[str, Any], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What of a candidate a spec writes, and so no room chooses: degrees and tuples by axis, values
+    by the path of their field (`unit`, `sync.gradients`), and how blocks may keep activations."""
+
+    degrees: tuple[tuple[Axis, int], ...] = ()
+    tuples: tuple[tuple[Axis, Placement], ...] = ()
+    values: tuple[tuple[str, Any], ...] = ()
+    kept: tuple[Kept, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return tuples and fields that are written, as a spec says them."""
+        placed = (f"placement.{axis}={placement}" for axis, placement in self.tuples)
+        return (*placed, *(f"{path}={_text(value)}" for path, value in self.values))
+
+    def degree(self, axis: Axis) -> int | None:
+        """Return the degree that is written."""
+        return dict(self.degrees).get(axis)
+
+    def value(self, path: str, offered: Any) -> Any:
+        """Return a field's value: what is written of it, and what is offered of all else."""
+        values: Mapping[str, Any] = dict(self.values)
+        inner = {p.partition(".")[2]: v for p, v in values.items() if p.startswith(f"{path}.")}
+        return values.get(path, replace(offered, **inner) if inner else offered)
+
+    def says(self, path: str) -> bool:
+        """Return whether a field, or something of it, is written."""
+        return any(written.startswith(path) for written, _ in self.values)
+
+    def held(
+        self, axes: tuple[Axis, ...], ways: Iterable[Way], also: Iterable[str] = ()
+    ) -> tuple[Way, ...]:
+        """Return the ways on these axes that say what is written, or, where none of them does, all
+        with it in the place of what they say. `also` are fields that no way says."""
+        ways = tuple(ways)
+        more = tuple((path, value) for path, value in self.values if path in also)
+        held = tuple(self._held(axes, way) for way in ways)
+        agreeing = tuple(way for way, other in zip(ways, held, strict=True) if way == other)
+        return tuple(
+            (placements, (*changes, *more))
+            for placements, changes in dict.fromkeys(agreeing or held)
+        )
+
+    def _held(self, axes: tuple[Axis, ...], way: Way) -> Way:
+        tuples, (placements, changes) = dict(self.tuples), way
+        return (
+            tuple(tuples.get(axis, p) for axis, p in zip(axes, placements, strict=True)),
+            tuple((name, self.value(name, offered)) for name, offered in changes),
+        )
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+NOTHING = Written()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +94,13 @@ class AxisChoice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisSpace:
     """A room's part of a search: `sizes` yields how many of so many devices its axes may take
-    together, `choices` what they may do with so many ranks of a job like the spec."""
+    together, `choices` what they may do with so many ranks of a job like the spec, but for what is
+    written. `tuples` are those that it tries by itself on each of its axes."""
 
     axes: tuple[Axis, ...]
-    sizes: Callable[[Spec, int], Iterable[int]]
-    choices: Callable[[Spec, int], Iterable[AxisChoice]]
+    sizes: Callable[[Spec, int, Written], Iterable[int]]
+    choices: Callable[[Spec, int, Written], Iterable[AxisChoice]]
+    tuples: Mapping[Axis, tuple[Placement, ...]]
 
 
 _ORDER = {axis: place for place, axis in enumerate(Axis)}

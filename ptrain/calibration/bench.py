@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ptrain.calibration.between import compute
 from ptrain.rooms.world import World
 
 Work = Callable[[], object]
+Point = TypeVar("Point")
 
-_ROUNDS, _FEWEST = 5, 3
+_ROUNDS, FEWEST = 5, 3
 _SECONDS = 0.004  # of a round
 # Of ranks that share cores a round must see many time slices of the scheduler, not a part of one.
 _SHARED_SECONDS = 0.04
 _LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
 _MOST_CALLS = 2000
+_MEETING_SECONDS, _FEWEST_MEETINGS, _MOST_MEETINGS = 0.25, 8, 40  # of all meetings of one kind
 
 
 class Bench:
     """The measurements of one rank; every rank makes the same ones in the same order. `spreads` are
-    those of each: the middle half of its rounds over their median."""
+    by table those of each: the middle half of its rounds over their median. `left_out`: how often
+    the rest of a table's points was, for want of time."""
 
     def __init__(self, world: World, *, is_shared: bool, deadline: float) -> None:
         self.world, self.deadline = world, deadline
+        self.table, self.limit, self.left_out = "", deadline, 0
         self.is_shared = is_shared
         self.round_seconds = _SHARED_SECONDS if is_shared else _SECONDS
-        self.spreads: list[float] = []
+        self.spreads: dict[str, list[float]] = {}
         self._began = time.monotonic()
 
     @property
@@ -39,13 +45,26 @@ class Bench:
 
     @property
     def is_late(self) -> bool:
-        """Whether the time for what can be left out is over: rank 0's clock decides. What cannot
-        is then measured as few times as can be."""
+        """Whether the table's time is over: rank 0's clock decides. What cannot be left out is then
+        measured as few times as can be."""
         return bool(self.agreed(self._is_over))
 
     @property
     def _is_over(self) -> bool:
-        return time.monotonic() - self._began > self.deadline
+        return time.monotonic() - self._began > self.limit
+
+    def begin(self, table: str, until: float) -> None:
+        """Begin a table, whose time is over when that share of all is."""
+        self.table, self.limit = table, until * self.deadline
+
+    def in_time(self, points: Iterable[Point], *, least: int = 2) -> Iterator[Point]:
+        """Yield points, the smallest of which come first, up to when the table's time is over; some
+        in any case."""
+        for number, point in enumerate(points):
+            if number >= least and self.is_late:
+                self.left_out += 1
+                return
+            yield point
 
     def seconds(self, work: Work, *, parts: int = 1) -> float:
         """Return the median seconds of one of the `parts` that `work` has, all of them alike."""
@@ -55,7 +74,7 @@ class Bench:
         calls = round(min(max(1, self.round_seconds / max(estimate, 1e-9)), _MOST_CALLS))
         is_long = calls * estimate * _ROUNDS > _LONG and calls == 1
         number = int(self.agreed(-calls if is_long or self._is_over else calls))
-        rounds = _FEWEST if number < 0 else _ROUNDS
+        rounds = FEWEST if number < 0 else _ROUNDS
         samples = [self._timed(work, abs(number)) for _ in range(rounds)]
         return self.noted(samples) / parts
 
@@ -67,13 +86,34 @@ class Bench:
             return self.seconds(work, parts=parts)
         estimate = self.agreed(self._timed(work, 1))
         window = max(self.round_seconds, 2 * self.agreed(self._timed(work, 1)), estimate)
-        return self.noted([self._within(work, window) for _ in range(_FEWEST)]) / parts
+        return self.noted([self._within(work, window) for _ in range(FEWEST)]) / parts
+
+    def meeting_seconds(self, work: Work, *, parts: int = 1) -> float:
+        """Return the mean seconds of one part of work in which ranks meet, after each of them has
+        computed by itself as between the collectives of a step. On processors a call is over at
+        once or, where a thread that sends finds no free core, a slice of the scheduler later: the
+        mean is what many of them take, and no median is."""
+        if self.device.type == "cuda":
+            return self.seconds(work, parts=parts)
+        between = partial(compute, self.device)
+        estimate = self.agreed(self._timed(work, FEWEST) + self._timed(between, FEWEST))
+        calls = round(_MEETING_SECONDS / estimate)
+        calls = min(max(calls, _FEWEST_MEETINGS), _MOST_MEETINGS)
+        self.together()
+        samples = []
+        for _ in range(calls):
+            between()
+            began = time.perf_counter()
+            work()
+            samples.append(time.perf_counter() - began)
+        return statistics.fmean(samples) / parts
 
     def noted(self, samples: list[float]) -> float:
         """Return the median of the rounds, and keep their spread."""
         median = statistics.median(samples)
         low, _, high = statistics.quantiles(samples, n=4)
-        self.spreads.append((high - low) / median if median else 0.0)
+        spread = (high - low) / median if median else 0.0
+        self.spreads.setdefault(self.table, []).append(spread)
         return median
 
     def together(self) -> None:

@@ -51,14 +51,15 @@ def _own(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
 
 
 def collectives(bench: Bench, sheet: RateSheet, points: Points, peers: list[Peers]) -> None:
-    for known in peers:
-        for size in points.sent:
+    for size in bench.in_time(points.sent):
+        for known in peers:
             whole = max(1, size // 4 // known.ranks) * known.ranks
             for collective, work in _works(known, whole, bench.device):
                 key = (collective, known.ranks, known.nodes, 4 * whole)
-                sheet.note("collectives", *key, seconds=bench.seconds(work))
+                sheet.note("collectives", *key, seconds=bench.meeting_seconds(work))
             if known is _neighbours(peers, known.nodes):
-                taken = bench.seconds(_messages(known, whole, bench.device), parts=2)
+                messages = _messages(known, whole, bench.device)
+                taken = bench.meeting_seconds(messages, parts=2)
                 sent = (Collective.SEND, 2, known.nodes, 4 * whole)
                 sheet.note("collectives", *sent, seconds=taken)
 

@@ -23,7 +23,7 @@ def copies(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Files are in the system's temporary folder, and as warm as the kernel keeps them."""
     tiers = Tiers(bench.device, Registry())
     for tier, (there, back) in _ROUTES.items():
-        for size in points.copied:
+        for size in bench.in_time(points.copied):
             here = torch.zeros(size // 4, device=bench.device)
             stored = tiers.move(here, tier, State.OPTIMIZER)
             for copy, target, source in ((there, stored, here), (back, here, stored)):

@@ -1,8 +1,8 @@
 """What wrappers do beside what they send: tiny modules, wrapped by the real parts, against the same
 ones without.
 
-Of the difference the collectives that ran, counted by the traffic meter, take what they took by
-themselves; the rest is the wrapper's, by how often it came.
+Of the difference a rank waits a part for others, as the stopwatch sees it; the rest is the
+wrapper's, by how often it came, which the traffic meter counts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -18,14 +18,15 @@ from torch import nn
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.wrapped import ParameterWrap, WrappedModel
 from ptrain.axes.tensor.run.apply import parallelize
-from ptrain.calibration.bench import Bench, RateSheet
+from ptrain.calibration.bench import FEWEST, Bench, RateSheet
+from ptrain.calibration.between import Between
 from ptrain.calibration.points import Points
 from ptrain.calibration.stage_passes import pipeline_pass
-from ptrain.costs import Collective, Phase, Traffic
+from ptrain.costs import Collective, Phase
+from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
-from ptrain.rates.interpolation import Curve
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
@@ -54,9 +55,9 @@ def hooks(bench: Bench, sheet: RateSheet, points: Points) -> None:
     for placement, (dials, gather, reduction) in _DATA.items():
         axis, _, modes = placement.partition(": ")
         spec = _spec(bench, axis, modes, dials)
-        wrapped, meter = _wrapped(spec, bench, points)
+        wrapped, mesh = _wrapped(spec, bench, points)
         plain = ParameterWrap(_stack(bench, points.units), _units(points))
-        _note_data(bench, sheet, points, (wrapped, plain), meter, (gather, reduction))
+        _note_data(bench, sheet, points, (wrapped, plain), mesh, (gather, reduction))
     _tensor_sum(bench, sheet, points)
 
 
@@ -78,16 +79,16 @@ def _stack(bench: Bench, units: int) -> nn.Sequential:
     """Units of so many parameters as a block has, as narrow as they can be."""
     torch.manual_seed(0)
     layers = (
-        nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))) for _ in range(units)
+        nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)), Between())
+        for _ in range(units)
     )
     return nn.Sequential(*layers).to(bench.device)
 
 
-def _wrapped(spec: Spec, bench: Bench, points: Points) -> tuple[WrappedModel, TrafficMeter]:
+def _wrapped(spec: Spec, bench: Bench, points: Points) -> tuple[WrappedModel, Mesh]:
     plan = lower(spec, _units(points))
     mesh = Mesh(plan.mesh, bench.world)
-    wrapped = apply(_stack(bench, points.units), plan, mesh, mesh.registry)
-    return wrapped, TrafficMeter(mesh.registry, mesh.axes_by_group())
+    return apply(_stack(bench, points.units), plan, mesh, mesh.registry), mesh
 
 
 Halves = dict[Phase, float]
@@ -98,21 +99,16 @@ def _note_data(
     sheet: RateSheet,
     points: Points,
     models: tuple[WrappedModel, WrappedModel],
-    meter: TrafficMeter,
+    mesh: Mesh,
     pair: tuple[Hook | None, Hook],
 ) -> None:
     """A gather costs what forward takes more, where one is; a reduction what backward does, without
     the gathers in it."""
-    wrapped = models[0]
     _warm_up(bench, models)
-    with meter:
-        _halves(bench, wrapped, tell=lambda phase: meter.phase(phase, 0))
-    excess = _excess(bench, points.rounds, models)
+    meter = _metered(bench, models[0], mesh)
+    excess = _excess(bench, points.rounds, models, mesh)
     gather, reduction = pair
     of_gather = 0.0
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        rows = [row for row in meter.rows() if row.key.phase is phase]
-        excess[phase] -= sum(_sent_seconds(sheet, row, bench) for row in rows)
     if gather is not None:
         of_gather = max(0.0, excess[Phase.FORWARD]) / _calls(meter, Phase.FORWARD, _GATHERS)
         sheet.note("hooks", gather, seconds=of_gather)
@@ -137,25 +133,24 @@ def _calls(
     return max(least, sum(row.calls for row in rows if row.key.collective in collectives))
 
 
-def _sent_seconds(sheet: RateSheet, row: Traffic, bench: Bench) -> float:
-    """What its collectives take by themselves; nothing of what moves beside the host on a GPU, nor
-    of the bench's own barrier."""
-    is_other = row.key.collective.is_copy or row.key.collective is Collective.BARRIER
-    if is_other or bench.device.type == "cuda":
-        return 0.0
-    points = {
-        key[-1]: taken
-        for key, taken in sheet.tables["collectives"].items()
-        if key[:2] == (str(row.key.collective), bench.world.size)
-    }
-    return row.calls * Curve(points).at(row.payload_bytes // row.calls)
+def _metered(bench: Bench, model: WrappedModel, mesh: Mesh) -> TrafficMeter:
+    meter = TrafficMeter(mesh.registry, mesh.axes_by_group())
+    with meter:
+        _halves(bench, model, tell=lambda phase: meter.phase(phase, 0))
+    return meter
 
 
-def _excess(bench: Bench, rounds: int, models: tuple[WrappedModel, WrappedModel]) -> Halves:
-    """The median of what each half takes more of the first than of the second, which take turns."""
+def _excess(
+    bench: Bench, rounds: int, models: tuple[WrappedModel, WrappedModel], mesh: Mesh
+) -> Halves:
+    """The median of what each half takes more of the first than of the second, which take turns;
+    without the time in which the first one waits. The stopwatch slows both."""
     differences: dict[Phase, list[float]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
-    for _ in range(rounds):
-        first, second = (_halves(bench, model) for model in models)
+    groups, rank = mesh.axes_by_group(), bench.world.rank
+    for _ in bench.in_time(range(rounds), least=FEWEST):
+        first, second = (
+            _halves(bench, model, stopwatch=Stopwatch(groups, rank=rank)) for model in models
+        )
         for phase, more in differences.items():
             more.append(first[phase] - second[phase])
     return {phase: statistics.median(more) for phase, more in differences.items()}
@@ -166,21 +161,28 @@ def _halves(
     wrapped: WrappedModel,
     *,
     tell: Callable[[Phase], object] = lambda _: None,
-    inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    stopwatch: Stopwatch | None = None,
 ) -> Halves:
-    """Seconds of the host in one forward and one backward pass."""
+    """Seconds of the host in one forward and one backward pass, without those that the stopwatch
+    counts."""
     x = torch.ones(_ROWS, _WIDTH, device=bench.device)
+
+    def now() -> float:
+        waited = stopwatch.rows() if stopwatch else ()
+        return time.perf_counter() - sum(row.seconds for row in waited)
+
     bench.together()
-    began = time.perf_counter()
-    with inside(), wrapped.micro_batch(is_last=True):
-        tell(Phase.FORWARD)
-        output = wrapped.module(x)
-        between = time.perf_counter()
-        tell(Phase.BACKWARD)
-        output.sum().backward()
-    with torch.no_grad():
-        wrapped.reduce_gradients()
-    ended = time.perf_counter()
+    with stopwatch or nullcontext():
+        began = now()
+        with wrapped.micro_batch(is_last=True):
+            tell(Phase.FORWARD)
+            output = wrapped.module(x)
+            between = now()
+            tell(Phase.BACKWARD)
+            output.sum().backward()
+        with torch.no_grad():
+            wrapped.reduce_gradients()
+        ended = now()
     tell(Phase.UPDATE)
     with torch.no_grad():
         wrapped.finish_update()
@@ -197,10 +199,11 @@ class _SubBlock(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self.gate = nn.Linear(_WIDTH, width, bias=False)
         self.up = nn.Linear(_WIDTH, width, bias=False)
         self.down = nn.Linear(width, _WIDTH, bias=False)
+        self.between = Between()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-        return hidden
+        return self.between(hidden)
 
 
 def _tensor_sum(bench: Bench, sheet: RateSheet, points: Points) -> None:
@@ -223,11 +226,7 @@ def _tensor_sum(bench: Bench, sheet: RateSheet, points: Points) -> None:
     parallelize(cut, plan.tensor, mesh.submesh((Axis.TP,)), mesh.registry)
     models = ParameterWrap(cut, ((ROOT,),)), ParameterWrap(plain, ((ROOT,),))
     _warm_up(bench, models)
-    meter = TrafficMeter(mesh.registry, mesh.axes_by_group())
-    with meter:
-        _halves(bench, models[0], tell=lambda phase: meter.phase(phase, 0))
-    excess = sum(_excess(bench, points.rounds, models).values())
-    rows = meter.rows()
-    excess -= sum(_sent_seconds(sheet, row, bench) for row in rows)
+    rows = _metered(bench, models[0], mesh).rows()
+    excess = sum(_excess(bench, points.rounds, models, mesh).values())
     calls = sum(row.calls for row in rows if row.key.collective in _REDUCTIONS)
     sheet.note("hooks", Hook.TENSOR_SUM, seconds=excess / max(1, calls))

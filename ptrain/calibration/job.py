@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ptrain.train.launch import launch
 
 _BUSY = 0.15  # of the cores, by others
 _PROCESSORS = (1, 2, 4)
+_ENDING = 2.0  # seconds in which ranks write, leave and are seen to have left
 
 
 def calibrate(options: CalibrationOptions) -> int:
@@ -31,11 +33,14 @@ def calibrate(options: CalibrationOptions) -> int:
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # stays, with its logs, when a rank fails
     parts: list[MeasuredPart] = []
     numbers = options.ranks or _numbers(options)
-    for number, seconds in zip(numbers, _shares(numbers, options.seconds), strict=True):
+    until = time.time() + options.seconds
+    for place, number in enumerate(numbers):
         part = folder / str(number) / "part.json"
         (part.parent / "logs").mkdir(mode=0o700, parents=True)
         code = launch(
-            to_argv(replace(options, part=part, seconds=seconds, cluster=None)),
+            to_argv(
+                replace(options, part=part, until=_until(numbers[place:], until), cluster=None)
+            ),
             num_ranks=number,
             folder=RunFolder(part.parent),
             module="ptrain.calibration",
@@ -54,10 +59,12 @@ def _numbers(options: CalibrationOptions) -> tuple[int, ...]:
     return (number,) if number else _PROCESSORS
 
 
-def _shares(numbers: tuple[int, ...], seconds: float) -> list[float]:
-    """Ranks that share cores need longer for the same."""
+def _until(numbers: tuple[int, ...], end: float) -> float:
+    """When the first of the numbers of ranks that are left is to be done: those that share cores
+    need longer for the same, and every one needs time to start and to end."""
     weights = [max(1.0, number / environment.cores()) for number in numbers]
-    return [seconds * weight / sum(weights) for weight in weights]
+    now = time.time()
+    return now + (end - now) * weights[0] / sum(weights) - _ENDING
 
 
 def _require_quiet() -> None:

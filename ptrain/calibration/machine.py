@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ _STAT = Path("/proc/stat")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
     """What `ranks` ranks of a node measured at once, on so many nodes: rows of each table, without
-    a figure for others. `spread` is the median of all measurements'."""
+    a figure for others. `spread` is the median of all measurements', `spreads` those of each table;
+    `left_out`: how often the largest points of a table were, for want of time."""
 
     ranks: int
     nodes: int
@@ -31,6 +32,8 @@ class MeasuredPart:
     device_memory: int | None = None
     sm: int | None = None
     name: str = ""
+    spreads: dict[str, float] = field(default_factory=dict)
+    left_out: int = 0
 
 
 def write_part(path: Path, part: MeasuredPart) -> None:

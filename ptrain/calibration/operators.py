@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -15,39 +18,32 @@ from ptrain.spec.rates import OperatorKind
 
 Factors = tuple[torch.Tensor, torch.Tensor]
 
-# A product's factors come from so many places, or as many as there are in so many numbers.
+# What operators read comes from so many places, or as many as there are in so many numbers.
 _PLACES, _COLD_ELEMENTS = 16, 4 * 2**20
+_COLD_BYTES = 4 * _COLD_ELEMENTS
+_FEWEST_PRODUCTS = 8  # of all dtypes: a roofline has two of each at least
 _ROW = 256  # elements of a row that is normed, or looked up by its number
 
 
 def products(bench: Bench, sheet: RateSheet, points: Points) -> None:
-    """Each shape by all three layouts of a step: forward, and the gradients of input and weight.
-    The largest are left out when the time is over."""
+    """Each shape by all three layouts of a step: forward, and the gradients of input and weight."""
     shapes = points.products()
     most = max(_COLD_ELEMENTS, *(factors_of(shape) for _, shape in shapes))
     numbers = {
         dtype: torch.randn(most, dtype=TORCH_DTYPES[dtype], device=bench.device)
         for dtype in points.sides
     }
-    for dtype, shape in shapes:
-        if bench.is_late:
-            return
+    for dtype, shape in bench.in_time(shapes, least=_FEWEST_PRODUCTS):
         taken = bench.busy_seconds(_product(shape, numbers[dtype]), parts=3)
         sheet.note("products", dtype, *shape, seconds=taken)
 
 
 def _product(shape: ProductShape, numbers: torch.Tensor) -> Work:
-    """Each call takes its factors from another place of `numbers`: in a step they are not in the
-    nearest cache, which the same ones would be from the second call on."""
+    """Each call takes its factors from another place of `numbers`."""
     size = factors_of(shape)
     places = range(0, numbers.numel() - size + 1, size)[:_PLACES]
-    turns = cycle([_layouts(shape, numbers[place : place + size]) for place in places])
-
-    def work() -> None:
-        for first, second in next(turns):
-            torch.matmul(first, second)
-
-    return work
+    layouts = [_layouts(shape, numbers[place : place + size]) for place in places]
+    return _in_turns([tuple(partial(torch.matmul, *pair) for pair in pairs) for pairs in layouts])
 
 
 def _layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors, ...]:
@@ -64,7 +60,7 @@ def _layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors, ...]:
 
 def attention(bench: Bench, sheet: RateSheet, points: Points) -> None:
     for dtype in points.sides:
-        for shape in points.attention:
+        for shape in bench.in_time(points.attention):
             _attention(bench, sheet, shape, dtype)
 
 
@@ -90,21 +86,33 @@ def _attention(bench: Bench, sheet: RateSheet, shape: AttentionShape, dtype: DTy
         (OperatorKind.ATTENTION_BACKWARD, backward),
     ):
         measured = (kind, dtype, samples, heads, tokens, tokens, features)
-        sheet.note("attention", *measured, seconds=bench.busy_seconds(work))
+        sheet.note("attention", *measured, seconds=bench.busy_seconds(_in_turns([(work,)])))
 
 
 def memory_bound(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Each kind by the bytes that it reads and writes."""
     for dtype in points.sides:
-        for size in points.sizes_of(dtype):
-            for kind, times, works in _works(size, TORCH_DTYPES[dtype], bench.device):
-
-                def work(works: tuple[Work, ...] = works) -> None:
-                    for operator in works:
-                        operator()
-
+        for size in bench.in_time(points.sizes_of(dtype)):
+            num_places = min(_PLACES, max(1, _COLD_BYTES // size))
+            places = [_works(size, TORCH_DTYPES[dtype], bench.device) for _ in range(num_places)]
+            for alike in zip(*places, strict=True):
+                kind, times, works = alike[0]
+                work = _in_turns([works for *_, works in alike])
                 taken = bench.busy_seconds(work, parts=len(works))
                 sheet.note("operators", kind, dtype, times * size, seconds=taken)
+
+
+def _in_turns(places: Sequence[tuple[Work, ...]]) -> Work:
+    """The operators of one place after the other, whose results stay for some turns: in a step
+    neither what is read nor where it is written is in the nearest cache, and both would be if the
+    same call came again."""
+    turns = cycle(places)
+    kept: deque[object] = deque(maxlen=_PLACES)
+
+    def work() -> None:
+        kept.append([operator() for operator in next(turns)])
+
+    return work
 
 
 Moved = tuple[OperatorKind, int, tuple[Work, ...]]

@@ -18,7 +18,8 @@ MOST_RANKS = 1024
 class CalibrationOptions:
     """`ranks`: how many compute at once, in turn; none: 1, 2 and 4 on processors, on GPUs one for
     each. `cluster`: whose fields the file has beside the rates; none: this machine's. `part`: where
-    a rank of ours leaves what it measured, for the command that started it."""
+    a rank of ours leaves what it measured, for the command that started it, and `until` when it is
+    to end (seconds of the system's clock)."""
 
     cluster: str | None = None
     ranks: tuple[int, ...] = ()
@@ -29,6 +30,7 @@ class CalibrationOptions:
     force: bool = False
     json: bool = False
     part: Path | None = None
+    until: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,13 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         default=SECONDS,
-        help=f"in which it is to end ({SECONDS:g}): the largest products are left out",
+        help=f"in which all of it is to end ({SECONDS:g}): of each table the largest points are "
+        "left out",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--brief", action="store_true", help="few points: to see that it works")
     parser.add_argument("--force", action="store_true", help="on a busy machine, and over any file")
     parser.add_argument("--json", action="store_true", help="print the rates as JSON, only that")
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
 
 
 def from_arguments(arguments: argparse.Namespace) -> CalibrationOptions:
@@ -81,7 +85,10 @@ def to_argv(options: CalibrationOptions) -> list[str]:
     words += ["--device", options.device]
     for name in ("brief", "force", "json"):
         words += [f"--{name}"] * getattr(options, name)
-    return words + (["--part", str(options.part)] if options.part else [])
+    for name in ("part", "until"):
+        value = getattr(options, name)
+        words += [] if value is None else [f"--{name}", str(value)]
+    return words
 
 
 def _ranks(text: str) -> tuple[int, ...]:

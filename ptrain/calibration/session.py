@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from typing import Any
 
 import torch
@@ -12,14 +13,37 @@ from ptrain.calibration.bench import Bench, RateSheet
 from ptrain.calibration.collectives import collectives, peers_of
 from ptrain.calibration.copies import copies
 from ptrain.calibration.hooks import hooks
+from ptrain.calibration.host import host
 from ptrain.calibration.machine import MeasuredPart, write_part
 from ptrain.calibration.operators import attention, memory_bound, products
 from ptrain.calibration.options import CalibrationOptions
-from ptrain.calibration.points import BRIEF, GPUS, PROCESSORS, Points
+from ptrain.calibration.points import BRIEF, GPUS, PROCESSORS
 from ptrain.calibration.updates import updates
 from ptrain.calibration.write import base_of, conclude, require_writable
 from ptrain.rooms.world import World
 from ptrain.train import environment
+
+# By table what share of the time is over when it is to end: who is done before leaves the rest to
+# those that follow.
+_UNTIL = {
+    "collectives": 0.3,
+    "hooks": 0.38,
+    "host": 0.43,
+    "updates": 0.48,
+    "copies": 0.5,
+    "operators": 0.7,
+    "attention": 0.78,
+    "products": 1.0,
+}
+_TABLES = {
+    "hooks": hooks,
+    "host": host,
+    "updates": updates,
+    "copies": copies,
+    "operators": memory_bound,
+    "attention": attention,
+    "products": products,
+}
 
 
 def run(options: CalibrationOptions) -> int:
@@ -45,12 +69,14 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
     is_cuda = world.device.type == "cuda"
     points = BRIEF if options.brief else (GPUS if is_cuda else PROCESSORS)
     is_shared = not is_cuda and local > environment.cores()
-    bench, sheet = Bench(world, is_shared=is_shared, deadline=options.seconds), RateSheet()
-    if world.size > 1:
-        peers = list(peers_of(world.size, local, world.rank))
-        collectives(bench, sheet, points, peers)
-    hooks(bench, sheet, points)
-    _computed(bench, sheet, points)
+    deadline = options.seconds if options.until is None else options.until - time.time()
+    bench, sheet = Bench(world, is_shared=is_shared, deadline=max(0.0, deadline)), RateSheet()
+    for name, until in _UNTIL.items():
+        bench.begin(name, until)
+        if name == "collectives" and world.size > 1:
+            collectives(bench, sheet, points, list(peers_of(world.size, local, world.rank)))
+        elif name in _TABLES:
+            _TABLES[name](bench, sheet, points)
     sheets = _gathered(sheet, world)
     spreads = _gathered(bench.spreads, world)
     if not world.is_first:
@@ -59,20 +85,17 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
         ranks=local,
         nodes=world.size // local,
         kind=world.device.type,
-        spread=statistics.median(spread for rank in spreads for spread in rank),
+        spread=statistics.median(s for rank in spreads for table in rank.values() for s in table),
+        spreads={
+            table: statistics.median(spread for rank in spreads for spread in rank[table])
+            for table in spreads[0]
+        },
+        left_out=bench.left_out,
         tables=_mean([rank.tables for rank in sheets]),
         device_memory=_memory(world.device),
         sm=_capability(world.device),
         name=torch.cuda.get_device_name(world.device) if is_cuda else "",
     )
-
-
-def _computed(bench: Bench, sheet: RateSheet, points: Points) -> None:
-    updates(bench, sheet, points)
-    copies(bench, sheet, points)
-    memory_bound(bench, sheet, points)
-    attention(bench, sheet, points)
-    products(bench, sheet, points)
 
 
 def _gathered(value: Any, world: World) -> list[Any]:

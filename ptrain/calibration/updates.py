@@ -24,13 +24,14 @@ from ptrain.spec.rates import CLIP
 from ptrain.steps.step import Clip, CreateMesh
 
 _RULES = ("adamw", "sgd")
+_FEWEST = 4  # points, of which some have several tensors
 _VALUE = 0.01  # of parameters and gradients: nothing depends on it
 
 
 def updates(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Of layouts that keep every state in one dtype: what others cast beside it are copies."""
     for layout in _plain(points):
-        for elements, tensors in points.updates:
+        for elements, tensors in bench.in_time(points.updates, least=_FEWEST):
             for name, work in _works(layout, elements, tensors, bench.device):
                 key = (name, layout.updated, elements, tensors)
                 sheet.note("updates", *key, seconds=bench.busy_seconds(work))

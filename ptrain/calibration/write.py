@@ -28,7 +28,7 @@ from ptrain.train.folder import write_text
 
 SOURCE = "ptrain calibrate"
 MOST_SPREAD = 0.25
-_DIGITS = 4
+_DIGITS, _WORST = 4, 2
 
 
 def require_writable(options: CalibrationOptions) -> None:
@@ -53,6 +53,17 @@ def _source(path: Path) -> str:
         return ""
 
 
+def _dated(path: Path) -> str:
+    """Return what a file that is there was measured on, in words; nothing where none is."""
+    if not path.exists():
+        return ""
+    try:
+        date = read(path).at(("rates", "date"))
+    except SpecError:
+        date = None
+    return f"the one of {date} in" if date else "what was in"
+
+
 def base_of(options: CalibrationOptions) -> Cluster | None:
     """Return the cluster whose fields are kept; None where none is named. Raises SpecError with all
     that is wrong with its file."""
@@ -75,6 +86,7 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     counted = [part for part in parts if part.ranks <= environment.cores()] or parts
     widest = max(part.spread for part in counted)
     is_written = widest <= MOST_SPREAD or options.force
+    replaced = f"replaced {dated}" if (dated := _dated(options.out)) else "wrote"
     if is_written:
         write(cluster, options.out)
     if options.json:
@@ -88,7 +100,7 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
         )
         raise refused("calibrate", finding, "wait until it is quiet, or --force")
     if not options.json:
-        print(f"wrote {options.out}: cluster.preset={options.out} in a spec")
+        print(f"{replaced} {options.out}: cluster.preset={options.out} in a spec")
     return 0
 
 
@@ -187,12 +199,19 @@ def _bandwidth(part: MeasuredPart, *, is_within: bool) -> float:
     return float(round(size / taken))
 
 
+def _spread(part: MeasuredPart) -> str:
+    """Of all measurements, and of the tables whose measurements lie farthest apart."""
+    worst = sorted(part.spreads.items(), key=lambda table: -table[1])[:_WORST]
+    said = ", ".join(f"{table} {spread:.1%}" for table, spread in worst)
+    return f"spread {part.spread:.1%}{f', most {said}' if said else ''}"
+
+
 def _table(parts: Sequence[MeasuredPart], rates: Rates) -> Iterable[str]:
     """The rows of all tables, seconds by ranks at once."""
     yield f"{rates.machine}, torch {rates.torch}, {rates.date}"
-    yield "ranks at once: " + ", ".join(
-        f"{part.ranks} (spread {part.spread:.1%})" for part in parts
-    )
+    yield "ranks at once: " + ", ".join(f"{part.ranks} ({_spread(part)})" for part in parts)
+    if any(part.left_out for part in parts):
+        yield "for want of time the largest points of some tables are left out: --seconds"
     for key, rows in section(rates).items():
         if isinstance(rows, list) and rows and isinstance(rows[0], list):
             yield f"\n{key}"

@@ -18,7 +18,8 @@ from ptrain.cli.predict import facts_of
 from ptrain.derivation.estimate import own_facts
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
-from ptrain.report.selection import as_csv, as_record, as_spec, described, selection_text
+from ptrain.report.selection import TOP, as_spec, described, selection_text
+from ptrain.report.selection_record import as_csv, as_record
 from ptrain.selection.algorithm1 import (
     Answer,
     algorithm1,
@@ -42,8 +43,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "arguments",
         nargs="*",
         metavar="MODEL",
-        help="a preset of specs/models, a file of its fields, or a SPEC with auto degrees or "
-        "batch.micro: auto; a.b=c says more of the job (batch.sequence=32768)",
+        help="a preset of specs/models, a file of its fields, or a SPEC: what it writes stays, and "
+        "what is auto (mesh, placement, batch.micro, dials) or not written is searched; a.b=c says "
+        "more of the job (batch.sequence=32768)",
     )
     parser.add_argument("--cluster", metavar="NAME", help="a preset of specs/clusters, or a file")
     parser.add_argument(
@@ -85,7 +87,16 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="A,B",
         help="of algorithm1: shares of a device's memory for states and for a layer",
     )
-    parser.add_argument("--top", type=positive, default=10, metavar="K", help="rows to show")
+    _add_outputs(parser)
+
+
+def _add_outputs(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--top",
+        type=positive,
+        metavar="K",
+        help=f"rows to show; without: {TOP}, and of --json and --csv all",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
     parser.add_argument("--csv", action="store_true", help="print the ranking as CSV, only that")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the best one's spec")
@@ -140,10 +151,10 @@ def run(args: Namespace) -> int:
         by = {} if advice is None else {"algorithm1": record(advice)}
         print_json(as_record(selection, args.top) | by)
     elif args.csv:
-        print(as_csv(selection), end="")
+        print(as_csv(selection, args.top), end="")
     else:
         said = [] if advice is None else [*lines(advice), ""]
-        print("\n".join([*said, selection_text(selection, args.top), *files]))
+        print("\n".join([*said, selection_text(selection, args.top or TOP), *files]))
     return 0 if selection.best else _NOTHING_FITS
 
 

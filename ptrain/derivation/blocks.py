@@ -37,11 +37,12 @@ _BLOCK = "blocks.*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """One block of a setting. `forward` and `backward` are what `tables.merged` gives, from
-    boundary to boundary and what follows; `moved` the bytes of each storage that forward takes off
-    the device; `sent` the collectives of its recomputation, with the bytes of the whole tensor;
-    `frees_input`: its input is gone behind its forward pass, and not only behind backward."""
+class BlockPasses:
+    """The passes of one block of a setting: `forward` and `backward` are what `tables.merged`
+    gives, from boundary to boundary and what follows; `moved` the bytes of each storage that
+    forward takes off the device; `sent` the collectives of its recomputation, with the bytes of the
+    whole tensor; `frees_input`: its input is gone behind its forward pass, and not only behind
+    backward."""
 
     forward: tuple[Any, ...]
     backward: tuple[Any, ...]
@@ -83,11 +84,11 @@ def _on_host(kept: Kept) -> Kept:
 
 
 @cache
-def block(setting: Setting, kept: Kept, attention: Attention) -> Block:
+def block(setting: Setting, kept: Kept, attention: Attention) -> BlockPasses:
     """Return what one block does in its passes. Raises KeyError for what has no table."""
     evaluated = table(TablePart.BLOCK, setting)
     parts, entry = evaluated.content["parts"], _entry(setting, kept, attention)
-    return Block(
+    return BlockPasses(
         forward=tuple(evaluated.events(entry["forward"])),
         backward=tuple(evaluated.events(entry["backward"])),
         frees_input=entry["frees_input"],

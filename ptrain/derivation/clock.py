@@ -21,7 +21,7 @@ from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
-from ptrain.rates.pace import Pace
+from ptrain.rates.pace import Pace, operators_seconds
 from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType, Layout
@@ -97,7 +97,7 @@ class Clock:
         self.own: Seconds = {}
         self.moving: Seconds = {}
         self._seconds_of: dict[Hashable, float] = {}
-        self._passes: dict[int, tuple[PassWork, PassSeconds]] = {}
+        self._passes: dict[tuple[int, Hook], tuple[PassWork, PassSeconds]] = {}
 
     def another(self) -> Clock:
         """Return the clock of another rank of the same machine, at the beginning of a step."""
@@ -297,14 +297,15 @@ class Clock:
         """Return a step that is over."""
         return step_time(self.own, self.moving)
 
-    def pass_seconds(self, work: PassWork) -> PassSeconds:
+    def pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
         """Return how long a pass of a layer takes; equal layers are asked about once."""
-        if id(work) not in self._passes:
-            self._passes[id(work)] = work, self._pass_seconds(work)
-        return self._passes[id(work)][1]
+        key = id(work), around
+        if key not in self._passes:
+            self._passes[key] = work, self._pass_seconds(work, around)
+        return self._passes[key][1]
 
-    def _pass_seconds(self, work: PassWork) -> PassSeconds:
-        compute, hooks, sums = 0.0, 0.0, dict[Collective, float]()
+    def _pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
+        hooks, sums = 0.0, dict[Collective, float]()
         axes = (self.tensor_axis,) if self.tensor_axis else ()
         names = self.network.ordered(axes)
         for item in work:
@@ -314,8 +315,7 @@ class Clock:
                 hooks += item.times * self._once(
                     Hook.TENSOR_SUM, self.pace.hook_seconds, Hook.TENSOR_SUM
                 )
-            else:
-                compute += self.pace.operator_seconds(item)
+        compute = operators_seconds(self.pace, work, around)
         return PassSeconds(compute, tuple(sums.items()), hooks)
 
     def _once(self, question: Hashable, ask: Callable[..., float], *words: object) -> float:

@@ -25,6 +25,7 @@ from ptrain.facts.stages import Stage
 from ptrain.rates.pace import UnknownRate
 from ptrain.spec.activations import Kept
 from ptrain.spec.placement import Tier
+from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, boundaries
 
@@ -308,13 +309,13 @@ def _moved(
 def _seconds(clock: Clock, work: LayerWork, kind: Kind) -> PassSeconds:
     match kind:
         case Kind.FORWARD:
-            return clock.pass_seconds(work.forward)
+            return clock.pass_seconds(work.forward, Hook.FORWARD_OPERATOR)
         case Kind.BACKWARD:
-            return clock.pass_seconds(work.backward)
+            return clock.pass_seconds(work.backward, Hook.BACKWARD_OPERATOR)
         case Kind.INPUT:
-            return clock.pass_seconds(_half(work, work.inputs))
+            return clock.pass_seconds(_half(work, work.inputs), Hook.HALVES_OPERATOR)
         case Kind.WEIGHT:
-            return clock.pass_seconds(_half(work, work.weights))
+            return clock.pass_seconds(_half(work, work.weights), Hook.HALVES_OPERATOR)
 
 
 def _half(work: LayerWork, half: PassWork) -> PassWork:

@@ -8,7 +8,7 @@ traces at prime shapes (`traces.pass_tables` makes them). Nothing is fitted. A p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -174,8 +174,19 @@ def passes(
     rank's part of it, where operators are `cut`."""
     ends = {0: Place.FIRST, stages - 1: Place.LAST}
     layers = _layers(spec, stage, cut, ends.get(stage.index, Place.MIDDLE))
-    items = layers.passes(played.modules, played.turns)
-    if stage.index == 0:
+    return _passes(layers, layers.passes(played.modules, played.turns))
+
+
+def passes_at(setting: Setting, place: Place, kept: Sequence[Kept]) -> Passes:
+    """Return the passes of a stage at this place, of as many layers, each a unit, as there are ways
+    in which these are kept."""
+    layers = _layers_at(setting, place, [str(number) for number in range(len(kept))], kept)
+    units = *((f"blocks.{number}",) for number in layers.numbers), ("",)
+    return _passes(layers, layers.passes(units, tuple((at, 1) for at in range(len(kept)))))
+
+
+def _passes(layers: LayerPasses, items: Mapping[Kind, tuple[Item, ...]]) -> Passes:
+    if layers.place is Place.FIRST:
         of_stage = of_first_stage(items, output=layers.output())
     else:
         hidden = _hidden_bytes(layers.setting)
@@ -195,12 +206,19 @@ def _layers(spec: Spec, stage: Stage, cut: Cut | None, place: Place) -> LayerPas
     assert isinstance(shape, ModelShape), "a built-in model"
     kept = spec.activations.of(shape.layers)
     numbers = [layer.rpartition(".")[2] for layer in stage.layers]
+    own = [kept[int(number)] for number in numbers]
+    return _layers_at(setting, place, numbers, own)
+
+
+def _layers_at(
+    setting: Setting, place: Place, numbers: Sequence[str], kept: Sequence[Kept]
+) -> LayerPasses:
     return LayerPasses(
         setting=setting,
         place=place,
         numbers=numbers,
-        kept=[kept[int(number)] for number in numbers],
-        held=_hidden_bytes(setting) if stage.index else 0,
+        kept=kept,
+        held=0 if place is Place.FIRST else _hidden_bytes(setting),
         head=_head(setting, len(numbers)) if place is Place.LAST else None,
     )
 

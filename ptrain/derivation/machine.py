@@ -16,10 +16,11 @@ from ptrain.derivation.pipeline import message_bytes
 from ptrain.derivation.pipeline_time import PipelineTiming
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import ModelWork, Operator
+from ptrain.facts.operators import ModelWork
 from ptrain.rates.measured import lacking, pace_of, pace_while_others_wait
-from ptrain.rates.pace import Pace, UnknownRate
+from ptrain.rates.pace import Pace, UnknownRate, operators_seconds
 from ptrain.spec.axis import Axis
+from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
@@ -95,8 +96,9 @@ class Machine:
 
 def _layer_seconds(pace: Pace, work: ModelWork) -> float:
     """Return what a layer's operators take, the first one's for all."""
-    passes = (*work.layers[0].forward, *work.layers[0].backward)
-    return sum(pace.operator_seconds(item) for item in passes if isinstance(item, Operator))
+    layer = work.layers[0]
+    forward = operators_seconds(pace, layer.forward, Hook.FORWARD_OPERATOR)
+    return forward + operators_seconds(pace, layer.backward, Hook.BACKWARD_OPERATOR)
 
 
 def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:

@@ -35,8 +35,7 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split
 
 def is_free(name: str) -> bool:
     """Return whether an operator of this name moves nothing: it allocates, or waits."""
-    namespace, _, plain = name.rpartition("::")
-    return "empty" in plain or namespace == "_c10d_functional" or plain == "_local_scalar_dense"
+    return "empty" in name or name.endswith("::_local_scalar_dense")
 
 
 def kind_of(name: str) -> OperatorKind:

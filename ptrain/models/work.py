@@ -75,6 +75,7 @@ _DTYPES = {
     torch.bfloat16: DType.BF16,
     torch.float16: DType.FP16,
 }
+VIEW = OperatorSizes(OperatorKind.VIEW, _WIDE, ())  # no kernel runs, in no dtype
 _Moved = tuple[int, DType | None]  # bytes, and the dtype of what they hold
 
 
@@ -150,10 +151,12 @@ _ATTENTION = "_scaled_dot_product"
 
 def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[OperatorSizes]:
     """Return what an operator that ran computed: one entry, or of a convolution's backward pass one
-    for each product, and none of an operator that only looks at a tensor in another way."""
+    for each product."""
     name = function._schema.name.split("::")[-1]
+    if "c10d" in function.namespace:
+        return []  # what is sent is a collective, and waiting for it no work
     if is_free(function._schema.name):
-        return []
+        return [VIEW]
     if of_products := products(name, args, result):
         dtype = _dtype(next(tensors_of(args)))
         return [OperatorSizes(OperatorKind.PRODUCT, dtype, dims) for dims in of_products]
@@ -161,7 +164,7 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
         return [_attention(name, args)]
     moved = [*_moved(function, name, args, kwargs, result)]
     if not moved:
-        return []
+        return [VIEW]
     is_drawn = torch.Tag.nondeterministic_seeded in function.tags
     kind = OperatorKind.DRAW if is_drawn else kind_of(name)
     tensors = (*tensors_of(result), *tensors_of((args, kwargs)))

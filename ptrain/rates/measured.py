@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -64,9 +64,20 @@ def lacking(cluster: Cluster | None, ranks: int) -> str:
     if cluster.kind == "cuda" or here in at_once:
         return ""
     measured = ", ".join(map(str, at_once))
+    remedy = _measuring((*at_once, here), -(-ranks // here))
     return (
         f"{here} ranks of a node compute at once, and the rates of {cluster.name} are of "
-        f"{measured}: `ptrain calibrate --ranks {','.join(map(str, (*at_once, here)))}`"
+        f"{measured}: {remedy}"
+    )
+
+
+def _measuring(numbers: Sequence[int], nodes: int) -> str:
+    """The command that measures so many ranks at once, the last number of them over nodes."""
+    if nodes == 1:
+        return f"`ptrain calibrate --ranks {','.join(map(str, numbers))}`"
+    return (
+        f"`torchrun --nnodes {nodes} --nproc-per-node {numbers[-1]} -m ptrain.calibration` on each "
+        "node"
     )
 
 
@@ -103,6 +114,8 @@ class MeasuredPace:
 
     def operator_seconds(self, operator: Operator) -> float:
         match operator.kind:
+            case OperatorKind.VIEW:
+                return 0.0
             case OperatorKind.PRODUCT:
                 surface = self._of_dtype(self.products, operator.kind, operator.dtype)
                 return operator.times * surface.at(operator.dimensions)
@@ -202,9 +215,10 @@ class MeasuredPace:
             return curve.at(payload)
         if (LinkTier.BETWEEN if nodes > 1 else LinkTier.WITHIN) not in self.links:
             where = "one node" if nodes == 1 else f"{nodes} nodes"
-            is_calibrated = nodes > 1 or self.ranks % ranks == 0
             raise self._unknown(
-                f"{collective} of {ranks} ranks on {where}", is_calibrated=is_calibrated
+                f"{collective} of {ranks} ranks on {where}",
+                is_calibrated=nodes > 1 or self.ranks % ranks == 0,
+                nodes=nodes,
             )
         return link_seconds(self.links, collective, ranks=ranks, nodes=nodes, payload=payload)
 
@@ -252,8 +266,8 @@ class MeasuredPace:
             raise self._unknown(f"the hook {hook}")
         return self.hooks.get(hook, 0.0)
 
-    def _unknown(self, what: str, *, is_calibrated: bool = True) -> UnknownRate:
-        measures = f"`ptrain calibrate --ranks {self.ranks}` measures it"
+    def _unknown(self, what: str, *, is_calibrated: bool = True, nodes: int = 1) -> UnknownRate:
+        measures = f"{_measuring((self.ranks,), nodes)} measures it"
         who = measures if is_calibrated else "nothing measures it yet"
         return UnknownRate(f"the cluster's rates have no {what}: {who}")
 

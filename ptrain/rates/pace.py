@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ptrain.costs import Collective
-from ptrain.facts.operators import Operator
+from ptrain.facts.operators import Operator, PassWork
 from ptrain.spec.precision import Layout
 from ptrain.spec.rates import Hook
 
@@ -50,3 +50,12 @@ class Pace(Protocol):
     def hook_seconds(self, hook: Hook) -> float:
         """Seconds of the host's for one of a wrapper's own parts."""
         ...
+
+
+def operators_seconds(pace: Pace, work: PassWork, around: Hook) -> float:
+    """Return the seconds of a pass's operators, one after the other, and of what the host does
+    `around` them: nothing where a device computes beside its host, which runs ahead."""
+    operators = [item for item in work if isinstance(item, Operator)]
+    host = 0.0 if pace.overlaps else pace.hook_seconds(around)
+    number = sum(operator.times for operator in operators)
+    return number * host + sum(map(pace.operator_seconds, operators))

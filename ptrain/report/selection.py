@@ -1,31 +1,34 @@
-"""A ranking as text, as records and as rows of CSV."""
+"""A ranking as text, and its winner as a file."""
 
 from __future__ import annotations
 
-import csv
-import io
-import math
 import shlex
 from collections.abc import Iterator, Sequence
+from math import isfinite
 
+from ptrain.axes.candidates import Written
 from ptrain.report.table import MISSING, render
+from ptrain.selection.demand import Demand
 from ptrain.selection.figures import Ranked
+from ptrain.selection.quantities import keeping, recompute_of
 from ptrain.selection.ranking import Lost, PlacementRanking
-from ptrain.selection.task import Scored
-from ptrain.selection.where import recompute_of
+from ptrain.selection.task import Scored, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.dials import UnitSize
-from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.units import format_bytes, format_count
 
-_TOP = 10
+TOP, _BILLION = 10, 10**9
+_ASKED = {
+    SearchGoal.DEVICES: "the fewest devices that meet the demand",
+    SearchGoal.COST: "where a token takes least of a device's time",
+}
 
 
-def selection_text(selection: PlacementRanking, top: int = _TOP) -> str:
+def selection_text(selection: PlacementRanking, top: int = TOP) -> str:
     """Return the table of the best, the front, why well-known choices lost, and the winner's
     command; where nothing fits what would."""
     return "\n".join([*_heading(selection), "", *_body(selection, top)])
@@ -40,7 +43,8 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         f"batch {base.batch.global_samples} × {base.batch.sequence} tokens = "
         f"{format_count(base.batch.tokens)}"
     )
-    least = "least memory" if selection.objective == "memory" else "fastest"
+    is_by_memory = selection.ranked_by is SearchGoal.MEMORY or _is_untimed(selection)
+    least = "least memory" if is_by_memory else "fastest"
     yield (
         f"{counts.scored} legal candidates scored in closed form, {counts.fitting} of them fit; "
         f"{selection.derived} derived exactly, {least} first"
@@ -50,16 +54,29 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
             f"scored as a {job.stand_in.family}'s blocks of about as many parameters; the "
             f"{selection.derived} derived with the model itself, traced"
         )
-    if counts.untimed:
-        yield f"{counts.untimed} more would fit, and nobody knows what they compute: left out"
     if job.where.constraints:
         yield f"where {', '.join(rule.text for rule in job.where.constraints)}"
+    if stays := written_texts(job.written):
+        yield f"as written {', '.join(stays)}"
     if selection.unknown:
         yield f"time is unknown: {selection.unknown}"
-        yield (
-            "the order is that of nominal seconds, operations and bytes over what the cluster's "
-            "file declares"
-        )
+        yield _order(selection)
+
+
+def _order(selection: PlacementRanking) -> str:
+    """What rows without a time are ordered by."""
+    if _is_untimed(selection):
+        return "the order is that of memory"
+    return (
+        "the order is that of nominal seconds, operations and bytes over what the cluster's file "
+        "declares"
+    )
+
+
+def _is_untimed(selection: PlacementRanking) -> bool:
+    """Whether no row has any time, a nominal one neither."""
+    rows = selection.ranking
+    return bool(rows) and not any(row.seconds or isfinite(row.closed.seconds) for row in rows)
 
 
 def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
@@ -67,7 +84,9 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
     if best is None:
         yield from _nothing_fits(selection)
         return
+    yield from _by_number(selection)
     yield render(_columns(selection), _rows(selection.ranking[:top], selection), left=(1,))
+    yield from _untimed(selection, top)
     if len(selection.front) > 1:
         yield ""
         yield "no other is faster and needs less memory:"
@@ -81,6 +100,41 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
     yield from (f"  {line}" for line in selection.reasons)
     yield ""
     yield f"best: {command(selection, best)}"
+
+
+def _by_number(selection: PlacementRanking) -> Iterator[str]:
+    """What a training, or a billion tokens, takes on each number of devices that was tried."""
+    if not selection.by_number:
+        return
+    demand = selection.demand or Demand(tokens=_BILLION)
+    tokens = format_count(demand.tokens)
+    table = [
+        (
+            f"{'*' * (number == selection.job.devices)}{number}",
+            described(row.spec),
+            _seconds(row),
+            *demand.figures(row),
+        )
+        for number, row in selection.by_number
+    ]
+    yield (
+        f"{_ASKED[selection.objective]} is marked, {demand.text}:"
+        if selection.demand
+        else (f"{_ASKED[selection.objective]} is marked:")
+    )
+    columns = ("devices", "its best", "time", f"{tokens} tokens take", "money")
+    yield render(columns, table, left=(1,))
+    yield ""
+
+
+def _untimed(selection: PlacementRanking, top: int) -> Iterator[str]:
+    """Why rows have no time, a line for each reason."""
+    rows: dict[str, list[str]] = {}
+    for number, row in enumerate(selection.ranking[:top], 1):
+        if row.seconds is None and row.why_untimed != selection.unknown:
+            rows.setdefault(row.why_untimed, []).append(str(number))
+    for why, numbers in rows.items():
+        yield f"no step time of {', '.join(numbers)}: {why}"
 
 
 def _lost(selection: PlacementRanking) -> Iterator[str]:
@@ -98,12 +152,12 @@ def _figures(selection: PlacementRanking, lost: Lost) -> tuple[str, str, str]:
     if lost.closed is None:
         return "", MISSING, MISSING
     spec, closed = lost.closed
-    seconds = _closed_seconds(selection, closed)
+    seconds = closed_seconds(selection, closed)
     time = MISSING if seconds is None else f"about {seconds:.3g} s"
     return described(spec), time, f"about {format_bytes(closed.peak)}"
 
 
-def _closed_seconds(selection: PlacementRanking, closed: Scored) -> float | None:
+def closed_seconds(selection: PlacementRanking, closed: Scored) -> float | None:
     """None where nobody knows them: the candidate does not fit, or the cluster has no rates."""
     return closed.seconds if not selection.unknown and closed.seconds < float("inf") else None
 
@@ -114,10 +168,14 @@ def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
     if least is None:
         yield f"nothing fits {room} per device"
         return
-    short = format_bytes(max(least.memory.short_bytes, least.memory.host_short_bytes))
+    short = max(least.memory.short_bytes, least.memory.host_short_bytes)
+    if short > 0:
+        why = f"too much by {format_bytes(short)}"
+    else:
+        why = "which fits, and not under all constraints"
     yield (
         f"nothing fits {room} per device. Least memory has {described(least.spec)}: peak "
-        f"{format_bytes(least.peak_bytes)}, too much by {short}"
+        f"{format_bytes(least.peak_bytes)}, {why}"
     )
     for remedy in selection.remedies:
         row = remedy.fitting
@@ -142,7 +200,7 @@ def _rows(rows: Sequence[Ranked], selection: PlacementRanking) -> Iterator[tuple
         price = (MISSING if row.price is None else f"{row.price:.0f}",) if has_price else ()
         yield (
             str(number),
-            described(row.spec),
+            described(row.spec) + (f" (and {row.alike} alike)" if row.alike else ""),
             _seconds(row),
             MISSING if rate is None else format_count(rate),
             MISSING if mfu is None else f"{mfu:.1%}",
@@ -155,6 +213,12 @@ def _rows(rows: Sequence[Ranked], selection: PlacementRanking) -> Iterator[tuple
 
 def _seconds(row: Ranked) -> str:
     return MISSING if row.seconds is None else f"{row.seconds:.3g} s"
+
+
+def written_texts(written: Written) -> tuple[str, ...]:
+    """Return what stays in all candidates as it is written."""
+    words = dict.fromkeys(keeping(kept) for kept in written.kept)
+    return (*written.texts, *([f"recompute={' or '.join(words)}"] if words else []))
 
 
 def described(spec: Spec) -> str:
@@ -212,86 +276,3 @@ def as_spec(selection: PlacementRanking, row: Ranked) -> str:
         )
     comments = "".join(f"# {line}\n" for line in lines)
     return comments + to_yaml(row.spec.resolved)
-
-
-def as_record(selection: PlacementRanking, top: int | None = None) -> dict[str, object]:
-    """Return all of it as plain data."""
-    job, least = selection.job, selection.least
-    return {
-        "job": job.base.name,
-        "devices": job.devices,
-        "objective": selection.objective.value,
-        "where": [rule.text for rule in job.where.constraints],
-        "candidates": selection.counts.scored,
-        "fitting": selection.counts.fitting,
-        "derived": selection.derived,
-        "scored_as": _scored_as(job.stand_in),
-        "time_unknown": selection.unknown or None,
-        "ranking": [row_record(selection, row) for row in selection.ranking[:top]],
-        "front": [row_record(selection, row) for row in selection.front],
-        "lost": [
-            {
-                "name": lost.name,
-                "why": lost.why,
-                "best": None if lost.best is None else row_record(selection, lost.best),
-                "about": None if lost.closed is None else _about(selection, *lost.closed),
-            }
-            for lost in selection.lost
-        ],
-        "reasons": list(selection.reasons),
-        "least": None if least is None else row_record(selection, least),
-        "remedies": [
-            {"change": remedy.change, "fitting": row_record(selection, remedy.fitting)}
-            for remedy in selection.remedies
-        ],
-    }
-
-
-def _scored_as(shape: ModelShape | None) -> dict[str, object] | None:
-    """Whose blocks were scored in the place of the model's own."""
-    if shape is None:
-        return None
-    names = ("heads", "kv_heads", "ffn")
-    return {"family": shape.family.value} | {name: getattr(shape, name) for name in names}
-
-
-def _about(selection: PlacementRanking, spec: Spec, closed: Scored) -> dict[str, object]:
-    return {
-        "placement": described(spec),
-        "step_seconds": _closed_seconds(selection, closed),
-        "peak_bytes": closed.peak,
-    }
-
-
-def row_record(selection: PlacementRanking, row: Ranked) -> dict[str, object]:
-    """Return one row: what was chosen, exact figures, and those of the closed form."""
-    spec = row.spec
-    return {
-        "placement": described(spec),
-        "mesh": {factor.axis.value: factor.degree for factor in spec.factors},
-        "words": list(words_of(selection.job, spec)),
-        "step_seconds": row.seconds,
-        "tokens_per_second": row.tokens_per_second,
-        "mfu": row.mfu,
-        "peak_bytes": row.peak_bytes,
-        "between_nodes_bytes": row.tiers.between,
-        "within_node_bytes": row.tiers.within,
-        "copied_bytes": row.tiers.copied,
-        "price_per_billion_tokens": row.price,
-        "closed_form": {
-            "step_seconds": row.closed.seconds if math.isfinite(row.closed.seconds) else None,
-            "peak_bytes": row.closed.peak,
-        },
-    }
-
-
-def as_csv(selection: PlacementRanking) -> str:
-    """Return the ranking with a row for each candidate."""
-    text = io.StringIO()
-    rows = [row_record(selection, row) for row in selection.ranking]
-    names = [name for name in rows[0] if name not in ("closed_form", "mesh")] if rows else []
-    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({**row, "words": shlex.join(map(str, row["words"]))})  # type: ignore[call-overload]
-    return text.getvalue()

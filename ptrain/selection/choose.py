@@ -12,7 +12,8 @@ from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
 from ptrain.selection.deriver import BEST, Deriver
-from ptrain.selection.figures import Ranked, on_more
+from ptrain.selection.figures import Ranked, folded, on_more
+from ptrain.selection.infeasible import why_none, why_not
 from ptrain.selection.job import searched_job
 from ptrain.selection.known import KNOWN, about, reason
 from ptrain.selection.ranking import Lost, PlacementRanking, Remedy, front_of, order_of
@@ -59,22 +60,38 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
         finding = f"nobody says what a device of {cluster.name} costs"
         raise refused("--budget", finding, "write cluster.price=2.5, of a device and hour")
     if goal is SearchGoal.COST:
-        best = cheapest(_by_number(chooser))
+        best = cheapest(numbered := tuple(_by_number(chooser)))
         if best is None:
             raise refused("--objective", f"cost: {_no_time(chooser)}", "write --objective memory")
-        return chooser.on(best[0]).choose()
+        return _on_number(chooser, best[0], numbered)
     if goal is not SearchGoal.DEVICES:
         return chooser.choose()
     if demand is None:
         finding = "devices: the fewest for what, nobody says"
         raise refused("--objective", finding, "write --tokens 1T --deadline 30d")
-    last = "nothing fits"
+    rows: tuple[tuple[int, Ranked], ...] = ()
     for number, row in _by_number(chooser):
+        rows = (*rows, (number, row))
         if demand.is_met(row):
-            return chooser.on(number).choose()
+            return replace(_on_number(chooser, number, rows), demand=demand)
+    last = "nothing fits"
+    if rows:
+        number, row = rows[-1]
         last = f"{number} devices take {demand.described(row)}"
     finding = f"no number of devices up to {most} meets it: {last}"
     raise refused("--objective", finding, "write a later deadline or a larger budget")
+
+
+def _on_number(
+    chooser: Chooser, devices: int, rows: Iterable[tuple[int, Ranked]]
+) -> PlacementRanking:
+    """The ranking on one of the numbers that were tried, with its best among these."""
+    ranking = chooser.on(devices).choose()
+    tried = tuple(
+        (number, ranking.best if number == devices and ranking.best else row)
+        for number, row in rows
+    )
+    return replace(ranking, objective=chooser.objective, by_number=tried)
 
 
 def _by_number(chooser: Chooser) -> Iterator[tuple[int, Ranked]]:
@@ -108,14 +125,14 @@ class Chooser(Deriver):
     def choose(self) -> PlacementRanking:
         """Return the ranking, and what its figures say of the rest."""
         result = self.search.run(self.job.where)
-        if not result.counts.scored and self.search.num_too_large:
+        if not result.counts.scored and self.search.has_too_large:
             raise refused(
                 "batch.sequence",
                 "a sample alone takes more than a device has, whatever its states are",
                 "write a smaller batch.sequence, loss=chunked, or more of tp",
             )
         if not result.counts.scored:
-            raise refused("--devices", *self._no_candidate())
+            raise refused("--devices", *why_none(self.search))
         rows = self._best(result)
         derived = self.derived
         on_front = list(self._fitting(result.front, len(result.front))) if rows else []
@@ -148,7 +165,7 @@ class Chooser(Deriver):
     def _best(self, result: SearchResult) -> list[Ranked]:
         """The ranking. Where nothing of the few cuts that are traced fits, that which needs least
         is tried. Raises PtrainError where nothing of what was tried can be derived."""
-        rows = list(self._fitting(result.best, self.count))
+        rows = folded(self._fitting(result.best, self.count))
         rows.sort(key=lambda row: order_of(self.objective, row))
         if self.cuts is None:
             return rows
@@ -161,26 +178,6 @@ class Chooser(Deriver):
         if rows:
             self.cuts.close()
         return rows
-
-    def _no_candidate(self) -> tuple[str, str]:
-        job, base = self.job, self.job.base
-        texts = " ".join(rule.text for rule in job.where.constraints)
-        samples = base.batch.global_samples
-        result = self.search.run(Where()) if job.where.constraints else None
-        if result is not None and result.counts.scored:
-            return (
-                f"no legal placement on {job.devices} devices obeys {texts}",
-                "leave one of them out; a word that the search never tries is obeyed by nothing",
-            )
-        near = [n for n in range(job.devices - 1, 0, -1) if samples % n == 0][:1]
-        return (
-            f"no product of {job.devices} devices is legal: pp takes at most a layer each, tp "
-            f"divides the heads, and {samples} samples (batch.global) do not divide by what is "
-            "left to the data axes",
-            f"write --devices {near[0]}, or batch.global={samples // job.devices * job.devices}"
-            if near and samples >= job.devices
-            else f"write batch.global={job.devices} or more",
-        )
 
     # -- what lost, and what would fit
 
@@ -198,9 +195,10 @@ class Chooser(Deriver):
 
     def _like(self, name: str, where: Iterable[str], best: Ranked) -> Lost:
         """The best that obeys constraints besides the job's own."""
-        result = self.search.run(Where((*self.job.where.constraints, *map(parse, where))))
+        rules = tuple(map(parse, where))
+        result = self.search.run(Where((*self.job.where.constraints, *rules)))
         if not result.counts.scored:
-            return Lost(name=name, best=None, why="none is legal with this batch")
+            return Lost(name=name, best=None, why=why_not(self.search, rules, self.job.where))
         if self.cuts is not None:
             return self._traced_or_about(self.cuts, name, result, best)
         row = next(self._fitting(result.best, 1), None) or self._least(result)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ptrain.errors import refused
 from ptrain.selection.figures import Ranked
-from ptrain.units import parse_count
+from ptrain.units import format_count, parse_count
 
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DAY = 86400.0
@@ -40,9 +40,26 @@ class Demand:
 
     def described(self, row: Ranked) -> str:
         """Return what the whole training takes, in words."""
+        time, money = self.figures(row)
+        return time if self.money(row) is None else f"{time} and {money} in money"
+
+    def figures(self, row: Ranked) -> tuple[str, str]:
+        """Return the days and the money that the whole training takes."""
         seconds, money = self.seconds(row), self.money(row)
-        time = "an unknown time" if seconds is None else f"{seconds / _DAY:.3g} days"
-        return time if money is None else f"{time} and {money:.4g} in money"
+        return (
+            "an unknown time" if seconds is None else f"{seconds / _DAY:.3g} days",
+            "unknown" if money is None else f"{money:,.0f}",
+        )
+
+    @property
+    def text(self) -> str:
+        """Return what is demanded, in words."""
+        said = [f"{format_count(self.tokens)} tokens"]
+        if self.deadline is not None:
+            said.append(f"within {self.deadline / _DAY:.3g} days")
+        if self.budget is not None:
+            said.append(f"for {self.budget:,.0f} in money")
+        return " ".join(said)
 
 
 def demand_of(tokens: str | None, deadline: str | None, budget: float | None) -> Demand | None:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
@@ -25,10 +24,11 @@ from ptrain.selection.job import SearchedJob
 from ptrain.selection.nominal import NominalPace
 from ptrain.selection.search import Search
 from ptrain.selection.space import alone
+from ptrain.selection.stand_in import with_heads
 from ptrain.selection.task import Scored, SearchGoal, SearchTask
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
-from ptrain.spec.model import ModelSpec
+from ptrain.spec.model import ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import Plan
@@ -87,11 +87,20 @@ class Deriver:
                 is_nominal=pace is None,
                 objective=self.objective,
                 where=self.job.where,
+                written=self.job.written,
             )
         )
 
     def work(self, spec: Spec) -> ModelWork:
-        """Return what the first rank of a spec computes of a micro-batch. Raises UnknownRate."""
+        """Return what the first rank of a spec, as it is scored, computes of a micro-batch. Raises
+        UnknownRate."""
+        work = self._scored_work(spec)
+        shape, like = self.job.base.model, self.job.stand_in
+        if like is None or not isinstance(shape, ModelShape):
+            return work
+        return with_heads(work, shape, like)
+
+    def _scored_work(self, spec: Spec) -> ModelWork:
         if self.unknown:
             plan, facts = self._plan(spec), self._facts(spec)
             work = model_work(spec, plan, facts)
@@ -183,9 +192,15 @@ class Deriver:
                 yield row
 
     def _tried(self, scored: Iterable[Scored]) -> Iterator[Scored]:
-        """Twice as many as are wanted; of a model that is traced those of a few cuts."""
+        """Twice as many as are wanted, and as many whose closed form is beyond a bound, where what
+        is exact may not be; of a model that is traced those of a few cuts."""
         if self.cuts is None:
-            yield from islice(scored, _TRIED * self.count)
+            left = {True: _TRIED * self.count, False: _TRIED * self.count}
+            for candidate in scored:
+                is_within = self._is_within(candidate)
+                if left[is_within]:
+                    left[is_within] -= 1
+                    yield candidate
             return
         tried = Counter[int]()
         for candidate in scored:
@@ -195,10 +210,15 @@ class Deriver:
                 tried[cut] += 1
                 yield candidate
 
+    def _is_within(self, closed: Scored) -> bool:
+        room = self.search.task.room
+        return closed.peak <= room and self._holds(closed.peak, closed.seconds)
+
     def _obeys(self, row: Ranked) -> bool:
+        return self._holds(float(row.peak_bytes), row.seconds)
+
+    def _holds(self, peak: float, seconds: float | None) -> bool:
         where = self.job.where
-        if not all(rule.holds_of(float(row.peak_bytes)) for rule in where.bounds("memory")):
-            return False
-        return row.seconds is None or all(
-            rule.holds_of(row.seconds) for rule in where.bounds("time")
+        return all(rule.holds_of(peak) for rule in where.bounds("memory")) and (
+            seconds is None or all(rule.holds_of(seconds) for rule in where.bounds("time"))
         )

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ptrain.by_rank import totals
 from ptrain.costs import Collective, Estimate, Phase, StepTime, Traffic
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.network import Network
-from ptrain.derivation.throughput import token_operations
+from ptrain.derivation.throughput import Throughput, throughput
 from ptrain.selection.fit import Fit, fit
 from ptrain.selection.task import Scored
 from ptrain.spec.axis import Axis
-from ptrain.spec.model import ModelShape
+from ptrain.spec.dials import SyncPolicy, UnitSize
 from ptrain.spec.spec import Spec
 
 _BILLION = 10**9
@@ -33,14 +32,17 @@ class BytesMoved:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
     """A candidate with its exact figures. `closed` are those by which it was chosen. `seconds`
-    None: nobody knows them."""
+    None: nobody knows them, and `why_untimed` says why. `alike`: how many others that were derived
+    have the same figures, to the byte and to the second."""
 
     spec: Spec
     closed: Scored
     step: StepTime | None
     memory: Fit
     tiers: BytesMoved
-    operations: int
+    throughput: Throughput | None
+    why_untimed: str = ""
+    alike: int = 0
 
     @property
     def seconds(self) -> float | None:
@@ -54,15 +56,18 @@ class Ranked:
     @property
     def tokens_per_second(self) -> float | None:
         """Return the tokens of a step over its time, of all ranks."""
-        return None if self.seconds is None else self.spec.batch.tokens / self.seconds
+        return None if self.throughput is None else self.throughput.tokens_per_second
 
     @property
     def mfu(self) -> float | None:
-        """Return the model's operations, none of them twice, over what the devices could do."""
-        cluster = self.spec.cluster
-        if self.seconds is None or cluster is None or not cluster.flops:
-            return None
-        return self.operations / (self.seconds * self.spec.world_size * cluster.flops)
+        """Return what part of the devices' operations the model's are, attention whole
+        (`derivation.throughput`), as `predict` says it first."""
+        return None if self.throughput is None else self.throughput.mfu_full
+
+    @property
+    def figures(self) -> tuple[object, ...]:
+        """Return what it is ranked and shown by."""
+        return self.seconds, self.peak_bytes, self.tiers
 
     @property
     def price(self) -> float | None:
@@ -80,20 +85,27 @@ def ranked(spec: Spec, closed: Scored, derivation: Derivation) -> Ranked:
         spec=spec,
         closed=closed,
         step=exact.step,
+        why_untimed="" if exact.step else exact.undefined.get("step_seconds", ""),
         memory=fit(spec, exact),
         tiers=_tiers(spec, exact),
-        operations=sum(totals(exact.operations, lambda row: row.forward + row.backward))
-        or _operations(spec, derivation),
+        throughput=throughput(spec, derivation.facts, exact.step) if exact.step else None,
     )
 
 
-def _operations(spec: Spec, derivation: Derivation) -> int:
-    """Of a built-in model whose operators no table counts, by its parameters and its attention."""
-    if not isinstance(spec.model, ModelShape):
-        return 0
-    sequence = spec.batch.sequence
-    of_token = token_operations(spec.model, derivation.facts, sequence, is_causal=False)
-    return of_token * spec.batch.tokens
+def folded(rows: Iterable[Ranked]) -> list[Ranked]:
+    """Return rows of the same figures as one, that which says least beside the defaults: what the
+    others say changes nothing."""
+    by_figures: dict[tuple[object, ...], list[Ranked]] = {}
+    for row in rows:
+        by_figures.setdefault(row.figures, []).append(row)
+    return [replace(min(alike, key=_said), alike=len(alike) - 1) for alike in by_figures.values()]
+
+
+def _said(row: Ranked) -> int:
+    """How many dials of the data axes are not the default."""
+    spec = row.spec
+    dials = spec.overlap is not None, spec.prefetch is not None, spec.unit != UnitSize()
+    return sum((*dials, spec.sync != SyncPolicy()))
 
 
 def _tiers(spec: Spec, exact: Estimate) -> BytesMoved:

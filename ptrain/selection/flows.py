@@ -4,32 +4,31 @@ that differ have, and what the schedule leaves idle."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ptrain.axes.candidates import AxisChoice, chosen
-from ptrain.axes.pipeline.bubble import closed_form
+from ptrain.axes.pipeline.bubble import Relation, closed_form
 from ptrain.axes.pipeline.catalogue import schedule
-from ptrain.axes.pipeline.cost import PipelineSize, chunks_in_flight
-from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
+from ptrain.axes.pipeline.cost.chunks import PipelineSize
+from ptrain.axes.pipeline.cost.chunks import stages_of as stages_of_rank
 from ptrain.axes.pipeline.form import stages_of
 from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import StageCost, equal_stages, simulate
 from ptrain.axes.pipeline.stage_facts import layers
 from ptrain.facts.model import ModelFacts
 from ptrain.selection.arrays import numpy
+from ptrain.selection.moments import MomentRow, as_arrays, fullest, unlike
 from ptrain.selection.profile import Seconds
-from ptrain.selection.score import Places
+from ptrain.selection.score import Places, RankMoments
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 
-_ALL_AHEAD = (ScheduleName.GPIPE, ScheduleName.BFS)
-_LATE_WEIGHTS = (ScheduleName.ZERO_BUBBLE,)  # the head's wait as those of the layers do
 _ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
-# The first rank, of those in the middle the fullest and the one with most layers, the last one.
-_PLACES = 4
-Row = tuple[int, bool, bool, float, float, int, int]
+# The first rank, of those in the middle the one with most layers, the last one.
+_PLACES = 3
+Row = tuple[int, bool, bool, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +43,15 @@ class PipelineFlow:
     @property
     def shape(self) -> tuple[ScheduleName | None, int, int]:
         return self.schedule, self.ranks, self.per_rank
+
+    def size(self, micro_batches: int) -> PipelineSize:
+        """Return it with so many micro-batches; a rank alone has one of them at a time."""
+        return PipelineSize(
+            schedule=self.schedule or ScheduleName.NAIVE,
+            ranks=self.ranks,
+            stages_per_rank=self.per_rank,
+            microbatches=micro_batches,
+        )
 
 
 def flow_of(base: Spec, choice: AxisChoice) -> PipelineFlow:
@@ -65,6 +73,8 @@ class PipelineFlows:
     facts: ModelFacts
     cuts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     rows: dict[tuple[object, ...], list[Row]] = field(default_factory=dict)
+    fullest: dict[PipelineSize, tuple[MomentRow, ...]] = field(default_factory=dict)
+    tables: dict[tuple[int, ...], RankMoments] = field(default_factory=dict)
     waits: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @cached_property
@@ -72,49 +82,45 @@ class PipelineFlows:
         """Return the layers of the model."""
         return len(layers(self.base, self.facts).layers)
 
-    def places(self, flows: Sequence[PipelineFlow], micro_batches: int) -> Places:
+    def places(self, flows: Sequence[PipelineFlow]) -> Places:
         """Return what the ranks have, flow by flow."""
         np = numpy()
-        table = np.array([self._rows(flow, micro_batches) for flow in flows], dtype=float)
-        named = ("layers", "front", "behind", "in_flight", "heads", "outputs", "boundaries")
+        table = np.array([self._rows(flow) for flow in flows], dtype=float)
+        named = ("layers", "front", "behind", "boundaries")
         return Places(**{name: table[:, :, at] for at, name in enumerate(named)})
 
-    def _rows(self, flow: PipelineFlow, micro_batches: int) -> list[Row]:
-        key = (*flow.shape, micro_batches)
-        if key not in self.rows:
-            self.rows[key] = list(self._make_rows(flow, micro_batches))
-        return self.rows[key]
+    def _rows(self, flow: PipelineFlow) -> list[Row]:
+        if flow.shape not in self.rows:
+            self.rows[flow.shape] = self._make_rows(flow)
+        return self.rows[flow.shape]
 
-    def _make_rows(self, flow: PipelineFlow, micro_batches: int) -> list[Row]:
+    def _make_rows(self, flow: PipelineFlow) -> list[Row]:
         if flow.schedule is None:
-            return [(self.num_layers, True, True, 1.0, 1.0, 1, 0)] * _PLACES
+            return [(self.num_layers, True, True, 0)] * _PLACES
         counts = self._counts(flow)
-        size = PipelineSize(
-            schedule=flow.schedule,
-            ranks=flow.ranks,
-            stages_per_rank=flow.per_rank,
-            microbatches=micro_batches,
-        )
-        rows = [self._row(size, rank, counts) for rank in range(flow.ranks)]
-        middle = rows[1:-1] or rows[:1]
-        fullest = max(middle, key=lambda row: row[0] * row[3])
-        slowest = max(middle, key=lambda row: row[0])
-        return [rows[0], fullest, slowest, rows[-1]]
+        rows: list[Row] = []
+        for rank in range(flow.ranks):
+            own = stages_of_rank(flow.size(1), rank)
+            layers = sum(counts[stage] for stage in own)
+            rows.append((layers, 0 in own, len(counts) - 1 in own, flow.per_rank))
+        slowest = max(rows[1:-1] or rows[:1])
+        return [rows[0], slowest, rows[-1]]
 
-    @staticmethod
-    def _row(size: PipelineSize, rank: int, counts: Sequence[int]) -> Row:
-        own = stages_of_rank(size, rank)
-        in_flight = chunks_in_flight(size, rank) / size.stages_per_rank
-        outputs = size.microbatches if size.schedule in _ALL_AHEAD else 1
-        return (
-            sum(counts[stage] for stage in own),
-            0 in own,
-            len(counts) - 1 in own,
-            in_flight,
-            max(1.0, in_flight) if size.schedule in _LATE_WEIGHTS else float(outputs),
-            outputs,
-            size.stages_per_rank,
-        )
+    def moments(self, flows: Sequence[PipelineFlow], micro_batches: int) -> RankMoments:
+        """Return when the ranks may be fullest, flow by flow."""
+        rows = tuple(self._moments(flow, micro_batches) for flow in flows)
+        key = tuple(map(id, rows))  # which `fullest` keeps
+        if key not in self.tables:
+            self.tables[key] = as_arrays(rows)
+        return self.tables[key]
+
+    def _moments(self, flow: PipelineFlow, micro_batches: int) -> tuple[MomentRow, ...]:
+        size = flow.size(micro_batches)
+        size = replace(size, microbatches=unlike(size))
+        if size not in self.fullest:
+            counts = self._counts(flow) if flow.schedule else (self.num_layers,)
+            self.fullest[size] = fullest(size, counts)
+        return self.fullest[size]
 
     def _counts(self, flow: PipelineFlow) -> tuple[int, ...]:
         stages = flow.ranks * flow.per_rank
@@ -143,6 +149,8 @@ class PipelineFlows:
         cost = StageCost(forward=forward, input=backward - weight, weight=weight)
         size = PipelineShape(ranks=flow.ranks, stages_per_rank=per_rank, microbatches=micro_batches)
         form = closed_form(name, size, cost)
+        if form is not None and form.relation is Relation.AT_LEAST and micro_batches < flow.ranks:
+            form = None  # a bound of what waits where the pipeline is never full
         idle = self._simulated(name, size) * (forward + backward) / 3 if form is None else form.idle
         return idle * min(1.0, others / ((flow.ranks - 1) * sum(busy)))
 

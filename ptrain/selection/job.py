@@ -4,46 +4,32 @@ written and so not chosen."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ptrain.axes.candidates import NOTHING, Written
 from ptrain.derivation.activations import is_tabulated
 from ptrain.errors import refused
 from ptrain.selection.stand_in import stand_in
 from ptrain.selection.where import Where, parse
-from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES
+from ptrain.selection.written import OF_CANDIDATES, is_open, numbers, unnamed, written_of
 from ptrain.spec.leaf import nearest
 from ptrain.spec.load import load, written
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import listing, missing
 from ptrain.spec.spec import Spec
 
-_AUTO = "auto"
 _TOKENS, _SEQUENCE = 4e6, 4096  # of a step and of a sample, where nothing is written
 _CPU_LAYOUT, _GPU_LAYOUT = "fp32", "zero16"
-# What a candidate says itself: written, it is not chosen.
-_CHOSEN = {
-    "batch.micro": "batch.micro",
-    "pipeline.schedule": "pipeline.schedule",
-    "pipeline.stages": "pipeline.stages",
-    "unit": "unit",
-    "sync.gradients": "sync.gradients",
-    "recompute": "recompute",
-}
-# What a file may say of it: sections that a candidate has of its own.
-OF_CANDIDATES = (
-    *("placement", "batch.micro", "batch.accumulate", "activations", "recompute", "offload"),
-    *("sync", "reshard", "pipeline", "unit", "overlap", "prefetch", "gather_after_update"),
-    *("bucket", "reduce_scatter"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchedJob:
-    """`base` is the job on one rank, `devices` are how many it is searched on, `where` what is
-    written of what is chosen. `source` and `overrides` load the base, but for what is chosen.
+    """`base` is the job on one rank, `devices` are how many it is searched on, `where` the
+    constraints, degrees and numbers that are written among them, `written` what else is written of
+    what is chosen. `source` and `overrides` load the base, but for what is chosen.
     `stand_in`: the shape that closed forms score, where no table tells of the base's own."""
 
     base: Spec
@@ -51,6 +37,7 @@ class SearchedJob:
     where: Where
     source: str
     overrides: tuple[str, ...] = ()
+    written: Written = NOTHING
     stand_in: ModelShape | None = None
 
     @property
@@ -75,19 +62,11 @@ def searched_job(
     """Return the job of a model (a preset, a file of a shape) or of a spec. Raises SpecError for
     what is none of these, and where the cluster has fewer devices."""
     of_cluster = [] if cluster is None else [f"cluster.preset={cluster}"]
+    words = [*of_cluster, *overrides]
     if is_model(source):
-        said = said_in(_model_mapping(source), [*of_cluster, *overrides])
-        job = _job(_with_defaults(said), source, where)
+        job = _of_model(source, said_in(_model_mapping(source), words), where)
     else:
-        _require_known(source)
-        said = said_in(source, [*of_cluster, *overrides])
-        if isinstance(batch := said.get("batch", {}), dict) and "global" not in batch:
-            finding = "how many samples a step takes nobody says, on whatever ranks"
-            raise refused("batch.global", finding, "write batch.global=64, or 4M tokens")
-        pinned = [*_pinned_degrees(said), *_pinned_keys(said)]
-        bare = [*of_cluster, *overrides, "mesh={}"]
-        spec = load(source, bare, without=OF_CANDIDATES).spec
-        job = SearchedJob(base=spec, devices=0, where=Where.of([*pinned, *where]), source=source)
+        job = _of_spec(source, words, where)
     base = job.base
     if base.cluster is None:
         raise refused(
@@ -109,8 +88,7 @@ def searched_job(
             f"{number} devices, and the cluster {base.cluster.name} has {base.cluster.devices}",
             f"write --devices {base.cluster.devices} or fewer, or cluster.devices={number}",
         )
-    shown = [*of_cluster, *overrides]
-    return replace(job, devices=number, overrides=tuple(shown), stand_in=like)
+    return replace(job, devices=number, overrides=tuple(words), stand_in=like)
 
 
 def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
@@ -160,13 +138,54 @@ def is_model(source: str) -> bool:
 def _model_mapping(source: str) -> dict[str, object]:
     is_preset = source in listing("models")
     preset = source if is_preset else str(Path(source).resolve())
-    return {"name": Path(source).stem, "model": {"preset": preset}, "mesh": {}}
+    return {
+        "name": source if is_preset else Path(source).stem,
+        "model": {"preset": preset},
+        "mesh": {},
+    }
 
 
-def _job(said: dict[str, Any], source: str, where: Sequence[str]) -> SearchedJob:
-    pinned = [*_pinned_keys(said), *(_pinned_degrees(said) if said.get("mesh") else ())]
-    spec = load({**said, "mesh": {}}, without=OF_CANDIDATES).spec
-    return SearchedJob(base=spec, devices=0, where=Where.of([*pinned, *where]), source=source)
+def _of_model(source: str, said: dict[str, Any], where: Sequence[str]) -> SearchedJob:
+    """All axes are searched, but for degrees that are written."""
+    said = _with_defaults(said)
+
+    def load_with(overrides: Sequence[str], without: Sequence[str]) -> Spec:
+        return load({**said, "mesh": {}}, overrides, without=without).spec
+
+    return SearchedJob(
+        base=load_with((), OF_CANDIDATES),
+        devices=0,
+        where=Where.of([*numbers(said), *where]),
+        written=written_of(said, load_with),
+        source=source,
+    )
+
+
+def _of_spec(source: str, words: Sequence[str], where: Sequence[str]) -> SearchedJob:
+    """What is written stays, and an axis that its mesh does not name has one rank."""
+    _require_known(source)
+    said = said_in(source, words)
+    if isinstance(batch := said.get("batch", {}), dict) and "global" not in batch:
+        finding = "how many samples a step takes nobody says, on whatever ranks"
+        raise refused("batch.global", finding, "write batch.global=64, or 4M tokens")
+    if not is_open(said):
+        raise refused(
+            "mesh",
+            "nothing of this spec is left to be chosen",
+            "write auto for degrees of the mesh (mesh.tp=auto) or all of it (mesh=auto), for "
+            "placement, batch.micro or a dial; or name a model",
+        )
+
+    def load_with(overrides: Sequence[str], without: Sequence[str]) -> Spec:
+        return load(source, [*words, *overrides], without=without).spec
+
+    return SearchedJob(
+        base=load_with(("mesh={}",), OF_CANDIDATES),
+        devices=0,
+        where=Where.of([*numbers(said), *unnamed(said), *where]),
+        written=written_of(said, load_with),
+        source=source,
+    )
 
 
 def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
@@ -182,41 +201,6 @@ def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
     is_cpu = probe.cluster is not None and probe.cluster.kind == "cpu"
     precision = said.get("precision", {"layout": _CPU_LAYOUT if is_cpu else _GPU_LAYOUT})
     return {**said, "batch": batch, "precision": precision}
-
-
-def _pinned_degrees(said: dict[str, Any]) -> Iterator[str]:
-    """A degree that is a number stands, and an axis that is not named has one rank."""
-    mesh = said.get("mesh") or {}
-    micro = (said.get("batch") or {}).get("micro")
-    if not isinstance(mesh, dict):
-        return
-    if _AUTO not in mesh.values() and micro != _AUTO:
-        raise refused(
-            "mesh",
-            "nothing of this spec is left to be chosen",
-            "write auto for degrees of the mesh (mesh.tp=auto), or batch.micro=auto; or name a "
-            "model",
-        )
-    shared = mesh.get("dp")
-    for axis in EXECUTED_AXES:
-        degree = mesh.get(axis.value, 1 if shared is None or axis not in DATA_AXES else _AUTO)
-        if degree != _AUTO:
-            yield f"mesh.{axis}={degree}"
-    if shared not in (None, _AUTO):
-        yield f"mesh.dp={shared}"
-
-
-def _pinned_keys(said: dict[str, Any]) -> Iterator[str]:
-    for place, name in _CHOSEN.items():
-        value = _at(said, place)
-        if isinstance(value, int | str) and value != _AUTO:
-            yield f"{name}={value}"
-
-
-def _at(said: Any, place: str) -> object:
-    for key in place.split("."):
-        said = said.get(key) if isinstance(said, dict) else None
-    return said
 
 
 def bounded(job: SearchedJob, texts: Sequence[str]) -> SearchedJob:

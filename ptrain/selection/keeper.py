@@ -7,10 +7,28 @@ from typing import Any
 
 from ptrain.selection.arrays import numpy
 from ptrain.selection.blocks import CandidateBlock
-from ptrain.selection.task import SLACK, SearchCount, SearchGoal, SearchResult, SearchTask
+from ptrain.selection.task import (
+    SLACK,
+    TIME_SLACK,
+    SearchCount,
+    SearchGoal,
+    SearchResult,
+    SearchTask,
+)
+from ptrain.selection.where import Constraint
 
 _KEPT = 1024  # candidates that are remembered between blocks
 _BANDS = 24  # of memory, the fastest of each of which is remembered for a front
+
+
+def may_hold(rule: Constraint, figures: Any, slack: float) -> Any:
+    """Return of which closed forms what is exact may obey a bound from above; of any other bound
+    they cannot tell."""
+    match rule.compare:
+        case "<" | "<=":
+            return rule.holds_of(figures / slack)
+        case _:
+            return numpy().ones_like(figures, dtype=bool)
 
 
 class Keeper:
@@ -31,10 +49,12 @@ class Keeper:
         if least is None or peak < least[0]:
             self.counts.least = (peak, block.candidate(*where))
         fits = block.peaks <= task.room * SLACK
-        for rule in task.where.bounds("memory"):
-            fits &= rule.holds_of(block.peaks)
-        for rule in task.where.bounds("time"):
-            fits &= rule.holds_of(block.seconds)
+        for name, figures, slack in (
+            ("memory", block.peaks, SLACK),
+            ("time", block.seconds, TIME_SLACK),
+        ):
+            for rule in task.where.bounds(name):
+                fits &= may_hold(rule, figures, slack)
         places = np.flatnonzero(fits)
         self.counts.fitting += int((block.peaks[places] <= task.room).sum())
         if not len(places):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ptrain.errors import refused
+from ptrain.selection.demand import Demand
 from ptrain.selection.figures import Ranked
 from ptrain.selection.job import SearchedJob
 from ptrain.selection.task import Scored, SearchCount, SearchGoal
@@ -38,8 +39,9 @@ class PlacementRanking(Worded):
     """A ranking, best first: exact figures of those that are best by closed form and fit. `front`:
     no other that was derived is faster and needs less. `unknown` says why there is no time; the
     order is then that of nominal seconds. Where nothing fits, `least` needs least memory of all and
-    `remedies` are what would. `reasons`: why the
-    best one is as it is."""
+    `remedies` are what would. `reasons`: why the best one is as it is. `objective` is what was
+    asked for; where that is a number of devices, `by_number` has the best on each that was tried,
+    and `demand` is what a training may take."""
 
     job: SearchedJob
     objective: SearchGoal
@@ -52,6 +54,13 @@ class PlacementRanking(Worded):
     remedies: tuple[Remedy, ...] = ()
     lost: tuple[Lost, ...] = ()
     reasons: tuple[str, ...] = ()
+    by_number: tuple[tuple[int, Ranked], ...] = ()
+    demand: Demand | None = None
+
+    @property
+    def ranked_by(self) -> SearchGoal:
+        """Return what the rows are ordered by, on the devices that there are."""
+        return SearchGoal.MEMORY if self.objective is SearchGoal.MEMORY else SearchGoal.TIME
 
     @property
     def best(self) -> Ranked | None:
@@ -79,8 +88,9 @@ def _seconds(row: Ranked) -> float:
     return row.closed.seconds if row.seconds is None else row.seconds
 
 
-def order_of(objective: SearchGoal, row: Ranked) -> tuple[float, float]:
-    """Return what sorts rows by an objective; of an unknown time by the closed form's."""
+def order_of(objective: SearchGoal, row: Ranked) -> tuple[bool, float, float]:
+    """Return what sorts rows by an objective; what has no time stands behind all that has one, in
+    the order of the closed form's."""
     if objective is SearchGoal.MEMORY:
-        return float(row.peak_bytes), _seconds(row)
-    return _seconds(row), float(row.peak_bytes)
+        return False, float(row.peak_bytes), _seconds(row)
+    return row.seconds is None, _seconds(row), float(row.peak_bytes)

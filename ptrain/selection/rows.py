@@ -3,9 +3,9 @@ scores them for one rank's part of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -14,9 +14,9 @@ from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
 from ptrain.costs import Collective, State
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.facts.operators import Operator
-from ptrain.rates.pace import Pace
 from ptrain.selection.arrays import numpy
-from ptrain.selection.profile import Sizes, nodes_of
+from ptrain.selection.profile import Sizes
+from ptrain.selection.wires import Wires
 from ptrain.spec.dials import GradientSync, Overlap, UnitKind, UnitSize
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.rates import Hook, OperatorKind
@@ -29,32 +29,6 @@ _COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one
 _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
-
-
-@dataclass(frozen=True)
-class Wires:
-    """Seconds of what ranks send each other on a cluster, asked once each; `is_nominal`: they are
-    none that anybody measured."""
-
-    base: Spec
-    pace: Pace
-    is_nominal: bool = False
-
-    @cached_property
-    def _known(self) -> dict[tuple[Collective, int, int, int], float]:
-        return {}
-
-    def seconds(self, collective: Collective, ranks: int, stride: int, payload: float) -> float:
-        """Return the seconds of a collective over ranks that are `stride` apart."""
-        if ranks == 1 or not payload:
-            return 0.0
-        nodes = nodes_of(self.base, ranks, stride)
-        key = (collective, ranks, nodes, int(payload))
-        if key not in self._known:
-            self._known[key] = self.pace.collective_seconds(
-                collective, ranks=ranks, nodes=nodes, payload=int(payload)
-            )
-        return self._known[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,16 +125,17 @@ class Ways:
         shards_made = np.where(self.materialized, degrees[-1] if degrees else 1, 1)
         return np.where(self.by_tensor, np.maximum(cut, shards_made), 1)
 
-    def columns(self, degrees: Sequence[int], sizes: Sizes, within: int) -> Columns:
-        """Return the coefficients. Bytes per parameter that a rank has: `theta` and `omega` between
-        steps, `grads` when backward is over, `unreduced` before the last micro-batch of what is
-        reduced then, `whole` of a unit that is gathered, `opened` of a unit's gradients while they
-        arrive, `flying` while they are reduced; `ahead` units are gathered ahead. `unit`:
-        parameters of the largest unit, `moved` of one on average, `per_layer`: units of a layer.
+    def columns(self, degrees: Sequence[int], sizes: Sizes, within: int, layers: int) -> Columns:
+        """Return the coefficients, of a rank that has about so many layers: bytes (`_bytes`) of so
+        many units and parameters; `unit`: parameters of the largest unit, `moved` of one on
+        average, `per_layer`: units of a layer.
+
         Seconds to `gather` and to `reduce` a unit, to copy it out of the one and into the other
-        (`unpack`, `pack`), to `add` its gradients to those before (flat
-        units do so with the first, too: `adds_first`), to make it whole again when it is updated
-        (`finish`), and of a parameter's `update`, copies between tiers included."""
+        (`unpack`, `pack`), to `add` its gradients to those before, which flat units do with the
+        first, too (`adds_first`), and `add_end` those of a parameter around the blocks; to reduce
+        and to gather a unit when it is updated (`finish`). Of a parameter to `update` it, in the
+        blocks and around them (`update_end`), and to be `copied` between tiers then.
+        """
         np = numpy()
         layout, base = self.layout, self.wires.base
         held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
@@ -171,43 +146,92 @@ class Ways:
         state = optimizer_itemsize(base.optimizer, layout)
         is_cut = parts[_GRADS] > 1
         moves = _Moves(self, degrees, within)
-        layers = np.array(_UNITS)[self.unit]
-        moved = sizes.block * layers  # of sub-blocks, which are unlike, the mean
+        per_unit = np.array(_UNITS)[self.unit]
+        moved = sizes.block * per_unit  # of sub-blocks, which are unlike, the mean
         unit = np.where(self.unit == 2, sizes.largest_part, moved)
-        near = self.near
+        settled = moves.settle(moved * reduced)
+        ends = sizes.front + sizes.behind
         return {
             **self.fixed,
             "overlaps": self.overlaps,
             "adds_first": self.flat.astype(float),
+            **self._bytes(parts),
+            "unit": unit.astype(float),
+            "moved": moved.astype(float),
+            "per_layer": 1 / per_unit,
+            "add": self._added(moved * held, per_unit, sizes.tensors),
+            "add_end": self._added(float(ends) * np.ones(len(moved)) * held, 1.0, (ends,)) / ends,
+            "unpack": self._unpacked(moved, degrees),
+            "pack": self._packed(moved, parts[_GRADS]),
+            "gather": np.where(self.brought, moves.gather(moved * held), 0.0),
+            "reduce": np.where(self.flat & ~is_cut, settled, moves.reduce(moved * reduced)),
+            "finish": moves.finish(moved * held) + np.where(is_cut, settled, 0.0),
+            **self._updates(parts[_OMEGA], layers, sizes),
+            "copied": self._copied(parts, state, held) + np.zeros(len(moved)),
+        }
+
+    def _bytes(self, parts: dict[State, Array]) -> Columns:
+        """Return bytes per parameter that a rank has: `theta` and `omega` between steps, `grads`
+        when backward is over (`reduced` of a stage that is over before the others), `unreduced`
+        before the last micro-batch of what is reduced then, `whole` of a unit that is gathered,
+        `opened` of a unit's gradients while they arrive, `flying` while they are reduced."""
+        np, layout, near = numpy(), self.layout, self.near
+        held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
+        state = optimizer_itemsize(self.wires.base.optimizer, layout)
+        is_cut = parts[_GRADS] > 1
+        return {
             "theta": np.where(self.materialized | ~near[_THETA], 0.0, held / parts[_THETA]),
             "omega": np.where(near[_OMEGA], state / parts[_OMEGA], 0.0),
             "grads": np.where(near[_GRADS], layout.gradients.itemsize / parts[_GRADS], 0.0),
+            # where nothing cuts them what the update reduces first begins beside the backward pass
+            "reduced": np.where(
+                near[_GRADS],
+                layout.gradients.itemsize
+                / np.where(self.flat & ~is_cut & (self.overlaps > 0), parts[_OMEGA], parts[_GRADS]),
+                0.0,
+            ),
             "unreduced": np.where(is_cut & (self.fixed["is_late"] > 0), float(reduced), 0.0),
             "whole": np.where(self.brought, float(held), 0.0),
             "opened": np.where(~self.flat & is_cut, float(held), 0.0),
-            "flying": np.where(is_cut | self.flat, float(reduced), 0.0),
-            "unit": unit.astype(float),
-            "moved": moved.astype(float),
-            "per_layer": 1 / layers,
-            "add": self._added(moved * held),
-            "unpack": np.where(
-                self.by_tensor & self.brought, self._copied_within(moved * held), 0.0
+            # what flat units reduce beside the backward pass is there until the next one's is over;
+            # where nothing cuts gradients they are summed where they are kept
+            "flying": reduced
+            * np.where(
+                is_cut, 1.0 + (self.flat & (self.overlaps > 0)), self.flat * layout.keeps_both
             ),
-            "pack": np.where(self.by_tensor, self._copied_within(moved * reduced), 0.0),
-            "gather": np.where(self.brought, moves.gather(moved * held), 0.0),
-            "reduce": moves.reduce(moved * reduced),
-            "finish": moves.finish(moved * held),
-            "update": self._update(parts[_OMEGA], sizes) + self._copied(parts, state, held),
         }
 
-    def _added(self, sizes: Array) -> Array:
-        """Seconds of the sum of a unit's gradient and that of the micro-batches before: read twice
-        and written. Of what is reduced after each there is none, but for flat units, which are
-        filled with zeros then."""
-        np = numpy()
+    def _added(self, sizes: Array, times: Array | float, tensors: Sequence[int]) -> Array:
+        """Seconds of the sum of a unit's gradients and those of the micro-batches before, tensor by
+        tensor: read twice and written. Of what is reduced after each there is none, but for flat
+        units, which are filled with zeros then."""
+        np, held = numpy(), self.layout.parameters.itemsize
         is_late = self.fixed["is_late"] > 0
-        sums = self._of_bytes(OperatorKind.POINTWISE, np.where(is_late, 3, 4) * sizes)
-        return np.where(self.by_tensor & ~is_late, 0.0, sums)
+        sums = times * self._of_bytes(OperatorKind.POINTWISE, 3 * held * np.array(tensors)).sum()
+        zeros = np.where(is_late, 0.0, self._of_bytes(OperatorKind.POINTWISE, sizes))
+        return np.where(self.by_tensor, np.where(is_late, sums, 0.0), sums + zeros)
+
+    def _unpacked(self, moved: Array, degrees: Sequence[int]) -> Array:
+        """Seconds of a unit that has been gathered: tensor by tensor it is copied apart. A flat one
+        is made of a master copy's shard, and is put in order where it came over several axes."""
+        np, layout = numpy(), self.layout
+        master = layout.master or layout.parameters
+        shard = moved / np.where(self.cut[_OMEGA], np.array(degrees, dtype=float), 1.0).prod(axis=1)
+        cast = self._of_bytes(
+            OperatorKind.COPY, shard * (master.itemsize + layout.parameters.itemsize)
+        )
+        whole = self._copied_within(moved * layout.parameters.itemsize)
+        over = np.where(self.materialized[:, None], self.cut[_OMEGA], self.cut[_THETA])
+        flat = self.materialized * cast + (over.sum(axis=1) > 1) * whole
+        return self.brought * np.where(self.by_tensor, whole, flat)
+
+    def _packed(self, moved: Array, parts: Array) -> Array:
+        """Seconds of a unit's gradients that are reduced: tensor by tensor they are copied together
+        before. Behind, the shard of a flat unit is added to what is kept."""
+        np, size = numpy(), self.layout.reduced.itemsize
+        copied = self._copied_within(moved * size)
+        added = self._of_bytes(OperatorKind.POINTWISE, 3 * moved * size / parts)
+        return np.where(self.by_tensor, copied, np.where(self.flat & (parts > 1), added, 0.0))
 
     def _copied_within(self, sizes: Array) -> Array:
         """Seconds in which so many bytes are copied on the device: read and written."""
@@ -219,20 +243,29 @@ class Ways:
         seconds = [pace.operator_seconds(Operator(kind, dtype, (int(value),))) for value in values]
         return np.array(seconds)[where.reshape(-1)]
 
-    def _update(self, parts: Array, sizes: Sizes) -> Array:
-        np, base = numpy(), self.wires.base
+    def _updates(self, parts: Array, layers: int, sizes: Sizes) -> Columns:
+        """Of a parameter. Flat units are updated one after the other, tensors all at once."""
+        np, ends = numpy(), sizes.front + sizes.behind
+        blocks, tensors = layers * sizes.block, layers * len(sizes.tensors)
         values, where = np.unique(parts, return_inverse=True)
-        seconds = [
-            self.wires.pace.update_seconds(
-                base.optimizer.name,
-                self.layout,
-                elements=max(1, int(sizes.block / part)),
-                tensors=sizes.tensors,
-            )
-            / sizes.block
-            for part in values
-        ]
-        return np.array(seconds)[where.reshape(-1)]
+        units = [sizes.block * layers_of_unit for layers_of_unit in _UNITS]
+        at_once = self._updated(blocks, tensors, values)
+        beside = self._updated(blocks + ends, tensors + 1, values) - at_once
+        alone = self._updated(ends, 1, values)
+        by_unit = np.array([self._updated(unit, 1, values) / unit for unit in units])
+        return {
+            "update": np.where(self.flat, by_unit[self.unit, where], at_once[where] / blocks),
+            "update_end": np.where(self.flat, alone[where], beside[where]) / ends,
+        }
+
+    def _updated(self, elements: float, tensors: int, parts: Array) -> Array:
+        """Seconds of one update of so many elements, by the number of slices they are cut into."""
+        base, update = self.wires.base, self.wires.pace.update_seconds
+        slices = [max(1, int(elements / part)) for part in parts]
+        name = base.optimizer.name
+        return numpy().array(
+            [update(name, self.layout, elements=number, tensors=tensors) for number in slices]
+        )
 
     def _copied(self, parts: dict[State, Array], state: int, held: int) -> Array:
         """Of a parameter: state that is updated on the device goes there and back. How long a host
@@ -258,14 +291,33 @@ class _Moves:
         self.ways, self.degrees = ways, degrees
         self.strides = [within * prod(degrees[at + 1 :]) for at in range(len(degrees))]
 
-    def _over(self, collective: Collective, at: int, sizes: Array) -> Array:
-        """Seconds over one axis, of each size."""
+    def _over(self, collective: Collective, mask: Array, sizes: Array) -> Array:
+        """Seconds of one call over the axes that a choice's row of the mask has, of each size: its
+        group has all their ranks."""
         np, wires = numpy(), self.ways.wires
-        values, where = np.unique(sizes, return_inverse=True)
-        seconds = [
-            wires.seconds(collective, self.degrees[at], self.strides[at], value) for value in values
-        ]
-        return np.array(seconds)[where.reshape(-1)]
+        seconds = np.zeros(len(sizes))
+        for chosen_axes in product((False, True), repeat=len(self.degrees)):
+            at = [place for place, is_in in enumerate(chosen_axes) if is_in]
+            rows = np.flatnonzero((mask == np.array(chosen_axes)).all(axis=1)) if at else ()
+            if not len(rows):
+                continue
+            ranks = prod(self.degrees[place] for place in at)
+            values, where = np.unique(sizes[rows], return_inverse=True)
+            of_values = [
+                wires.seconds(collective, ranks, self.strides[at[-1]], value) for value in values
+            ]
+            seconds[rows] = np.array(of_values)[where.reshape(-1)]
+        return seconds
+
+    def _by_axis(self, mask: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
+        """Yield the axes one by one, innermost first, as a mask of them alone, with what a unit
+        takes there: a shard, behind those over which it is cut."""
+        np = numpy()
+        for at in reversed(range(len(self.degrees))):
+            alone = np.zeros_like(mask)
+            alone[:, at] = True
+            yield alone, sizes
+            sizes = np.where(mask[:, at], sizes / self.degrees[at], sizes)
 
     def _hook(self, flat: Hook, other: Hook) -> Array:
         """Seconds of the host's, which runs ahead where the device computes by itself."""
@@ -275,35 +327,54 @@ class _Moves:
         return numpy().where(self.ways.flat, pace.hook_seconds(flat), pace.hook_seconds(other))
 
     def gather(self, sizes: Array) -> Array:
-        ways, total = self.ways, self._hook(Hook.FLAT_GATHER, Hook.FSDP2_GATHER)
-        for at in range(len(self.degrees)):
-            is_made = ways.materialized & ways.cut[_OMEGA][:, at]
-            total = total + self._over(Collective.ALL_GATHER, at, sizes) * (
-                ways.cut[_THETA][:, at] | is_made
-            )
-        return total
+        """Of Theta, over all the axes that cut it, or the master copy that it is made of."""
+        np, ways = numpy(), self.ways
+        over = np.where(ways.materialized[:, None], ways.cut[_OMEGA], ways.cut[_THETA])
+        hook = self._hook(Hook.FLAT_GATHER, Hook.FSDP2_GATHER)
+        return hook + self._over(Collective.ALL_GATHER, over, sizes)
 
     def reduce(self, sizes: Array) -> Array:
-        """Shards first: what copies sum then is a shard. DDP reduces by bucket."""
+        """Shards first: what copies sum then is a shard. DDP reduces by bucket. A flat unit is
+        reduced over all the axes that cut gradients at once."""
         np, ways = numpy(), self.ways
         if not self.degrees:
             return np.zeros(len(sizes))
         pace = ways.wires.pace
         hook = 0.0 if pace.overlaps else pace.hook_seconds(Hook.DDP_BUCKET)
         pieces = np.maximum(1.0, sizes / _BUCKET)
-        buckets = pieces * (hook + self._over(Collective.ALL_REDUCE, 0, sizes / pieces))
-        total = self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE)
-        for at in reversed(range(len(self.degrees))):
-            cut = ways.cut[_GRADS][:, at] | ways.cut[_OMEGA][:, at]
-            scattered = self._over(Collective.REDUCE_SCATTER, at, sizes)
-            total = total + np.where(cut, scattered, self._over(Collective.ALL_REDUCE, at, sizes))
-            sizes = np.where(cut, sizes / self.degrees[at], sizes)
+        everywhere = np.ones_like(ways.cut[_GRADS])
+        first = everywhere & (np.arange(len(self.degrees)) == 0)
+        buckets = pieces * (hook + self._over(Collective.ALL_REDUCE, first, sizes / pieces))
+        cut = ways.cut[_GRADS] | ways.cut[_OMEGA]
+        total = np.zeros(len(sizes))
+        for alone, size in self._by_axis(cut, sizes):
+            total = total + self._over(Collective.REDUCE_SCATTER, alone & cut, size)
+            total = total + self._over(Collective.ALL_REDUCE, alone & ~cut, size)
+        at_once = self._over(Collective.REDUCE_SCATTER, ways.cut[_GRADS], sizes)
+        total = np.where(ways.flat, at_once, total)
+        total = total + self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE)
         return np.where(ways.local, 0.0, np.where(ways.replicas, buckets, total))
+
+    def settle(self, sizes: Array) -> Array:
+        """What of a flat unit is reduced for its update: first into the slices of Omega, then a sum
+        over the other axes. Where nothing cuts gradients that begins with the last backward."""
+        np, ways = numpy(), self.ways
+        if not self.degrees:
+            return np.zeros(len(sizes))
+        degrees = np.array(self.degrees, dtype=float)
+        narrower = ways.cut[_OMEGA] & ~ways.cut[_GRADS]
+        cut = ways.cut[_OMEGA] | ways.cut[_GRADS]
+        shard = sizes / np.where(ways.cut[_GRADS], degrees, 1.0).prod(axis=1)
+        slices = sizes / np.where(cut, degrees, 1.0).prod(axis=1)
+        seconds = self._over(Collective.REDUCE_SCATTER, narrower, shard) + self._over(
+            Collective.ALL_REDUCE, ~cut, slices
+        )
+        return np.where(ways.flat, seconds, 0.0)
 
     def finish(self, sizes: Array) -> Array:
         """What is gathered after the update: Theta that is whole where Omega is a slice."""
-        ways, total = self.ways, numpy().zeros(len(sizes))
-        for at in range(len(self.degrees)):
-            spread = ways.cut[_OMEGA][:, at] & ~ways.cut[_THETA][:, at] & ~ways.materialized
-            total = total + self._over(Collective.ALL_GATHER, at, sizes) * spread
-        return total
+        ways = self.ways
+        spread = ways.cut[_OMEGA] & ~ways.cut[_THETA] & ~ways.materialized[:, None]
+        degrees = numpy().array(self.degrees, dtype=float)
+        kept = sizes / numpy().where(ways.cut[_THETA], degrees, 1.0).prod(axis=1)
+        return self._over(Collective.ALL_GATHER, spread, kept)

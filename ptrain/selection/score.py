@@ -1,9 +1,10 @@
 """Memory and time of many candidates at once, in closed form: arrays over the choices of the data
 axes and the flows, for one way to cut blocks and one micro-batch.
 
-What is summed up here by formula, `derive` plays event by event for those that are best. The peak
-is the largest of a few moments: forward at its end, backward at its begin, in its first block and
-in its last one, the update.
+What is summed up here by formula, `derive` plays event by event for those that are best. A peak is
+the largest of a few moments (`axes.pipeline.cost.moments`), and around each of these: a forward
+pass in its last block and at its end, a backward pass at its begin, in the first block that it
+comes to and in the last one, the update.
 """
 
 from __future__ import annotations
@@ -11,32 +12,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ptrain.derivation.tables import Place
+from ptrain.selection.activity import Activity
 from ptrain.selection.arrays import numpy
-from ptrain.selection.profile import Activity, Seconds, Sizes
+from ptrain.selection.profile import Seconds, Sizes
 from ptrain.selection.rows import Columns
 
 Array = Any
+# Of a model that is whole, and of stages: the order in which moments count chunks.
+STAGE_PLACES = (Place.ALONE, Place.FIRST, Place.MIDDLE, Place.LAST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
     """What ranks of a pipeline have of the model, the last dimension being the ranks that differ:
-    `layers` on all of their stages, `front` and `behind` where embedding and head are, `in_flight`
-    micro-batches of all of its stages at most, `heads` of the last stage alone, of `outputs` of
-    which the logits are there, and `boundaries`, tensors of a micro-batch between stages."""
+    `layers` on all of their stages, `front` and `behind` where embedding and head are, `boundaries`
+    of a micro-batch between stages."""
 
     layers: Array
     front: Array
     behind: Array
-    in_flight: Array
-    heads: Array
-    outputs: Array
     boundaries: Array
 
     def root(self, sizes: Sizes) -> Array:
         """Return the parameters around the blocks."""
-        behind = sizes.behind + (self.boundaries > 0) * sizes.copied
-        return self.front * sizes.front + self.behind * behind
+        return around(sizes, self.front, self.behind, self.boundaries > 0)
 
     def at(self, indices: Array) -> Places:
         """Return those of some flows."""
@@ -44,9 +44,6 @@ class Places:
             layers=self.layers[indices],
             front=self.front[indices],
             behind=self.behind[indices],
-            in_flight=self.in_flight[indices],
-            heads=self.heads[indices],
-            outputs=self.outputs[indices],
             boundaries=self.boundaries[indices],
         )
 
@@ -60,39 +57,124 @@ class Places:
         )
         return forward, backward
 
+    def moving(self, seconds: Seconds) -> Array:
+        """Return for how long each waits, in a micro-batch, for activations that leave the device
+        and come back: the last block's are back when all have left, and each other's set out with
+        the block behind it."""
+        np, (out, back) = numpy(), seconds.moved
+        stages = np.maximum(1, self.boundaries)
+        between = self.behind * sum(seconds.behind) + (self.layers - stages) * seconds.block[0]
+        late = np.maximum(0.0, self.layers * out - between)
+        slower = max(0.0, back - seconds.block[1])
+        return late + stages * back + (self.layers - stages) * slower
 
-def peaks(rows: Columns, places: Places, sizes: Sizes, act: Activity, micro_batches: int) -> Array:
+
+def around(sizes: Sizes, front: Array, behind: Array, is_staged: Array) -> Array:
+    """Return the parameters around the blocks: where both ends are on stages of their own the last
+    one has what is tied too."""
+    return front * sizes.front + behind * (sizes.behind + is_staged * sizes.copied)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMoments:
+    """When ranks of a pipeline may be fullest, the last dimension being these moments, each as a
+    backward pass begins. What the rank has of the model: `layers`, `front`, `behind`, and of these
+    what has summed a gradient before (`graded_…`), or all of the step's (`over_…`). `whole` and
+    `halved`: layers that hold activations, each as often as it does, of micro-batches that are
+    whole and between two halves; `chunks` and `waiting` are these by the stage's place, `on` is
+    that of the stage whose pass it is, of `own` layers; `is_half` whether it has halves, and
+    `is_new` whether its gradients are its stage's first. `messages` lie at the rank's boundaries
+    besides."""
+
+    layers: Array
+    front: Array
+    behind: Array
+    graded_layers: Array
+    graded_front: Array
+    graded_behind: Array
+    over_layers: Array
+    over_front: Array
+    over_behind: Array
+    whole: Array
+    halved: Array
+    chunks: Array
+    waiting: Array
+    on: Array
+    own: Array
+    is_half: Array
+    is_new: Array
+    messages: Array
+    is_staged: Array
+
+
+def peaks(rows: Columns, at: RankMoments, sizes: Sizes, act: Activity, micro_batches: int) -> Array:
     """Return the bytes of each rank at its fullest."""
     np = numpy()
-    root, blocks = places.root(sizes), places.layers * sizes.block
-    parameters = root + blocks
-    rest = (rows["theta"] + rows["omega"]) * parameters
-    many = micro_batches > 1
-    kept = np.maximum(rows["unreduced"], rows["grads"]) if many else rows["grads"]
-    grown = kept * parameters
-    unit, whole = rows["unit"], rows["whole"]
-    gone = 1 - rows["keeps_forward"]
-    ahead = whole * unit * gone * (1 + rows["ahead"])
-    gathered = whole * (root + blocks * rows["keeps_forward"])
-    inner = places.layers * act.block + places.boundaries * act.hidden
-    behind = places.behind * places.heads * act.behind
-    logits = places.behind * (places.boundaries > 0) * act.logits
-    behind = behind + places.outputs * logits
-    saved = places.in_flight * (inner + places.front * act.front) + behind
-    base = rest + gathered + (grown if many else 0.0)
-    in_forward = base + (saved - act.block + act.forward_rise) + ahead
-    top = base + saved + places.behind * max(act.behind_rise - act.behind, act.head_rise)
-    turn = act.backward_rise + ahead + unit * (rows["opened"] + rows["flying"])
-    deep = base + (saved - behind) + turn
-    late = rest + gathered + grown + (saved - behind - inner + act.block) + turn
-    return np.maximum.reduce(
-        [in_forward, top, deep, late, np.broadcast_to(rest + grown, deep.shape)]
-    )
+
+    def of_places(name: str, chunks: Array) -> Array:
+        spots = [getattr(act.ends[place], name) for place in STAGE_PLACES]
+        return chunks @ np.array(spots, dtype=float)
+
+    saved = at.whole * act.block + at.halved * (act.block + act.half) + at.messages * act.hidden
+    saved = saved + of_places("saved", at.chunks + at.waiting) + of_places("waiting", at.waiting)
+    # the forward before it left its last block or its head
+    forward = saved - act.block + act.forward_rise
+    ended = saved + of_places("forward_rise", at.on)
+    half = at.is_half * (at.own * act.half + of_places("half_begun", at.on))
+    whole = (1 - at.is_half) * of_places("begun", at.on)
+    begins = np.where(at.is_half, of_places("half_rise", at.on), of_places("backward_rise", at.on))
+    # behind the half of the inputs, whose last block has risen, comes that of the weights
+    deep = saved + half + whole + (1 - at.is_half) * act.backward_rise
+    forward = np.maximum(forward, at.is_half * (saved + half + act.half_rise))
+    # in the first block the others of this micro-batch are free again, behind it that one, too
+    late = deep - (1 - at.is_half) * (at.own - 1) * act.block
+    ends = deep - (1 - at.is_half) * (act.backward_rise + at.own * act.block)
+    late = np.maximum(late, ends + of_places("end_rise", at.on))
+
+    root = around(sizes, at.front, at.behind, at.is_staged)
+    blocks = at.layers * sizes.block
+    had = around(sizes, at.graded_front, at.graded_behind, at.is_staged)
+    had = had + at.graded_layers * sizes.block
+    own = around(sizes, at.on[..., :2].sum(axis=-1), at.on[..., ::3].sum(axis=-1), at.is_staged)
+    own = own + at.own * sizes.block
+    kept = np.maximum(rows["unreduced"], rows["grads"]) if micro_batches > 1 else rows["grads"]
+    gone = rows["whole"] * (1 - rows["keeps_forward"])
+    ahead = gone * rows["unit"] * (1 + rows["ahead"])
+    turn = ahead + rows["unit"] * (rows["opened"] + rows["flying"])
+    new = kept * own * at.is_new
+    if at.is_half.any():  # flat units have buffers for gradients from one half to the other
+        buffers = rows["adds_first"] * rows["flying"] * own * at.is_half
+        buffers = buffers * np.maximum(at.is_new, 1 - rows["is_late"])
+        begins, deep, new = begins + buffers, deep + buffers, np.maximum(new - buffers, 0)
+        late = late + buffers
+    passes = forward + ahead
+    np.maximum(passes, ended, out=passes)
+    # the loss comes before the root is gathered again
+    np.maximum(passes, saved + begins - gone * root, out=passes)
+    np.maximum(passes, deep + turn, out=passes)
+    np.maximum(passes, late + turn + new, out=passes)
+    passes += rows["whole"] * (root + blocks * rows["keeps_forward"])
+    passes += kept * had
+    if at.over_layers.any():  # of what is over gradients are reduced, and what was kept is gone
+        over = around(sizes, at.over_front, at.over_behind, at.is_staged)
+        passes += rows["reduced"] * (over + at.over_layers * sizes.block)
+        passes -= rows["whole"] * rows["keeps_forward"] * at.over_layers * sizes.block
+    np.maximum(passes, kept * (root + blocks), out=passes)
+    passes += (rows["theta"] + rows["omega"]) * (root + blocks)
+    return passes
 
 
-def step_seconds(
-    rows: Columns, places: Places, sizes: Sizes, seconds: Seconds, micro_batches: int
-) -> Array:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busy:
+    """Seconds of a step in which a rank is busy: in its passes and behind them. `longer`: how many
+    times as long its passes are as what it computes in them."""
+
+    passes: Array
+    update: Array
+    longer: Array
+
+
+def busy(rows: Columns, places: Places, sizes: Sizes, seconds: Seconds, micro_batches: int) -> Busy:
     """Return what each rank is busy in a step: computation of all micro-batches, and what of the
     rest is not hidden behind it."""
     np, number = numpy(), micro_batches
@@ -116,7 +198,15 @@ def step_seconds(
     waits = waits + moved * (units + of_root) - np.minimum(apart, room) * later
     copies = (gathers + again) * rows["unpack"] + reduces * rows["pack"]
     waits = waits + copies * (units + of_root)
-    adds = (number - 1 + rows["adds_first"]) * rows["add"] * (units + of_root)
-    after = rows["update"] * (root + places.layers * sizes.block)
-    after = after + rows["finish"] * (units + of_root)
-    return number * (forward + backward) + waits + adds + after
+    added = rows["add"] * units + rows["add_end"] * root
+    waits = waits + (number - 1 + rows["adds_first"]) * added
+    waits = waits + number * places.moving(seconds)
+    computing = number * (forward + backward)
+    blocks = places.layers * sizes.block
+    update = rows["update"] * blocks + rows["update_end"] * root
+    update = update + rows["copied"] * (root + blocks)
+    return Busy(
+        passes=computing + waits,
+        update=update + rows["finish"] * (units + of_root),
+        longer=1 + waits / computing,
+    )

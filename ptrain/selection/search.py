@@ -12,23 +12,26 @@ from functools import partial
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
-from ptrain.axes.data.candidates import UNITS
+from ptrain.axes.data.candidates import units_of
 from ptrain.costs import Collective
 from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
 from ptrain.rates.pace import UnknownRate
+from ptrain.selection.activity import Activity, activity_of
 from ptrain.selection.arrays import numpy
 from ptrain.selection.blocks import CandidateBlock, DataTable
 from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.keeper import Keeper
-from ptrain.selection.profile import Activity, Seconds, Sizes, activity_of, seconds_of, sizes_of
-from ptrain.selection.rows import DataWay, Ways, Wires, way_of
-from ptrain.selection.score import Places, peaks, step_seconds
+from ptrain.selection.profile import Seconds, Sizes, seconds_of, sizes_of
+from ptrain.selection.quantities import Aspect
+from ptrain.selection.rows import Columns, DataWay, Ways, way_of
+from ptrain.selection.score import Places, busy, peaks
 from ptrain.selection.space import (
     KEPT,
     THROUGH,
     Legality,
     Through,
+    apart,
     data_choices,
     degrees_over,
     inner_products,
@@ -38,10 +41,12 @@ from ptrain.selection.space import (
     through_of,
 )
 from ptrain.selection.task import SLACK, SearchResult, SearchTask
-from ptrain.selection.where import Aspect, Where
+from ptrain.selection.where import Where
+from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
+from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 
 LegalWay = tuple[DataWay, Spec]  # and the base with its choice
@@ -68,41 +73,59 @@ class Search:
     def __init__(self, task: SearchTask) -> None:
         self.task = task
         self.facts: ModelFacts = own_facts(replace(task.base, unit=UnitSize()))
-        self.legality = Legality(task.base)
+        self.legality = Legality(task.base, task.written)
         self.flows = PipelineFlows(task.base, self.facts)
         self.wires = Wires(task.base, task.pace, task.is_nominal)
-        self.choices = data_choices(task.base)
-        self.num_too_large = 0  # blocks of candidates that are not scored
+        self.choices = data_choices(task.base, task.written)
+        self.units = units_of(task.written)
+        self.too_large: list[tuple[_Inner, int, Through, Kept, int]] = []
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.legal: dict[tuple[object, ...], list[LegalWay]] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
+        self.columns: dict[tuple[object, ...], Columns] = {}
         self.activities: dict[tuple[object, ...], Activity] = {}
         self.seconds: dict[tuple[object, ...], Seconds | None] = {}
 
     def run(self, where: Where) -> SearchResult:
         """Return the best of all legal candidates that obey constraints."""
-        if where != self.task.where:
-            self.task = replace(self.task, where=where)
-            self.ways.clear()
-            self.tables.clear()
+        self._obey(where)
         keeper = Keeper(self.task)
         for block in self.blocks():
             keeper.take(block)
         return keeper.result()
 
+    def has(self, where: Where) -> bool:
+        """Return whether any legal candidate obeys constraints, too large as it may be."""
+        self._obey(where)
+        return next(self.blocks(), None) is not None or self.has_too_large
+
+    def _obey(self, where: Where) -> None:
+        self.too_large.clear()
+        if where != self.task.where:
+            self.task = replace(self.task, where=where)
+            self.ways.clear()
+            self.tables.clear()
+            self.columns.clear()
+
     def blocks(self) -> Iterator[CandidateBlock]:
         """Yield the space, a block at a time."""
         task = self.task
-        for ranks, within in inner_products(task.base, task.devices):
+        for ranks, within in inner_products(task.base, task.devices, task.written):
             spec = chosen(task.base, within)
             if not task.where.admits(Aspect.WITHIN, spec):
                 continue
             inner = _Inner(ranks=ranks, within=within, spec=spec, sizes=sizes_of(spec, self.facts))
-            for left, choices in pipelines(task.base, task.devices // ranks):
+            for left, choices in pipelines(task.base, task.devices // ranks, task.written):
                 flows = self._flows(choices)
-                for micro, number in micro_batches(task.base, left) if flows else ():
-                    if task.where.admits(Aspect.BATCH, _batched(task.base, micro, number)):
-                        yield from self._of_batch(inner, left, flows, micro, number)
+                for micro, number in apart(self._batches(left)) if flows else ():
+                    yield from self._of_batch(inner, left, flows, micro, number)
+
+    def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
+        """The micro-batches that obey constraints."""
+        base, where = self.task.base, self.task.where
+        for micro, number in micro_batches(base, data_ranks):
+            if where.admits(Aspect.BATCH, batched(base, micro, number)):
+                yield micro, number
 
     def _flows(self, choices: Sequence[AxisChoice]) -> list[PipelineFlow]:
         base, where = self.task.base, self.task.where
@@ -117,7 +140,7 @@ class Search:
     ) -> Iterator[CandidateBlock]:
         legality = self.legality
         flows = [flow for flow in flows if legality.pipeline(flow.choice, number)]
-        for kept in KEPT:
+        for kept in self.task.written.kept or KEPT:
             if not self.task.where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
                 continue
             by_way: dict[Through, list[PipelineFlow]] = {}
@@ -127,12 +150,17 @@ class Search:
                 if not legality.within(inner.within, kept, way):
                     continue
                 if self._activity(inner, micro, kept).least > self.task.room * SLACK:
-                    self.num_too_large += 1  # whatever the states are
+                    self.too_large.append((inner, left, way, kept, number))
                     continue
-                units = frozenset(unit for unit in UNITS if legality.unit(inner.within, unit, kept))
-                table = self._table(inner, left, way, units, many=number > 1)
+                table = self._legal(inner, left, way, kept, number)
                 if len(table):
                     yield self._block(inner, table, alike, (micro, number, kept))
+
+    @property
+    def has_too_large(self) -> bool:
+        """Return whether there are legal candidates that are not scored, for a sample alone of
+        theirs takes more than a device has, whatever their states are."""
+        return any(len(self._legal(*where)) for where in self.too_large)
 
     def _block(
         self,
@@ -144,20 +172,24 @@ class Search:
         np, task = numpy(), self.task
         micro, number, kept = batch
         activity = self._activity(inner, micro, kept)
-        places = self.flows.places(flows, number)
-        peak = peaks(table.shaped(3), places, inner.sizes, activity, number).max(axis=2)
+        places, moments = self.flows.places(flows), self.flows.moments(flows, number)
+        peak = peaks(table.shaped(3), moments, inner.sizes, activity, number).max(axis=2)
         rows, columns = np.nonzero(peak <= task.room * SLACK)
         untimed = 0
         least = int(peak.argmin())
         seconds = np.zeros(0)
         work = self._seconds(inner, micro, kept)
         if work is None:
-            rows, columns, untimed = rows[:0], columns[:0], len(rows)
+            seconds, untimed = np.full(len(rows), float("inf")), len(rows)
         elif len(rows):
-            busy = step_seconds(table.at(rows), places.at(columns), inner.sizes, work, number).max(
-                axis=1
-            )
-            seconds = busy + self._idle(flows, places, number, work, activity)[columns]
+            idle = self._idle(flows, places, number, work, activity)
+            places = places.at(columns)
+            taken = busy(table.at(rows), places, inner.sizes, work, number)
+            # the rank that computes most is the one that the others wait for
+            forward, backward = places.computing(work)
+            slowest = (forward + backward).argmax(axis=1)
+            longer = taken.longer[np.arange(len(rows)), slowest]
+            seconds = (taken.passes + taken.update).max(axis=1) + idle[columns] * longer
         return CandidateBlock(
             within=inner.within,
             flows=flows,
@@ -183,7 +215,7 @@ class Search:
     ) -> Any:
         """What each flow's schedule leaves idle, and what it waits for at its boundaries: while it
         fills and drains, and where nothing moves beside what is computed, for each micro-batch."""
-        np, pace = numpy(), self.task.pace
+        np = numpy()
         forward, backward = places.computing(work)
         slowest = (forward + backward).argmax(axis=1)
         waits = []
@@ -191,12 +223,21 @@ class Search:
             if flow.schedule is None:
                 waits.append(0.0)
                 continue
-            busy = float(forward[at, slowest[at]]), float(backward[at, slowest[at]])
+            longest = float(forward[at, slowest[at]]), float(backward[at, slowest[at]])
             stride = self.task.devices // flow.ranks
             crossing = self.wires.seconds(Collective.SEND, 2, stride, activity.hidden)
-            crossings = 2 * (flow.ranks - 1 + (0 if pace.overlaps else number * flow.per_rank))
-            waits.append(self.flows.idle(flow, number, work, busy) + crossings * crossing)
+            crossings = 2 * self._crossings(flow, number)
+            waits.append(self.flows.idle(flow, number, work, longest) + crossings * crossing)
         return np.array(waits)
+
+    def _crossings(self, flow: PipelineFlow, number: int) -> int:
+        """Return how often a rank waits for a message forward: of the first micro-batch's way, of
+        every one's where each waits for the one before it, and of every one that it sends itself
+        where nothing moves beside what is computed."""
+        on_the_way = flow.ranks - 1
+        if flow.schedule is ScheduleName.NAIVE:
+            return number * on_the_way
+        return on_the_way + (0 if self.task.pace.overlaps else number * flow.per_rank)
 
     def _activity(self, inner: _Inner, micro: int, kept: Kept) -> Activity:
         """Sizes grow with the samples from two on; one alone saves less."""
@@ -205,18 +246,26 @@ class Search:
         if key not in self.activities:
             sized = replace(inner.spec, batch=replace(inner.spec.batch, micro=least))
             self.activities[key] = activity_of(sized, kept)
-        return self.activities[key].times(micro // least)
+        return self.activities[key].of_samples(micro, least)
 
     def _seconds(self, inner: _Inner, micro: int, kept: Kept) -> Seconds | None:
         """None where nobody knows what is computed, or how long that takes."""
         key = (inner.within, micro, kept)
         if key not in self.seconds:
-            spec = kept_so(_batched(inner.spec, micro, 1), kept)
+            spec = kept_so(batched(inner.spec, micro, 1), kept)
             try:
-                self.seconds[key] = seconds_of(spec, self.task.work(spec), self.task.pace)
+                work, moved = self.task.work(spec), self._activity(inner, micro, kept).moved
+                self.seconds[key] = seconds_of(spec, work, self.task.pace, moved)
             except UnknownRate:
                 self.seconds[key] = None
         return self.seconds[key]
+
+    def _legal(self, inner: _Inner, left: int, way: Through, kept: Kept, number: int) -> DataTable:
+        """The choices of the data axes that are legal with so many micro-batches."""
+        units = frozenset(
+            unit for unit in self.units if self.legality.unit(inner.within, unit, kept)
+        )
+        return self._table(inner, left, way, units, many=number > 1)
 
     def _table(
         self, inner: _Inner, left: int, way: Through, units: frozenset[UnitSize], *, many: bool
@@ -226,15 +275,24 @@ class Search:
         if key in self.tables:
             return self.tables[key]
         parts = []
+        stages = self.task.devices // (left * inner.ranks)
+        layers = max(1, self.flows.num_layers // stages)
         for axes in self.choices:
             for degrees in degrees_over(len(axes), left):
                 ways = self._ways(axes, inner, way, many=many)
                 indices = self._indices(ways, degrees, inner, units)
                 if len(indices):
-                    columns = ways.columns(degrees, inner.sizes, inner.ranks)
+                    columns = self._columns(ways, degrees, inner, layers)
                     parts.append((ways, degrees, indices, columns))
         self.tables[key] = DataTable(parts)
         return self.tables[key]
+
+    def _columns(self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, layers: int) -> Columns:
+        """Those of all ways, whichever of them are legal with a way to keep activations."""
+        key = (id(ways), degrees, inner.shape, layers)  # `ways` keeps them
+        if key not in self.columns:
+            self.columns[key] = ways.columns(degrees, inner.sizes, inner.ranks, layers)
+        return self.columns[key]
 
     def _indices(
         self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, units: frozenset[UnitSize]
@@ -257,11 +315,11 @@ class Search:
         key = (axes, bool(inner.shape), way, many)
         if key not in self.ways:
             admits = partial(self.task.where.admits, Aspect.DATA)
-            legal = self._legal(axes, inner, way, many=many)
+            legal = self._legal_ways(axes, inner, way, many=many)
             self.ways[key] = Ways(self.wires, [way for way, spec in legal if admits(spec)])
         return self.ways[key]
 
-    def _legal(
+    def _legal_ways(
         self, axes: tuple[Axis, ...], inner: _Inner, way: Through, *, many: bool
     ) -> list[LegalWay]:
         """The legal choices of the data axes, whatever is asked of them."""
@@ -270,7 +328,7 @@ class Search:
             beside, base = (THROUGH[way], *inner.within), self.task.base
             # What is legal with several micro-batches is so with one: no rule asks for more of them
             # but those of schedules, which `pipeline` has asked.
-            several = () if many else self._legal(axes, inner, way, many=True)
+            several = () if many else self._legal_ways(axes, inner, way, many=True)
             known = {id(legal.choice) for legal, _ in several}
             self.legal[key] = [
                 (way_of(base, choice, beside), chosen(base, (choice,)))
@@ -280,5 +338,6 @@ class Search:
         return self.legal[key]
 
 
-def _batched(spec: Spec, micro: int, number: int) -> Spec:
+def batched(spec: Spec, micro: int, number: int) -> Spec:
+    """Return the spec with so many micro-batches of so many samples."""
     return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=number))

@@ -13,8 +13,8 @@ from enum import Enum, auto
 from functools import cached_property
 from math import prod
 
-from ptrain.algebra.legality import is_sound
-from ptrain.axes.candidates import AxisChoice, AxisSpace, chosen, divisors
+from ptrain.algebra.legality import check, executed, is_sound
+from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.axes.data.candidates import says_the_usual
 from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
@@ -22,6 +22,7 @@ from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import own_facts
 from ptrain.derivation.kernels import unclaimed
+from ptrain.errors import Fault
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Batch
@@ -36,7 +37,8 @@ from ptrain.spec.spec import ActivationSpec, Spec
 WITHIN: tuple[AxisSpace, ...] = (TENSOR_SPACE,)
 
 KEPT = (PLAIN, Kept(policy=SELECTIVE), Kept(policy=FULL), Kept(tier=Tier.HOST))
-_MICRO = tuple(2**power for power in range(10))
+_MOST_MICRO = 2**9  # samples of a micro-batch
+_ALL_UP_TO, _APART = 16, 1.25  # of larger micro-batches those that are a quarter apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,26 +69,41 @@ def kept_so(spec: Spec, kept: Kept) -> Spec:
     return replace(spec, activations=ActivationSpec(default=kept))
 
 
-def inner_products(base: Spec, devices: int) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
+def inner_products(
+    base: Spec, devices: int, written: Written = NOTHING
+) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
     """Yield how many ranks the axes within a block take together, with a choice of each."""
     products: list[tuple[int, tuple[AxisChoice, ...]]] = [(1, ())]
     for space in WITHIN:
         products = [
             (ranks * size, (*choices, choice))
             for ranks, choices in products
-            for size in space.sizes(base, devices // ranks)
-            for choice in space.choices(base, size)
+            for size in space.sizes(base, devices // ranks, written)
+            for choice in space.choices(base, size, written)
         ]
     yield from products
 
 
 def micro_batches(base: Spec, data_ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield samples of a micro-batch, and how many of these a step has: powers of two, and all of a
-    rank's samples at once."""
+    """Yield samples of a micro-batch, and how many of these a step has: the divisors of a rank's
+    samples."""
     samples, left = divmod(base.batch.global_samples, data_ranks)
     if left or not samples:
         return
-    yield from ((micro, samples // micro) for micro in _MICRO if samples % micro == 0)
+    for micro in divisors(samples):
+        if micro <= _MOST_MICRO:
+            yield micro, samples // micro
+
+
+def apart(batches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the smaller of these micro-batches, and of the larger ones powers of two and those that
+    are a quarter larger than the one before: of many divisors few fit, and neighbours are alike."""
+    last = 0
+    for micro, number in batches:
+        is_power = micro & (micro - 1) == 0
+        if micro <= _ALL_UP_TO or is_power or micro >= _APART * last:
+            last = micro
+            yield micro, number
 
 
 class Through(Enum):
@@ -103,6 +120,7 @@ class Legality:
     once."""
 
     base: Spec
+    written: Written = NOTHING
     known: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
@@ -126,17 +144,24 @@ class Legality:
     ) -> bool:
         """Of tuples and dials, whatever the degrees are: beside axes within a block or none, and of
         one micro-batch or several. False too of a dial that says what goes without saying."""
-        spec = self._tall((THROUGH[through], choice, *within), _ENOUGH if many else 1)
-        return is_sound(spec) and not says_the_usual(spec)
+        spec = self._tall((THROUGH[through], choice, *within), _ENOUGH if many else 1, self._even)
+        return is_sound(spec) and not says_the_usual(spec, self.written)
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
-        """Of what is gathered together beside how blocks are kept."""
+        """Of what is gathered together beside how blocks are kept: false where a rule says of it
+        what none says of a block."""
+        key = ("unit", bool(choices), unit, kept)
+        if key not in self.known:
+            faults = self._unit_faults(choices, unit, kept)
+            self.known[key] = faults <= self._unit_faults(choices, UnitSize(), kept)
+        return self.known[key]
 
-        def spec() -> Spec:
-            by_unit = AxisChoice(factors=_GATHERED.factors, changes=(("unit", unit),))
-            return kept_so(self._tall((by_unit, *choices), 1), kept)
-
-        return self._is_legal(("unit", bool(choices), unit, kept), spec)
+    def _unit_faults(
+        self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept
+    ) -> set[Fault]:
+        by_unit = AxisChoice(factors=_GATHERED.factors, changes=(("unit", unit),))
+        spec = kept_so(self._tall((by_unit, *choices), 1, self._even), kept)
+        return {*check(spec), *executed(spec)}
 
     def shards(self, choices: tuple[AxisChoice, ...], shards: int) -> bool:
         """Of tensors that are cut within a block and into so many shards over the data axes, each
@@ -158,10 +183,21 @@ class Legality:
             model = replace(model, layers=_LAYERS)
         return replace(self.base, model=model, cluster=None)
 
-    def _tall(self, choices: Iterable[AxisChoice], micro_batches: int) -> Spec:
+    @cached_property
+    def _even(self) -> Spec:
+        """The same with rows that any shards divide: whether they do, `shards` asks."""
+        model = self._roomy.model
+        if isinstance(model, ModelShape):
+            vocab, ffn = (-(-rows // _ROWS) * _ROWS for rows in (model.vocab, model.ffn))
+            model = replace(model, vocab=vocab, ffn=ffn)
+        return replace(self._roomy, model=model)
+
+    def _tall(
+        self, choices: Iterable[AxisChoice], micro_batches: int, base: Spec | None = None
+    ) -> Spec:
         choices = tuple(choices)
         ranks = prod(c.degree(axis) for c in choices for axis in DATA_SPACE.axes)
-        return chosen(self._roomy, choices, _batch(self.base, micro_batches, ranks))
+        return chosen(base or self._roomy, choices, _batch(self.base, micro_batches, ranks))
 
     def _is_legal(
         self, key: tuple[object, ...], spec: Callable[[], Spec], *, is_predicted: bool = False
@@ -178,6 +214,7 @@ class Legality:
 
 
 _LAYERS, _ENOUGH = 8, 4
+_ROWS = 2**12
 _STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _TWO = (Factor(axis=Axis.PP, degree=2, placement=_STAGES),)
 _GATHERED = AxisChoice(
@@ -214,11 +251,13 @@ def through_of(choice: AxisChoice) -> Through:
     return Through.HALVES if pipeline.is_in_halves else Through.WHOLE
 
 
-def data_choices(base: Spec) -> dict[tuple[Axis, ...], list[AxisChoice]]:
+def data_choices(
+    base: Spec, written: Written = NOTHING
+) -> dict[tuple[Axis, ...], list[AxisChoice]]:
     """Return the choices of the data axes by the axes that they have, two ranks on each."""
     by_axes: dict[tuple[Axis, ...], list[AxisChoice]] = {}
     for power in range(len(DATA_SPACE.axes) + 1):
-        for choice in DATA_SPACE.choices(base, 2**power):
+        for choice in DATA_SPACE.choices(base, 2**power, written):
             if all(factor.degree == 2 for factor in choice.factors):
                 axes = tuple(factor.axis for factor in choice.factors)
                 by_axes.setdefault(axes, []).append(choice)
@@ -227,7 +266,7 @@ def data_choices(base: Spec) -> dict[tuple[Axis, ...], list[AxisChoice]]:
 
 def alone(base: Spec, ranks: int) -> Iterator[tuple[AxisChoice, ...]]:
     """Yield choices in which the data axes have all ranks."""
-    yield from ((choice,) for choice in DATA_SPACE.choices(base, ranks))
+    yield from ((choice,) for choice in DATA_SPACE.choices(base, ranks, NOTHING))
 
 
 def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
@@ -243,8 +282,10 @@ def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in degrees_over(axes - 1, ranks // first))
 
 
-def pipelines(base: Spec, ranks: int) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
+def pipelines(
+    base: Spec, ranks: int, written: Written = NOTHING
+) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
     """Yield how many of so many ranks are left to the data axes, with the choices of the
     pipeline that leave these."""
-    for size in PIPELINE_SPACE.sizes(base, ranks):
-        yield ranks // size, tuple(PIPELINE_SPACE.choices(base, size))
+    for size in PIPELINE_SPACE.sizes(base, ranks, written):
+        yield ranks // size, tuple(PIPELINE_SPACE.choices(base, size, written))

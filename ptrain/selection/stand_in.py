@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import gcd, log
 
 from ptrain.axes.candidates import divisors
+from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, Operator
 from ptrain.facts.parameters import facts
 from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.rates import OperatorKind
 
+_OF_HEADS = (OperatorKind.ATTENTION, OperatorKind.ATTENTION_BACKWARD)
 _STEP = 64  # of the feed-forward part's width, so that it divides as the model's own does
 _LARGEST_HEAD, _EVEN = 256, 8  # of which attention has kernels
 
@@ -16,8 +19,9 @@ _LARGEST_HEAD, _EVEN = 256, 8  # of which attention has kernels
 def stand_in(shape: ModelShape) -> ModelShape:
     """Return a llama's shape where the activation is gated, else a gpt's: as many layers, as wide a
     stream and vocabulary, heads about as wide that fill the stream, and a feed-forward part with
-    which a block has about as many parameters, so that what its attention has more or less is
-    computed and kept there."""
+    which a block has about as many parameters, so that what its projections have more or less is
+    computed and kept there. What its heads compute with each other has no parameters:
+    `with_heads`."""
     is_gated = shape.activation.is_gated
     heads = _heads(shape)
     step = gcd(shape.ffn, _STEP)
@@ -55,3 +59,32 @@ def _heads(shape: ModelShape) -> int:
         return is_odd, abs(log(width / shape.head_dim))
 
     return min(alike or pool, key=distance)
+
+
+def with_heads(work: ModelWork, shape: ModelShape, like: ModelShape) -> ModelWork:
+    """Return the work of a shape's stand-in with attention over as many heads as the shape has, and
+    as wide ones: their scores grow with the square of the sequence, and no part of the feed-forward
+    width makes up for them."""
+    return ModelWork(
+        front=work.front,
+        layers=tuple(_layer_with_heads(layer, shape, like) for layer in work.layers),
+        behind=work.behind,
+    )
+
+
+def _layer_with_heads(layer: LayerWork, shape: ModelShape, like: ModelShape) -> LayerWork:
+    passes = {
+        spot.name: tuple(_with_heads(item, shape, like) for item in getattr(layer, spot.name))
+        for spot in fields(layer)
+    }
+    return LayerWork(**passes)
+
+
+def _with_heads(
+    item: Operator | InnerCollective, shape: ModelShape, like: ModelShape
+) -> Operator | InnerCollective:
+    if isinstance(item, InnerCollective) or item.kind not in _OF_HEADS:
+        return item
+    samples, heads, queries, keys, _ = item.dimensions
+    of_rank = max(1, heads * shape.heads // like.heads)
+    return replace(item, dimensions=(samples, of_rank, queries, keys, shape.head_dim))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.selection.job import OF_CANDIDATES, SearchedJob, is_model, said_in
+from ptrain.selection.job import SearchedJob, is_model, said_in
+from ptrain.selection.written import OF_CANDIDATES
 from ptrain.spec.load import load
 from ptrain.spec.names import names
 from ptrain.spec.spec import Spec

@@ -36,6 +36,7 @@ class OperatorKind(Word):
     PRODUCT = "product"  # dimensions: (matrices, rows, inner, columns)
     ATTENTION = "attention"  # fused, forward: (samples, heads, queries, keys, features of a head)
     ATTENTION_BACKWARD = "attention_backward"  # the same
+    VIEW = "view"  # looks at a tensor in another way, or allocates one: dispatched, and no more
     # Of all that follow the one dimension is bytes, read and written together.
     POINTWISE = "pointwise"  # sums, products, masks
     ACTIVATION = "activation"  # what takes exponentials element by element: GELU, SiLU, tanh
@@ -52,11 +53,13 @@ class OperatorKind(Word):
             OperatorKind.PRODUCT,
             OperatorKind.ATTENTION,
             OperatorKind.ATTENTION_BACKWARD,
+            OperatorKind.VIEW,
         )
 
 
 class Hook(Word):
-    """What a wrapper's own code takes of the host beside what it sends, each time."""
+    """What the host takes each time: a wrapper's own code beside what it sends; modules, autograd
+    and dispatch beside what an operator computes."""
 
     FSDP2_GATHER = "fsdp2_gather"  # a unit's all-gather: copy in, issue, copy out, as views
     FSDP2_REDUCE = "fsdp2_reduce"  # a unit's reduction and the shard's gradient
@@ -65,6 +68,9 @@ class Hook(Word):
     FLAT_REDUCE = "flat_reduce"
     PIPELINE_PASS = "pipeline_pass"  # of a stage: a forward or a backward pass of a micro-batch
     TENSOR_SUM = "tensor_sum"  # a functional collective within a cut operator
+    FORWARD_OPERATOR = "forward_operator"  # around any operator in a forward pass, views too
+    BACKWARD_OPERATOR = "backward_operator"
+    HALVES_OPERATOR = "halves_operator"  # in the halves of a backward pass, looked for in its graph
 
 
 class LinkTier(Word):
@@ -293,6 +299,12 @@ def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for key in ("threads", "spread"):
         if len(rates.get(key, ())) not in (0, len(at_once)):
             yield key, *_uneven("it", len(rates[key]), at_once)
+    for number, row in enumerate(rates.get("links", ()), 1):
+        if isinstance(row, RateRow) and None in row.figures:
+            finding = (
+                f"row {number} has a null: nothing else says what a call, a hop or a byte takes"
+            )
+            yield "links", finding, "write all three figures, or leave the row out"
     for key, rows in rates.items():
         if key == "links" or not isinstance(rows, tuple):
             continue

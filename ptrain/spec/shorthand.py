@@ -23,6 +23,8 @@ from ptrain.spec.text import Route, SourceMark, Tree, flow
 
 Mapping = dict[str, object]
 _DATA = tuple(axis.value for axis in DATA_AXES)
+_AUTO = "auto"
+_OPEN, _CHOOSE = "auto: a run has one, and only a search chooses it", "ptrain select SPEC"
 _RESHARD = ("sync", "reshard_after_forward")
 POLICIES = ("sync", "tensor", "pipeline", "recompute")  # sections of a strategy beside its tuples
 
@@ -64,6 +66,9 @@ def _whole_placement(root: Mapping, fault: _Report) -> bool:
     name = root.get("placement")
     if not isinstance(name, str):
         return False
+    if name == _AUTO:
+        fault(("placement",), _OPEN, "name a strategy or its tuples, or have it chosen: " + _CHOOSE)
+        return True
     tree_named = strategy(name)
     if tree_named is None:
         fault(
@@ -206,6 +211,8 @@ def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> No
 def _data_degree(root: Mapping, fault: _Report) -> None:
     """`mesh: {dp: N}` becomes dp_replicate or dp_shard, by its tuple."""
     mesh, placement = root.get("mesh"), root.get("placement")
+    if mesh == _AUTO:
+        fault(("mesh",), _OPEN, "write axes and degrees, or have them chosen: " + _CHOOSE)
     if not isinstance(mesh, dict):
         return
     if "dp" not in mesh:

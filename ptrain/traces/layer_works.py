@@ -12,6 +12,7 @@ from itertools import groupby
 from ptrain.facts.operators import LayerWork, ModelWork, PassWork, WorkByKind
 from ptrain.models.trace import Completion, Event, Recording
 from ptrain.models.work import OperatorSizes, SentTensor
+from ptrain.spec.rates import OperatorKind
 from ptrain.timeline import Boundary, Mark
 
 Computed = list[OperatorSizes | SentTensor]  # in the order of execution
@@ -105,11 +106,20 @@ def _layer_work(whole: dict[str, Computed], halves: dict[str, Computed]) -> Laye
 
 
 def _pass_work(computed: Computed) -> PassWork:
-    """The operators of a pass, equal ones in a row as one."""
-    groups = (
-        (first, len([*alike])) for first, alike in groupby(what.operator for what in computed)
-    )
+    """The operators of a pass, equal ones in a row as one, and behind them all that only look."""
+    operators = [what.operator for what in views_last(computed)]
+    groups = ((first, len([*alike])) for first, alike in groupby(operators))
     return tuple([replace(first, times=times) for first, times in groups])
+
+
+def views_last(computed: Computed) -> Computed:
+    """Return what was computed with views behind it: when they come changes nothing, and one behind
+    the other they are one entry."""
+    return sorted(computed, key=_is_view)
+
+
+def _is_view(what: OperatorSizes | SentTensor) -> bool:
+    return isinstance(what, OperatorSizes) and what.kind is OperatorKind.VIEW
 
 
 def _bounds(

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.blocks import VARIANTS
-from ptrain.derivation.loss_chunks import SYMBOLS
+from ptrain.derivation.loss_chunks import SYMBOLS, Pieces
 from ptrain.derivation.tables import Place, Setting
-from ptrain.models.work import OperatorSizes, SentTensor
+from ptrain.models.work import VIEW, OperatorSizes, SentTensor
 from ptrain.spec.activations import PLAIN
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.traces.block_tables import ATTENTIONS, BlockTable, alike
 from ptrain.traces.coded import CodedTrace
-from ptrain.traces.layer_works import Computed, LayerWorks, by_layer
+from ptrain.traces.layer_works import Computed, LayerWorks, by_layer, views_last
 from ptrain.traces.loss_tables import CHUNKS, LossTable, repeating
 from ptrain.traces.pass_tables import SEVERAL, PassTable
 from ptrain.traces.settings import symbols
@@ -48,7 +49,10 @@ class WorkWriter:
 
     def passes(self, computed: Mapping[str, Computed]) -> dict[str, int]:
         """Return the number of each pass's list."""
-        return {_NAMES[name]: self.writer.part(self.coded(ran)) for name, ran in computed.items()}
+        return {
+            _NAMES[name]: self.writer.part(self.coded(views_last(ran)))
+            for name, ran in computed.items()
+        }
 
     def coded(self, computed: Computed) -> Coded:
         """Return a list of operators as numbers."""
@@ -127,7 +131,8 @@ class LossWorkTable:
     def _passes(self, *, has_rest: bool) -> dict[str, object]:
         coded = partial(self._coded, has_rest=has_rest)
         less, more = map(coded, CHUNKS)
-        pieces = {name: repeating(less[name], more[name]) for name in less}
+        (view,) = self.writer.coded([VIEW])
+        pieces = {name: _pieces(less[name], more[name], view) for name in less}
         few = [coded(number) for number in range(1, max(of.least for of in pieces.values()))]
         return {
             name: {
@@ -140,7 +145,19 @@ class LossWorkTable:
     def _coded(self, chunks: int, *, has_rest: bool) -> dict[str, Coded]:
         trace = self.traces.trace(Place.ALONE, chunks, has_rest=has_rest)
         self.writer.values = trace.values
-        return {name: self.writer.coded(ran) for name, ran in _by_layer(trace).behind.items()}
+        computed = _by_layer(trace).behind
+        return {name: self.writer.coded(views_last(ran)) for name, ran in computed.items()}
+
+
+def _pieces(less: Coded, more: Coded, view: object) -> Pieces:
+    """What computes repeats in its order; each chunk has as many views, which have none."""
+    computing = [[number for number in code if number != view] for code in (less, more)]
+    pieces = repeating(*computing)
+    # Where a chunk is cut, of six or more one has a view more.
+    of_chunk = (more.count(view) - less.count(view)) // (CHUNKS[1] - CHUNKS[0])
+    once = less.count(view) - of_chunk * (CHUNKS[0] - pieces.least)
+    front, every = pieces.front + [view] * once, pieces.every + [view] * of_chunk
+    return replace(pieces, front=front, every=every)
 
 
 class EndWorkTable:

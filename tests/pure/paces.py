@@ -33,7 +33,7 @@ class HandPace:
     def operator_seconds(self, operator: Operator) -> float:
         if operator.kind is OperatorKind.PRODUCT:
             return operator.times * operator.flops * self.operation
-        return operator.times * self.byte * operator.dimensions[0]
+        return operator.times * self.byte * sum(operator.dimensions)  # none of a view
 
     def collective_seconds(
         self, collective: Collective, *, ranks: int, nodes: int, payload: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,18 +133,51 @@ def test_numbers_of_ranks_are_numbers(ranks, capsys):
 
 
 def test_options_are_words_again():
-    options = parse(
-        ["laptop", "--ranks", "4,1", "--out", "a.yaml", "--brief", "--device", "cpu", "--force"]
-    )
+    said = ["--part", "part.json", "--until", "17.5", "--device", "cpu", "--force"]
+    options = parse(["laptop", "--ranks", "4,1", "--out", "a.yaml", "--brief", *said])
     assert options == CalibrationOptions(
-        cluster="laptop", ranks=(1, 4), out=Path("a.yaml"), brief=True, device="cpu", force=True
+        cluster="laptop",
+        ranks=(1, 4),
+        out=Path("a.yaml"),
+        brief=True,
+        device="cpu",
+        force=True,
+        part=Path("part.json"),
+        until=17.5,
     )
     assert parse(to_argv(options)) == options
 
 
-def test_ranks_that_share_cores_have_more_of_the_time(monkeypatch):
+def test_ranks_that_share_cores_have_more_of_the_time_and_all_of_them_end_in_it(monkeypatch):
     monkeypatch.setattr(job.environment, "cores", lambda: 2)
-    assert job._shares((1, 2, 4), 100.0) == [25.0, 25.0, 50.0]
+    clock = [1000.0]
+    monkeypatch.setattr(job.time, "time", lambda: clock[0])
+    end, endings = 1100.0, []
+    for place in range(3):
+        endings.append(job._until((1, 2, 4)[place:], end) + job._ENDING)
+        clock[0] = endings[-1]
+    assert endings == [1025.0, 1050.0, 1100.0]
+    clock[0] = 1070.0  # the first two took longer than they were to
+    assert job._until((4,), end) == end - job._ENDING
+
+
+def test_the_tables_that_lie_farthest_apart_are_named(tmp_path, capsys):
+    spreads = {"products": 0.01, "hooks": 0.2, "collectives": 0.4}
+    measured = replace(part(1), spreads=spreads, left_out=3)
+    assert conclude([measured], CalibrationOptions(out=tmp_path / "out.yaml")) == 0
+    text = capsys.readouterr().out
+    assert "ranks at once: 1 (spread 2.0%, most collectives 40.0%, hooks 20.0%)" in text
+    assert "for want of time the largest points of some tables are left out" in text
+
+
+def test_a_calibration_that_is_replaced_is_said_to_be(tmp_path, capsys):
+    out = tmp_path / "out.yaml"
+    for word in ("wrote", "replaced the one of 2"):
+        assert conclude([part(1)], CalibrationOptions(out=out)) == 0
+        assert f"\n{word}" in capsys.readouterr().out
+    out.write_bytes(b"mine")
+    assert conclude([part(1)], CalibrationOptions(out=out, force=True)) == 0
+    assert f"replaced what was in {out}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("points", [PROCESSORS, GPUS])

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from ptrain.axes.pipeline.catalogue import schedule
-from ptrain.axes.pipeline.cost import (
+from ptrain.axes.pipeline.cost.chunks import (
     PipelineSize,
     boundary_bytes,
     chunks_in_flight,

@@ -101,7 +101,7 @@ UNPICKLERS = {"ptrain.train.index"}
 MUTUAL_IMPORTS: set[tuple[str, str]] = set()
 
 # Names that classes of two or more modules bear: one noun, one class. This list only shrinks too.
-REPEATED_CLASSES = {"Block", "Run", "_Rank"}
+REPEATED_CLASSES = {"Run", "_Rank"}
 FILLED = {"ptrain.report.finding"}  # `told` is a key of its record
 
 MAX_FILE, MAX_FUNCTION = 400, 60

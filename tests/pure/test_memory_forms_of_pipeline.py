@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.axes.pipeline.cost import (
+from ptrain.axes.pipeline.cost.chunks import (
     PipelineSize,
     boundary_bytes,
     chunks_between,

@@ -186,6 +186,13 @@ def test_what_was_not_measured_is_unknown_and_says_who_measures_it():
     )
     half = product(1, 8, 8, 8, dtype=DType.BF16)
     assert unknown(lambda: two.operator_seconds(half)) == f"{lacks} product in bf16: {measures}"
+    across = unknown(
+        lambda: two.collective_seconds(Collective.ALL_GATHER, ranks=4, nodes=2, payload=8)
+    )
+    assert across == (
+        f"{lacks} all_gather of 4 ranks on 2 nodes: `torchrun --nnodes 2 --nproc-per-node 2 -m "
+        "ptrain.calibration` on each node measures it"
+    )
     double = product(1, 8, 8, 8, dtype=DType.FP64)
     nothing = "nothing measures it yet"
     assert unknown(lambda: two.operator_seconds(double)) == f"{lacks} product in fp64: {nothing}"
@@ -215,6 +222,9 @@ def test_rates_are_of_as_many_ranks_as_compute_at_once():
         "`ptrain calibrate --ranks 1,2,4`"
     )
     assert pace_of(cluster(devices_per_node=2), 4) is not None, "two nodes of two ranks"
+    assert lacking(cluster(devices_per_node=4, devices=16), 8).endswith(
+        "`torchrun --nnodes 2 --nproc-per-node 4 -m ptrain.calibration` on each node"
+    )
     assert pace_of(None, 1) is None
     assert lacking(None, 1) == (
         "no cluster says how fast its devices are: cluster.preset=h100-8, say"
@@ -283,7 +293,8 @@ def refusal(rates: dict[str, Any]) -> str:
         (
             {"hooks": [["ddp_buckt", 1e-5]]},
             "row 1, hook: must be one of fsdp2_gather, fsdp2_reduce, ddp_bucket, flat_gather, "
-            "flat_reduce, pipeline_pass, tensor_sum; got the text 'ddp_buckt'\n"
+            "flat_reduce, pipeline_pass, tensor_sum, forward_operator, backward_operator, "
+            "halves_operator; got the text 'ddp_buckt'\n"
             "  remedy: did you mean 'ddp_bucket'?",
         ),
         (
@@ -312,6 +323,13 @@ def refusal(rates: dict[str, Any]) -> str:
         (
             {"links": [["within", 1e-5, 1e-6]]},
             "row 1 must be [tier, seconds of a call, seconds of a hop, share of the bandwidth]",
+        ),
+        *(
+            (
+                {"links": [row]},
+                "row 1 has a null: nothing else says",
+            )
+            for row in (["within", 1e-5, 1e-6, None], ["between", None, 1e-6, 0.9])
         ),
         (
             {"hooks": "fast"},

@@ -3,25 +3,34 @@ beside what is derived."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import chosen
 from ptrain.charts.front import front_sheet
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.throughput import throughput
 from ptrain.errors import SpecError
-from ptrain.report.selection import as_csv, as_record, as_spec, selection_text
+from ptrain.report.selection import as_spec, selection_text
+from ptrain.report.selection_record import as_csv, as_record
 from ptrain.selection.choose import Chooser
+from ptrain.selection.figures import folded
 from ptrain.selection.job import searched_job
+from ptrain.selection.keeper import may_hold
 from ptrain.selection.known import reason
-from ptrain.selection.ranking import PlacementRanking
+from ptrain.selection.ranking import PlacementRanking, order_of
 from ptrain.selection.search import Search
 from ptrain.selection.space import (
+    apart,
     data_choices,
     degrees_over,
     inner_products,
@@ -29,6 +38,7 @@ from ptrain.selection.space import (
     pipelines,
 )
 from ptrain.selection.task import Scored, SearchGoal
+from ptrain.selection.where import parse
 from ptrain.selection.words import words_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
@@ -95,10 +105,29 @@ def test_every_mesh_of_eight_devices_has_candidates(on_eight):
     assert len(meshes) == 20
 
 
-def test_micro_batches_are_powers_of_two_that_divide_a_ranks_samples():
+def test_micro_batches_are_the_divisors_of_a_ranks_samples():
     base = chooser().job.base
     assert list(micro_batches(base, 4)) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
     assert list(micro_batches(base, 3)) == []
+    base = chooser("batch.global=48").job.base
+    assert list(micro_batches(base, 4)) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+
+
+def test_of_many_large_micro_batches_those_that_are_apart_are_tried():
+    base = chooser("batch.global=5040").job.base
+    tried = [micro for micro, _ in apart(micro_batches(base, 1))]
+    assert [m for m in tried if m <= 16] == [m for m in range(1, 17) if 5040 % m == 0]
+    assert len(tried) <= 32 and all(5040 % micro == 0 for micro in tried)
+    large = [m for m in tried if m >= 16 and m & (m - 1)]
+    assert all(later >= 1.25 * earlier for earlier, later in pairwise(large))
+
+
+def test_a_micro_batch_that_is_no_power_of_two_is_ranked():
+    """Of 15 samples a rank 3 at once."""
+    odd = chooser("batch.global=120", "micro>2", "micro<5", "tp==1", "pp==1", count=10)
+    best = odd.choose().best
+    assert best is not None
+    assert (best.spec.batch.micro, best.spec.batch.accumulate) == (3, 5)
 
 
 def test_what_is_scored_is_legal_and_what_is_not_is_illegal(on_eight):
@@ -125,6 +154,27 @@ def test_what_is_scored_is_legal_and_what_is_not_is_illegal(on_eight):
                 assert key not in legal
                 unlike += 1
     assert unlike, "some are illegal"
+
+
+def test_odd_rows_of_a_vocabulary_leave_choices_that_cut_none():
+    """261 rows are cut by tp, and their parts by no dp_shard; copies need no part of them."""
+    tiny = ["model.vocab=261", "batch.sequence=16", "batch.global=8", "tp==2", "pp==1"]
+    where = [word for word in tiny if "==" in word]
+    job = searched_job("llama-tiny", tiny[:3], cluster="h100-8", devices=4, where=where)
+    specs = [
+        block.candidate(row, 0).spec(job.base)
+        for block in Chooser(job, machine=machine).search.blocks()
+        for row in range(len(block.table))
+    ]
+    assert {"R,R,R,R"} <= {str(f.placement) for s in specs for f in s.factors}
+    assert "S*,S,S,R" not in {str(f.placement) for s in specs for f in s.factors}
+
+
+@pytest.mark.parametrize("name", ["muon", "tp-naive"])
+def test_a_strategy_that_the_rules_let_be_has_candidates(name):
+    """Muon's tuples are those of no other optimizer, and naive sums keep blocks as they are."""
+    job = searched_job(name, ["mesh=auto"], devices=2)
+    assert Chooser(job).search.has(job.where)
 
 
 # -- constraints
@@ -218,6 +268,54 @@ def test_why_a_known_choice_lost_is_what_its_figures_say(best_of_eight):
     assert reason(best, best, SearchGoal.TIME) == "is the best"
 
 
+def test_a_choice_that_constraints_exclude_says_which_ones(best_of_eight):
+    lost = {known.name: known.why for known in best_of_eight.lost}
+    few = chooser("tp==2", "pp==1", "micro==1", count=1).choose()
+    excluded = {known.name: known.why for known in few.lost}
+    assert excluded["data parallelism alone"] == "excluded by tp==2"
+    assert excluded["a pipeline with data parallelism"] == "excluded by tp==2, pp==1"
+    assert not any(why.startswith("excluded") for why in lost.values())
+
+
+def test_a_choice_that_the_spec_does_not_write_says_so():
+    chosen = Chooser(searched_job("zero3", ["mesh.dp_shard=auto"], devices=2), count=1).choose()
+    lost = {known.name: known.why for known in chosen.lost}
+    assert lost["optimizer state in shards alone"] == "excluded by what the spec writes"
+    assert lost["data parallelism alone"] == "excluded by mesh.dp_replicate=1"
+
+
+# -- unknown times
+
+
+def test_what_has_no_time_stands_behind_all_that_has_one(best_of_eight):
+    slow = best_of_eight.ranking[-1]
+    untimed = replace(best_of_eight.ranking[0], step=None, why_untimed="nobody knows it")
+    rows = sorted([untimed, slow], key=lambda row: order_of(SearchGoal.TIME, row))
+    assert rows == [slow, untimed]
+    text = selection_text(replace(best_of_eight, ranking=(slow, untimed)))
+    assert "no step time of 2: nobody knows it" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["loss=fused"], "torch's fused loss is one operator"),
+        (["cluster.rates=null"], "has no rates"),
+    ],
+)
+def test_a_job_without_a_time_is_ranked_by_what_is_known_and_says_why(words, why):
+    where = ["pp=1", "tp=1", "micro=1", "dp_shard=8", "unit=block"]
+    job = searched_job("llama3-8b", ["batch.global=64", *words], cluster="h100-8", where=where)
+    ranking = Chooser(job, count=5).choose()
+    assert ranking.ranking and all(row.seconds is None for row in ranking.ranking)
+    assert why in ranking.unknown and f"time is unknown: {ranking.unknown}" in selection_text(
+        ranking
+    )
+    keys = [(row.closed.seconds, row.closed.peak) for row in ranking.ranking]
+    assert keys == sorted(keys)
+    assert all(row["time_unknown"] for row in as_record(ranking)["ranking"])
+
+
 def test_a_winner_is_what_its_words_and_its_file_load_to(best_of_eight, tmp_path: Path):
     spec = best_of_eight.spec
     source, *overrides = words_of(best_of_eight.job, spec)
@@ -237,8 +335,26 @@ def test_a_ranking_prints_and_is_plain_data(best_of_eight):
     assert "llama3-8b on 8 devices of h100-8" in text and "best: ptrain train" in text
     record = json.loads(json.dumps(as_record(best_of_eight, top=2)))
     assert len(record["ranking"]) == 2 and record["time_unknown"] is None
-    header, *rows = as_csv(best_of_eight).splitlines()
-    assert header.startswith("placement,") and len(rows) == len(best_of_eight.ranking)
+    whole = as_record(best_of_eight)
+    assert len(whole["ranking"]) == len(best_of_eight.ranking) > 2
+    assert [row["rank"] for row in whole["ranking"]] == list(range(1, len(whole["ranking"]) + 1))
+    assert whole["ranking"][0]["why"] == "is the best"
+    assert {row["front"] for row in whole["front"]} == {True}
+
+
+def test_rows_of_csv_have_the_columns_of_json_and_the_well_known_choices(best_of_eight):
+    rows = list(csv.DictReader(io.StringIO(as_csv(best_of_eight))))
+    ranked = [row for row in rows if not row["choice"]]
+    assert [row["rank"] for row in ranked] == [str(n + 1) for n in range(len(ranked))]
+    assert len(ranked) == len(best_of_eight.ranking)
+    front = [row for row in rows if row["front"] == "True" and row["choice"] in ("", "front")]
+    assert len(front) == len(best_of_eight.front)
+    assert {lost.name: lost.why for lost in best_of_eight.lost}.items() <= {
+        (row["choice"], row["why"]) for row in rows
+    }
+    columns = {*as_record(best_of_eight)["ranking"][0]} - {"closed_form", "mesh"}
+    assert columns <= rows[0].keys()
+    assert len([r for r in csv.DictReader(io.StringIO(as_csv(best_of_eight, 2))) if r["rank"]]) == 2
 
 
 def test_a_chart_has_a_dot_for_each_of_the_derived(best_of_eight):
@@ -256,5 +372,40 @@ def test_where_nothing_fits_nothing_is_ranked_and_something_would():
     assert {remedy.change for remedy in ranking.remedies} >= {"without recompute==none"}
     assert all(remedy.fitting.memory.fits for remedy in ranking.remedies)
     assert "nothing fits" in selection_text(ranking)
+    rows = {row["choice"]: row for row in csv.DictReader(io.StringIO(as_csv(ranking)))}
+    assert rows["least memory"]["fits"] == "False"
+    assert rows["without recompute==none"]["fits"] == "True"
     with pytest.raises(SpecError, match="nothing fits"):
         _ = ranking.spec
+
+
+def test_a_bound_of_memory_is_kept_by_what_is_exact_and_not_by_the_closed_form():
+    """Just below the peak of the best the closed form of others is; at it the best stands."""
+    words = "pp==2", "tp==2", "micro==1", "recompute==full"
+    best = chooser(*words, count=4).choose().ranking[0]
+    at_it = chooser(*words, f"memory<={best.peak_bytes}", count=4).choose()
+    below = chooser(*words, f"memory<={best.peak_bytes - 1}", count=4).choose()
+    assert at_it.ranking[0].figures == best.figures
+    assert all(row.peak_bytes < best.peak_bytes for row in below.ranking)
+
+
+def test_what_the_closed_forms_may_be_away_is_left_to_what_is_exact():
+    figures = np.array([98.0, 104.0, 106.0])
+    assert list(may_hold(parse("memory<=100"), figures, 1.05)) == [True, True, False]
+    assert all(may_hold(parse("memory>=100"), figures, 1.05))
+    assert all(may_hold(parse("time!=98"), figures, 1.05))
+
+
+def test_candidates_of_the_same_figures_are_one_row_that_says_least(on_eight):
+    candidates = scored(on_eight.search, 5, 6)
+    rows = [row for row in map(on_eight.exactly, candidates) if row]
+    row, other = rows[0], next(r for r in rows if r.figures != rows[0].figures)
+    more = replace(row, spec=replace(row.spec, overlap=None, prefetch=3))
+    assert folded([more, other, row, more]) == [replace(row, alike=2), other]
+
+
+def test_one_definition_of_mfu_is_printed_by_select_and_by_predict(best_of_eight):
+    row = best_of_eight.ranking[0]
+    derivation = derive(row.spec)
+    said = throughput(row.spec, derivation.facts, row.step)
+    assert row.mfu is not None and row.mfu == said.mfu_full

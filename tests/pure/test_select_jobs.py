@@ -12,6 +12,8 @@ import pytest
 
 from ptrain.cli.main import main
 from ptrain.errors import SpecError
+from ptrain.report.selection import selection_text
+from ptrain.report.selection_record import as_record
 from ptrain.selection.choose import answer
 from ptrain.selection.demand import Demand, demand_of, numbers
 from ptrain.selection.job import searched_job
@@ -29,6 +31,8 @@ from tests.pure.searches import chooser
         ("micro>=2", "batch.micro", 2),
         ("recompute=full", "recompute", "full"),
         ("placement.dp_shard=[S*, O, O, R]", "placement.dp_shard", "S*,S@host,S@host,R"),
+        ("placement.dp_shard=zero3", "placement.dp_shard", "S*,S,S,R"),
+        ("schedule!=1f1b", "pipeline.schedule", "1f1b"),
         ("memory<=70 GB", "memory", 70e9),
         ("time<2.5", "time", 2.5),
     ],
@@ -45,6 +49,17 @@ def test_a_constraint_is_a_name_a_comparison_and_a_bound(text, name, bound):
         ("dp_shar<=8", "did you mean dp_shard?"),
         ("recompute<=full", "has no order"),
         ("memory<=much", "is no figure"),
+        ("schedule=1f1bb", "did you mean 1f1b? write one of naive, gpipe, 1f1b"),
+        ("unit=bloc", "write one of block, 2 blocks, sub-block"),
+        ("recompute=some", "write one of none, selective, full, offload"),
+        ("gradients=sometimes", "write one of every, last"),
+        ("placement.dp_shard=zero4", "zero4 is no tuple of dp_shard"),
+        ("placement.dp_shard=[S*, S, S]", "tried are \\[R,S,R,R\\], \\[R,S,S,R\\]"),
+        ("placement.dp_shrd=zero3", "did you mean placement.dp_shard?"),
+        ("cp=2", "not yet: cp, an axis that nothing executes"),
+        ("tp=two", "mesh.tp is a whole number, and two is none"),
+        ("accumulate=1.5", "batch.accumulate is a whole number"),
+        ("tp<=8,pp=1", "mesh.tp is a whole number, and 8,pp=1 is none"),
     ],
 )
 def test_what_is_no_constraint_is_refused_by_name(text, finding):
@@ -57,11 +72,8 @@ def test_what_is_no_constraint_is_refused_by_name(text, finding):
 
 def test_a_spec_keeps_the_degrees_that_it_writes():
     job = searched_job("tp-zero3", ["mesh.tp=auto"], devices=8)
-    assert [rule.text for rule in job.where.constraints][:3] == [
-        "mesh.pp=1",
-        "mesh.dp_replicate=1",
-        "mesh.dp_shard=2",
-    ]
+    degrees = {rule.text for rule in job.where.constraints if rule.name.startswith("mesh")}
+    assert degrees == {"mesh.pp=1", "mesh.dp_replicate=1", "mesh.dp_shard=2"}
 
 
 def test_an_open_micro_batch_leaves_the_mesh_as_it_is():
@@ -91,8 +103,24 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
         (["lama3-8b", "--cluster", "h100-8"], "did you mean llama3-8b"),
         (["llama3-8b", "attention=flex", "--cluster", "h100-64"], "nor of a llama or a gpt"),
         (["zero3"], "nothing of this spec is left to be chosen"),
-        (["llama3-8b", "--cluster", "h100-128", "--devices", "67"], "divide"),
-        (["llama3-8b", "--cluster", "h100-8", "--where", "tp=3"], "obeys tp=3"),
+        (
+            ["llama3-8b", "--cluster", "h100-128", "--devices", "67"],
+            "1024 samples of a step do not divide by 67 data ranks",
+        ),
+        (
+            ["llama3-8b", "--cluster", "h100-8", "--where", "tp=3"],
+            "obeys tp=3: tp can be 1 or 2 or 4 or 8 .it divides 32 heads, 8 of keys",
+        ),
+        (
+            ["llama3-8b", "--cluster", "h100-8", "--where", "micro=7"],
+            "of 1024 samples, which a rank has of 1 data ranks, micro-batches take 1, 2, 4",
+        ),
+        (
+            ["llama3-8b", "--cluster", "h100-8", "--where", "prefetch=3"],
+            "prefetch=3 is what the search never tries",
+        ),
+        (["tp-sp", "mesh.tp=auto", "--devices", "4"], "tp can be 1 or 2 .it divides 4 heads"),
+        (["llama3-70b", "--cluster", "h100-8", "batch.sequence=1000000"], "a sample alone takes"),
         ([], "name one MODEL or SPEC"),
     ],
 )
@@ -148,8 +176,33 @@ def test_the_fewest_devices_meet_a_deadline_and_half_of_them_do_not():
     tokens = on_four.spec.batch.tokens
     ranking = answer(few, Demand(tokens=tokens, deadline=1.01 * on_four.seconds))
     assert ranking.job.devices == 4 and ranking.best is not None
+    assert ranking.objective is SearchGoal.DEVICES
+    assert [number for number, _ in ranking.by_number][-1] == 4
+    assert ranking.by_number[-1][1] == ranking.best
+    text = selection_text(ranking)
+    assert "the fewest devices that meet the demand is marked" in text
+    assert f"{ranking.best.seconds / 86400:.3g} days" in text
+    record = as_record(ranking)
+    assert (record["objective"], record["ranking"][0]["training_seconds"]) == (
+        ("devices", pytest.approx(ranking.best.seconds))
+    )
     with pytest.raises(SpecError, match="no number of devices up to 8 meets it"):
         answer(few, Demand(tokens=tokens, deadline=1.0))
+
+
+def test_a_budget_says_the_money_that_is_spent():
+    words = ["recompute==full", "pp==1", "tp==1", "micro==1", "cluster.price=2.0"]
+    few = chooser(*words, count=1)
+    few.objective = SearchGoal.DEVICES
+    ranking = answer(few, Demand(tokens=10**9, budget=1e9))
+    best = ranking.best
+    assert best is not None and best.price is not None
+    assert f"{best.price:,.0f}" in selection_text(ranking)
+    assert as_record(ranking)["demand"] == {
+        "tokens": 10**9,
+        "deadline_seconds": None,
+        "budget": 1e9,
+    }
 
 
 def test_a_price_is_of_devices_and_hours():

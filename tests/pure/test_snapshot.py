@@ -65,6 +65,15 @@ def test_what_is_drawn_has_every_mode_tier_layout_optimizer_dial_and_schedule(mo
     assert not draw.rare(specs, draw.choices(), draw.labels)
 
 
+@pytest.mark.nightly
+def test_specs_can_be_drawn_anew_from_the_grammar_of_today(modules):
+    draw = modules["_drawn_specs"]
+    specs = draw.drawn()
+    assert len(specs) == DRAWN
+    assert not draw.rare(specs, draw.choices(), draw.labels)
+    assert not draw.rare(specs, draw.consequences(), draw.consequences_of)
+
+
 CHANGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "memory": (
         lambda exact: exact["ranks"][0][1].update({"memory parameters host": 5}),

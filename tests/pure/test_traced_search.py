@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ptrain.derivation.estimate import own_facts
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import ModelFacts
+from ptrain.facts.operators import LayerWork, ModelWork, Operator
 from ptrain.selection.choose import select
 from ptrain.selection.cuts import TracedCuts
 from ptrain.selection.job import searched_job
-from ptrain.selection.stand_in import block_size, stand_in
+from ptrain.selection.stand_in import block_size, stand_in, with_heads
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import listing
+from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 
 TINY = (
@@ -49,6 +54,21 @@ def test_tp_cuts_what_stands_in_for_qwens_blocks_as_it_cuts_those():
     like = stand_in(shape)
     assert (like.heads, like.kv_heads, like.head_dim) == (40, 8, 128)
     assert like.ffn > shape.ffn
+
+
+def test_attention_of_what_stands_in_is_over_the_models_own_heads():
+    """Of 32k tokens the scores of 64 heads are half of qwen3-32b's operations, and 40 are 1.6 times
+    less; cut in two on tp each rank has half of them."""
+    shape = shapes()["qwen3-32b"]
+    like = stand_in(shape)
+    product = Operator(OperatorKind.PRODUCT, DType.BF16, (8, 8, 8))
+    attention = Operator(OperatorKind.ATTENTION, DType.BF16, (1, 20, 32768, 32768, 128))
+    layer = LayerWork(forward=(product, attention), backward=(attention, product))
+    work = ModelWork(front=layer, layers=(layer,), behind=layer)
+    cut = replace(attention, dimensions=(1, 32, 32768, 32768, 128))
+    changed = with_heads(work, shape, like)
+    assert changed.layers == (LayerWork(forward=(product, cut), backward=(cut, product)),)
+    assert (changed.front, changed.behind) == (layer, layer)
 
 
 def test_a_model_that_tables_tell_of_is_scored_as_it_is():

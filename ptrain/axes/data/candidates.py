@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from ptrain.axes.candidates import AxisChoice, AxisSpace, divisors
+from ptrain.axes.candidates import AxisChoice, AxisSpace, Way, Written, divisors
 from ptrain.axes.data.form import Form, form_of
 from ptrain.axes.data.rules import DATA
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
@@ -41,22 +41,32 @@ _GIVEN_BACK = {
 }
 UNITS = (UnitSize(), UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
 # With how many units are gathered ahead: what is not beside what is computed begins none.
-_OVERLAPS = ((None, None), (Overlap.BACKWARD, None))
-_OVERLAPS_GATHERED = ((None, None), (Overlap.BACKWARD, None), (Overlap.BACKWARD, 1))
+OVERLAPS = (None, Overlap.BACKWARD)
+_OVERLAPS = tuple((overlap, None) for overlap in OVERLAPS)
+_OVERLAPS_GATHERED = (*_OVERLAPS, (Overlap.BACKWARD, 1))
 
 
-def _sizes(spec: Spec, devices: int) -> Iterator[int]:
+# Fields that are not chosen, and stay as they are written.
+_FIXED = ("bucket_bytes", "reduce_scatter", "gather_after_update", "offload")
+
+
+def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
     yield from divisors(devices)
 
 
-def _choices(spec: Spec, ranks: int) -> Iterator[AxisChoice]:
+def units_of(written: Written) -> tuple[UnitSize, ...]:
+    """Return what may be gathered together."""
+    return tuple(dict.fromkeys(written.value("unit", unit) for unit in UNITS))
+
+
+def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
     if ranks == 1:
         yield AxisChoice(changes=_STOCK)
         return
     for replicas in divisors(ranks):
         degrees = (replicas, ranks // replicas)
         axes = tuple(axis for axis, degree in zip(DATA_AXES, degrees, strict=True) if degree > 1)
-        for placements, changes in _ways(axes, spec):
+        for placements, changes in _ways(axes, spec, written):
             yield AxisChoice(
                 factors=tuple(
                     Factor(axis=axis, degree=degrees[DATA_AXES.index(axis)], placement=placement)
@@ -69,16 +79,19 @@ def _choices(spec: Spec, ranks: int) -> Iterator[AxisChoice]:
 _STOCK: Changes = (("sync", SyncPolicy(gradients=GradientSync.LAST)),)
 
 
-def _ways(axes: tuple[Axis, ...], spec: Spec) -> tuple[tuple[tuple[Placement, ...], Changes], ...]:
+def _ways(axes: tuple[Axis, ...], spec: Spec, written: Written) -> tuple[Way, ...]:
     """The tuples and dials on these axes, whatever their degrees are."""
     has_master = spec.precision.layout.master is not None
-    return _of_axes(axes, spec.optimizer, has_master)
+    held: tuple[Way, ...] = _held(axes, spec.optimizer, has_master, written)
+    return held
 
 
 @lru_cache(maxsize=64)
-def _of_axes(
-    axes: tuple[Axis, ...], optimizer: Any, has_master: bool
-) -> tuple[tuple[tuple[Placement, ...], Changes], ...]:
+def _held(axes: tuple[Axis, ...], optimizer: Any, has_master: bool, written: Written) -> Any:
+    return written.held(axes, _of_axes(axes, optimizer, has_master), _FIXED)
+
+
+def _of_axes(axes: tuple[Axis, ...], optimizer: Any, has_master: bool) -> tuple[Way, ...]:
     combinations: list[tuple[Placement, ...]]
     match axes:
         case (Axis.DP_REPLICATE,):
@@ -119,12 +132,17 @@ def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:
                 )
 
 
-def says_the_usual(spec: Spec) -> bool:
-    """Return whether a dial says what the wrapper does by itself: the same spec without it does the
-    same. DDP and FSDP2 reduce beside the backward pass."""
-    if spec.overlap is None or form_of(spec) is Form.FLAT:
+def says_the_usual(spec: Spec, written: Written) -> bool:
+    """Return whether a dial says what the wrapper does by itself, and nobody wrote it: the same
+    spec without it does the same. DDP and FSDP2 reduce beside the backward pass."""
+    if written.says("overlap") or spec.overlap is None or form_of(spec) is Form.FLAT:
         return False
     return spec.overlap is Overlap.BACKWARD
 
 
-SPACE = AxisSpace(axes=DATA_AXES, sizes=_sizes, choices=_choices)
+SPACE = AxisSpace(
+    axes=DATA_AXES,
+    sizes=_sizes,
+    choices=_choices,
+    tuples={Axis.DP_REPLICATE: (_WHOLE, _SPREAD), Axis.DP_SHARD: _SHARDED},
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.axes.candidates import AxisChoice, AxisSpace, divisors
+from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
 from ptrain.axes.pipeline.catalogue import takes_any_stages
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.model import ModelShape
@@ -17,21 +17,26 @@ _PLACEMENT = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _MORE_STAGES = (2, 4)  # a rank
 
 
-def _sizes(spec: Spec, devices: int) -> Iterator[int]:
+def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
     layers = spec.model.layers if isinstance(spec.model, ModelShape) else 1
     yield from (degree for degree in divisors(devices) if degree <= layers)
 
 
-def _choices(spec: Spec, ranks: int) -> Iterator[AxisChoice]:
+def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
     if ranks == 1:
         yield AxisChoice(changes=(("pipeline", PipelineSpec()),))
         return
-    factor = Factor(axis=Axis.PP, degree=ranks, placement=_PLACEMENT)
     layers = spec.model.layers if isinstance(spec.model, ModelShape) else 1
-    for schedule in ScheduleName:
-        for pipeline in _with_stages(schedule, ranks):
-            if pipeline.stages_over(ranks) <= layers:
-                yield AxisChoice(factors=(factor,), changes=(("pipeline", pipeline),))
+    offered = (
+        ((_PLACEMENT,), (("pipeline", pipeline),))
+        for schedule in ScheduleName
+        for pipeline in _with_stages(schedule, ranks)
+    )
+    for (placement,), changes in written.held((Axis.PP,), offered):
+        stages = dict(changes)["pipeline"].stages_over(ranks)
+        if stages <= layers and stages % ranks == 0:
+            factor = Factor(axis=Axis.PP, degree=ranks, placement=placement)
+            yield AxisChoice(factors=(factor,), changes=changes)
 
 
 def _with_stages(schedule: ScheduleName, ranks: int) -> Iterator[PipelineSpec]:
@@ -44,4 +49,4 @@ def _with_stages(schedule: ScheduleName, ranks: int) -> Iterator[PipelineSpec]:
                 yield PipelineSpec(schedule=schedule, stages=number * ranks)
 
 
-SPACE = AxisSpace(axes=(Axis.PP,), sizes=_sizes, choices=_choices)
+SPACE = AxisSpace(axes=(Axis.PP,), sizes=_sizes, choices=_choices, tuples={Axis.PP: (_PLACEMENT,)})

@@ -6,15 +6,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from ptrain.axes.candidates import AxisChoice, AxisSpace, divisors
+from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Placement, R, S
 from ptrain.spec.spec import Spec
 
+_TUPLES = tuple(
+    Placement(parameters=S, optimizer=S, gradients=S, activations=activations)
+    for activations in (R, S, S_STAR)
+)
 
-def _sizes(spec: Spec, devices: int) -> Iterator[int]:
-    """Those within a node: every operator of a block waits for what they send."""
+
+def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
+    """Those within a node: every operator of a block waits for what they send. More where it is
+    written."""
+    degree = written.degree(Axis.TP)
+    if degree is not None:
+        yield from (degree,) if devices % degree == 0 else ()
+        return
     cluster, shape = spec.cluster, spec.model
     most = min(devices, cluster.devices_per_node) if cluster else devices
     common = most
@@ -23,13 +33,12 @@ def _sizes(spec: Spec, devices: int) -> Iterator[int]:
     yield from (degree for degree in divisors(common) if degree <= most and not devices % degree)
 
 
-def _choices(spec: Spec, ranks: int) -> Iterator[AxisChoice]:
+def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
     if ranks == 1:
         yield AxisChoice()
         return
-    for activations in (R, S, S_STAR):
-        placement = Placement(parameters=S, optimizer=S, gradients=S, activations=activations)
+    for (placement,), _ in written.held((Axis.TP,), (((offered,), ()) for offered in _TUPLES)):
         yield AxisChoice(factors=(Factor(axis=Axis.TP, degree=ranks, placement=placement),))
 
 
-SPACE = AxisSpace(axes=(Axis.TP,), sizes=_sizes, choices=_choices)
+SPACE = AxisSpace(axes=(Axis.TP,), sizes=_sizes, choices=_choices, tuples={Axis.TP: _TUPLES})

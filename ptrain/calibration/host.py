@@ -1,0 +1,113 @@
+"""What the host takes around operators: tiny models' passes against the operators in them,
+called by themselves. The rest is modules, autograd, and what only looks at a tensor."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ptrain.axes.pipeline.run.passes import backward_input, backward_weight
+from ptrain.calibration.bench import Bench, RateSheet
+from ptrain.calibration.points import Points
+from ptrain.models.build import build
+from ptrain.models.initialize import initialize
+from ptrain.models.ledger import OperatorMode
+from ptrain.models.work import sizes_of
+from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
+from ptrain.spec.rates import Hook, OperatorKind
+
+_HIDDEN = 16  # so few features that operators compute next to nothing
+_SHAPES: tuple[dict[str, object], ...] = (
+    {"family": "llama", "layers": 2, "hidden": _HIDDEN, "heads": 2, "kv_heads": 2, "ffn": 16},
+    {"family": "gpt", "layers": 2, "hidden": _HIDDEN, "heads": 2},
+)
+_VOCAB, _SAMPLES, _TOKENS = 260, 2, 4
+
+
+class _Called(OperatorMode):
+    """Operators that ran while it was entered: `number` of all, and those that compute, to be
+    called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.computing: list[Callable[[], object]] = []
+
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        ran = sizes_of(function, args, kwargs, result)
+        self.number += len(ran)
+        if any(what.kind is not OperatorKind.VIEW for what in ran):
+            self.computing.append(partial(function, *args, **kwargs))
+        return result
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def again(self) -> None:
+        """Call what computes."""
+        for call in self.computing:
+            call()
+
+
+def host(bench: Bench, sheet: RateSheet, _: Points) -> None:
+    """Of both families the mean; of a GPU nothing, for its host runs ahead of it."""
+    if bench.device.type == "cuda":
+        return
+    excess: dict[Hook, list[float]] = {}
+    for shape in _SHAPES:
+        model = _model(shape).to(bench.device)
+        for hook, before, work in _passes(model, bench.device):
+            more = _seconds_more(bench, before, work)
+            excess.setdefault(hook, []).append(more)
+    for hook, seconds in excess.items():
+        sheet.note("hooks", hook, seconds=statistics.fmean(seconds))
+
+
+def _seconds_more(bench: Bench, before: Callable[[], Any], work: Callable[[Any], object]) -> float:
+    """What a pass takes beside what its operators take, by their number."""
+    work(before())  # gradients are there, to which backward adds
+    called = _Called()
+    output = before()
+    with called:
+        work(output)
+    del output
+    whole: float = bench.busy_seconds(lambda: work(before())) - bench.busy_seconds(before)
+    alone = bench.busy_seconds(called.again)
+    more: float = (whole - alone) / called.number
+    return more
+
+
+def _model(fields: dict[str, object]) -> nn.Module:
+    """It is given hidden states, as a stage in the middle."""
+    written: dict[str, object] = {
+        "model": {**fields, "vocab": _VOCAB, "tied": False},
+        "mesh": {},
+        "batch": {"micro": _SAMPLES, "sequence": _TOKENS},
+    }
+    shape = load(written).spec.model
+    assert isinstance(shape, ModelShape), "a built-in model"
+    model = build(shape, sequence=_TOKENS)
+    initialize(model, seed=0)
+    model.embed = nn.Identity()
+    return model
+
+
+def _passes(
+    model: nn.Module, device: torch.device
+) -> Iterator[tuple[Hook, Callable[[], Any], Callable[[Any], object]]]:
+    """Each kind of pass, and what comes before it."""
+    x = torch.randn(_SAMPLES, _TOKENS, _HIDDEN, device=device, requires_grad=True)
+    gradient, parameters = torch.ones_like(model(x)), list(model.parameters())
+
+    def halves(output: torch.Tensor) -> None:
+        _, groups = backward_input(output, gradient, x, parameters)
+        backward_weight(parameters, groups)
+
+    yield Hook.FORWARD_OPERATOR, lambda: x, model
+    yield Hook.BACKWARD_OPERATOR, lambda: model(x), lambda output: output.backward(gradient)
+    yield Hook.HALVES_OPERATOR, lambda: model(x), halves

@@ -1,0 +1,185 @@
+"""Why a search has no candidate: constraints that exclude each other, degrees that nothing divides,
+or what the rules say of those that were tried."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice, product
+
+from ptrain.algebra.legality import check, executed
+from ptrain.axes.candidates import NOTHING, AxisChoice, chosen
+from ptrain.axes.data.candidates import SPACE as DATA_SPACE
+from ptrain.derivation.activations import is_tabulated
+from ptrain.errors import Fault
+from ptrain.selection.quantities import Aspect
+from ptrain.selection.search import Search, batched
+from ptrain.selection.space import (
+    KEPT,
+    Candidate,
+    data_choices,
+    inner_products,
+    micro_batches,
+    pipelines,
+)
+from ptrain.selection.task import SearchTask
+from ptrain.selection.where import Constraint, Where
+from ptrain.spec.activations import Kept
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+
+_TRIED, _PER_FLOW = 400, 2  # specs that the rules are asked about, and data choices of a flow
+_OF_DATA = (Aspect.RANKS, Aspect.DATA)
+_UNKNOWN = Fault(
+    place="activations",
+    finding="no table tells what such blocks allocate on these devices",
+    remedy="write another loss, attention or model, or predict placements one by one",
+)
+
+
+def why_none(search: Search) -> tuple[str, str]:
+    """Return finding and remedy of a search that has no candidate under its constraints."""
+    task = search.task
+    rules = tuple(task.where.constraints)
+    on = f"on {task.devices} devices"
+    if rules and search.has(Where()):
+        texts = ", ".join(rule.text for rule in rules)
+        alone = [r.text for r in rules if not search.has(Where((r,)))]
+        needless = [r.text for r in rules if search.has(Where(tuple(o for o in rules if o != r)))]
+        reasons = list(_reasons(task, Where(rules)))
+        why = f": {reasons[0][0]}" if reasons else ""
+        leave = ", or ".join(alone or needless) or "one of them"
+        return f"no legal placement {on} obeys {texts}{why}", f"leave out {leave}"
+    reasons = list(_reasons(task, Where(rules)))
+    finding, remedy = reasons[0] if reasons else ("nothing divides them", "write other --devices")
+    return f"no product {on} is legal: {finding}", remedy
+
+
+def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str:
+    """Return why nothing obeys these rules beside the others, in a few words."""
+    task = search.task
+    if search.has(Where(rules)):
+        blame = [o.text for o in others.constraints if not search.has(Where((o, *rules)))]
+        texts = blame or [other.text for other in others.constraints]
+        return f"excluded by {', '.join(texts)}"
+    if task.written != NOTHING and Search(task.without_written()).has(Where(rules)):
+        return "excluded by what the spec writes"
+    finding = next(_reasons(task.without_written(), Where(rules)), ("", ""))[0]
+    return f"none is legal: {finding}" if finding else "none is legal"
+
+
+def _reasons(task: SearchTask, where: Where) -> Iterator[tuple[str, str]]:
+    """Findings with their remedies, the most common first; where no degrees are left to be tried,
+    which degrees there are."""
+    faults = Counter(islice(_faults(task, where), _TRIED))
+    yield from ((fault.finding, fault.remedy) for fault, _ in faults.most_common())
+    if not faults:
+        yield from _untried(task, where)
+        yield from _degrees(task, where)
+
+
+def _untried(task: SearchTask, where: Where) -> Iterator[tuple[str, str]]:
+    """Constraints that no choice of their room obeys, whatever the others are."""
+    base, written = task.base, task.written
+    staged = pipelines(base, task.devices, written)
+    choices = {
+        Aspect.DATA: [c for some in data_choices(base, written).values() for c in some],
+        Aspect.PIPELINE: [choice for _, some in staged for choice in some],
+    }
+    for rule in where.constraints:
+        tried = choices.get(rule.part, [])
+        if tried and not any(rule.holds(chosen(base, (choice,))) for choice in tried):
+            yield f"{rule.text} is what the search never tries", f"leave out {rule.text}"
+
+
+def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
+    """What the rules say of some candidates that obey constraints: of each the first fault."""
+    base, written = task.base, task.written
+    for ranks, within in inner_products(base, task.devices, written):
+        if not where.admits(Aspect.WITHIN, chosen(base, within)):
+            continue
+        for left, choices in pipelines(base, task.devices // ranks, written):
+            flows = [c for c in choices if where.admits(Aspect.PIPELINE, chosen(base, (c,)))]
+            if not flows:
+                continue
+            batches = [
+                (micro, number)
+                for micro, number in micro_batches(base, left)
+                if where.admits(Aspect.BATCH, batched(base, micro, number))
+            ]
+            if not batches:
+                yield _indivisible(base, left)
+                continue
+            for parts in product(flows, _data(task, left, where), written.kept or KEPT):
+                yield from _first_fault(task, within, batches[0][0], *parts)
+
+
+def _indivisible(base: Spec, data_ranks: int) -> Fault:
+    """Why a rank has no micro-batch."""
+    samples, left = divmod(base.batch.global_samples, data_ranks)
+    if left or not samples:
+        return Fault(
+            place="batch.global",
+            finding=f"{base.batch.global_samples} samples of a step do not divide by {data_ranks} "
+            "data ranks",
+            remedy=f"write batch.global={max(1, samples) * data_ranks}",
+        )
+    known = ", ".join(str(micro) for micro, _ in micro_batches(base, data_ranks))
+    return Fault(
+        place="batch.micro",
+        finding=f"of {samples} samples, which a rank has of {data_ranks} data ranks, micro-batches "
+        f"take {known}",
+        remedy="write batch.micro=auto, or one of these",
+    )
+
+
+def _data(task: SearchTask, ranks: int, where: Where) -> list[AxisChoice]:
+    """Some choices of the data axes that obey constraints."""
+    return [
+        choice
+        for choice in DATA_SPACE.choices(task.base, ranks, task.written)
+        if all(where.admits(part, chosen(task.base, (choice,))) for part in _OF_DATA)
+    ][:_PER_FLOW]
+
+
+def _first_fault(
+    task: SearchTask,
+    within: tuple[AxisChoice, ...],
+    micro: int,
+    flow: AxisChoice,
+    data: AxisChoice,
+    kept: Kept,
+) -> Iterator[Fault]:
+    candidate = Candidate(within=within, pipeline=flow, data=data, micro=micro, kept=kept)
+    spec = candidate.spec(task.base)
+    faults = (*check(spec), *executed(spec))
+    if faults:
+        yield faults[0]
+    elif not is_tabulated(spec):
+        yield _UNKNOWN
+
+
+def _degrees(task: SearchTask, where: Where) -> Iterator[tuple[str, str]]:
+    """The degrees of tp and pp that there are: of the axis of which constraints ask for another, or
+    of both."""
+    base, shape = task.base, task.base.model
+    assert isinstance(shape, ModelShape), "a built-in model"
+    inner = {chosen(base, c).degree(Axis.TP) for _, c in inner_products(base, task.devices)}
+    staged = pipelines(base, task.devices, task.written)
+    stages = {task.devices // left for left, choices in staged if choices}
+    node = base.cluster.devices_per_node if base.cluster else task.devices
+    heads = f"{shape.heads} heads, {shape.kv_heads} of keys, ffn {shape.ffn}"
+    said = (
+        (Axis.TP, inner, f"it divides {heads}, the devices, and is within a node of {node}"),
+        (Axis.PP, stages, f"it divides the devices, and {shape.layers} layers are its stages'"),
+    )
+    sentences = []
+    for axis, degrees, why in said:
+        rules = [rule for rule in where.constraints if rule.name == f"mesh.{axis}"]
+        known = " or ".join(map(str, sorted(degrees)))
+        sentences.append(f"{axis} can be {known} ({why})")
+        if rules and not any(all(rule.holds_of(d) for rule in rules) for d in degrees):
+            yield sentences[-1], f"write {axis}={max(degrees)}"
+            return
+    yield " and ".join(sentences), "write another --devices, or auto for more of the mesh"

@@ -1,0 +1,207 @@
+"""When the ranks of a flow may be fullest (`axes.pipeline.cost.moments`), with what they have of a
+model then, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from operator import add, ge
+from typing import Any
+
+from ptrain.axes.pipeline.cost.chunks import PipelineSize, chunks_between, stages_of
+from ptrain.axes.pipeline.cost.moments import FlightMoment, moments
+from ptrain.derivation.tables import Place
+from ptrain.selection.arrays import numpy
+from ptrain.selection.score import STAGE_PLACES, RankMoments
+from ptrain.spec.pipeline import ScheduleName
+
+_ENDLESS = 6  # micro-batches for a rank: with more of them the fullest moments are the same
+_GROWING = (ScheduleName.GPIPE, ScheduleName.BFS)
+_BY_PLACE = ("chunks", "waiting", "on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentRow:
+    """One of the moments, its fields those of `score.RankMoments`."""
+
+    layers: int
+    front: bool
+    behind: bool
+    graded_layers: int
+    graded_front: bool
+    graded_behind: bool
+    over_layers: int
+    over_front: bool
+    over_behind: bool
+    whole: int
+    halved: int
+    chunks: tuple[int, ...]
+    waiting: tuple[int, ...]
+    on: tuple[int, ...]
+    own: int
+    is_half: bool
+    is_new: bool
+    messages: int
+    is_staged: bool
+
+    @property
+    def numbers(self) -> list[float]:
+        """Return its fields in a row, with those that have a number for each place."""
+        spots: list[float] = []
+        for name in _NAMES:
+            value = getattr(self, name)
+            spots += value if name in _BY_PLACE else (value,)
+        return spots
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what rows share that can be compared: whose rank, and of which pass."""
+        return self.layers, self.front, self.behind, self.on, self.is_half, self.over_layers
+
+    @cached_property
+    def _held(self) -> tuple[int, ...]:
+        chunks = map(add, self.chunks, self.waiting)
+        layers = self.whole + self.halved, self.halved
+        return (*layers, *chunks, *self.waiting, self.own, self.messages)
+
+    @cached_property
+    def _graded(self) -> tuple[int, ...]:
+        return self.graded_layers, self.graded_front, self.graded_behind
+
+    @cached_property
+    def _graded_then(self) -> tuple[int, ...]:
+        """What has gradients behind the pass."""
+        if not self.is_new:
+            return self._graded
+        front, behind = self.on[0] + self.on[1], self.on[0] + self.on[-1]
+        own = self.own, front, behind
+        return tuple(map(add, self._graded, own))
+
+    def is_fuller(self, other: MomentRow) -> bool:
+        """Return whether there is never less of anything than at another moment."""
+        return all(map(ge, self._held, other._held)) and (
+            all(map(ge, self._graded, other._graded_then))
+            or (self.is_new == other.is_new and all(map(ge, self._graded, other._graded)))
+        )
+
+
+_NAMES = tuple(spot.name for spot in fields(MomentRow))
+
+
+def unlike(size: PipelineSize) -> int:
+    """Return the fewest micro-batches with which a rank is as full as with the size's."""
+    number, most = size.microbatches, _ENDLESS * size.ranks
+    is_same = size.schedule not in _GROWING and number > most and number % size.ranks == 0
+    return most if is_same else number
+
+
+def fullest(size: PipelineSize, counts: Sequence[int]) -> tuple[MomentRow, ...]:
+    """Return the moments of the ranks of a pipeline, whose stages have so many layers, at which one
+    may be the fullest."""
+    rows = (
+        _row(size, rank, counts, moment)
+        for rank in _unlike_ranks(size, counts)
+        for moment in moments(size, rank)
+    )
+    alike: dict[tuple[object, ...], list[MomentRow]] = {}
+    for row in rows:
+        others = alike.setdefault(row.kind, [])
+        if any(other.is_fuller(row) for other in others):
+            continue
+        others[:] = [other for other in others if not row.is_fuller(other)]
+        others.append(row)
+    return tuple(row for group in alike.values() for row in group)
+
+
+def _unlike_ranks(size: PipelineSize, counts: Sequence[int]) -> Iterator[int]:
+    """The first and the last; of those between with as many layers the first and the last again:
+    from rank to rank there is more in flight or less."""
+    between: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(1, size.ranks - 1):
+        key = tuple(counts[stage] for stage in stages_of(size, rank))
+        between.setdefault(key, []).append(rank)
+    yield from {0, size.ranks - 1, *(rank for alike in between.values() for rank in alike[:1])} | {
+        alike[-1] for alike in between.values()
+    }
+
+
+def _row(size: PipelineSize, rank: int, counts: Sequence[int], moment: FlightMoment) -> MomentRow:
+    own = stages_of(size, rank)
+    places = [_place(stage, size.stages) for stage in own]
+    layers = [counts[stage] for stage in own]
+    ends = {Place.FIRST, Place.ALONE}, {Place.LAST, Place.ALONE}
+    # nobody waits for gradients of tokens: the first stage has no halves
+    whole = [
+        number + half * (place is Place.FIRST)
+        for number, half, place in zip(moment.whole, moment.halved, places, strict=True)
+    ]
+    halved = [
+        half * (place is not Place.FIRST) for half, place in zip(moment.halved, places, strict=True)
+    ]
+    front, behind = ([place in of_end for place in places] for of_end in ends)
+    on, over = moment.on, moment.over
+    graded = [was and not is_over for was, is_over in zip(moment.graded, over, strict=True)]
+    return MomentRow(
+        layers=sum(layers),
+        front=any(front),
+        behind=any(behind),
+        graded_layers=_sum(layers, graded),
+        graded_front=bool(_sum(front, graded)),
+        graded_behind=bool(_sum(behind, graded)),
+        over_layers=_sum(layers, over),
+        over_front=bool(_sum(front, over)),
+        over_behind=bool(_sum(behind, over)),
+        whole=_sum(layers, whole),
+        halved=_sum(layers, halved),
+        chunks=_by_place(places, whole),
+        waiting=_by_place(places, halved),
+        on=_by_place([places[on]], [1]),
+        own=layers[on],
+        is_half=moment.is_half and places[on] is not Place.FIRST,
+        is_new=not moment.graded[on],
+        messages=_messages(size, rank, places[on]),
+        is_staged=size.stages > 1,
+    )
+
+
+def _messages(size: PipelineSize, rank: int, place: Place) -> int:
+    """The gradient that came, and what lies between the rank before and this one."""
+    if place is Place.ALONE:
+        return 0
+    return (place is not Place.LAST) + max(0, chunks_between(size, rank))
+
+
+def _place(stage: int, stages: int) -> Place:
+    if stages == 1:
+        return Place.ALONE
+    return {0: Place.FIRST, stages - 1: Place.LAST}.get(stage, Place.MIDDLE)
+
+
+def _sum(sizes: Sequence[int], times: Sequence[int]) -> int:
+    return sum(size * number for size, number in zip(sizes, times, strict=True))
+
+
+def _by_place(places: Sequence[Place], numbers: Sequence[int]) -> tuple[int, ...]:
+    sums = dict.fromkeys(STAGE_PLACES, 0)
+    for place, number in zip(places, numbers, strict=True):
+        sums[place] += number
+    return tuple(sums.values())
+
+
+def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> RankMoments:
+    """Return the moments of flows, of each the last one as often as others have more."""
+    np = numpy()
+    most = max(map(len, flows))
+    rows = [[*of_flow, *of_flow[-1:] * (most - len(of_flow))] for of_flow in flows]
+    table = np.array([[row.numbers for row in of_flow] for of_flow in rows], dtype=float)
+    columns: dict[str, Any] = {}
+    at = 0
+    for name in _NAMES:
+        if name in _BY_PLACE:
+            columns[name] = table[:, :, at : at + len(STAGE_PLACES)]
+            at += len(STAGE_PLACES)
+        else:
+            columns[name] = table[:, :, at]
+            at += 1
+    return RankMoments(**columns)

@@ -1,0 +1,197 @@
+"""What of a candidate may be constrained, by the names that a spec has for it, and which values
+each of these may have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import Enum, auto
+
+from ptrain.axes.data.candidates import OVERLAPS, UNITS
+from ptrain.axes.data.candidates import SPACE as DATA_SPACE
+from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
+from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
+from ptrain.errors import refused
+from ptrain.spec.activations import FULL, SELECTIVE, Kept
+from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
+from ptrain.spec.dials import GradientSync, Overlap
+from ptrain.spec.leaf import nearest
+from ptrain.spec.leaf_mode import KEPT_MEANINGS
+from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.placement import Tier
+from ptrain.spec.shorthand import expand_shorthands
+from ptrain.spec.spec import Spec
+from ptrain.spec.text import Tree
+
+FLAG = "--where"
+RESULTS = ("memory", "time")
+_STOCK = "stock"  # what the wrapper does by itself
+
+
+class Aspect(Enum):
+    """What of a candidate says it."""
+
+    WITHIN = auto()
+    PIPELINE = auto()
+    RANKS = auto()
+    DATA = auto()
+    BATCH = auto()
+    KEPT = auto()
+    RESULT = auto()
+
+
+Value = int | float | str
+
+
+def recompute_of(spec: Spec) -> str:
+    """Return how blocks keep their activations, in the grammar's words."""
+    return keeping(spec.activations.default)
+
+
+def keeping(kept: Kept) -> str:
+    """Return the word for one way to keep them."""
+    if kept.tier is not Tier.DEVICE:
+        return "offload"
+    return {None: "none", FULL: "full", SELECTIVE: "selective"}.get(kept.policy, "keep")
+
+
+def _placement(axis: Axis) -> Callable[[Spec], Value]:
+    def value(spec: Spec) -> Value:
+        modes = (str(f.placement).replace("O", "S@host") for f in spec.factors if f.axis is axis)
+        return next(modes, "")
+
+    return value
+
+
+def _degree(axis: Axis) -> Callable[[Spec], Value]:
+    return lambda spec: spec.degree(axis)
+
+
+def _overlap(overlap: Overlap | None) -> str:
+    return str(overlap or _STOCK)
+
+
+def _part(axis: Axis, of_data: Aspect) -> Aspect:
+    if axis is Axis.PP:
+        return Aspect.PIPELINE
+    return of_data if axis in DATA_AXES else Aspect.WITHIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """Something that a candidate says: `part` is what of it says it, `of` reads it off a spec.
+    `words` are all that it may be; without, it is a whole number, or a tuple where
+    `is_placement`."""
+
+    part: Aspect
+    of: Callable[[Spec], Value]
+    words: tuple[str, ...] = ()
+    is_placement: bool = False
+
+    @property
+    def has_order(self) -> bool:
+        return not self.words and not self.is_placement
+
+
+_OF_AXES = {
+    **{
+        f"mesh.{axis}": Quantity(part=_part(axis, Aspect.RANKS), of=_degree(axis))
+        for axis in EXECUTED_AXES
+    },
+    **{
+        f"placement.{axis}": Quantity(
+            part=_part(axis, Aspect.DATA), of=_placement(axis), is_placement=True
+        )
+        for axis in EXECUTED_AXES
+    },
+}
+QUANTITIES: dict[str, Quantity] = {
+    **_OF_AXES,
+    "mesh.dp": Quantity(part=Aspect.RANKS, of=lambda spec: spec.data_degree),
+    "pipeline.schedule": Quantity(
+        part=Aspect.PIPELINE,
+        of=lambda spec: str(spec.pipeline.schedule),
+        words=tuple(ScheduleName),
+    ),
+    "pipeline.stages": Quantity(
+        part=Aspect.PIPELINE,
+        of=lambda spec: spec.pipeline.stages_over(spec.degree(Axis.PP)),
+    ),
+    "unit": Quantity(
+        part=Aspect.DATA, of=lambda spec: str(spec.unit), words=tuple(map(str, UNITS))
+    ),
+    "overlap": Quantity(
+        part=Aspect.DATA,
+        of=lambda spec: _overlap(spec.overlap),
+        words=tuple(_overlap(overlap) for overlap in OVERLAPS),
+    ),
+    "prefetch": Quantity(part=Aspect.DATA, of=lambda spec: spec.prefetch or 0),
+    "sync.gradients": Quantity(
+        part=Aspect.DATA, of=lambda spec: str(spec.sync.gradients), words=tuple(GradientSync)
+    ),
+    "sync.reshard_after_forward": Quantity(
+        part=Aspect.DATA,
+        of=lambda spec: str(spec.sync.reshard_after_forward).lower(),
+        words=("true", "false"),
+    ),
+    "batch.micro": Quantity(part=Aspect.BATCH, of=lambda spec: spec.batch.micro),
+    "batch.accumulate": Quantity(part=Aspect.BATCH, of=lambda spec: spec.batch.accumulate),
+    "recompute": Quantity(
+        part=Aspect.KEPT, of=recompute_of, words=("none", "selective", "full", "offload")
+    ),
+}
+NAMES = {name.rpartition(".")[2]: name for name in QUANTITIES if not name.startswith("placement")}
+
+
+def unknown_name(name: str) -> str:
+    """Return what is wrong with a name that nothing has."""
+    if name.rpartition(".")[2] in set(Axis):
+        return f"not yet: {name}, an axis that nothing executes"
+    return f"{name}: nothing of a candidate is called so"
+
+
+def known_names(name: str) -> str:
+    """What to write in the place of a name that nothing has."""
+    known = (*NAMES, *RESULTS)
+    places = (*known, *(name for name in _OF_AXES if name.startswith("placement")))
+    near = next(iter(get_close_matches(name, places, 1)), None)
+    return f"did you mean {near}?" if near else f"write one of {', '.join(known)}"
+
+
+def value_of(quantity: Quantity, name: str, bound: str, text: str) -> Value:
+    """Raises SpecError for what the quantity can never be."""
+    if quantity.is_placement:
+        return _tuple(Axis(name.partition(".")[2]), bound, text)
+    if not quantity.words:
+        if not re.fullmatch(r"\d{1,9}", bound):
+            finding = f"{text}: {name} is a whole number, and {bound[:40]} is none"
+            raise refused(FLAG, finding, f"write {name}=2")
+        return int(bound)
+    if bound not in quantity.words:
+        near = nearest(bound, quantity.words)
+        meant = f"did you mean {near}? " if near else ""
+        choices = f"write one of {', '.join(quantity.words)}"
+        finding = f"{text}: {name} is never {bound[:40]}"
+        raise refused(FLAG, finding, f"{meant}{choices}")
+    return bound
+
+
+def _tuple(axis: Axis, bound: str, text: str) -> str:
+    """A tuple of modes, or a strategy's name for one, as a candidate says it."""
+    tree = Tree(root={"placement": {axis.value: bound.strip("[]")}}, source="")
+    faults = expand_shorthands(tree)
+    modes = tree.root["placement"][axis.value] if isinstance(tree.root, dict) else None
+    if not faults and isinstance(modes, dict):
+        parsed = [str(mode) for mode in modes.values()]
+        if all(mode in KEPT_MEANINGS for mode in parsed):
+            return ",".join(parsed).replace("O", "S@host")
+    finding = f"{text}: {bound[:40]} is no tuple of {axis}"
+    tried = dict.fromkeys(f"[{placement}]" for s in _SPACES for placement in s.tuples.get(axis, ()))
+    raise refused(
+        FLAG, finding, f"write a strategy's name or four modes; tried are {', '.join(tried)}"
+    )
+
+
+_SPACES = (DATA_SPACE, PIPELINE_SPACE, TENSOR_SPACE)

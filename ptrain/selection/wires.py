@@ -1,0 +1,37 @@
+"""What ranks send each other on a cluster, in seconds that a search asks for once each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ptrain.costs import Collective
+from ptrain.rates.pace import Pace
+from ptrain.selection.profile import nodes_of
+from ptrain.spec.spec import Spec
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Seconds of what ranks send each other on a cluster, asked once each; `is_nominal`: they are
+    none that anybody measured."""
+
+    base: Spec
+    pace: Pace
+    is_nominal: bool = False
+
+    @cached_property
+    def _known(self) -> dict[tuple[Collective, int, int, int], float]:
+        return {}
+
+    def seconds(self, collective: Collective, ranks: int, stride: int, payload: float) -> float:
+        """Return the seconds of a collective over ranks that are `stride` apart."""
+        if ranks == 1 or not payload:
+            return 0.0
+        nodes = nodes_of(self.base, ranks, stride)
+        key = (collective, ranks, nodes, int(payload))
+        if key not in self._known:
+            self._known[key] = self.pace.collective_seconds(
+                collective, ranks=ranks, nodes=nodes, payload=int(payload)
+            )
+        return self._known[key]

@@ -1,0 +1,168 @@
+"""What a spec writes of what a search else chooses, and what it leaves open: `auto`, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from ptrain.axes.candidates import Written
+from ptrain.costs import State
+from ptrain.errors import refused
+from ptrain.selection.space import KEPT
+from ptrain.spec.activations import Kept
+from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
+from ptrain.spec.keys import dials
+from ptrain.spec.offload import Offload
+from ptrain.spec.placement import R
+from ptrain.spec.spec import Spec
+from ptrain.spec.text import flow
+
+AUTO = "auto"
+_BATCH = ("batch.micro", "batch.accumulate")
+# Sections that say something of a candidate.
+OF_CANDIDATES = (
+    *("placement", *_BATCH, "activations", "recompute", "offload"),
+    *("sync", "reshard", "pipeline", "unit", "overlap", "prefetch", "gather_after_update"),
+    *("bucket", "reduce_scatter"),
+)
+_HOW = ("policy", "keep")  # of recompute, what is computed again
+
+Said = Mapping[str, Any]
+LoadWith = Callable[[Sequence[str], Sequence[str]], Spec]
+
+
+def is_open(said: Said) -> bool:
+    """Return whether something is left to be chosen: an `auto` of the mesh, of the micro-batch or
+    of what else a candidate says."""
+    return any(True for _ in _autos(said.get("mesh"), ("mesh",))) or any(_open_places(said))
+
+
+def _open_places(said: Said) -> Iterator[str]:
+    for place in OF_CANDIDATES:
+        yield from _autos(at(said, place), tuple(place.split(".")))
+
+
+def _autos(value: object, route: tuple[str, ...]) -> Iterator[str]:
+    """The places at which nothing but `auto` stands, the outermost ones."""
+    if _is_auto(value):
+        yield ".".join(route)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _autos(inner, (*route, key))
+
+
+def _is_auto(value: object) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(_is_auto(inner) for inner in value.values())
+    return value == AUTO
+
+
+def at(said: Any, place: str) -> Any:
+    """Return what stands at a place; None where nothing does."""
+    for key in place.split("."):
+        said = said.get(key) if isinstance(said, dict) else None
+    return said
+
+
+def numbers(said: Said) -> Iterator[str]:
+    """Yield a constraint for each number that is written: degrees of the mesh, samples of a
+    micro-batch, micro-batches of a step."""
+    mesh = said.get("mesh")
+    for axis, degree in (mesh if isinstance(mesh, dict) else {}).items():
+        if isinstance(degree, int):
+            yield f"mesh.{axis}={degree}"
+    for place in _BATCH:
+        if isinstance(at(said, place), int):
+            yield f"{place}={at(said, place)}"
+
+
+def unnamed(said: Said) -> Iterator[str]:
+    """Yield a constraint for each axis that a mesh does not name: it has one rank."""
+    mesh = said.get("mesh")
+    named = mesh if isinstance(mesh, dict) else {axis.value for axis in EXECUTED_AXES}
+    for axis in EXECUTED_AXES:
+        if axis.value not in named and not ("dp" in named and axis in DATA_AXES):
+            yield f"mesh.{axis}=1"
+
+
+def written_of(said: Said, load_with: LoadWith) -> Written:
+    """Return what is written of tuples, dials and activations. `load_with` gives the spec with
+    overrides and without some places. Raises SpecError for what is wrong with it, and for what no
+    candidate can say."""
+    mesh, open_places = said.get("mesh"), set(_open_places(said))
+    placement = said.get("placement")
+    placed = [
+        axis
+        for axis in EXECUTED_AXES
+        if at(placement, axis.value) is not None and f"placement.{axis}" not in open_places
+    ]
+    of_one_rank = flow({axis.value: 1 for axis in placed})
+    more = ("activations=M",) if _recomputes(said) and not _says_activations(said) else ()
+    probe = load_with((f"mesh={of_one_rank}", *more), (*_BATCH, *sorted(open_places)))
+    degrees = mesh.items() if isinstance(mesh, dict) else ()
+    return Written(
+        degrees=tuple(
+            (Axis(axis), degree)
+            for axis, degree in degrees
+            if axis in set(Axis) and isinstance(degree, int)
+        ),
+        tuples=tuple((f.axis, f.placement) for f in probe.trivial_factors),
+        values=tuple(_values(said, probe)),
+        kept=_kept(said, probe),
+    )
+
+
+def _values(said: Said, probe: Spec) -> Iterator[tuple[str, Any]]:
+    """Dials, the schedule and what is said of it, and where offloaded state is updated."""
+    for section in ("sync", "pipeline"):
+        for spot in fields(getattr(probe, section)):
+            if _is_said(said, f"{section}.{spot.name}"):
+                yield f"{section}.{spot.name}", getattr(getattr(probe, section), spot.name)
+    for dial in dials():
+        if len(dial.path) == 1 and _is_said(said, dial.place):
+            yield dial.path[0], dial.of(probe)
+    if probe.offload != Offload():
+        yield "offload", probe.offload
+
+
+def _is_said(said: Said, place: str) -> bool:
+    return at(said, place) not in (None, AUTO)
+
+
+def _recomputes(said: Said) -> bool:
+    how = [at(said, f"recompute.{key}") for key in _HOW]
+    return any(value not in (None, AUTO, "none") for value in how)
+
+
+def _says_activations(said: Said) -> bool:
+    """At the top of the spec, or by a tuple of a data axis."""
+    tuples = (at(said, f"placement.{axis}.{State.ACTIVATIONS}") for axis in DATA_AXES)
+    return _is_said(said, "activations") or any(mode not in (None, str(R)) for mode in tuples)
+
+
+def _kept(said: Said, probe: Spec) -> tuple[Kept, ...]:
+    """How blocks may keep activations: as it is written; where M says no policy, or `none` is the
+    policy of whatever mode, as the search tries it. None where nothing is written."""
+    activations = probe.activations
+    if activations.budget is not None or activations.by_block or activations.every != 1:
+        place = "activations" if activations.by_block else "recompute"
+        raise refused(
+            place,
+            "not yet: a search with activations that blocks keep in different ways, or by a budget",
+            f"write {place}=auto, or one policy for all blocks",
+        )
+    says_how = any(_is_said(said, f"recompute.{key}") for key in _HOW)
+    if not _says_activations(said):
+        if not says_how:
+            return ()
+        if not _recomputes(said):
+            return _alike(kept for kept in KEPT if kept.policy is None)
+    default = activations.default
+    if default.policy is not None and not says_how:
+        return _alike([k for k in KEPT if k.policy and k.tier is default.tier] or [default])
+    return (default,)
+
+
+def _alike(kept: Iterable[Kept]) -> tuple[Kept, ...]:
+    return tuple(kept)
