@@ -57,7 +57,7 @@ class Parameters(Generic[T]):
         """(start, end, whether their operators are cut) of the runs of elements of a shard over
         `axes`; padding belongs to the run before it."""
         tensors = zip(map(math.prod, self.members.shapes), self.members.are_cut, strict=True)
-        return self.cuts.runs(tuple(tensors), axes, self.room.coordinate)
+        return self.cuts.runs(tuple(tensors), axes, self.cuts.room.coordinate)
 
     @property
     def label(self) -> str:
