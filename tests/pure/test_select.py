@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ptrain.algebra.legality import check, executed
@@ -25,7 +24,6 @@ from ptrain.report.selection_record import as_csv, as_record
 from ptrain.selection.choose import Chooser
 from ptrain.selection.figures import folded
 from ptrain.selection.job import searched_job
-from ptrain.selection.keeper import may_hold
 from ptrain.selection.known import reason
 from ptrain.selection.ranking import PlacementRanking, order_of
 from ptrain.selection.search import Search
@@ -38,7 +36,6 @@ from ptrain.selection.space import (
     pipelines,
 )
 from ptrain.selection.task import Scored, SearchGoal
-from ptrain.selection.where import parse
 from ptrain.selection.words import words_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
@@ -357,23 +354,6 @@ def test_where_nothing_fits_nothing_is_ranked_and_something_would():
     assert rows["without recompute==none"]["fits"] == "True"
     with pytest.raises(SpecError, match="nothing fits"):
         _ = ranking.spec
-
-
-def test_a_bound_of_memory_is_kept_by_what_is_exact_and_not_by_the_closed_form():
-    """Just below the peak of the best the closed form of others is; at it the best stands."""
-    words = "pp==2", "tp==2", "micro==1", "recompute==full"
-    best = chooser(*words, count=4).choose().ranking[0]
-    at_it = chooser(*words, f"memory<={best.peak_bytes}", count=4).choose()
-    below = chooser(*words, f"memory<={best.peak_bytes - 1}", count=4).choose()
-    assert at_it.ranking[0].figures == best.figures
-    assert all(row.peak_bytes < best.peak_bytes for row in below.ranking)
-
-
-def test_what_the_closed_forms_may_be_away_is_left_to_what_is_exact():
-    figures = np.array([98.0, 104.0, 106.0])
-    assert list(may_hold(parse("memory<=100"), figures, 1.05)) == [True, True, False]
-    assert all(may_hold(parse("memory>=100"), figures, 1.05))
-    assert all(may_hold(parse("time!=98"), figures, 1.05))
 
 
 def test_candidates_of_the_same_figures_are_one_row_that_says_least(on_eight):
