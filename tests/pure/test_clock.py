@@ -18,7 +18,7 @@ from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.network import Network
 from ptrain.derivation.timeline import replay
 from ptrain.plan.lower import lower
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import SELECTIVE, Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy
 from ptrain.spec.placement import Placement, Tier
@@ -398,3 +398,11 @@ def test_what_the_host_takes_around_operators_is_computed_on_its_own_cores_and_h
     without = step(spec(), replace(more, hooks={}))
     assert step(spec(), more).seconds - without.seconds == passes * (3 + 5)
     assert step(spec(), replace(more, overlaps=True)).seconds == step(spec(), HandPace()).seconds
+
+
+def test_the_host_takes_longer_around_operators_of_layers_that_are_kept_otherwise():
+    hooks = {Hook.FORWARD_OPERATOR: 3.0, Hook.BACKWARD_OPERATOR: 5.0, Hook.SELECTED_OPERATOR: 11.0}
+    pace = HandPace(overlaps=False, hooks=hooks)
+    selected = spec(activations=ActivationSpec(default=Kept(policy=SELECTIVE)))
+    ends = 2 * (3 + 5)
+    assert step(selected, pace).seconds == COMPUTED + BLOCKS * 2 * 11 + ends
