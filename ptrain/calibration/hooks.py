@@ -58,7 +58,7 @@ def hooks(bench: Bench, sheet: RateSheet, points: Points) -> None:
         wrapped, mesh = _wrapped(spec, bench, points)
         plain = ParameterWrap(_stack(bench, points.units), _units(points))
         _note_data(bench, sheet, points, (wrapped, plain), mesh, (gather, reduction))
-    _tensor_sum(bench, sheet, points)
+    _cut_product(bench, sheet, points)
 
 
 def _spec(bench: Bench, axis: str, modes: str, dials: Iterable[str] = ()) -> Spec:
@@ -191,6 +191,9 @@ def _halves(
     return {Phase.FORWARD: between - began, Phase.BACKWARD: ended - between}
 
 
+_LINEARS, _PRODUCTS = 3, 3  # of a sub-block; of one of them, forward and backward
+
+
 class _SubBlock(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Operators that tp cuts, as wide as `width` between them."""
 
@@ -206,7 +209,7 @@ class _SubBlock(nn.Module):  # type: ignore[misc]  # torch is untyped here
         return self.between(hidden)
 
 
-def _tensor_sum(bench: Bench, sheet: RateSheet, points: Points) -> None:
+def _cut_product(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Sub-blocks cut by ptrain's plan, against those that a rank has of them."""
     spec = _spec(bench, Axis.TP.value, "S,S,S,R")
     roles = (
@@ -226,7 +229,6 @@ def _tensor_sum(bench: Bench, sheet: RateSheet, points: Points) -> None:
     parallelize(cut, plan.tensor, mesh.submesh((Axis.TP,)), mesh.registry)
     models = ParameterWrap(cut, ((ROOT,),)), ParameterWrap(plain, ((ROOT,),))
     _warm_up(bench, models)
-    rows = _metered(bench, models[0], mesh).rows()
     excess = sum(_excess(bench, points.rounds, models, mesh).values())
-    calls = sum(row.calls for row in rows if row.key.collective in _REDUCTIONS)
-    sheet.note("hooks", Hook.TENSOR_SUM, seconds=excess / max(1, calls))
+    products = points.units * _LINEARS * _PRODUCTS
+    sheet.note("hooks", Hook.CUT_PRODUCT, seconds=excess / products)

@@ -11,16 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from ptrain.activations.run.apply import keep
 from ptrain.axes.pipeline.run.passes import backward_input, backward_weight
 from ptrain.calibration.bench import Bench, RateSheet
 from ptrain.calibration.points import Points
 from ptrain.models.build import build
 from ptrain.models.initialize import initialize
 from ptrain.models.ledger import OperatorMode
+from ptrain.models.units import blocks_of
 from ptrain.models.work import sizes_of
+from ptrain.rates.pace import around
+from ptrain.rooms.registry import Registry
+from ptrain.rooms.tiers import Tiers
+from ptrain.spec.activations import FULL, SELECTIVE, Kept
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook, OperatorKind
+from ptrain.steps.step import Keep
+from ptrain.timeline import Kind
 
 _HIDDEN = 16  # so few features that operators compute next to nothing
 _SHAPES: tuple[dict[str, object], ...] = (
@@ -60,8 +69,8 @@ def host(bench: Bench, sheet: RateSheet, _: Points) -> None:
         return
     excess: dict[Hook, list[float]] = {}
     for shape in _SHAPES:
-        model = _model(shape).to(bench.device)
-        for hook, before, work in _passes(model, bench.device):
+        plain = _passes(_model(shape).to(bench.device), bench.device)
+        for hook, before, work in (*plain, *_kept(shape, bench.device)):
             more = _seconds_more(bench, before, work)
             excess.setdefault(hook, []).append(more)
     for hook, seconds in excess.items():
@@ -111,3 +120,19 @@ def _passes(
     yield Hook.FORWARD_OPERATOR, lambda: x, model
     yield Hook.BACKWARD_OPERATOR, lambda: model(x), lambda output: output.backward(gradient)
     yield Hook.HALVES_OPERATOR, lambda: model(x), halves
+
+
+def _kept(
+    fields: dict[str, object], device: torch.device
+) -> Iterator[tuple[Hook, Callable[[], Any], Callable[[Any], object]]]:
+    """Both passes of models whose layers' activations are kept in other ways."""
+    x = torch.randn(_SAMPLES, _TOKENS, _HIDDEN, device=device, requires_grad=True)
+    for kept in (Kept(policy=FULL), Kept(policy=SELECTIVE), Kept(tier=Tier.HOST)):
+        model = _model(fields).to(device)
+        blocks = tuple((name, kept) for name in blocks_of(model))
+        keep(model, Keep(blocks=blocks), Tiers(device, Registry()))
+
+        def passes(_: object, model: nn.Module = model) -> None:
+            model(x).sum().backward()
+
+        yield around(kept, Kind.FORWARD), lambda: None, passes

@@ -21,7 +21,7 @@ from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
-from ptrain.rates.pace import Pace, operators_seconds
+from ptrain.rates.pace import Pace, cut_seconds, operators_seconds
 from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType, Layout
@@ -305,17 +305,15 @@ class Clock:
         return self._passes[key][1]
 
     def _pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
-        hooks, sums = 0.0, dict[Collective, float]()
+        sums = dict[Collective, float]()
         axes = (self.tensor_axis,) if self.tensor_axis else ()
         names = self.network.ordered(axes)
         for item in work:
             if isinstance(item, InnerCollective):
                 seconds = self._group_seconds(item.collective, names, None, item.payload)
                 sums[item.collective] = sums.get(item.collective, 0.0) + item.times * seconds
-                hooks += item.times * self._once(
-                    Hook.TENSOR_SUM, self.pace.hook_seconds, Hook.TENSOR_SUM
-                )
         compute = operators_seconds(self.pace, work, around)
+        hooks = cut_seconds(self.pace, work) if self.tensor_axis else 0.0
         return PassSeconds(compute, tuple(sums.items()), hooks)
 
     def _once(self, question: Hashable, ask: Callable[..., float], *words: object) -> float:

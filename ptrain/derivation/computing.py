@@ -22,10 +22,9 @@ from ptrain.facts.model import TensorFacts, UnitFacts, prefixes
 from ptrain.facts.operators import LayerWork, ModelWork, PassWork
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import Stage
-from ptrain.rates.pace import UnknownRate
-from ptrain.spec.activations import Kept
+from ptrain.rates.pace import UnknownRate, around
+from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.placement import Tier
-from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, boundaries
 
@@ -39,10 +38,11 @@ _BACKWARD_ENDS = Mark.PRE_BACKWARD, Mark.POST_BACKWARD
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedWork:
     """The work of those layers of a model, or of a stage of it, that are played, by name; `front`
-    and `behind` are None where another stage has them. `moved` is what a layer's forward pass takes
-    off the device, by tier."""
+    and `behind` are None where another stage has them. `kept`: how the layers' activations are
+    kept; `moved`: what a layer's forward pass takes off the device, by tier."""
 
     layers: Mapping[str, LayerWork]
+    kept: Mapping[str, Kept]
     front: LayerWork | None = None
     behind: LayerWork | None = None
     moved: Mapping[str, Moved] = field(default_factory=dict)
@@ -74,6 +74,7 @@ class Timing:
         kept = spec.activations.of(len(self.work.layers))
         modes = {name: kept[numbers[name]] for name in stage.layers}
         layers = PlayedWork(
+            kept=modes,
             moved=_by_layer(modes, passes.moved),
             layers={name: self.work.layers[numbers[name]] for name in names},
             front=self.work.front if ends[0] else None,
@@ -88,6 +89,7 @@ class Timing:
         places = [place for place, _ in played.turns] if played else range(len(names))
         modes = dict(zip(names, scene.spec.activations.of(len(names)), strict=True))
         layers = PlayedWork(
+            kept=modes,
             moved=_by_layer(modes, scene.timeline.moved),
             layers={names[place]: self.work.layers[place] for place in places},
             front=self.work.front,
@@ -245,7 +247,7 @@ def score(
     at_unit, at_gradient = defaultdict[int, Shares](list), defaultdict[str, Shares](list)
     present, unplaced = {boundary.unit for boundary in marks}, Shares()
     for name, tensors in _tensors_of(units, layers.layers).items():
-        seconds = _seconds(clock, layers.layers[name], kind)
+        seconds = _seconds(clock, layers.layers[name], kind, layers.kept[name])
         for tensor, unit, share in _shares(tensors, completed):
             place = unplaced
             if tensor in completed:
@@ -306,16 +308,20 @@ def _moved(
     return {unit: tuple(at[unit]) for unit in order if at.get(unit)}
 
 
-def _seconds(clock: Clock, work: LayerWork, kind: Kind) -> PassSeconds:
+def _seconds(clock: Clock, work: LayerWork, kind: Kind, kept: Kept = PLAIN) -> PassSeconds:
+    return clock.pass_seconds(_pass(work, kind), around(kept, kind))
+
+
+def _pass(work: LayerWork, kind: Kind) -> PassWork:
     match kind:
         case Kind.FORWARD:
-            return clock.pass_seconds(work.forward, Hook.FORWARD_OPERATOR)
+            return work.forward
         case Kind.BACKWARD:
-            return clock.pass_seconds(work.backward, Hook.BACKWARD_OPERATOR)
+            return work.backward
         case Kind.INPUT:
-            return clock.pass_seconds(_half(work, work.inputs), Hook.HALVES_OPERATOR)
+            return _half(work, work.inputs)
         case Kind.WEIGHT:
-            return clock.pass_seconds(_half(work, work.weights), Hook.HALVES_OPERATOR)
+            return _half(work, work.weights)
 
 
 def _half(work: LayerWork, half: PassWork) -> PassWork:

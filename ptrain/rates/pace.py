@@ -6,8 +6,11 @@ from typing import Protocol
 
 from ptrain.costs import Collective
 from ptrain.facts.operators import Operator, PassWork
+from ptrain.spec.activations import Kept
+from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
-from ptrain.spec.rates import Hook
+from ptrain.spec.rates import Hook, OperatorKind
+from ptrain.timeline import Kind
 
 
 class UnknownRate(Exception):
@@ -50,6 +53,34 @@ class Pace(Protocol):
     def hook_seconds(self, hook: Hook) -> float:
         """Seconds of the host's for one of a wrapper's own parts."""
         ...
+
+
+def around(kept: Kept, kind: Kind) -> Hook:
+    """Return what the host does around the operators of a layer's pass, by how its activations are
+    kept."""
+    if kept.policy is not None:
+        return Hook.SELECTED_OPERATOR if kept.policy.keep else Hook.RECOMPUTED_OPERATOR
+    if kept.tier is not Tier.DEVICE:
+        return Hook.MOVED_OPERATOR
+    match kind:
+        case Kind.FORWARD:
+            return Hook.FORWARD_OPERATOR
+        case Kind.BACKWARD:
+            return Hook.BACKWARD_OPERATOR
+        case Kind.INPUT | Kind.WEIGHT:
+            return Hook.HALVES_OPERATOR
+
+
+def cut_seconds(pace: Pace, work: PassWork) -> float:
+    """Return the seconds of the host's for products with cut operands."""
+    number = sum(
+        item.times
+        for item in work
+        if isinstance(item, Operator)
+        and item.kind is OperatorKind.PRODUCT
+        and item.dimensions[0] == 1  # several matrices are attention's, of heads that are whole
+    )
+    return number * pace.hook_seconds(Hook.CUT_PRODUCT) if number else 0.0
 
 
 def operators_seconds(pace: Pace, work: PassWork, around: Hook) -> float:

@@ -13,10 +13,12 @@ from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, PassWork
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
-from ptrain.rates.pace import Pace, operators_seconds
+from ptrain.rates.pace import Pace, around, cut_seconds, operators_seconds
+from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
+from ptrain.timeline import Kind
 
 _LAYERS = 3  # a first, a middle and a last one
 
@@ -80,39 +82,40 @@ def seconds_of(spec: Spec, work: ModelWork, pace: Pace, moved: int) -> Seconds:
         pace.copy_seconds(copy, moved) if moved else 0.0
         for copy in (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE)
     )
-    layer = work.layers[len(work.layers) // 2]
+    middle = len(work.layers) // 2
+    layer, kept = work.layers[middle], spec.activations.of(len(work.layers))[middle]
     return Seconds(
-        front=_both(spec, work.front, pace),
-        block=_both(spec, layer, pace),
-        behind=_both(spec, work.behind, pace),
-        weights=_seconds(spec, layer.weights, pace, Hook.HALVES_OPERATOR),
+        front=_both(spec, work.front, pace, PLAIN),
+        block=_both(spec, layer, pace, kept),
+        behind=_both(spec, work.behind, pace, PLAIN),
+        weights=_seconds(spec, layer.weights, pace, around(kept, Kind.WEIGHT)),
         moved=(out, back),
     )
 
 
-def _both(spec: Spec, work: LayerWork, pace: Pace) -> tuple[float, float]:
+def _both(spec: Spec, work: LayerWork, pace: Pace, kept: Kept) -> tuple[float, float]:
     return (
-        _seconds(spec, work.forward, pace, Hook.FORWARD_OPERATOR),
-        _seconds(spec, work.backward, pace, Hook.BACKWARD_OPERATOR),
+        _seconds(spec, work.forward, pace, around(kept, Kind.FORWARD)),
+        _seconds(spec, work.backward, pace, around(kept, Kind.BACKWARD)),
     )
 
 
-def _seconds(spec: Spec, work: PassWork, pace: Pace, around: Hook) -> float:
+def _seconds(spec: Spec, work: PassWork, pace: Pace, hook: Hook) -> float:
     """Operators one after the other, and what they await of the ranks that share them."""
     ranks = 1
     for factor in spec.factors:
         if factor.axis not in (*DATA_AXES, Axis.PP):
             ranks *= factor.degree
     nodes = nodes_of(spec, ranks)
-    total = operators_seconds(pace, work, around)
+    total = operators_seconds(pace, work, hook)
     for item in work:
         if isinstance(item, InnerCollective):
-            # where the device computes by itself, the host runs ahead
-            hook = 0.0 if pace.overlaps else pace.hook_seconds(Hook.TENSOR_SUM)
             alone = pace.collective_seconds(
                 item.collective, ranks=ranks, nodes=nodes, payload=item.payload
             )
-            total += item.times * (alone + hook)
+            total += item.times * alone
+    if ranks > 1 and not pace.overlaps:  # where the device computes by itself, the host runs ahead
+        total += cut_seconds(pace, work)
     return total
 
 

@@ -67,10 +67,14 @@ class Hook(Word):
     FLAT_GATHER = "flat_gather"
     FLAT_REDUCE = "flat_reduce"
     PIPELINE_PASS = "pipeline_pass"  # of a stage: a forward or a backward pass of a micro-batch
-    TENSOR_SUM = "tensor_sum"  # a functional collective within a cut operator
+    CUT_PRODUCT = "cut_product"  # with cut operands: DTensor's dispatch, and what it sends
     FORWARD_OPERATOR = "forward_operator"  # around any operator in a forward pass, views too
     BACKWARD_OPERATOR = "backward_operator"
     HALVES_OPERATOR = "halves_operator"  # in the halves of a backward pass, looked for in its graph
+    # In both passes of a layer:
+    RECOMPUTED_OPERATOR = "recomputed_operator"  # that is computed again
+    SELECTED_OPERATOR = "selected_operator"  # of which some results are kept: a mode asks each
+    MOVED_OPERATOR = "moved_operator"  # whose activations go off the device
 
 
 class LinkTier(Word):

@@ -388,13 +388,3 @@ def test_muon_takes_what_its_iterations_multiply_and_adamw_the_rest():
     time = replay(wrapping(muon, plan, facts), timing=timing).step
     products = 5 * 2 * (4 * 6 * 4 + 4 * 4 * 4 + 4 * 4 * 6)
     assert time is not None and time.spent(Spent.UPDATE) == products + 1000 * (3 + 10)
-
-
-def test_what_the_host_takes_around_operators_is_computed_on_its_own_cores_and_hidden_on_a_gpu():
-    """One operator of each block, and of both ends, in each direction."""
-    hooks = {Hook.FORWARD_OPERATOR: 3.0, Hook.BACKWARD_OPERATOR: 5.0}
-    passes = BLOCKS + 2
-    more = HandPace(overlaps=False, hooks=hooks)
-    without = step(spec(), replace(more, hooks={}))
-    assert step(spec(), more).seconds - without.seconds == passes * (3 + 5)
-    assert step(spec(), replace(more, overlaps=True)).seconds == step(spec(), HandPace()).seconds

@@ -293,8 +293,9 @@ def refusal(rates: dict[str, Any]) -> str:
         (
             {"hooks": [["ddp_buckt", 1e-5]]},
             "row 1, hook: must be one of fsdp2_gather, fsdp2_reduce, ddp_bucket, flat_gather, "
-            "flat_reduce, pipeline_pass, tensor_sum, forward_operator, backward_operator, "
-            "halves_operator; got the text 'ddp_buckt'\n"
+            "flat_reduce, pipeline_pass, cut_product, forward_operator, backward_operator, "
+            "halves_operator, recomputed_operator, selected_operator, moved_operator; "
+            "got the text 'ddp_buckt'\n"
             "  remedy: did you mean 'ddp_bucket'?",
         ),
         (
