@@ -92,7 +92,7 @@ class BlockTable:
                 for work in works
                 if work.when is when
                 and isinstance(work.what, OperatorSizes)
-                and not work.what.kind.is_of_bytes
+                and work.what.operator.flops
             )
             record[when.value] = [[times * c, list(e)] for (c, e), times in flops.items()]
         first: dict[int, int] = {}  # storage by size: what is sent is what some operator allocated

@@ -18,6 +18,7 @@ from ptrain.spec.spec import Spec
 from ptrain.traces import facts, on_fakes, tensor_parts
 from ptrain.traces.facts import facts_of
 from tests.models_external import Necks
+from tests.unit.test_work import computing
 
 LLAMA = (
     "{hf: LlamaForCausalLM, config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 4, "
@@ -101,8 +102,15 @@ def works(facts: ModelFacts) -> tuple[WorkByKind, ...]:
 
 
 def without_front(work: WorkByKind) -> WorkByKind:
-    """In front of the layers transformers looks whether samples are packed, which no fake says."""
-    return replace(work, front=LayerWork(forward=(), backward=()))
+    """In front of the layers transformers looks whether samples are packed, which no fake says; and
+    a fake is not looked at as often as what it stands for."""
+    nothing, kinds = LayerWork(forward=(), backward=()), map(without_views, work.kinds)
+    return replace(work, front=nothing, kinds=tuple(kinds), behind=without_views(work.behind))
+
+
+def without_views(layer: LayerWork) -> LayerWork:
+    passes = ("forward", "backward", "inputs", "weights")
+    return LayerWork(**{name: computing(getattr(layer, name)) for name in passes})
 
 
 def test_what_code_reads_leaves_activations_and_peak_unknown_and_says_why(
