@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,11 +99,11 @@ def works(facts: ModelFacts) -> tuple[WorkByKind, ...]:
     return facts.work, *facts.part_works
 
 
-def without_front(work: WorkByKind) -> WorkByKind:
+def without_front(work: WorkByKind) -> list[LayerWork]:
     """In front of the layers transformers looks whether samples are packed, which no fake says; and
     a fake is not looked at as often as what it stands for."""
-    nothing, kinds = LayerWork(forward=(), backward=()), map(without_views, work.kinds)
-    return replace(work, front=nothing, kinds=tuple(kinds), behind=without_views(work.behind))
+    model = work.model
+    return [*map(without_views, (*model.layers, model.behind))]
 
 
 def without_views(layer: LayerWork) -> LayerWork:
