@@ -11,7 +11,8 @@ and at the end: what lies between the two is what a figure here is worth.
 Claim: the median of |predicted / measured - 1| is at most 10 %, the largest at most 25 % or twice
 the spread of the one that was run twice; Spearman's rank correlation is at least 0.9; of each size
 and number of ranks, the strategy that is predicted to be fastest is within 5 % of the one that is.
-Prints; writes a result only with --save. What stands in --kept FILE is not run again.
+Prints; writes a result only with --save. What stands in --kept FILE is not run again; with
+--kept-only none is but the one that is run twice, and the page says how many were not.
 """
 
 from __future__ import annotations
@@ -236,14 +237,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=(2, 4))
     parser.add_argument("--specs", nargs="+", default=(), metavar="NAME")
     parser.add_argument("--kept", type=Path, help="a file of measured seconds, which is added to")
+    parser.add_argument(
+        "--kept-only", action="store_true", help="run none but the one that is run twice"
+    )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     options = parser.parse_args(arguments)
     head = header("step_seconds: predicted from rates, and measured", this_command())
     cluster = str(Path(options.cluster).resolve())
     kept = json.loads(options.kept.read_text()) if options.kept and options.kept.exists() else []
     by_words = {tuple(row["words"]): row for row in kept}
-    rows, unpredicted = [], []
+    rows, unpredicted, left_out = [], [], 0
     for case in cases(options.models, options.ranks, options.specs):
+        if options.kept_only and case.words not in by_words:
+            left_out += 1
+            continue
         seconds = predicted(case, cluster)
         if seconds is None:
             unpredicted.append(f"{case.model} on {case.ranks}, {case.name}")
@@ -274,7 +281,8 @@ def main(arguments: Sequence[str]) -> int:
         "step_seconds",
         [head, *table(rows), *lines],
         failed=failed,
-        not_covered="GPUs, several nodes, models of other families",
+        not_covered="GPUs, several nodes, models of other families"
+        + (f"; {left_out} trainings of these sizes, which were not run" if left_out else ""),
         is_saved=options.save,
     )
 
