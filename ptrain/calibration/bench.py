@@ -23,7 +23,7 @@ _SECONDS = 0.004  # of a round
 _SHARED_SECONDS = 0.04
 _LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
 _MOST_CALLS = 2000
-_MEETING_SECONDS, _FEWEST_MEETINGS, _MOST_MEETINGS = 0.25, 8, 40  # of all meetings of one kind
+_MEETING_SECONDS, _MOST_MEETINGS = 0.3, 10  # of all meetings of one kind; of a round
 
 
 class Bench:
@@ -92,21 +92,25 @@ class Bench:
         """Return the mean seconds of one part of work in which ranks meet, after each of them has
         computed by itself as between the collectives of a step. On processors a call is over at
         once or, where a thread that sends finds no free core, a slice of the scheduler later: the
-        mean is what many of them take, and no median is."""
+        mean is what many of them take, and no median of calls is. Of several means the median:
+        what else runs on the machine may stop one of them for longer than all others take."""
         if self.device.type == "cuda":
             return self.seconds(work, parts=parts)
         between = partial(compute, self.device)
         estimate = self.agreed(self._timed(work, FEWEST) + self._timed(between, FEWEST))
-        calls = round(_MEETING_SECONDS / estimate)
-        calls = min(max(calls, _FEWEST_MEETINGS), _MOST_MEETINGS)
+        calls = round(_MEETING_SECONDS / (_ROUNDS * estimate))
+        calls = min(max(calls, FEWEST), _MOST_MEETINGS)
         self.together()
-        samples = []
-        for _ in range(calls):
-            between()
-            began = time.perf_counter()
-            work()
-            samples.append(time.perf_counter() - began)
-        return statistics.fmean(samples) / parts
+        means = []
+        for _ in range(_ROUNDS):
+            taken = 0.0
+            for _ in range(calls):
+                between()
+                began = time.perf_counter()
+                work()
+                taken += time.perf_counter() - began
+            means.append(taken / calls)
+        return statistics.median(means) / parts
 
     def noted(self, samples: list[float]) -> float:
         """Return the median of the rounds, and keep their spread."""
