@@ -369,3 +369,11 @@ def test_one_definition_of_mfu_is_printed_by_select_and_by_predict(best_of_eight
     derivation = derive(row.spec)
     said = throughput(row.spec, derivation.facts, row.step)
     assert row.mfu is not None and row.mfu == said.mfu_full
+
+
+def test_rows_of_unknown_time_are_alike_where_their_nominal_times_are(on_eight):
+    """One that is slower by the order they are ranked in is a row of its own."""
+    row = on_eight.exactly(scored(on_eight.search, 5, 1)[0])
+    untimed = replace(row, step=None)
+    slower = replace(untimed, closed=replace(row.closed, seconds=2 * row.closed.seconds))
+    assert folded([untimed, slower, untimed]) == [replace(untimed, alike=1), slower]

@@ -142,6 +142,15 @@ def test_without_rates_time_is_unknown_and_said_to_be(capsys):
     assert all(row["step_seconds"] is None for row in record["ranking"])
 
 
+def test_without_rates_the_least_memory_is_not_said_to_be_the_least_nominal_seconds(capsys):
+    words = ["select", "llama-tiny", "batch.global=8", "batch.sequence=64", "--cluster", "laptop"]
+    words += ["--devices", "2", "--where", "tp=1", "--objective", "memory", "--exact", "2"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "least memory first" in text and "the order is that of memory" in text
+    assert "nominal" not in text
+
+
 def test_constraints_of_a_where_are_asked_of_what_says_them():
     where = Where.of(["tp<=2", "memory<=1 GB"])
     assert [rule.name for rule in where.bounds("memory")] == ["memory"]
