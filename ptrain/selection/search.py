@@ -315,7 +315,7 @@ class Search:
         if not ways.ways:
             return np.zeros(0, dtype=int)
         fine = ways.of_units(units)
-        if inner.within:
+        if inner.shape:
             shards = ways.row_shards(degrees)
             for number in np.unique(shards):
                 if not self.legality.shards(inner.within, int(number)):

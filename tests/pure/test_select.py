@@ -28,6 +28,8 @@ from ptrain.selection.known import reason
 from ptrain.selection.ranking import PlacementRanking, order_of
 from ptrain.selection.search import Search
 from ptrain.selection.space import (
+    KEPT,
+    Legality,
     apart,
     data_choices,
     degrees_over,
@@ -38,6 +40,7 @@ from ptrain.selection.space import (
 from ptrain.selection.task import Scored, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.axis import Axis
+from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.load import load
 from tests.pure.paces import HandPace
 from tests.pure.searches import BACKWARD, FORWARD, chooser, machine
@@ -172,6 +175,18 @@ def test_a_strategy_that_the_rules_let_be_has_candidates(name):
     """Muon's tuples are those of no other optimizer, and naive sums keep blocks as they are."""
     job = searched_job(name, ["mesh=auto"], devices=2)
     assert Chooser(job).search.has(job.where)
+
+
+def test_a_model_that_is_whole_answers_for_none_that_is_cut(on_eight):
+    base = on_eight.job.base
+    (_, whole), (_, cut), *_ = inner_products(base, 8)
+    legality = Legality(base)
+    for within in (whole, cut):
+        legality.unit(within, UnitSize(kind=UnitKind.SUB_BLOCK), KEPT[0])
+    assert len(legality.known) == 2
+    assert scored(on_eight.search, 1, 1)
+    cuts = [key[1] for key in on_eight.search.legality.known if key[0] == "shards"]
+    assert cuts and all(any(choice.factors for choice in within) for within in cuts)
 
 
 # -- constraints
