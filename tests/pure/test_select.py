@@ -289,16 +289,6 @@ def test_a_choice_that_constraints_exclude_says_which_ones(best_of_eight):
     assert not any(why.startswith("excluded") for why in lost.values())
 
 
-def test_a_choice_whose_activations_alone_are_too_large_says_so():
-    """Of samples so long only cut ones are scored."""
-    long = chooser("batch.sequence=131072", count=1).choose()
-    lost = {known.name: known.why for known in long.lost}
-    too_large = "its activations alone take more than a device has"
-    assert lost["data parallelism alone"] == lost["a pipeline with data parallelism"] == too_large
-    assert lost["tp=8 with data parallelism"] != too_large
-    assert not any(why.endswith("by ") for why in lost.values())
-
-
 def test_a_choice_that_the_spec_does_not_write_says_so():
     chosen = Chooser(searched_job("zero3", ["mesh.dp_shard=auto"], devices=2), count=1).choose()
     lost = {known.name: known.why for known in chosen.lost}

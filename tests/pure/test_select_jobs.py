@@ -94,6 +94,11 @@ def test_a_model_alone_has_a_batch_of_about_four_million_tokens():
 
 
 _WITH_TP = ("8b-tp", "mesh.tp=auto", "batch.global=64", "batch.sequence=8192")
+_ON_EIGHT = ("--cluster", "h100-8", "--devices", "8")
+_RECOMPUTED = (
+    *("8b-tp", "mesh.tp=auto", "activations=M", "recompute.policy=full"),
+    *("batch.global=64", "batch.micro=1", "batch.sequence=370000"),
+)
 
 
 @pytest.fixture
@@ -136,8 +141,23 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
             "with micro=64, tp=1 those of a micro-batch .*leave out micro=64, or leave out tp=1",
         ),
         (
-            [*_WITH_TP, "batch.micro=64", "--cluster", "h100-8", "--devices", "8"],
+            [*_WITH_TP, "batch.micro=64", *_ON_EIGHT],
             "with batch.micro=64, .* those of a micro-batch alone .*write batch.micro=auto$",
+        ),
+        (
+            [*_RECOMPUTED, *_ON_EIGHT],
+            "with what the spec writes those of .*write auto for what the spec says",
+        ),
+        (
+            [
+                *_RECOMPUTED,
+                *_ON_EIGHT,
+                "--where",
+                "recompute=full",
+                "--where",
+                "placement.tp=S,S,S,R",
+            ],
+            "S,S,S,R and what the spec writes those of .*, and leave out ",
         ),
         (["tp-sp", "mesh.tp=auto", "--devices", "4"], "remedy: write mesh.pp=auto, or "),
         ([], "name one MODEL or SPEC"),
