@@ -22,7 +22,7 @@ from ptrain.spec.write import to_yaml
 from ptrain.units import format_bytes, format_count
 
 TOP, _BILLION = 10, 10**9
-_ASKED = {
+_MARKED = {
     SearchGoal.DEVICES: "the fewest devices that meet the demand",
     SearchGoal.COST: "where a token takes least of a device's time",
 }
@@ -118,9 +118,9 @@ def _by_number(selection: PlacementRanking) -> Iterator[str]:
         for number, row in selection.by_number
     ]
     yield (
-        f"{_ASKED[selection.objective]} is marked, {demand.text}:"
+        f"{_MARKED[selection.objective]} is marked, {demand.text}:"
         if selection.demand
-        else (f"{_ASKED[selection.objective]} is marked:")
+        else (f"{_MARKED[selection.objective]} is marked:")
     )
     columns = ("devices", "its best", "time", f"{tokens} tokens take", "money")
     yield render(columns, table, left=(1,))

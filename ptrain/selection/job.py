@@ -13,12 +13,12 @@ from ptrain.axes.candidates import NOTHING, Written
 from ptrain.derivation.activations import is_tabulated
 from ptrain.errors import refused
 from ptrain.selection.stand_in import stand_in
-from ptrain.selection.where import Where, parse
+from ptrain.selection.where import Where
 from ptrain.selection.written import OF_CANDIDATES, is_open, numbers, unnamed, written_of
 from ptrain.spec.leaf import nearest
 from ptrain.spec.load import load, written
 from ptrain.spec.model import ModelShape
-from ptrain.spec.names import listing, missing
+from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
 
 _TOKENS, _SEQUENCE = 4e6, 4096  # of a step and of a sample, where nothing is written
@@ -201,13 +201,3 @@ def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
     is_cpu = probe.cluster is not None and probe.cluster.kind == "cpu"
     precision = said.get("precision", {"layout": _CPU_LAYOUT if is_cpu else _GPU_LAYOUT})
     return {**said, "batch": batch, "precision": precision}
-
-
-def bounded(job: SearchedJob, texts: Sequence[str]) -> SearchedJob:
-    """Return the job with more constraints."""
-    return replace(job, where=Where((*job.where.constraints, *map(parse, texts))))
-
-
-def unknown_model(source: str) -> tuple[str, str]:
-    """Return what is wrong with a name that is neither a model nor a spec."""
-    return missing(source, "model", "models")

@@ -20,8 +20,6 @@ from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
 
-_LAYERS = 3  # a first, a middle and a last one
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:

@@ -143,16 +143,16 @@ class Search:
         for kept in self.task.written.kept or KEPT:
             if not self.task.where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
                 continue
-            by_way: dict[Through, list[PipelineFlow]] = {}
+            by_through: dict[Through, list[PipelineFlow]] = {}
             for flow in flows:
-                by_way.setdefault(through_of(flow.choice), []).append(flow)
-            for way, alike in by_way.items():
-                if not legality.within(inner.within, kept, way):
+                by_through.setdefault(through_of(flow.choice), []).append(flow)
+            for through, alike in by_through.items():
+                if not legality.within(inner.within, kept, through):
                     continue
                 if self._activity(inner, micro, kept).least > self.task.room * SLACK:
-                    self.too_large.append((inner, left, way, kept, number))
+                    self.too_large.append((inner, left, through, kept, number))
                     continue
-                table = self._legal(inner, left, way, kept, number)
+                table = self._legal(inner, left, through, kept, number)
                 if len(table):
                     yield self._block(inner, table, alike, (micro, number, kept))
 
@@ -260,18 +260,20 @@ class Search:
                 self.seconds[key] = None
         return self.seconds[key]
 
-    def _legal(self, inner: _Inner, left: int, way: Through, kept: Kept, number: int) -> DataTable:
+    def _legal(
+        self, inner: _Inner, left: int, through: Through, kept: Kept, number: int
+    ) -> DataTable:
         """The choices of the data axes that are legal with so many micro-batches."""
         units = frozenset(
             unit for unit in self.units if self.legality.unit(inner.within, unit, kept)
         )
-        return self._table(inner, left, way, units, many=number > 1)
+        return self._table(inner, left, through, units, many=number > 1)
 
     def _table(
-        self, inner: _Inner, left: int, way: Through, units: frozenset[UnitSize], *, many: bool
+        self, inner: _Inner, left: int, through: Through, units: frozenset[UnitSize], *, many: bool
     ) -> DataTable:
         """The legal choices of the data axes beside others."""
-        key = (inner.shape, left, way, units, many)
+        key = (inner.shape, left, through, units, many)
         if key in self.tables:
             return self.tables[key]
         parts = []
@@ -281,7 +283,7 @@ class Search:
             for degrees in degrees_over(len(axes), left):
                 if not self._are_admitted(axes, degrees):
                     continue
-                ways = self._ways(axes, inner, way, many=many)
+                ways = self._ways(axes, inner, through, many=many)
                 indices = self._indices(ways, degrees, inner, units)
                 if len(indices):
                     columns = self._columns(ways, degrees, inner, layers)
@@ -320,29 +322,30 @@ class Search:
                     fine &= shards != number
         return np.flatnonzero(fine)
 
-    def _ways(self, axes: tuple[Axis, ...], inner: _Inner, way: Through, *, many: bool) -> Ways:
-        key = (axes, bool(inner.shape), way, many)
+    def _ways(self, axes: tuple[Axis, ...], inner: _Inner, through: Through, *, many: bool) -> Ways:
+        key = (axes, bool(inner.shape), through, many)
         if key not in self.ways:
             admits = partial(self.task.where.admits, Aspect.DATA)
-            legal = self._legal_ways(axes, inner, way, many=many)
+            legal = self._legal_ways(axes, inner, through, many=many)
             self.ways[key] = Ways(self.wires, [way for way, spec in legal if admits(spec)])
         return self.ways[key]
 
     def _legal_ways(
-        self, axes: tuple[Axis, ...], inner: _Inner, way: Through, *, many: bool
+        self, axes: tuple[Axis, ...], inner: _Inner, through: Through, *, many: bool
     ) -> list[LegalWay]:
         """The legal choices of the data axes, whatever is asked of them."""
-        key = (axes, bool(inner.shape), way, many)
+        key = (axes, bool(inner.shape), through, many)
         if key not in self.legal:
-            beside, base = (THROUGH[way], *inner.within), self.task.base
+            beside, base = (THROUGH[through], *inner.within), self.task.base
             # What is legal with several micro-batches is so with one: no rule asks for more of them
             # but those of schedules, which `pipeline` has asked.
-            several = () if many else self._legal_ways(axes, inner, way, many=True)
+            several = () if many else self._legal_ways(axes, inner, through, many=True)
             known = {id(legal.choice) for legal, _ in several}
             self.legal[key] = [
                 (way_of(base, choice, beside), chosen(base, (choice,)))
                 for choice in self.choices[axes]
-                if id(choice) in known or self.legality.data(choice, inner.within, way, many=many)
+                if id(choice) in known
+                or self.legality.data(choice, inner.within, through, many=many)
             ]
         return self.legal[key]
 

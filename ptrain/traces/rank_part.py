@@ -98,11 +98,11 @@ class RankPart:
             extent=self.extent,
         )
         with micro_batch(self.tensor)():
-            return [
-                self._when_learnt(run, run)
-                for halves in ((False, True) if in_halves else (False,))
-                if (run := partial(record_stage, stage, in_halves=halves))
-            ]
+            recordings = []
+            for halves in (False, True) if in_halves else (False,):
+                run = partial(record_stage, stage, in_halves=halves)
+                recordings.append(self._when_learnt(run, run))
+            return recordings
 
     def _when_learnt(self, run: Callable[[], Recording], learn: Callable[[], object]) -> Recording:
         """What happens when torch has learnt what each operator is cut to: it computes that on

@@ -43,19 +43,15 @@ class Otherwise:
 def otherwise(spec: Spec) -> Iterator[Otherwise]:
     """Yield legal specs whose data axes do something else: in one way, then in two."""
     ways = (_reshards, _syncs, _units, _placements, _layouts)
-    singles = [(way, other) for way in ways for other in way(spec) if _is_legal(other.spec)]
+    singles = [(way, other) for way in ways for other in way(spec) if is_sound(other.spec)]
     yield from (other for _, other in singles)
     for (way, first), (second_way, second) in combinations(singles, 2):
         if way is second_way:
             continue
         for both in second_way(first.spec):
-            if both.words == second.words and _is_legal(both.spec):
+            if both.words == second.words and is_sound(both.spec):
                 does, words = f"{first.does}, and {both.does}", f"{first.words} and {both.words}"
                 yield Otherwise(both.spec, does, words)
-
-
-def _is_legal(spec: Spec) -> bool:
-    return is_sound(spec)
 
 
 def _reshards(spec: Spec) -> Iterator[Otherwise]:

@@ -40,8 +40,8 @@ _GIVEN_BACK = {
     GradientSync.LAST: ((True, True), (False, False)),
 }
 UNITS = (UnitSize(), UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
-# With how many units are gathered ahead: what is not beside what is computed begins none.
 OVERLAPS = (None, Overlap.BACKWARD)
+# With how many units are gathered ahead: what is not beside what is computed begins none.
 _OVERLAPS = tuple((overlap, None) for overlap in OVERLAPS)
 _OVERLAPS_GATHERED = (*_OVERLAPS, (Overlap.BACKWARD, 1))
 
