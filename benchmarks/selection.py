@@ -261,6 +261,11 @@ _ABOUT = {
 }
 
 
+def of_parts(cases: tuple[Case, ...]) -> dict[str, tuple[Case, ...]]:
+    """Return the cases that a part is about."""
+    return {"time": cases, "order": (*cases, SMALL), "best": cases, "exhaustive": (SMALL,)}
+
+
 def parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], Outcome]]]:
     """Yield the parts that are asked for: which it is, of which case, and what gives its rows."""
     of_part = {
@@ -270,11 +275,20 @@ def parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], Out
         "exhaustive": partial(exhaustive, most=args.most),
     }
     cases = CASES[:1] if args.quick else CASES
-    of_cases = {"time": cases, "order": (*cases, SMALL), "best": cases, "exhaustive": (SMALL,)}
+    of_cases = of_parts(cases)
     for part, measure in of_part.items():
         for case in of_cases[part]:
             if args.part in (None, part) and args.case in (None, case.word):
                 yield part, case.word, partial(measure, case)
+
+
+def missing(known: dict[str, dict[str, list[str]]]) -> str:
+    """Return which parts, and of which cases, were not run."""
+    lacking: dict[str, list[str]] = defaultdict(list)
+    for part, cases in of_parts(CASES).items():
+        lacking[part] += [case.word for case in cases if f"{part} {case.word}" not in known]
+    texts = [f"{part} of {', '.join(words)}" for part, words in lacking.items() if words]
+    return f"; not run: {'; '.join(texts)}" if texts else ""
 
 
 def page(known: dict[str, dict[str, list[str]]]) -> list[str]:
@@ -321,7 +335,7 @@ def main() -> int:
         page(known),
         failed=[text for rows in known.values() for text in rows["failed"]],
         not_covered="models that are not built in, and clusters without rates, whose time is "
-        "unknown.",
+        f"unknown{missing(known)}.",
         is_saved=args.save,
     )
 

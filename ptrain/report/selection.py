@@ -43,8 +43,7 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         f"batch {base.batch.global_samples} × {base.batch.sequence} tokens = "
         f"{format_count(base.batch.tokens)}"
     )
-    is_by_memory = selection.ranked_by is SearchGoal.MEMORY or _is_untimed(selection)
-    least = "least memory" if is_by_memory else "fastest"
+    least = "least memory" if _is_by_memory(selection) else "fastest"
     yield (
         f"{counts.scored} legal candidates scored in closed form, {counts.fitting} of them fit; "
         f"{selection.derived} derived exactly, {least} first"
@@ -65,7 +64,7 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
 
 def _order(selection: PlacementRanking) -> str:
     """What rows without a time are ordered by."""
-    if _is_untimed(selection):
+    if _is_by_memory(selection):
         return "the order is that of memory"
     return (
         "the order is that of nominal seconds, operations and bytes over what the cluster's file "
@@ -73,10 +72,11 @@ def _order(selection: PlacementRanking) -> str:
     )
 
 
-def _is_untimed(selection: PlacementRanking) -> bool:
-    """Whether no row has any time, a nominal one neither."""
+def _is_by_memory(selection: PlacementRanking) -> bool:
+    """Whether that was asked for, or no row has any time, a nominal one neither."""
     rows = selection.ranking
-    return bool(rows) and not any(row.seconds or isfinite(row.closed.seconds) for row in rows)
+    is_untimed = bool(rows) and not any(isfinite(row.nominal_seconds) for row in rows)
+    return selection.ranked_by is SearchGoal.MEMORY or is_untimed
 
 
 def _body(selection: PlacementRanking, top: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
 from ptrain.selection.deriver import BEST, Deriver
 from ptrain.selection.figures import Ranked, folded, on_more
-from ptrain.selection.infeasible import why_none, why_not
+from ptrain.selection.infeasible import why_none, why_not, why_too_large
 from ptrain.selection.job import searched_job
 from ptrain.selection.known import KNOWN, about, reason
 from ptrain.selection.ranking import Lost, PlacementRanking, Remedy, front_of, order_of
@@ -126,11 +126,7 @@ class Chooser(Deriver):
         """Return the ranking, and what its figures say of the rest."""
         result = self.search.run(self.job.where)
         if not result.counts.scored and self.search.has_too_large:
-            raise refused(
-                "batch.sequence",
-                "a sample alone takes more than a device has, whatever its states are",
-                "write a smaller batch.sequence, loss=chunked, or more of tp",
-            )
+            raise refused(*why_too_large(self.search))
         if not result.counts.scored:
             raise refused("--devices", *why_none(self.search))
         rows = self._best(result)
@@ -249,7 +245,7 @@ class Chooser(Deriver):
             others = Where(tuple(other for other in constraints if other is not rule))
             row = next(self._fitting(self.search.run(others).best, 1), None)
             if row is not None:
-                yield Remedy(change=f"without {rule.text}", fitting=row)
+                yield Remedy(change=rule.change, fitting=row)
         devices = 2 * self.job.devices
         while devices <= _MOST_DEVICES:
             row = self.on(devices).first()

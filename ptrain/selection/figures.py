@@ -50,6 +50,11 @@ class Ranked:
         return None if self.step is None else self.step.seconds
 
     @property
+    def nominal_seconds(self) -> float:
+        """Return the time of a step, of which nobody knows it that of the closed form."""
+        return self.closed.seconds if self.seconds is None else self.seconds
+
+    @property
     def peak_bytes(self) -> int:
         return self.memory.least_bytes
 
@@ -67,7 +72,7 @@ class Ranked:
     @property
     def figures(self) -> tuple[object, ...]:
         """Return what it is ranked and shown by."""
-        return self.seconds, self.peak_bytes, self.tiers
+        return self.nominal_seconds, self.peak_bytes, self.tiers
 
     @property
     def price(self) -> float | None:

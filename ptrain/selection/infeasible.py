@@ -4,7 +4,8 @@ or what the rules say of those that were tried."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import groupby, islice, product
 
@@ -44,20 +45,55 @@ def why_none(search: Search) -> tuple[str, str]:
     rules = tuple(task.where.constraints)
     on = f"on {task.devices} devices"
     if rules and search.has(Where()):
-        texts = ", ".join(rule.text for rule in rules)
-        alone = [r.text for r in rules if not search.has(Where((r,)))]
-        needless = [r.text for r in rules if search.has(Where(tuple(o for o in rules if o != r)))]
         reasons = list(_reasons(task, Where(rules)))
         why = f": {reasons[0][0]}" if reasons else ""
-        leave = ", or ".join(alone or needless) or "one of them"
-        return f"no legal placement {on} obeys {texts}{why}", f"leave out {leave}"
+        finding = f"no legal placement {on} obeys {_texts(rules)}{why}"
+        return finding, _remedy(rules, search.has)
     reasons = list(_reasons(task, Where(rules)))
     finding, remedy = reasons[0] if reasons else ("nothing divides them", "write other --devices")
     return f"no product {on} is legal: {finding}", remedy
 
 
+def why_too_large(search: Search) -> tuple[str, str, str]:
+    """Return place, finding and remedy of a search that scores nothing, for what is legal of it is
+    too large: a sample of the job's, or of what its constraints and its spec leave."""
+    task, rules = search.task, tuple(search.task.where.constraints)
+    free = Search(task.without_written())
+    if not free.scores(Where()):
+        return (
+            "batch.sequence",
+            "a sample alone takes more than a device has, whatever its states are",
+            "write a smaller batch.sequence, loss=chunked, or more of tp",
+        )
+    place, finding = "activations", "those of a micro-batch alone take more than a device has"
+    # degrees that are written are constraints, too
+    opened = Search(replace(task, written=replace(task.written, degrees=())))
+    if opened.scores(Where()):
+        return place, f"with {_texts(rules)} {finding}", _remedy(rules, opened.scores)
+    remedy = "write auto for what the spec says of placement.tp, activations or recompute"
+    if free.scores(Where(rules)):
+        return place, f"with what the spec writes {finding}", remedy
+    finding = f"with {_texts(rules)} and what the spec writes {finding}"
+    return place, finding, f"{remedy}, and {_remedy(rules, free.scores)}"
+
+
+def _remedy(rules: Sequence[Constraint], has: Callable[[Where], bool]) -> str:
+    """What to do without: constraints that alone have nothing, or those without each of which the
+    others have something."""
+    alone = [rule for rule in rules if not has(Where((rule,)))]
+    needless = (r for r in rules if has(Where(tuple(other for other in rules if other != r))))
+    return ", or ".join(rule.remedy for rule in alone or needless) or "leave out one of them"
+
+
+def _texts(rules: Sequence[Constraint]) -> str:
+    return ", ".join(rule.text for rule in rules)
+
+
 def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str:
-    """Return why nothing obeys these rules beside the others, in a few words."""
+    """Return why a search for what obeys these rules beside the others, the last one that was run,
+    has scored nothing, in a few words."""
+    if search.has_too_large:
+        return "its activations alone take more than a device has"
     task = search.task
     if search.has(Where(rules)):
         blame = [o.text for o in others.constraints if not search.has(Where((o, *rules)))]
@@ -90,7 +126,7 @@ def _untried(task: SearchTask, where: Where) -> Iterator[tuple[str, str]]:
     for rule in where.constraints:
         tried = choices.get(rule.part, [])
         if tried and not any(rule.holds(chosen(base, (choice,))) for choice in tried):
-            yield f"{rule.text} is what the search never tries", f"leave out {rule.text}"
+            yield f"{rule.text} is what the search never tries", rule.remedy
 
 
 def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:

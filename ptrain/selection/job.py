@@ -179,10 +179,11 @@ def _of_spec(source: str, words: Sequence[str], where: Sequence[str]) -> Searche
     def load_with(overrides: Sequence[str], without: Sequence[str]) -> Spec:
         return load(source, [*words, *overrides], without=without).spec
 
+    own = Where.of([*numbers(said), *unnamed(said)]).constraints
     return SearchedJob(
         base=load_with(("mesh={}",), OF_CANDIDATES),
         devices=0,
-        where=Where.of([*numbers(said), *unnamed(said), *where]),
+        where=Where((*(replace(r, is_of_spec=True) for r in own), *Where.of(where).constraints)),
         written=written_of(said, load_with),
         source=source,
     )

@@ -63,8 +63,10 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
 class Seconds:
     """Of a micro-batch on one rank, forward and backward: in front of the blocks, of a block, and
     behind them; what the axes within a block send is in them. `weights`: of a block's backward, the
-    part that is of weights alone. `moved`: in which a block's activations leave the device and come
-    back, on lanes of their own."""
+    part that is of weights alone. Of a schedule in halves a backward pass takes as long as one that
+    is whole: on processors, whose halves are recorded apart, `exact` has another rate of the host's
+    for these (`Hook.HALVES_OPERATOR`), and a search only for `weights`. `moved`: in which a block's
+    activations leave the device and come back, on lanes of their own."""
 
     front: tuple[float, float]
     block: tuple[float, float]

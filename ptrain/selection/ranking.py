@@ -78,19 +78,15 @@ class PlacementRanking(Worded):
 def front_of(rows: Iterable[Ranked]) -> tuple[Ranked, ...]:
     """Return those that no other is as fast as with less memory, fastest first."""
     front: list[Ranked] = []
-    for row in sorted(rows, key=lambda row: (_seconds(row), row.peak_bytes)):
+    for row in sorted(rows, key=lambda row: (row.nominal_seconds, row.peak_bytes)):
         if not front or row.peak_bytes < front[-1].peak_bytes:
             front.append(row)
     return tuple(front)
-
-
-def _seconds(row: Ranked) -> float:
-    return row.closed.seconds if row.seconds is None else row.seconds
 
 
 def order_of(objective: SearchGoal, row: Ranked) -> tuple[bool, float, float]:
     """Return what sorts rows by an objective; what has no time stands behind all that has one, in
     the order of the closed form's."""
     if objective is SearchGoal.MEMORY:
-        return False, float(row.peak_bytes), _seconds(row)
-    return row.seconds is None, _seconds(row), float(row.peak_bytes)
+        return False, float(row.peak_bytes), row.nominal_seconds
+    return row.seconds is None, row.nominal_seconds, float(row.peak_bytes)

@@ -94,10 +94,14 @@ class Search:
             keeper.take(block)
         return keeper.result()
 
+    def scores(self, where: Where) -> bool:
+        """Return whether any legal candidate that obeys constraints is scored."""
+        self._obey(where)
+        return next(self.blocks(), None) is not None
+
     def has(self, where: Where) -> bool:
         """Return whether any legal candidate obeys constraints, too large as it may be."""
-        self._obey(where)
-        return next(self.blocks(), None) is not None or self.has_too_large
+        return self.scores(where) or self.has_too_large
 
     def _obey(self, where: Where) -> None:
         self.too_large.clear()
@@ -158,8 +162,8 @@ class Search:
 
     @property
     def has_too_large(self) -> bool:
-        """Return whether there are legal candidates that are not scored, for a sample alone of
-        theirs takes more than a device has, whatever their states are."""
+        """Return whether there are legal candidates that are not scored, for the activations of a
+        micro-batch of theirs take more than a device has, whatever their states are."""
         return any(len(self._legal(*where)) for where in self.too_large)
 
     def _block(
@@ -315,7 +319,7 @@ class Search:
         if not ways.ways:
             return np.zeros(0, dtype=int)
         fine = ways.of_units(units)
-        if inner.within:
+        if inner.shape:
             shards = ways.row_shards(degrees)
             for number in np.unique(shards):
                 if not self.legality.shards(inner.within, int(number)):

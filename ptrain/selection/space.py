@@ -150,7 +150,7 @@ class Legality:
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it
         what none says of a block."""
-        key = ("unit", bool(choices), unit, kept)
+        key = ("unit", any(choice.factors for choice in choices), unit, kept)
         if key not in self.known:
             faults = self._unit_faults(choices, unit, kept)
             self.known[key] = faults <= self._unit_faults(choices, UnitSize(), kept)
@@ -166,7 +166,7 @@ class Legality:
     def shards(self, choices: tuple[AxisChoice, ...], shards: int) -> bool:
         """Of tensors that are cut within a block and into so many shards over the data axes, each
         by its rows."""
-        if shards == 1 or not choices:
+        if shards == 1:
             return True
         factor = replace(_GATHERED.factors[0], degree=shards)
         by_rows = AxisChoice(factors=(factor,))

@@ -39,16 +39,28 @@ _ORDERING = ("<=", ">=", "<", ">")
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """One condition; `text` is how it was written."""
+    """One condition; `text` is how it was written. `is_of_spec`: a spec says it, by a number or by
+    a mesh that does not name the axis, and only `auto` in its place says nothing."""
 
     text: str
     name: str
     compare: str
     bound: Value
+    is_of_spec: bool = False
 
     @property
     def part(self) -> Aspect:
         return Aspect.RESULT if self.name in RESULTS else QUANTITIES[self.name].part
+
+    @property
+    def remedy(self) -> str:
+        """Return what a user does to be without it."""
+        return f"write {self.name}=auto" if self.is_of_spec else f"leave out {self.text}"
+
+    @property
+    def change(self) -> str:
+        """Return the same as what a job is with then."""
+        return f"with {self.name}=auto" if self.is_of_spec else f"without {self.text}"
 
     def holds_of(self, value: Value) -> bool:
         """Return whether a value obeys it."""

@@ -28,6 +28,8 @@ from ptrain.selection.known import reason
 from ptrain.selection.ranking import PlacementRanking, order_of
 from ptrain.selection.search import Search
 from ptrain.selection.space import (
+    KEPT,
+    Legality,
     apart,
     data_choices,
     degrees_over,
@@ -38,6 +40,7 @@ from ptrain.selection.space import (
 from ptrain.selection.task import Scored, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.axis import Axis
+from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.load import load
 from tests.pure.paces import HandPace
 from tests.pure.searches import BACKWARD, FORWARD, chooser, machine
@@ -174,6 +177,18 @@ def test_a_strategy_that_the_rules_let_be_has_candidates(name):
     assert Chooser(job).search.has(job.where)
 
 
+def test_a_model_that_is_whole_answers_for_none_that_is_cut(on_eight):
+    base = on_eight.job.base
+    (_, whole), (_, cut), *_ = inner_products(base, 8)
+    legality = Legality(base)
+    for within in (whole, cut):
+        legality.unit(within, UnitSize(kind=UnitKind.SUB_BLOCK), KEPT[0])
+    assert len(legality.known) == 2
+    assert scored(on_eight.search, 1, 1)
+    cuts = [key[1] for key in on_eight.search.legality.known if key[0] == "shards"]
+    assert cuts and all(any(choice.factors for choice in within) for within in cuts)
+
+
 # -- constraints
 
 
@@ -274,6 +289,16 @@ def test_a_choice_that_constraints_exclude_says_which_ones(best_of_eight):
     assert not any(why.startswith("excluded") for why in lost.values())
 
 
+def test_a_choice_whose_activations_alone_are_too_large_says_so():
+    """Of samples so long only cut ones are scored."""
+    long = chooser("batch.sequence=131072", count=1).choose()
+    lost = {known.name: known.why for known in long.lost}
+    too_large = "its activations alone take more than a device has"
+    assert lost["data parallelism alone"] == lost["a pipeline with data parallelism"] == too_large
+    assert lost["tp=8 with data parallelism"] != too_large
+    assert not any(why.endswith("by ") for why in lost.values())
+
+
 def test_a_choice_that_the_spec_does_not_write_says_so():
     chosen = Chooser(searched_job("zero3", ["mesh.dp_shard=auto"], devices=2), count=1).choose()
     lost = {known.name: known.why for known in chosen.lost}
@@ -369,3 +394,11 @@ def test_one_definition_of_mfu_is_printed_by_select_and_by_predict(best_of_eight
     derivation = derive(row.spec)
     said = throughput(row.spec, derivation.facts, row.step)
     assert row.mfu is not None and row.mfu == said.mfu_full
+
+
+def test_rows_of_unknown_time_are_alike_where_their_nominal_times_are(on_eight):
+    """One that is slower by the order they are ranked in is a row of its own."""
+    row = on_eight.exactly(scored(on_eight.search, 5, 1)[0])
+    untimed = replace(row, step=None)
+    slower = replace(untimed, closed=replace(row.closed, seconds=2 * row.closed.seconds))
+    assert folded([untimed, slower, untimed]) == [replace(untimed, alike=1), slower]

@@ -76,6 +76,13 @@ def test_a_spec_keeps_the_degrees_that_it_writes():
     assert degrees == {"mesh.pp=1", "mesh.dp_replicate=1", "mesh.dp_shard=2"}
 
 
+def test_what_a_mesh_does_not_name_is_opened_by_auto():
+    """There is nothing to be left out; of a constraint on the command line there is."""
+    job = searched_job("tp-zero3", ["mesh.tp=auto"], devices=8, where=["micro=1"])
+    changes = {rule.change for rule in job.where.constraints}
+    assert changes >= {"with mesh.pp=auto", "with mesh.dp_shard=auto", "without micro=1"}
+
+
 def test_an_open_micro_batch_leaves_the_mesh_as_it_is():
     job = searched_job("zero3", ["batch.micro=auto"], devices=2)
     assert {rule.text for rule in job.where.constraints} >= {"mesh.dp_shard=2", "mesh.tp=1"}
@@ -84,6 +91,9 @@ def test_an_open_micro_batch_leaves_the_mesh_as_it_is():
 def test_a_model_alone_has_a_batch_of_about_four_million_tokens():
     base = searched_job("llama3-8b", ["batch.sequence=32768"], cluster="h100-64").base
     assert (base.batch.global_samples, base.precision.layout.name) == (128, "zero16")
+
+
+_WITH_TP = ("8b-tp", "mesh.tp=auto", "batch.global=64", "batch.sequence=8192")
 
 
 @pytest.fixture
@@ -121,12 +131,21 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
         ),
         (["tp-sp", "mesh.tp=auto", "--devices", "4"], "tp can be 1 or 2 .it divides 4 heads"),
         (["llama3-70b", "--cluster", "h100-8", "batch.sequence=1000000"], "a sample alone takes"),
+        (
+            ["llama3-8b", "--cluster", "h100-8", "--where", "micro=64", "--where", "tp=1"],
+            "with micro=64, tp=1 those of a micro-batch .*leave out micro=64, or leave out tp=1",
+        ),
+        (
+            [*_WITH_TP, "batch.micro=64", "--cluster", "h100-8", "--devices", "8"],
+            "with batch.micro=64, .* those of a micro-batch alone .*write batch.micro=auto$",
+        ),
+        (["tp-sp", "mesh.tp=auto", "--devices", "4"], "remedy: write mesh.pp=auto, or "),
         ([], "name one MODEL or SPEC"),
     ],
 )
 def test_what_cannot_be_searched_is_one_message(words, finding, capsys):
     assert main(["select", *words, "--json"]) == 2
-    assert re.search(finding, json.loads(capsys.readouterr().out)["error"])
+    assert re.search(finding, json.loads(capsys.readouterr().out)["error"], re.DOTALL)
 
 
 def test_a_malformed_cluster_is_named(broken_cluster):
@@ -140,6 +159,15 @@ def test_without_rates_time_is_unknown_and_said_to_be(capsys):
     record = json.loads(capsys.readouterr().out)
     assert record["time_unknown"] and record["ranking"]
     assert all(row["step_seconds"] is None for row in record["ranking"])
+
+
+def test_without_rates_the_least_memory_is_not_said_to_be_the_least_nominal_seconds(capsys):
+    words = ["select", "llama-tiny", "batch.global=8", "batch.sequence=64", "--cluster", "laptop"]
+    words += ["--devices", "2", "--where", "tp=1", "--objective", "memory", "--exact", "2"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "least memory first" in text and "the order is that of memory" in text
+    assert "nominal" not in text
 
 
 def test_constraints_of_a_where_are_asked_of_what_says_them():
