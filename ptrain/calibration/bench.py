@@ -66,6 +66,13 @@ class Bench:
                 return
             yield point
 
+    def rounds(self, number: int) -> Iterator[int]:
+        """Yield the numbers of rounds of one measurement, as many of them as there is time for."""
+        for place in range(number):
+            if place >= FEWEST and self.is_late:
+                return
+            yield place
+
     def seconds(self, work: Work, *, parts: int = 1) -> float:
         """Return the median seconds of one of the `parts` that `work` has, all of them alike."""
         estimate = self.agreed(self._timed(work, 1))  # and what is set up in a first call
@@ -89,7 +96,7 @@ class Bench:
         return self.noted([self._within(work, window) for _ in range(FEWEST)]) / parts
 
     def meeting_seconds(self, work: Work, *, parts: int = 1) -> float:
-        """Return the mean seconds of one part of work in which ranks meet, after each of them has
+        """Return the seconds of one part of work in which ranks meet, after each of them has
         computed by itself as between the collectives of a step. On processors a call is over at
         once or, where a thread that sends finds no free core, a slice of the scheduler later: the
         mean is what many of them take, and no median of calls is. Of several means the median:
@@ -99,7 +106,9 @@ class Bench:
         between = partial(compute, self.device)
         estimate = self.agreed(self._timed(work, FEWEST) + self._timed(between, FEWEST))
         calls = round(_MEETING_SECONDS / (_ROUNDS * estimate))
-        calls = min(max(calls, FEWEST), _MOST_MEETINGS)
+        calls = int(
+            self.agreed(min(max(calls, FEWEST), FEWEST if self._is_over else _MOST_MEETINGS))
+        )
         self.together()
         means = []
         for _ in range(_ROUNDS):
@@ -110,7 +119,7 @@ class Bench:
                 work()
                 taken += time.perf_counter() - began
             means.append(taken / calls)
-        return statistics.median(means) / parts
+        return self.noted(means) / parts
 
     def noted(self, samples: list[float]) -> float:
         """Return the median of the rounds, and keep their spread."""

@@ -2,7 +2,7 @@
 ones without.
 
 Of the difference a rank waits a part for others, as the stopwatch sees it; the rest is the
-wrapper's, by how often it came, which the traffic meter counts.
+wrapper's, by how often it came, which the traffic meter counts. A GPU's host waits for nobody.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.wrapped import ParameterWrap, WrappedModel
 from ptrain.axes.tensor.run.apply import parallelize
-from ptrain.calibration.bench import FEWEST, Bench, RateSheet
+from ptrain.calibration.bench import Bench, RateSheet
 from ptrain.calibration.between import Between
 from ptrain.calibration.points import Points
 from ptrain.calibration.stage_passes import pipeline_pass
@@ -147,7 +147,7 @@ def _excess(
     without the time in which the first one waits. The stopwatch slows both."""
     differences: dict[Phase, list[float]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
     groups, rank = mesh.axes_by_group(), bench.world.rank
-    for _ in bench.in_time(range(rounds), least=FEWEST):
+    for _ in bench.rounds(rounds):
         first, second = (
             _halves(bench, model, stopwatch=Stopwatch(groups, rank=rank)) for model in models
         )

@@ -43,7 +43,8 @@ def _product(shape: ProductShape, numbers: torch.Tensor) -> Work:
     size = factors_of(shape)
     places = range(0, numbers.numel() - size + 1, size)[:_PLACES]
     layouts = [_layouts(shape, numbers[place : place + size]) for place in places]
-    return _in_turns([tuple(partial(torch.matmul, *pair) for pair in pairs) for pairs in layouts])
+    works = [tuple(partial(torch.matmul, *pair) for pair in pairs) for pairs in layouts]
+    return _in_turns(works, _COLD_ELEMENTS // size)
 
 
 def _layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors, ...]:
@@ -86,7 +87,8 @@ def _attention(bench: Bench, sheet: RateSheet, shape: AttentionShape, dtype: DTy
         (OperatorKind.ATTENTION_BACKWARD, backward),
     ):
         measured = (kind, dtype, samples, heads, tokens, tokens, features)
-        sheet.note("attention", *measured, seconds=bench.busy_seconds(_in_turns([(work,)])))
+        seconds = bench.busy_seconds(_in_turns([(work,)], _COLD_ELEMENTS // query.numel()))
+        sheet.note("attention", *measured, seconds=seconds)
 
 
 def memory_bound(bench: Bench, sheet: RateSheet, points: Points) -> None:
@@ -97,17 +99,17 @@ def memory_bound(bench: Bench, sheet: RateSheet, points: Points) -> None:
             places = [_works(size, TORCH_DTYPES[dtype], bench.device) for _ in range(num_places)]
             for alike in zip(*places, strict=True):
                 kind, times, works = alike[0]
-                work = _in_turns([works for *_, works in alike])
+                work = _in_turns([works for *_, works in alike], num_places)
                 taken = bench.busy_seconds(work, parts=len(works))
                 sheet.note("operators", kind, dtype, times * size, seconds=taken)
 
 
-def _in_turns(places: Sequence[tuple[Work, ...]]) -> Work:
-    """The operators of one place after the other, whose results stay for some turns: in a step
+def _in_turns(places: Sequence[tuple[Work, ...]], num_kept: int) -> Work:
+    """The operators of one place after the other, of which some turns' results stay: in a step
     neither what is read nor where it is written is in the nearest cache, and both would be if the
     same call came again."""
     turns = cycle(places)
-    kept: deque[object] = deque(maxlen=_PLACES)
+    kept: deque[object] = deque(maxlen=min(_PLACES, max(1, num_kept)))
 
     def work() -> None:
         kept.append([operator() for operator in next(turns)])

@@ -15,7 +15,7 @@ from ptrain.axes.data.run.wrapped import ParameterWrap
 from ptrain.axes.pipeline.run.stage import BoundaryTensor, PassCallbacks, StageRunner
 from ptrain.axes.pipeline.run.staged import LocalStage
 from ptrain.axes.pipeline.schedule import Action
-from ptrain.calibration.bench import FEWEST, Bench
+from ptrain.calibration.bench import Bench
 from ptrain.models.batch import SampleBatch
 from ptrain.models.units import ROOT
 from ptrain.timeline import Kind
@@ -42,10 +42,7 @@ def pipeline_pass(bench: Bench, rounds: int) -> float:
 
     for work in (passes, plain):
         work()
-    differences = [
-        _seconds(bench, passes) - _seconds(bench, plain)
-        for _ in bench.in_time(range(rounds), least=FEWEST)
-    ]
+    differences = [_seconds(bench, passes) - _seconds(bench, plain) for _ in bench.rounds(rounds)]
     return statistics.median(differences) / _PASSES
 
 

@@ -67,7 +67,7 @@ class Hook(Word):
     FLAT_GATHER = "flat_gather"
     FLAT_REDUCE = "flat_reduce"
     PIPELINE_PASS = "pipeline_pass"  # of a stage: a forward or a backward pass of a micro-batch
-    CUT_PRODUCT = "cut_product"  # with cut operands: DTensor's dispatch, and what it sends
+    CUT_PRODUCT = "cut_product"  # with cut operands: DTensor's dispatch, and issuing what it sends
     FORWARD_OPERATOR = "forward_operator"  # around any operator in a forward pass, views too
     BACKWARD_OPERATOR = "backward_operator"
     HALVES_OPERATOR = "halves_operator"  # in the halves of a backward pass, looked for in its graph

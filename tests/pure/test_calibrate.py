@@ -162,11 +162,11 @@ def test_ranks_that_share_cores_have_more_of_the_time_and_all_of_them_end_in_it(
 
 
 def test_the_tables_that_lie_farthest_apart_are_named(tmp_path, capsys):
-    spreads = {"products": 0.01, "hooks": 0.2, "collectives": 0.4}
+    spreads = {"products": 0.01, "updates": 0.2, "collectives": 0.4}
     measured = replace(part(1), spreads=spreads, left_out=3)
     assert conclude([measured], CalibrationOptions(out=tmp_path / "out.yaml")) == 0
     text = capsys.readouterr().out
-    assert "ranks at once: 1 (spread 2.0%, most collectives 40.0%, hooks 20.0%)" in text
+    assert "ranks at once: 1 (spread 2.0%, most collectives 40.0%, updates 20.0%)" in text
     assert "for want of time the largest points of some tables are left out" in text
 
 
