@@ -72,7 +72,7 @@ def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
         return f"its host has {format_bytes(memory.host_short_bytes)} too little"
     if not memory.fits:
         return "whether it fits is unknown"
-    if _is_best(row, best):
+    if row.figures == best.figures:
         return "is the best"
     if objective is SearchGoal.MEMORY:
         return f"needs {format_bytes(row.peak_bytes - best.peak_bytes)} more"
@@ -95,14 +95,6 @@ def about(closed: Scored, best: Ranked, objective: SearchGoal) -> str:
     if best.step is None or closed.seconds == float("inf"):
         return "is not derived"
     return f"about {closed.seconds / best.closed.seconds - 1:+.1%}, and not derived"
-
-
-def _is_best(row: Ranked, best: Ranked) -> bool:
-    return (row.peak_bytes, row.seconds, row.tiers) == (
-        best.peak_bytes,
-        best.seconds,
-        best.tiers,
-    )
 
 
 def _of_bytes(row: Ranked, best: Ranked) -> str:
