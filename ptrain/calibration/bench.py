@@ -105,10 +105,9 @@ class Bench:
             return self.seconds(work, parts=parts)
         between = partial(compute, self.device)
         estimate = self.agreed(self._timed(work, FEWEST) + self._timed(between, FEWEST))
-        calls = round(_MEETING_SECONDS / (_ROUNDS * estimate))
-        calls = int(
-            self.agreed(min(max(calls, FEWEST), FEWEST if self._is_over else _MOST_MEETINGS))
-        )
+        most = FEWEST if self._is_over else _MOST_MEETINGS
+        calls = min(max(round(_MEETING_SECONDS / (_ROUNDS * estimate)), FEWEST), most)
+        calls = int(self.agreed(calls))  # one rank's clock decides for all
         self.together()
         means = []
         for _ in range(_ROUNDS):

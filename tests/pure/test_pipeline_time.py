@@ -141,29 +141,14 @@ def test_ranks_that_wait_leave_their_core_to_the_others(schedule):
         assert time.assumed == ()
 
 
-def test_between_numbers_of_ranks_that_are_known_all_together_do_as_much_as_a_line_says():
-    """Four ranks on two cores: one or two of them are twice as fast, three as fast as two cores
-    are for three."""
-    fewer = {1: HandPace(overlaps=False), 2: HandPace(overlaps=False)}
+@pytest.mark.parametrize("known", [(1, 2), (2,)])
+def test_ranks_that_share_cores_do_together_as_much_as_a_line_says(known: tuple[int, ...]):
+    """Four ranks on two cores, of one thread each: two of them are twice as fast, three as fast as
+    two cores are for three. One that is alone is no faster than two, measured or not."""
+    fewer = dict.fromkeys(known, HandPace(overlaps=False))
     work = model(FORWARD, BACKWARD, layers=8)
     machine = Machine(
         pace=HandPace(overlaps=False, operation=2), work=lambda _: work, fewer=fewer.get
-    )
-    changes = {"mesh": {"pp": 4}, "placement": {"pp": "S,S,S,R"}}
-    derivation = derive(load(of_all(changes)).spec)
-    spec, plan, facts = derivation.spec, derivation.plan, derivation.facts
-    speed = machine.of_pipeline(spec, plan, facts, schedule_of(spec)).speed
-    assert speed is not None
-    assert [speed(busy) for busy in (1, 2, 3, 4)] == pytest.approx([2, 2, 4 / 3, 1])
-
-
-def test_fewer_ranks_than_any_that_are_known_are_as_fast_as_the_fewest_of_these():
-    """Four ranks on two cores, of one thread each: one that is alone is no faster than two."""
-    work = model(FORWARD, BACKWARD, layers=8)
-    machine = Machine(
-        pace=HandPace(overlaps=False, operation=2),
-        work=lambda _: work,
-        fewer={2: HandPace(overlaps=False)}.get,
     )
     changes = {"mesh": {"pp": 4}, "placement": {"pp": "S,S,S,R"}}
     derivation = derive(load(of_all(changes)).spec)
