@@ -94,6 +94,29 @@ class Parallelize(PlanStep):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel(PlanStep):
+    """A is S or S* on `axis`: a rank has a slice of the tokens of every sample, and attention
+    reaches those of the others. Theta, Omega and G are the wrap's, as on a data axis.
+
+    `ulysses` neighbouring ranks exchange tokens for heads; `ring` such groups pass keys and values
+    on (`ulysses * ring` is the degree). `is_balanced`: zigzag, each of the ring's places has an
+    early and a late chunk; else slices are contiguous. `gathers`: A is S*, keys and values of the
+    ring's places are gathered, in place of passed on. `sequence`: tokens of a sample.
+    """
+
+    axis: Axis
+    ulysses: int
+    ring: int
+    sequence: int
+    is_balanced: bool = False
+    gathers: bool = False
+
+    @property
+    def drawing_axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(PlanStep):
     """What blocks leave for their backward passes, by module name: those that are not plain.
     `path` is the folder of the file tier."""
@@ -317,7 +340,7 @@ class Update(PlanStep):
     scale_axes: tuple[Axis, ...] = ()  # of a scaled loss: along which overflows are looked for
 
 
-Step = CreateMesh | Pipeline | Parallelize | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
+Step = CreateMesh | Pipeline | Parallelize | ContextParallel | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +367,7 @@ class Plan(Worded):
     clip: Clip | None = field(init=False, compare=False)
     update: Update = field(init=False, compare=False)
     tensor: Parallelize | None = field(init=False, compare=False)
+    context: ContextParallel | None = field(init=False, compare=False)
     pipeline: Pipeline | None = field(init=False, compare=False)
     keep: Keep | None = field(init=False, compare=False)
     loss: ChunkedLoss | None = field(init=False, compare=False)
@@ -382,6 +406,7 @@ _NAMES: dict[type[PlanStep], str] = {
     CreateMesh: "mesh",
     Pipeline: "pipeline",
     Parallelize: "tensor",
+    ContextParallel: "context",
     Keep: "keep",
     LocalGradients: "wrap",
     Replicate: "wrap",
