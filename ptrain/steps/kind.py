@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import SyncPolicy
 
@@ -90,3 +92,12 @@ class WrapStep(PlanStep):
         """The axes along which ranks store different numbers of bytes, or (`within_tp`) other
         pieces of tensors."""
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step that was executed: of the whole rank, or (`piece`) of the stage with this number; a
+    model that is not cut is piece 0."""
+
+    step: PlanStep
+    piece: int | None = None

@@ -15,6 +15,7 @@ from ptrain.spec.precision import Layout
 from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
+from ptrain.steps.context import ContextParallel
 from ptrain.steps.kind import PlanStep, WrapStep
 from ptrain.wording import Worded
 
@@ -90,29 +91,6 @@ class Parallelize(PlanStep):
 
     @property
     def loss_axes(self) -> tuple[Axis, ...]:
-        return (self.axis,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextParallel(PlanStep):
-    """A is S or S* on `axis`: a rank has a slice of the tokens of every sample, and attention
-    reaches those of the others. Theta, Omega and G are the wrap's, as on a data axis.
-
-    `ulysses` neighbouring ranks exchange tokens for heads; `ring` such groups pass keys and values
-    on (`ulysses * ring` is the degree). `is_balanced`: zigzag, each of the ring's places has an
-    early and a late chunk; else slices are contiguous. `gathers`: A is S*, keys and values of the
-    ring's places are gathered, in place of passed on. `sequence`: tokens of a sample.
-    """
-
-    axis: Axis
-    ulysses: int
-    ring: int
-    sequence: int
-    is_balanced: bool = False
-    gathers: bool = False
-
-    @property
-    def drawing_axes(self) -> tuple[Axis, ...]:
         return (self.axis,)
 
 
@@ -340,16 +318,8 @@ class Update(PlanStep):
     scale_axes: tuple[Axis, ...] = ()  # of a scaled loss: along which overflows are looked for
 
 
-Step = CreateMesh | Pipeline | Parallelize | ContextParallel | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """A step that was executed: of the whole rank, or (`piece`) of the stage with this number; a
-    model that is not cut is piece 0."""
-
-    step: Step
-    piece: int | None = None
+Cut = Pipeline | Parallelize | ContextParallel
+Step = CreateMesh | Cut | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
