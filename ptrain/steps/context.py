@@ -27,5 +27,13 @@ class ContextParallel(PlanStep):
     gathers: bool = False
 
     @property
+    def cutting_axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
+
+    @property
+    def token_axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
+
+    @property
     def drawing_axes(self) -> tuple[Axis, ...]:
         return (self.axis,)

@@ -20,6 +20,22 @@ class PlanStep:
         return ()
 
     @property
+    def cutting_axes(self) -> tuple[Axis, ...]:
+        """The axes along which ranks run another part of each layer, or run it on other tokens of
+        the same samples."""
+        return ()
+
+    @property
+    def token_axes(self) -> tuple[Axis, ...]:
+        """Of these the axes along which they have other tokens in all of the model."""
+        return ()
+
+    @property
+    def boundary_axes(self) -> tuple[Axis, ...]:
+        """Of these the axes along which they have other tokens between the blocks."""
+        return self.token_axes
+
+    @property
     def loss_axes(self) -> tuple[Axis, ...]:
         """The axes along which all ranks have the same loss of the same samples."""
         return ()

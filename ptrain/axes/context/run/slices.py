@@ -44,13 +44,19 @@ class TokenSlices:
 def sliced(batch: StepBatch, spans: Sequence[Span]) -> TokenSlices:
     """Return the tokens in these spans of a share [rows, sequence + 1] of tokens, copied."""
     (tokens,) = batch.tensors
+    pair = token_slices(tokens, spans).data
     return TokenSlices(
-        inputs=_taken(tokens, spans, 0),
-        targets=_taken(tokens, spans, 1),
+        inputs=pair.inputs,
+        targets=pair.targets,
         global_samples=batch.global_samples,
         global_tokens=batch.global_tokens,
         sample_ids=batch.sample_ids,
     )
+
+
+def token_slices(tokens: Tensor, spans: Sequence[Span]) -> SampleBatch:
+    """Return inputs and targets in these spans of tokens [rows, sequence + 1], copied."""
+    return SampleBatch(TokenPair(_taken(tokens, spans, 0), _taken(tokens, spans, 1)))
 
 
 def _taken(tokens: Tensor, spans: Sequence[Span], ahead: int) -> Tensor:
