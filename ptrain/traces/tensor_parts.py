@@ -75,7 +75,8 @@ def traced(
     spec: Spec, facts: ModelFacts, *, allow_import: bool, extent: Extent = Extent.GIVEN
 ) -> Traced:
     """Return a timeline and the work for each place along the cutting axes, all of them within
-    `timeout.init`; with pp the rows of each stage in their place. `extent`: how much operators select by data."""
+    `timeout.init`; with pp the rows of each stage in their place. `extent`: how much operators
+    select by data."""
     alone = traced_part(spec)
     players = _players(alone, plan_of(alone, facts), facts)
     try:
