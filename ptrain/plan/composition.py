@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ptrain.algebra.layout import groups
-from ptrain.spec.axis import DATA_AXES
+from ptrain.spec.axis import REDUCED_AXES
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import WrapStep
 from ptrain.steps.step import Parallelize, Plan, Ran
@@ -32,7 +32,7 @@ class Condition:
 def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Condition, ...]:
     """Its three conditions; none where there is no tp, or no data axis beside it. `ran` are the
     steps that a rank has executed; without them those of the plan are to be."""
-    data = tuple(axis for axis in plan.mesh.axes if axis in DATA_AXES)
+    data = tuple(axis for axis in plan.mesh.axes if axis in REDUCED_AXES)
     if plan.tensor is None or not data:
         return ()
     within = tuple(groups(spec, (plan.tensor.axis,)))
@@ -65,7 +65,7 @@ def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Conditio
 def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     """Its three conditions; none where there is no pp, or no data axis beside it. Theorem 7 writes
     pp outside the data axes and Remark 4 inside: of the first condition it is said which holds."""
-    data = tuple(axis for axis in plan.mesh.axes if axis in DATA_AXES)
+    data = tuple(axis for axis in plan.mesh.axes if axis in REDUCED_AXES)
     if plan.pipeline is None or not data:
         return ()
     within = tuple(groups(spec, (plan.pipeline.axis,)))

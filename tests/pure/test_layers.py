@@ -28,7 +28,7 @@ LAYERS = (
     r"ptrain\.steps(\..*)?",
     r"ptrain\.rooms\.(room|ghost)",
     r"ptrain\.optimizers\.(update|ghost)",
-    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(data|pipeline|tensor)\.(?!run|cost\b)\w+"
+    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(context|data|pipeline|tensor)\.(?!run|cost\b)\w+"
     r"|ptrain\.activations(\.rules)?|ptrain\.plan(\..*)?|ptrain\.algebra(\..*)?",
     r"ptrain\.axes\.\w+\.cost(\..*)?",
     r"ptrain\.derivation(\..*)?",

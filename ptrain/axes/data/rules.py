@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 from ptrain.axes.data.dials import DIALS
-from ptrain.axes.data.form import ELEMENTWISE, has
+from ptrain.axes.data.form import ELEMENTWISE, data_factors, has
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
 from ptrain.spec.activations import belongs_to_rank
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.axis import DATA_AXES, REDUCED_AXES, Factor
 from ptrain.spec.dials import GradientSync, UnitKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import CUT, MODES, S_STAR, Distribution, M, Mode, Placement, R, S
@@ -114,7 +114,7 @@ def _gathered(mode: Mode) -> Mode:
 
 
 def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
-    factors = tuple(DATA.factors(spec))
+    factors = data_factors(spec)
     whole = factors and all(
         factor.placement.gradients.distribution is Distribution.REPLICATED for factor in factors
     )
@@ -129,7 +129,7 @@ def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
 
 
 def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
-    for factor in DATA.factors(spec):
+    for factor in data_factors(spec):
         if factor.placement.gradients != M:
             continue
         if spec.batch.accumulate > 1:
@@ -158,7 +158,7 @@ def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
 
 
 def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
-    cut = has(tuple(DATA.factors(spec)), State.GRADIENTS, *CUT)
+    cut = has(data_factors(spec), State.GRADIENTS, *CUT)
     late = spec.sync.gradients is GradientSync.LAST
     if spec.precision.layout.keeps_both and cut and late and spec.batch.accumulate > 1:
         yield Fault(
@@ -182,7 +182,7 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
 
 def _master_copies(spec: Spec) -> Iterator[Fault]:
     has_master = spec.precision.layout.master is not None
-    for factor in DATA.factors(spec):
+    for factor in data_factors(spec):
         if factor.placement.parameters == M and not has_master:
             yield Fault(
                 place=_place(factor),
@@ -216,13 +216,15 @@ def _one_way_for_activations(spec: Spec) -> Iterator[Fault]:
 
 
 def _replicas_inside_shards(spec: Spec) -> Iterator[Fault]:
-    axes = [factor.axis for factor in DATA.factors(spec)]
-    if axes == [Axis.DP_SHARD, Axis.DP_REPLICATE]:
-        yield Fault(
-            place="mesh.dp_replicate",
-            finding="dp_replicate inside dp_shard is not executed yet",
-            remedy="write dp_replicate before dp_shard: the mesh is outermost first",
-        )
+    axes = [factor.axis for factor in data_factors(spec)]
+    for outer, inner in pairwise(axes):
+        if REDUCED_AXES.index(outer) > REDUCED_AXES.index(inner):
+            yield Fault(
+                place=f"mesh.{inner}",
+                finding=f"{inner} inside {outer} is not executed yet",
+                remedy=f"write {inner} before {outer}: the mesh is outermost first",
+            )
+            return
 
 
 def _place(factor: Factor) -> str:
