@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ptrain.algebra.layout import groups
 from ptrain.spec.axis import REDUCED_AXES
 from ptrain.spec.spec import Spec
-from ptrain.steps.kind import WrapStep
-from ptrain.steps.step import Parallelize, Plan, Ran
+from ptrain.steps.kind import Ran, WrapStep
+from ptrain.steps.step import Parallelize, Plan
 
 Groups = Sequence[tuple[int, ...]]
 _FEW_GROUPS = 2

@@ -87,10 +87,8 @@ class Pipelined:
 
 
 def _boundary(spec: Spec, plan: Plan, mesh: Mesh, chain: Chain) -> BoundaryTensor:
-    is_cut = plan.tensor is not None and plan.tensor.is_sequence
-    slices = mesh.degrees[plan.tensor.axis] if plan.tensor is not None and is_cut else 1
     return BoundaryTensor(
-        shape=(spec.batch.micro, *chain.sample_shape(spec.batch.sequence, slices)),
+        shape=(spec.batch.micro, *chain.sample_shape(spec.batch.sequence, plan.boundary_slices)),
         dtype=TORCH_DTYPES[plan.update.layout.parameters],
         device=mesh.world.device,
     )
