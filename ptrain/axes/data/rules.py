@@ -54,22 +54,15 @@ def _foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool
     return mode != R and not belongs_to_rank(mode)
 
 
-_TUPLES = (
+# What of Theta, Omega and G holds on every axis along which gradients are summed.
+STATE_RULES = (
     TupleRule(
         name="parameters are whole when used",
         theorem=GRADIENT_INTEGRITY,
         broken=lambda placement, _: placement.parameters == S,
         message="parameters: S leaves each rank a slice of every tensor, but it computes whole "
-        "layers on its own samples; nothing defines the computation",
+        "layers on what is its own; nothing defines the computation",
         nearest=lambda placement: replace(placement, parameters=S_STAR),
-    ),
-    TupleRule(
-        name="activations belong to their rank",
-        theorem=GRADIENT_INTEGRITY,
-        broken=_foreign_activations,
-        message="activations are those of a rank's own samples and cannot be spread over a data "
-        "axis; they are kept (R), recomputed (M) or offloaded (O)",
-        nearest=lambda placement: replace(placement, activations=R),
     ),
     TupleRule(
         name="the parameters' values live somewhere",
@@ -102,6 +95,19 @@ _TUPLES = (
             optimizer=_gathered(placement.optimizer),
             gradients=_gathered(placement.gradients),
         ),
+    ),
+)
+
+_TUPLES = (
+    *STATE_RULES,
+    TupleRule(
+        name="activations belong to their rank",
+        theorem=GRADIENT_INTEGRITY,
+        broken=_foreign_activations,
+        message="activations are those of a rank's own samples and cannot be spread over a data "
+        "axis; they are kept (R), recomputed (M) or offloaded (O). Slices of the tokens are those "
+        "of cp: mesh: {cp: 2}",
+        nearest=lambda placement: replace(placement, activations=R),
     ),
 )
 
