@@ -61,7 +61,7 @@ CLOSED_FORM = r"ptrain\.axes\.\w+\.cost(\..*)?"
 FIRST_OPINION = (
     r"ptrain\.(derivation|rooms)\b.*"
     r"|ptrain\.axes\.pipeline\.(instructions|simulate|loops|vees|catalogue|holdings)"
-    r"|ptrain\.axes\.tensor\.costs"
+    r"|ptrain\.axes\.(context|tensor)\.costs"
 )
 
 # Where an import may be lazy: the dispatcher, the package's __getattr__, one module per extra,
