@@ -18,7 +18,9 @@ class Axis(Word):
 
 
 EXECUTED_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP)
-DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)
+DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)  # along which ranks have samples of their own
+# along which gradients are summed, as every rank has addends of them: outermost first
+REDUCED_AXES = (*DATA_AXES, Axis.CP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ def test_every_rule_has_a_name_of_its_own_and_a_theorem():
 def test_sharded_parameters_on_a_data_axis_are_refused_with_the_nearest_tuple():
     (fault,) = check(make_spec({Axis.DP_SHARD: (2, tuple_of("S,S,S"))}))
     assert fault.place == "placement.dp_shard"
-    assert "whole layers on its own samples" in fault.finding and "Theorem 3" in fault.finding
+    assert "whole layers on what is its own" in fault.finding and "Theorem 3" in fault.finding
     assert fault.remedy == (
         "nearest legal: dp_shard: {parameters: S*, optimizer: S, gradients: S, activations: R}"
     )
