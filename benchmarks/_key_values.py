@@ -78,6 +78,7 @@ _NOT_DRAWN: Mapping[tuple[str, str], str] = {
     ("tensor.plan", "object"): _ROLES,
     ("pipeline.schedule", "array"): "lists of one's own: tests/pure/test_listed_schedules.py",
     ("pipeline.schedule", "string"): "files of them",
+    ("context.attention", "object"): "degrees whose product is cp's",
 }
 
 _SIZE, _RATE = r"^[0-9.]+ *([kKMGT]i?B|B)?$", r"^[0-9.]+ *([kKMGT]i?B|B)?(/s)?$"

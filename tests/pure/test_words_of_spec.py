@@ -358,7 +358,7 @@ def test_a_fault_in_these_sections_silences_findings_about_those():
 
 
 def test_short_forms_have_their_keys():
-    assert shorthand.POLICIES == ("sync", "tensor", "pipeline", "recompute")
+    assert shorthand.POLICIES == ("sync", "tensor", "pipeline", "context", "recompute")
     wrong = faults(recompute="fulll", loss="fussed", reshard=1)
     assert set(wrong) == {"recompute.policy", "loss.kind", "sync.reshard_after_forward"}
     assert loaded(placement={"dp": "S*,S,S,R"}, mesh={"dp": 2}) == loaded()
