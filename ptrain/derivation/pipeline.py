@@ -103,19 +103,34 @@ def staged(
         kind = _kind(spec, facts, stage, len(stages))
         if kind not in first:
             narrowed, part = stage_plan(plan, stage, ends), stage_facts(facts, stage)
+            passes = facts.stage_passes[stage.index] if facts.stage_passes else ()
             first[kind] = StageParts(
                 stage=stage,
                 like=stage.index,
                 plan=narrowed,
                 facts=part,
                 parts=[
-                    (wrapping(spec, narrowed, local), indices)
+                    (wrapping(spec, narrowed, local), alike)
                     for local, indices in parts(spec, narrowed, part).items()
+                    for alike in _of_equal_passes(indices, passes)
                 ],
-                passes=facts.stage_passes[stage.index] if facts.stage_passes else (),
+                passes=passes,
             )
         all_parts.append(replace(first[kind], stage=stage))
     return tuple(all_parts)
+
+
+def _of_equal_passes(
+    indices: tuple[int, ...], passes: Sequence[Passes]
+) -> Sequence[tuple[int, ...]]:
+    """Return the places apart that have other passes of the same part."""
+    if not passes:
+        return (indices,)
+    alike: list[tuple[int, ...]] = []
+    for index in indices:
+        like = next((group for group in alike if passes[group[0]] == passes[index]), ())
+        alike = [group for group in alike if group is not like] + [(*like, index)]
+    return sorted(alike)
 
 
 def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:

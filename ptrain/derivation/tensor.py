@@ -163,7 +163,9 @@ def _calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iter
     if step.is_saved_cut:
         yield from _moved(gather, backward, cut.whole_inputs, tokens * itemsize)
     if step.is_sequence:
-        yield from _moved(gather, backward, cut.positions, plan.tokens * itemsize)
+        # a gradient of vectors of positions is made whole for each stretch that was read
+        stretches = plan.context.chunks if plan.context else 1
+        yield from _moved(gather, backward, cut.positions * stretches, plan.tokens * itemsize)
     for numel, number in cut.summed.items():
         yield Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, number, numel * itemsize
 

@@ -52,7 +52,6 @@ _COLLECTIVES: dict[str, tuple[Collective, str]] = {
     "recv_": (Collective.RECV, "input"),
     "barrier": (Collective.BARRIER, "input"),
 }
-_OF_ACTIVATIONS = ((Axis.TP.value,), (Axis.CP.value,))
 SILENT = ("wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_")
 
 _IN_PLACE, _OUT_OF_PLACE = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
@@ -80,7 +79,8 @@ class TrafficMeter(OperatorMode):
         guess: Callable[[Collective, Phase], State] | None = None,
     ) -> None:
         """`guess` names the state of a call none of whose tensors has a tag. Without it, what is
-        sent over tp or cp alone are activations: nothing else is born there without one."""
+        sent over tp alone, or exchanged over cp, are activations: nothing else is born there
+        without one."""
         super().__init__()
         self._guess = guess
         self._device = device
@@ -138,7 +138,8 @@ class TrafficMeter(OperatorMode):
     def _untagged(self, collective: Collective, axes: tuple[str, ...]) -> State:
         if self._guess is not None:
             return self._guess(collective, self._phase)
-        return State.ACTIVATIONS if axes in _OF_ACTIVATIONS else State.OTHER
+        is_exchange = collective is Collective.ALL_TO_ALL and axes == (Axis.CP.value,)
+        return State.ACTIVATIONS if is_exchange or axes == (Axis.TP.value,) else State.OTHER
 
     def _count_moves(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         if function is _OF_LISTS:

@@ -27,6 +27,11 @@ class ContextParallel(PlanStep):
     gathers: bool = False
 
     @property
+    def chunks(self) -> int:
+        """Of how many stretches a rank's tokens are, at most."""
+        return 2 if self.is_balanced and self.ulysses % 2 else 1
+
+    @property
     def cutting_axes(self) -> tuple[Axis, ...]:
         return (self.axis,)
 

@@ -55,7 +55,6 @@ from {__name__} import main
 sys.exit(main(sys.stdin.readlines()))
 """
 
-_CUTTING = (Axis.CP, Axis.TP)
 Traced = dict[
     str, Any
 ]  # JSON: `timelines` and works by index on tp, or the `problem` that there is
@@ -202,12 +201,11 @@ def _play(spec: Spec, index: int, *, allow_import: bool, extent: Extent) -> list
 
 
 def _mesh(spec: Spec, index: int) -> Mesh:
-    axes = tuple(factor.axis for factor in spec.factors if factor.axis in _CUTTING)
-    if axes == (Axis.CP,):  # the group of the whole world would not say of which axis it is
-        axes = _CUTTING
+    axes = tuple(factor.axis for factor in spec.factors if factor.axis in (Axis.CP, Axis.TP))
     degrees = tuple(spec.degree(axis) for axis in axes)
-    step = CreateMesh(axes=axes, degrees=degrees)
-    return Mesh(step, fake_world(index, math.prod(degrees)))
+    # Two of them: an axis that is all of the world has its group, which says of no axis.
+    step = CreateMesh(axes=(Axis.DP_REPLICATE, *axes), degrees=(2, *degrees))
+    return Mesh(step, fake_world(index, 2 * math.prod(degrees)))
 
 
 def _part_of(module: nn.Module, spec: Spec, mesh: Mesh, extent: Extent) -> list[Any]:

@@ -33,7 +33,7 @@ class Pipelined:
         step = plan.pipeline
         assert step is not None
         self.step = step
-        self.micro, self.sequence = spec.batch.micro, spec.batch.sequence
+        self.micro, self.sequence = spec.batch.micro, plan.tokens
         self.count = spec.batch.accumulate
         self.rank = mesh.coordinate(step.axis)
         boundary = _boundary(spec, plan, mesh, staged.chain)
