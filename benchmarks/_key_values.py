@@ -45,6 +45,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "mesh.dp_replicate": (1, 4096),
     "mesh.dp_shard": (1, 4096),
     "mesh.dp": (1, 4096),
+    "mesh.cp": (1, 4),
     "mesh.tp": (1, 8),
     "batch.global": (1, 4096),
     "batch.micro": (1, 4),

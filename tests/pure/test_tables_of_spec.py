@@ -83,7 +83,7 @@ def test_every_name_of_a_word_in_the_code_says_the_word():
 
 
 def test_axes_that_run_and_axes_of_data():
-    assert [axis.value for axis in EXECUTED_AXES] == ["pp", "dp_replicate", "dp_shard", "tp"]
+    assert [axis.value for axis in EXECUTED_AXES] == ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
     assert [axis.value for axis in DATA_AXES] == ["dp_replicate", "dp_shard"]
     assert [axis.value for axis in REDUCED_AXES] == ["dp_replicate", "dp_shard", "cp"]
 
