@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ptrain.algebra.layout import groups, positions
-from ptrain.axes.context.draw import all_spans
+from ptrain.axes.context.attention import all_spans
 from ptrain.spec.axis import REDUCED_AXES
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import Ran, WrapStep

@@ -221,7 +221,8 @@ class Keys:
         PipelineSpec, Section(PipelineSpec, "how pp cuts the model, and its schedule")
     ] = field(default_factory=PipelineSpec)
     context: Annotated[
-        ContextSpec | None, Section(ContextSpec, "how cp reaches the tokens of other ranks")
+        ContextSpec | None,
+        Section(ContextSpec, "how cp reaches the tokens of other ranks", null=True),
     ] = None
     offload: Annotated[Offload, Section(Offload, "states that are not on the device")] = field(
         default_factory=Offload

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from ptrain.axes.context.attention import context_of
+from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.cost import (
     exchanged,
     gathered_bytes,
@@ -21,7 +21,6 @@ from ptrain.axes.context.cost import (
     tokens,
 )
 from ptrain.axes.context.costs import sent
-from ptrain.axes.context.draw import all_spans
 from ptrain.costs import Collective, Phase
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept, Policy

@@ -115,7 +115,7 @@ def test_recomputed_and_offloaded_activations_belong_at_the_top(mode):
 def test_slices_of_activations_on_a_data_axis_are_refused_with_a_word_about_cp():
     place, finding, _ = refusal(make_spec({Axis.DP_SHARD: (2, tuple_of("R,R,R,S"))}))
     assert place == "placement.dp_shard"
-    assert "Slices of the tokens are those of cp: mesh: {cp: 2}" in finding
+    assert "slices of the tokens are those of cp (mesh: {cp: 2})" in finding
 
 
 def test_what_a_spec_says_of_gradients_holds_on_cp_too():

@@ -287,11 +287,11 @@ def test_a_tuple_that_some_optimizer_takes_may_be_tried_with_any_on_one_rank():
 
 
 def test_an_axis_that_waits_is_named_with_those_that_run():
-    (fault,) = executed(make_spec({Axis.CP: (2, WHOLE)}))
+    (fault,) = executed(make_spec({Axis.EP: (2, WHOLE)}))
     assert fault == Fault(
-        place="mesh.cp",
-        finding="the axis cp is not executed yet",
-        remedy="use pp, dp_replicate, dp_shard, tp",
+        place="mesh.ep",
+        finding="the axis ep is not executed yet",
+        remedy="use pp, dp_replicate, dp_shard, cp, tp",
     )
 
 

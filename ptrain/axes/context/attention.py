@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import assert_never
 
+from ptrain.axes.context.tokens import Span, spans
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.placement import S_STAR
@@ -79,3 +81,15 @@ def context_of(spec: Spec) -> ContextParallel | None:
         is_balanced=is_balanced(attention),
         gathers=attention is ContextAttention.ALL_GATHER,
     )
+
+
+def all_spans(step: ContextParallel) -> Iterator[tuple[Span, ...]]:
+    """Yield the tokens of each rank along the axis."""
+    for index in range(step.ulysses * step.ring):
+        yield spans(
+            step.sequence,
+            ulysses=step.ulysses,
+            ring=step.ring,
+            index=index,
+            is_balanced=step.is_balanced,
+        )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.axes.context.attention import why
-from ptrain.axes.context.tokens import Span, spans
+from ptrain.axes.context.attention import all_spans, why
+from ptrain.axes.context.tokens import Span
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
 
@@ -51,18 +51,6 @@ def _ring_name(step: ContextParallel) -> str:
     if step.gathers:
         return "all-gather"
     return "zigzag" if step.is_balanced else "ring"
-
-
-def all_spans(step: ContextParallel) -> Iterator[tuple[Span, ...]]:
-    """Yield the tokens of each rank along the axis."""
-    for index in range(step.ulysses * step.ring):
-        yield spans(
-            step.sequence,
-            ulysses=step.ulysses,
-            ring=step.ring,
-            index=index,
-            is_balanced=step.is_balanced,
-        )
 
 
 def _span(span: Span) -> str:

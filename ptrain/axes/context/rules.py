@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ptrain.axes.candidates import divisors
 from ptrain.axes.context.attention import attention_of, degrees, factor_of, is_balanced
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
@@ -19,11 +18,10 @@ from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S
 from ptrain.spec.spec import Spec
-
-_TOKENS = "Theorem 3 (gradient integrity: every token counts once)"
 
 
 def _whole(placement: Placement, optimizer: OptimizerSpec) -> bool:
@@ -143,7 +141,7 @@ def _heads(spec: Spec) -> Iterator[Fault]:
             place=_place_of_ulysses(spec),
             finding=f"ulysses over {ulysses} ranks does not divide {heads} heads"
             f"{' that tp leaves a rank' if spec.degree(Axis.TP) > 1 else ''}",
-            remedy=f"choose ulysses from {_listed([*divisors(heads)])}, or attention: zigzag",
+            remedy=f"choose ulysses from {_listed(divisors(heads))}, or attention: zigzag",
         )
 
 
@@ -157,7 +155,7 @@ def _keys(spec: Spec) -> Iterator[Fault]:
             place=_place_of_ulysses(spec),
             finding=f"not yet: ulysses over {ulysses} ranks does not divide {heads} heads of keys "
             "and values, which would have to be repeated",
-            remedy=f"what works today: ulysses of {_listed([*divisors(heads)])}, with a ring "
+            remedy=f"what works today: ulysses of {_listed(divisors(heads))}, with a ring "
             "around it where cp has more ranks, or attention: zigzag",
         )
 
@@ -275,12 +273,14 @@ CONTEXT = AxisRules(
             name="attention is as the tuple says", theorem="Definition 2", faults=_as_the_tuple_says
         ),
         SpecRule(name="a hybrid has all ranks", theorem="Definition 5", faults=_product),
-        SpecRule(name="ranks have as many tokens", theorem=_TOKENS, faults=_slices),
+        SpecRule(name="ranks have as many tokens", theorem=GRADIENT_INTEGRITY, faults=_slices),
         SpecRule(name="ranks have as many heads", theorem="Definition 2", faults=_heads),
         SpecRule(name="a slice of a slice", theorem="Definition 2", faults=_slices_of_tp),
-        SpecRule(name="one mask for all parts", theorem=_TOKENS, faults=_dropout),
+        SpecRule(name="one mask for all parts", theorem=GRADIENT_INTEGRITY, faults=_dropout),
         SpecRule(name="parts of attention are joined", theorem="Definition 2", faults=_kernels),
-        SpecRule(name="the loss is a sum over tokens", theorem=_TOKENS, faults=_own_functions),
+        SpecRule(
+            name="the loss is a sum over tokens", theorem=GRADIENT_INTEGRITY, faults=_own_functions
+        ),
     ),
     not_yet=(
         SpecRule(name="keys and values go unrepeated", theorem="", faults=_keys),

@@ -105,8 +105,8 @@ _TUPLES = (
         theorem=GRADIENT_INTEGRITY,
         broken=_foreign_activations,
         message="activations are those of a rank's own samples and cannot be spread over a data "
-        "axis; they are kept (R), recomputed (M) or offloaded (O). Slices of the tokens are those "
-        "of cp: mesh: {cp: 2}",
+        "axis; they are kept (R), recomputed (M) or offloaded (O), and slices of the tokens are "
+        "those of cp (mesh: {cp: 2})",
         nearest=lambda placement: replace(placement, activations=R),
     ),
 )
