@@ -167,6 +167,11 @@ class MomentParameters:
     front: Array
     head: Array
 
+    @property
+    def own_root(self) -> Array:
+        """Return what is around the blocks of the stage that a pass is on."""
+        return self.front + self.head
+
     @classmethod
     def of(cls, at: RankMoments, sizes: Sizes) -> MomentParameters:
         """Return those of a model of these sizes."""
@@ -186,6 +191,8 @@ def peaks(rows: Columns, at: RankMoments, sizes: Sizes, act: Activity, micro_bat
     levels, parts = activity_levels(at, act), MomentParameters.of(at, sizes)
     kept = np.maximum(rows["unreduced"], rows["grads"]) if micro_batches > 1 else rows["grads"]
     passes = _backward(rows, at, levels, parts, (sizes.block, kept, micro_batches > 1))
+    # the roots of a rank's other stages are given back, too, until these are passed
+    passes -= rows["whole"] * (1 - rows["keeps_forward"]) * (parts.root - parts.own_root)
     ahead = _ahead(rows)
     np.maximum(passes, levels.forward + ahead, out=passes)
     np.maximum(passes, levels.ended, out=passes)
@@ -272,7 +279,7 @@ def _backward(
         new, of_blocks = np.maximum(new - buffers, 0), np.maximum(of_blocks - buffers, 0)
     ahead = _ahead(rows)
     # the loss comes before the root is gathered again
-    fullest = levels.begins - rows["whole"] * (1 - rows["keeps_forward"]) * parts.root
+    fullest = levels.begins - rows["whole"] * (1 - rows["keeps_forward"]) * parts.own_root
     second = ahead + of.opened + of.flying + of.root + of.summed
     late = ahead + of.opened + of.root + several * of.flying + of_blocks
     end = of.flying + new

@@ -104,3 +104,13 @@ def test_gradients_that_wait_are_not_all_there_at_the_update():
     over = _moment(Place.MIDDLE, 1, layers=9, graded_layers=1, over_layers=8)
     waiting = _peak(over, is_late=1.0, unreduced=2.0)
     assert waiting == 2 * BLOCK + SAVED + RISE
+
+
+def test_the_embedding_of_another_stage_of_a_rank_is_given_back():
+    """Two stages of a rank, the first and one in the middle, whose pass it is."""
+    at = _moment(Place.MIDDLE, 2, layers=4, front=True)
+    # the forward pass before it has the embedding, and the backward pass has not
+    assert _peak(at, whole=2.0) == 2 * (BLOCK + FRONT) + 2 * SAVED
+    assert _peak(at, whole=2.0, keeps_forward=1.0, keeps_backward=1.0) == (
+        2 * (4 * BLOCK + FRONT) + 2 * SAVED + RISE
+    )
