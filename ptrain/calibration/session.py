@@ -68,9 +68,9 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
     of time."""
     is_cuda = world.device.type == "cuda"
     points = BRIEF if options.brief else (GPUS if is_cuda else PROCESSORS)
-    is_shared = not is_cuda and local > environment.cores()
+    turns = 1.0 if is_cuda else max(1.0, local / environment.cores())
     deadline = options.seconds if options.until is None else options.until - time.time()
-    bench, sheet = Bench(world, is_shared=is_shared, deadline=max(0.0, deadline)), RateSheet()
+    bench, sheet = Bench(world, turns=turns, deadline=max(0.0, deadline)), RateSheet()
     for name, until in _UNTIL.items():
         bench.begin(name, until)
         if name == "collectives" and world.size > 1:
