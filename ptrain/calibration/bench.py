@@ -21,7 +21,7 @@ Point = TypeVar("Point")
 _ROUNDS, FEWEST = 5, 3
 _SECONDS = 0.004  # of a round
 # In which of ranks that share cores each has had one for some slices of the scheduler.
-_SHARED_SECONDS = 0.01
+_SHARED_SECONDS = 0.008
 _LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
 _MOST_CALLS = 2000
 _MEETING_SECONDS, _MOST_MEETINGS = 0.3, 10  # of all meetings of one kind; of a round
@@ -105,8 +105,13 @@ class Bench:
         to a moment that is all ranks': caches are as full as while all compute."""
         if not self.is_shared:
             return self.seconds(work, parts=parts)
-        window = max(_SHARED_SECONDS, self.agreed(self._timed(work, 1)))
-        return self.noted([self._within(work, window) for _ in range(FEWEST)]) / parts
+        began = time.perf_counter()
+        work()
+        window = self.agreed(max(_SHARED_SECONDS, time.perf_counter() - began))
+        self.together()
+        began = time.perf_counter()
+        ends = [began + number * window for number in range(1, FEWEST + 1)]
+        return self.noted([self._up_to(end, work) for end in ends]) / parts
 
     def meeting_seconds(self, work: Work, *, parts: int = 1) -> float:
         """Return the seconds of one part of work in which ranks meet, after each of them has
@@ -193,11 +198,10 @@ class Bench:
         dist.broadcast(held, src=0)
         return float(held)
 
-    def _within(self, work: Work, seconds: float) -> float:
+    def _up_to(self, end: float, work: Work) -> float:
         """A call's, of a processor's seconds and as many turns as all take."""
-        self.together()
-        over, busy, calls = time.perf_counter() + seconds, time.process_time(), 0
-        while not calls or time.perf_counter() < over:
+        busy, calls = time.process_time(), 0
+        while not calls or time.perf_counter() < end:
             work()
             calls += 1
         return self.turns * (time.process_time() - busy) / calls

@@ -27,12 +27,12 @@ from ptrain.train import environment
 # those that follow.
 _UNTIL = {
     "collectives": 0.3,
-    "hooks": 0.38,
-    "host": 0.43,
+    "hooks": 0.36,
+    "host": 0.42,
     "updates": 0.48,
     "copies": 0.5,
     "operators": 0.7,
-    "attention": 0.78,
+    "attention": 0.82,
     "products": 1.0,
 }
 _TABLES = {
