@@ -24,7 +24,7 @@ _SECONDS = 0.004  # of a round
 _SHARED_SECONDS = 0.008
 _LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
 _MOST_CALLS = 2000
-_MEETING_SECONDS, _MOST_MEETINGS = 0.3, 10  # of all meetings of one kind; of a round
+_MEETING_SECONDS, _MOST_MEETINGS = 0.3, 30  # of all meetings of one kind; of a round
 
 
 class Bench:
