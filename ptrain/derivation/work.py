@@ -12,7 +12,6 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from ptrain.axes.tensor.costs import SUB_BLOCKS, sums_of_gradients
 from ptrain.costs import Collective
 from ptrain.derivation import archive, blocks, loss_chunks
 from ptrain.derivation.archive import TablePart
@@ -178,9 +177,9 @@ def _layer(setting: Setting, kept: Kept) -> LayerWork:
 
 def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:
     """The layer's work where each column operator sums the gradient of its input by itself: of the
-    same operators and bytes, as often more as there are others in its sub-block."""
-    assert setting.cut is not None, "naive is a cut"
-    more = sums_of_gradients(setting.cut.step, setting.shape) - SUB_BLOCKS
+    same operators and bytes, as often more as there are others in its sub-block: two of attention's
+    three, and the gate beside the MLP's first."""
+    more = 2 + setting.shape.activation.is_gated
     (hidden,) = {
         replace(item, times=1) for item in work.forward if isinstance(item, InnerCollective)
     }

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ptrain.axes.tensor.costs import sums_of_gradients
 from ptrain.costs import Collective, Phase, State
 from ptrain.spec.activations import FULL, Kept
 from ptrain.spec.axis import Axis
@@ -155,7 +154,8 @@ def _calls(
     # Attention and MLP each end in a sum; the embedding is a sum of what the ranks have of words.
     sums = 2 * layers + span.is_first
     # A gradient is a sum where all of a rank's column operators begin; naively, where each does.
-    openings = sums_of_gradients(step, shape) * layers + span.is_last
+    columns = 4 + shape.activation.is_gated if step.is_naive else 2
+    openings = columns * layers + span.is_last
     again = sum(mode.policy is not None for mode in kept)
     for phase, ends, starts in (
         (Phase.FORWARD, sums, openings),

@@ -95,15 +95,6 @@ def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, in
     return dims
 
 
-SUB_BLOCKS = 2  # of a block: attention and the MLP
-
-
-def sums_of_gradients(step: HowCut, shape: ModelShape) -> int:
-    """Return how often a block's backward pass sums the gradient of what column operators read:
-    once for attention and once for the MLP; naively, for each operator."""
-    return 4 + shape.activation.is_gated if step.is_naive else SUB_BLOCKS
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """Rank `index` of `degree` ranks that share the operators of a model as `step` says."""
