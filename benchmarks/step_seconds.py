@@ -281,10 +281,20 @@ def main(arguments: Sequence[str]) -> int:
         "step_seconds",
         [head, *table(rows), *lines],
         failed=failed,
-        not_covered="GPUs, several nodes, models of other families"
-        + (f"; {left_out} trainings of these sizes, which were not run" if left_out else ""),
+        not_covered="; ".join(uncovered(options.models, left_out, is_kept=bool(by_words))),
         is_saved=options.save,
     )
+
+
+def uncovered(models: Sequence[str], left_out: int, *, is_kept: bool) -> Iterator[str]:
+    """Yield what the page does not say."""
+    yield "GPUs, several nodes, models of other families"
+    if sizes := [name for name in MODELS if name not in models]:
+        yield f"the sizes {', '.join(sizes)}"
+    if left_out:
+        yield f"{left_out} trainings of these sizes, which were not run"
+    if is_kept:
+        yield "how long the trainings take in the hour of the rates: they ran in hours before"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,23 +20,27 @@ Point = TypeVar("Point")
 
 _ROUNDS, FEWEST = 5, 3
 _SECONDS = 0.004  # of a round
-# Of ranks that share cores a round must see many time slices of the scheduler, not a part of one.
-_SHARED_SECONDS = 0.04
+# In which of ranks that share cores each has had one for some slices of the scheduler.
+_SHARED_SECONDS = 0.008
 _LONG = 0.06  # seconds of all rounds, beyond which there are only the fewest
 _MOST_CALLS = 2000
-_MEETING_SECONDS, _MOST_MEETINGS = 0.3, 10  # of all meetings of one kind; of a round
+_MEETING_SECONDS, _MOST_MEETINGS = 0.3, 30  # of all meetings of one kind; of a round
 
 
 class Bench:
-    """The measurements of one rank; every rank makes the same ones in the same order. `spreads` are
-    by table those of each: the middle half of its rounds over their median. `left_out`: how often
-    the rest of a table's points was, for want of time."""
+    """The measurements of one rank; every rank makes the same ones in the same order. `turns`: how
+    many ranks there are for a core, more than one where they share them. `spreads` are by table
+    those of each: the middle half of its rounds over their median. `left_out`: how often the rest
+    of a table's points was, for want of time.
 
-    def __init__(self, world: World, *, is_shared: bool, deadline: float) -> None:
+    Of ranks that share cores the seconds of computing are a processor's, times the turns: so long
+    it takes while all compute, however the system cuts that into slices, and whether others are
+    done before."""
+
+    def __init__(self, world: World, *, turns: float = 1.0, deadline: float) -> None:
         self.world, self.deadline = world, deadline
         self.table, self.limit, self.left_out = "", deadline, 0
-        self.is_shared = is_shared
-        self.round_seconds = _SHARED_SECONDS if is_shared else _SECONDS
+        self.turns = turns
         self.spreads: dict[str, list[float]] = {}
         self._began = time.monotonic()
 
@@ -76,55 +81,101 @@ class Bench:
     def seconds(self, work: Work, *, parts: int = 1) -> float:
         """Return the median seconds of one of the `parts` that `work` has, all of them alike."""
         estimate = self.agreed(self._timed(work, 1))  # and what is set up in a first call
-        if estimate < self.round_seconds:
+        if estimate < _SECONDS:
             estimate = self.agreed(self._timed(work, 1))
-        calls = round(min(max(1, self.round_seconds / max(estimate, 1e-9)), _MOST_CALLS))
+        calls = round(min(max(1, _SECONDS / max(estimate, 1e-9)), _MOST_CALLS))
         is_long = calls * estimate * _ROUNDS > _LONG and calls == 1
         number = int(self.agreed(-calls if is_long or self._is_over else calls))
         rounds = FEWEST if number < 0 else _ROUNDS
         samples = [self._timed(work, abs(number)) for _ in range(rounds)]
         return self.noted(samples) / parts
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks take turns on a core."""
+        return self.turns > 1
+
+    def host_seconds(self) -> float:
+        """Return what the clock says of this thread's own work: it goes on while the thread waits,
+        unless ranks take turns."""
+        return self.turns * time.thread_time() if self.is_shared else time.perf_counter()
+
     def busy_seconds(self, work: Work, *, parts: int = 1) -> float:
         """Return the same of work that meets no other rank. Where ranks share cores each goes on up
-        to a moment that is all ranks': else who is done first leaves its core to the others, and
-        the last ones would seem to be faster than they are while all compute."""
+        to a moment that is all ranks': caches are as full as while all compute."""
         if not self.is_shared:
             return self.seconds(work, parts=parts)
-        estimate = self.agreed(self._timed(work, 1))
-        window = max(self.round_seconds, 2 * self.agreed(self._timed(work, 1)), estimate)
-        return self.noted([self._within(work, window) for _ in range(FEWEST)]) / parts
+        began = time.perf_counter()
+        work()
+        window = self.agreed(max(_SHARED_SECONDS, time.perf_counter() - began))
+        self.together()
+        began = time.perf_counter()
+        ends = [began + number * window for number in range(1, FEWEST + 1)]
+        return self.noted([self._up_to(end, work) for end in ends]) / parts
 
     def meeting_seconds(self, work: Work, *, parts: int = 1) -> float:
         """Return the seconds of one part of work in which ranks meet, after each of them has
         computed by itself as between the collectives of a step. On processors a call is over at
         once or, where a thread that sends finds no free core, a slice of the scheduler later: the
         mean is what many of them take, and no median of calls is. Of several means the median:
-        what else runs on the machine may stop one of them for longer than all others take."""
+        what else runs on the machine may stop one of them for longer than all others take.
+
+        Where ranks take turns, who waits leaves its core to those that still compute: a meeting
+        then takes what computing and meeting take beyond computing alone."""
         if self.device.type == "cuda":
             return self.seconds(work, parts=parts)
+        if self.is_shared:
+            return self.seconds_beside(lambda: nullcontext(work), parts=parts)
+        calls = self._meetings(work)
+        means = [self._alternating(work, calls) for _ in range(_ROUNDS)]
+        return self.noted(means) / parts
+
+    def seconds_beside(
+        self, works: Callable[[], AbstractContextManager[Work]], *, parts: int = 1
+    ) -> float:
+        """Return what a rank that computes again and again takes more for one part of work done
+        each time. `works` gives the work of a round, of which a call may leave to the next ones
+        what it began. On a GPU, whose host waits for none of its computing: of the work alone."""
+        if self.device.type == "cuda":
+            with works() as work:
+                return self.seconds(work, parts=parts)
+        with works() as work:
+            calls = self._meetings(work)
+        more = []
+        for _ in range(_ROUNDS):
+            self.together()
+            own, began = 0.0, time.perf_counter()
+            with works() as work:
+                for _ in range(calls):
+                    before = time.thread_time()
+                    compute(self.device)
+                    own += time.thread_time() - before
+                    work()
+            more.append((time.perf_counter() - began - self.turns * own) / calls)
+        return self.noted(more) / parts
+
+    def _alternating(self, work: Work, calls: int) -> float:
+        taken = 0.0
+        for _ in range(calls):
+            compute(self.device)
+            began = time.perf_counter()
+            work()
+            taken += time.perf_counter() - began
+        return taken / calls
+
+    def _meetings(self, work: Work) -> int:
+        """How many of them there are in a round."""
         between = partial(compute, self.device)
-        estimate = self.agreed(self._timed(work, FEWEST) + self._timed(between, FEWEST))
+        estimate = self._timed(work, FEWEST) + self._timed(between, FEWEST)
         most = FEWEST if self._is_over else _MOST_MEETINGS
         calls = min(max(round(_MEETING_SECONDS / (_ROUNDS * estimate)), FEWEST), most)
-        calls = int(self.agreed(calls))  # one rank's clock decides for all
-        self.together()
-        means = []
-        for _ in range(_ROUNDS):
-            taken = 0.0
-            for _ in range(calls):
-                between()
-                began = time.perf_counter()
-                work()
-                taken += time.perf_counter() - began
-            means.append(taken / calls)
-        return self.noted(means) / parts
+        return int(self.agreed(calls))  # one rank's clock decides for all
 
     def noted(self, samples: list[float]) -> float:
         """Return the median of the rounds, and keep their spread."""
         median = statistics.median(samples)
         low, _, high = statistics.quantiles(samples, n=4)
-        spread = (high - low) / median if median else 0.0
+        spread = (high - low) / median if median > 0 else 0.0
         self.spreads.setdefault(self.table, []).append(spread)
         return median
 
@@ -147,13 +198,13 @@ class Bench:
         dist.broadcast(held, src=0)
         return float(held)
 
-    def _within(self, work: Work, seconds: float) -> float:
-        self.together()
-        began, calls = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds:
+    def _up_to(self, end: float, work: Work) -> float:
+        """A call's, of a processor's seconds and as many turns as all take."""
+        busy, calls = time.process_time(), 0
+        while not calls or time.perf_counter() < end:
             work()
             calls += 1
-        return (time.perf_counter() - began) / calls
+        return self.turns * (time.process_time() - busy) / calls
 
     def _timed(self, work: Work, calls: int) -> float:
         self.together()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -51,17 +54,26 @@ def _own(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
 
 
 def collectives(bench: Bench, sheet: RateSheet, points: Points, peers: list[Peers]) -> None:
-    for size in bench.in_time(points.sent):
+    for size in bench.in_time(_ends_first(points.sent), least=3):
         for known in peers:
             whole = max(1, size // 4 // known.ranks) * known.ranks
             for collective, work in _works(known, whole, bench.device):
                 key = (collective, known.ranks, known.nodes, 4 * whole)
                 sheet.note("collectives", *key, seconds=bench.meeting_seconds(work))
             if known is _neighbours(peers, known.nodes):
-                messages = _messages(known, whole, bench.device)
-                taken = bench.meeting_seconds(messages, parts=2)
+                one_by_one = bench.device.type == "cuda"  # of a GPU's queue there and back
+                taken = bench.seconds_beside(
+                    partial(_messages, known, whole, bench.device), parts=2 if one_by_one else 1
+                )
                 sent = (Collective.SEND, 2, known.nodes, 4 * whole)
                 sheet.note("collectives", *sent, seconds=taken)
+
+
+def _ends_first(sizes: Sequence[int]) -> Iterator[int]:
+    """Yield the smallest, then from the largest downwards: what is left out lies between, or what
+    each byte of a large tensor takes would be what one of a small does."""
+    yield sizes[0]
+    yield from reversed(sizes[1:])
 
 
 def _neighbours(peers: list[Peers], nodes: int) -> Peers:
@@ -86,26 +98,35 @@ def _works(
     yield Collective.BROADCAST, lambda: dist.broadcast(whole, group=group, group_src=0)
 
 
-def _messages(peers: Peers, numel: int, device: torch.device) -> Work:
-    """Two messages one after the other, as stages of a pipeline send: there and back between the
-    ranks of a pair; of an odd number each rank to the next, twice."""
+@contextmanager
+def _messages(peers: Peers, numel: int, device: torch.device) -> Iterator[Work]:
+    """Messages as stages of a pipeline send them, which compute while they are under way: each
+    call sends one to the next rank and waits for what the call before sent and received."""
     group, place = peers.group, dist.get_rank(peers.group)
-    sent, received = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    pending: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
-    def send() -> dist.Work | None:
-        return dist.isend(sent, group=group, group_dst=(place + 1) % peers.ranks)
+    def send() -> None:
+        sent = torch.zeros(numel, device=device)
+        pending.append((dist.isend(sent, group=group, group_dst=(place + 1) % peers.ranks), sent))
 
-    def receive() -> dist.Work | None:
-        return dist.irecv(received, group=group, group_src=(place - 1) % peers.ranks)
+    def receive() -> None:
+        received = torch.empty(numel, device=device)
+        source = (place - 1) % peers.ranks
+        pending.append((dist.irecv(received, group=group, group_src=source), received))
 
     # a ring in which all send first would wait for itself on NCCL
-    order = (send, receive) if place % 2 == 0 else (receive, send)
-    steps = [(act,) for act in order] if peers.ranks == 2 else [order, order]
+    acts = (send, receive) if place % 2 == 0 else (receive, send)
+
+    def wait(left: int) -> None:
+        while len(pending) > left:
+            work, _ = pending.popleft()
+            assert work is not None, "a rank of the group"
+            work.wait()
 
     def work() -> None:
-        for acts in steps:
-            for pending in [act() for act in acts]:
-                assert pending is not None, "a rank of the group"
-                pending.wait()
+        for act in acts:
+            act()
+        wait(len(acts))
 
-    return work
+    yield work
+    wait(0)

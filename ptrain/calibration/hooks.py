@@ -8,7 +8,6 @@ wrapper's, by how often it came, which the traffic meter counts. A GPU's host wa
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
@@ -144,12 +143,18 @@ def _excess(
     bench: Bench, rounds: int, models: tuple[WrappedModel, WrappedModel], mesh: Mesh
 ) -> Halves:
     """The median of what each half takes more of the first than of the second, which take turns;
-    without the time in which the first one waits. The stopwatch slows both."""
+    without the time in which the first one waits, which the stopwatch counts, slowing both, where
+    the bench's clock goes on meanwhile."""
     differences: dict[Phase, list[float]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
     groups, rank = mesh.axes_by_group(), bench.world.rank
     for _ in bench.rounds(rounds):
         first, second = (
-            _halves(bench, model, stopwatch=Stopwatch(groups, rank=rank)) for model in models
+            _halves(
+                bench,
+                model,
+                stopwatch=None if bench.is_shared else Stopwatch(groups, rank=rank),
+            )
+            for model in models
         )
         for phase, more in differences.items():
             more.append(first[phase] - second[phase])
@@ -169,7 +174,7 @@ def _halves(
 
     def now() -> float:
         waited = stopwatch.rows() if stopwatch else ()
-        return time.perf_counter() - sum(row.seconds for row in waited)
+        return bench.host_seconds() - sum(row.seconds for row in waited)
 
     bench.together()
     with stopwatch or nullcontext():

@@ -17,6 +17,7 @@ from ptrain.train.folder import RunFolder
 from ptrain.train.launch import launch
 
 _BUSY = 0.15  # of the cores, by others
+_SENDING = 1.5  # times as long as one rank
 _PROCESSORS = (1, 2, 4)
 _ENDING = 2.0  # seconds in which ranks write, leave and are seen to have left
 
@@ -60,9 +61,12 @@ def _numbers(options: CalibrationOptions) -> tuple[int, ...]:
 
 
 def _until(numbers: tuple[int, ...], end: float) -> float:
-    """When the first of the numbers of ranks that are left is to be done: those that share cores
-    need longer for the same, and every one needs time to start and to end."""
-    weights = [max(1.0, number / environment.cores()) for number in numbers]
+    """When the first of the numbers of ranks that are left is to be done: one rank sends nothing,
+    those that share cores need longer for the same, and every one needs time to start and to
+    end."""
+    weights = [
+        max(1.0 if number == 1 else _SENDING, number / environment.cores()) for number in numbers
+    ]
     now = time.time()
     return now + (end - now) * weights[0] / sum(weights) - _ENDING
 

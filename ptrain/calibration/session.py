@@ -27,12 +27,12 @@ from ptrain.train import environment
 # those that follow.
 _UNTIL = {
     "collectives": 0.3,
-    "hooks": 0.38,
-    "host": 0.43,
+    "hooks": 0.36,
+    "host": 0.42,
     "updates": 0.48,
     "copies": 0.5,
     "operators": 0.7,
-    "attention": 0.78,
+    "attention": 0.82,
     "products": 1.0,
 }
 _TABLES = {
@@ -68,9 +68,9 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
     of time."""
     is_cuda = world.device.type == "cuda"
     points = BRIEF if options.brief else (GPUS if is_cuda else PROCESSORS)
-    is_shared = not is_cuda and local > environment.cores()
+    turns = 1.0 if is_cuda else max(1.0, local / environment.cores())
     deadline = options.seconds if options.until is None else options.until - time.time()
-    bench, sheet = Bench(world, is_shared=is_shared, deadline=max(0.0, deadline)), RateSheet()
+    bench, sheet = Bench(world, turns=turns, deadline=max(0.0, deadline)), RateSheet()
     for name, until in _UNTIL.items():
         bench.begin(name, until)
         if name == "collectives" and world.size > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -71,7 +70,7 @@ def _runner(module: nn.Module, device: torch.device) -> StageRunner:
 
 def _seconds(bench: Bench, work: Callable[[], None]) -> float:
     bench.together()
-    began = time.perf_counter()
+    began = bench.host_seconds()
     work()
     bench.settle()
-    return time.perf_counter() - began
+    return bench.host_seconds() - began

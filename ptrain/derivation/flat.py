@@ -97,9 +97,17 @@ class NormedViews:
                 self._cuts.append(state.cuts)
             self._number_of.append(numbers.setdefault(kind, len(numbers)))
         self._kinds = [*numbers]
+        self._axes = tuple(dict.fromkeys(axis for _, cut in self._kinds for axis in cut))
+        self._known: dict[tuple[int, ...], tuple[Views, ...]] = {}
 
     def of_kinds(self, rank: GhostRoom) -> tuple[Views, ...]:
-        """Return those in a unit of each kind."""
+        """Return those in a unit of each kind: of ranks at one place along what cuts G the same."""
+        places = tuple(map(rank.coordinate, self._axes))
+        if places not in self._known:
+            self._known[places] = self._of_kinds(rank)
+        return self._known[places]
+
+    def _of_kinds(self, rank: GhostRoom) -> tuple[Views, ...]:
         return tuple(
             tuple(
                 [

@@ -104,8 +104,9 @@ class Setting:
 
     def way(self, part: TablePart) -> str:
         """Return which way of its table's it is: how operators are cut, as far as the part sees it.
-        A block does not see how logits are, and computes the same where a cut is naive; what it
-        saves is nothing to the loss, nor to what else is computed around the blocks."""
+        A block does not see how logits are, and computes the same where a cut is naive, though it
+        sends more; what it saves is nothing to the loss, nor to what else is computed around the
+        blocks."""
         if self.cut is None:
             return FUSED if part is TablePart.LOSS and self.loss.fused else PLAIN
         kind = self.cut.kind

@@ -172,7 +172,21 @@ def _layer(setting: Setting, kept: Kept) -> LayerWork:
     is_plain = kept == PLAIN and attention is Attention.SDPA
     halves = content.get("halves", {}) if is_plain else {}
     in_parts = {name: halves[name] for name in ("inputs", "weights") if name in halves}
-    return evaluated.work({**entry, **in_parts})
+    work = evaluated.work({**entry, **in_parts})
+    return _each_by_itself(work, setting) if setting.cut and setting.cut.step.is_naive else work
+
+
+def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:
+    """The layer's work where each column operator sums the gradient of its input by itself: of the
+    same operators and bytes, as often more as there are others in its sub-block: two of attention's
+    three, and the gate beside the MLP's first."""
+    more = 2 + setting.shape.activation.is_gated
+    (hidden,) = {
+        replace(item, times=1) for item in work.forward if isinstance(item, InnerCollective)
+    }
+    sums = (replace(hidden, times=more),)
+    inputs = work.inputs + sums if work.inputs else ()
+    return replace(work, backward=work.backward + sums, inputs=inputs)
 
 
 @cache

@@ -3,17 +3,20 @@ activations, as arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice
 from ptrain.selection.arrays import numpy
 from ptrain.selection.flows import PipelineFlow
-from ptrain.selection.rows import Columns, Ways
+from ptrain.selection.rows import OF_MEMORY, Columns, Ways
 from ptrain.selection.space import Candidate
 from ptrain.selection.task import Scored
 from ptrain.spec.activations import Kept
+
+_AT_ONCE = 256  # rows: arrays of so many stay near the processor
 
 
 class DataTable:
@@ -40,10 +43,24 @@ class DataTable:
         start = int(self.ends[at]) - len(indices)
         return ways.choice(int(indices[row - start]), degrees)
 
-    def shaped(self, dimensions: int) -> Columns:
-        """Return the columns along the first of so many dimensions."""
-        shape = (-1,) + (1,) * (dimensions - 1)
-        return {name: column.reshape(shape) for name, column in self.columns.items()}
+    def peaks(self, of_rows: Callable[[Columns], Any]) -> Any:
+        """Return what a function says of rows whose bytes it sees along the first of three
+        dimensions: rows of the same bytes are asked about once, some at a time."""
+        np, (columns, where) = numpy(), self._memory
+        pieces = [
+            of_rows({name: column[at : at + _AT_ONCE] for name, column in columns.items()})
+            for at in range(0, len(columns["theta"]), _AT_ONCE)
+        ]
+        return np.concatenate(pieces)[where]
+
+    @cached_property
+    def _memory(self) -> tuple[Columns, Any]:
+        """The columns of bytes of rows that differ in these, and which of them each row is like."""
+        np = numpy()
+        table = np.stack([self.columns[name] for name in OF_MEMORY], axis=1).astype(np.float32)
+        unlike, where = np.unique(table, axis=0, return_inverse=True)
+        columns = {name: unlike[:, at].reshape(-1, 1, 1) for at, name in enumerate(OF_MEMORY)}
+        return columns, where.reshape(-1)
 
     def at(self, rows: Any) -> Columns:
         """Return some rows, one below the other."""

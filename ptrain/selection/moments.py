@@ -194,7 +194,7 @@ def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> RankMoments:
     np = numpy()
     most = max(map(len, flows))
     rows = [[*of_flow, *of_flow[-1:] * (most - len(of_flow))] for of_flow in flows]
-    table = np.array([[row.numbers for row in of_flow] for of_flow in rows], dtype=float)
+    table = np.array([[row.numbers for row in of_flow] for of_flow in rows], dtype=np.float32)
     columns: dict[str, Any] = {}
     at = 0
     for name in _NAMES:

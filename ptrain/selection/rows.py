@@ -28,6 +28,11 @@ _BUCKET = 25 * 2**20  # bytes that DistributedDataParallel reduces at once
 _COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one
+# Columns that say how many bytes a rank has.
+OF_MEMORY = (
+    *("theta", "omega", "grads", "reduced", "unreduced", "whole", "opened", "flying", "unit"),
+    *("outputs", "is_cast", "is_late", "adds_first", "ahead", "keeps_forward", "keeps_backward"),
+)
 _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
 
 
@@ -100,6 +105,7 @@ class Ways:
         self.replicas = np.array([way.form in _REPLICAS for way in ways])
         self.local = np.array([way.form is Form.LOCAL for way in ways])
         self.by_tensor = np.array([way.form in BY_TENSOR for way in ways])
+        self.sums_copies = np.array([not all(way.cut[_GRADS]) for way in ways])
         self.near = {state: np.array([way.near[state] for way in ways]) for state in self.cut}
         self.fixed = {
             name: np.array([float(getattr(way, name)) for way in ways])
@@ -190,15 +196,15 @@ class Ways:
                 / np.where(self.flat & ~is_cut & (self.overlaps > 0), parts[_OMEGA], parts[_GRADS]),
                 0.0,
             ),
+            "outputs": self.by_tensor * self.sums_copies * float(reduced) / parts[_GRADS],
+            "is_cast": np.full(len(is_cut), float(layout.reduced is not layout.gradients)),
             "unreduced": np.where(is_cut & (self.fixed["is_late"] > 0), float(reduced), 0.0),
             "whole": np.where(self.brought, float(held), 0.0),
-            "opened": np.where(~self.flat & is_cut, float(held), 0.0),
+            "opened": np.where(is_cut, np.where(self.flat, float(reduced), float(held)), 0.0),
             # what flat units reduce beside the backward pass is there until the next one's is over;
             # where nothing cuts gradients they are summed where they are kept
             "flying": reduced
-            * np.where(
-                is_cut, 1.0 + (self.flat & (self.overlaps > 0)), self.flat * layout.keeps_both
-            ),
+            * np.where(is_cut, ~self.flat | (self.overlaps > 0), self.flat * layout.keeps_both),
         }
 
     def _added(self, sizes: Array, times: Array | float, tensors: Sequence[int]) -> Array:

@@ -107,61 +107,191 @@ class RankMoments:
     is_staged: Array
 
 
-def peaks(rows: Columns, at: RankMoments, sizes: Sizes, act: Activity, micro_batches: int) -> Array:
-    """Return the bytes of each rank at its fullest."""
-    np = numpy()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivityLevels:
+    """Bytes of activations around a moment, whatever the data axes do: in the `forward` pass before
+    it and as that has `ended`, as the backward pass `begins`, in its first block (`deep`), in its
+    `second` and its last one (`late`) and behind that (`ends`), and as the embedding's gradient
+    arrives (`embeds`)."""
+
+    forward: Array
+    ended: Array
+    begins: Array
+    deep: Array
+    second: Array
+    late: Array
+    ends: Array
+    embeds: Array
+
+
+def activity_levels(at: RankMoments, act: Activity) -> ActivityLevels:
+    """Return them by moment."""
+    np, is_whole = numpy(), 1 - at.is_half
 
     def of_places(name: str, chunks: Array) -> Array:
         spots = [getattr(act.ends[place], name) for place in STAGE_PLACES]
-        return chunks @ np.array(spots, dtype=float)
+        return chunks @ np.array(spots, dtype=chunks.dtype)
 
     saved = at.whole * act.block + at.halved * (act.block + act.half) + at.messages * act.hidden
     saved = saved + of_places("saved", at.chunks + at.waiting) + of_places("waiting", at.waiting)
-    # the forward before it left its last block or its head
-    forward = saved - act.block + act.forward_rise
-    ended = saved + of_places("forward_rise", at.on)
     half = at.is_half * (at.own * act.half + of_places("half_begun", at.on))
-    whole = (1 - at.is_half) * of_places("begun", at.on)
+    whole = is_whole * of_places("begun", at.on)
     begins = np.where(at.is_half, of_places("half_rise", at.on), of_places("backward_rise", at.on))
     # behind the half of the inputs, whose last block has risen, comes that of the weights
-    deep = saved + half + whole + (1 - at.is_half) * act.backward_rise
-    forward = np.maximum(forward, at.is_half * (saved + half + act.half_rise))
+    deep = saved + half + whole + is_whole * act.backward_rise
     # in the first block the others of this micro-batch are free again, behind it that one, too
-    late = deep - (1 - at.is_half) * (at.own - 1) * act.block
-    ends = deep - (1 - at.is_half) * (act.backward_rise + at.own * act.block)
-    late = np.maximum(late, ends + of_places("end_rise", at.on))
+    ends = deep - is_whole * (act.backward_rise + at.own * act.block)
+    return ActivityLevels(
+        # the forward before it left its last block or its head
+        forward=np.maximum(
+            saved - act.block + act.forward_rise, at.is_half * (saved + half + act.half_rise)
+        ),
+        ended=saved + of_places("forward_rise", at.on),
+        begins=saved + begins,
+        deep=deep,
+        second=deep - act.block,
+        late=deep - is_whole * (at.own - 1) * act.block,
+        ends=ends,
+        embeds=ends + of_places("end_rise", at.on),
+    )
 
-    root = around(sizes, at.front, at.behind, at.is_staged)
-    blocks = at.layers * sizes.block
-    had = around(sizes, at.graded_front, at.graded_behind, at.is_staged)
-    had = had + at.graded_layers * sizes.block
-    own = around(sizes, at.on[..., :2].sum(axis=-1), at.on[..., ::3].sum(axis=-1), at.is_staged)
-    own = own + at.own * sizes.block
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentParameters:
+    """Parameters by moment: of all of a rank's `blocks` and of the `root` around them, of what
+    `had` gradients before, and of the stage that a pass is on: of its `front` and its `head`."""
+
+    blocks: Array
+    root: Array
+    had: Array
+    front: Array
+    head: Array
+
+    @property
+    def own_root(self) -> Array:
+        """Return what is around the blocks of the stage that a pass is on."""
+        return self.front + self.head
+
+    @classmethod
+    def of(cls, at: RankMoments, sizes: Sizes) -> MomentParameters:
+        """Return those of a model of these sizes."""
+        had = around(sizes, at.graded_front, at.graded_behind, at.is_staged)
+        return cls(
+            blocks=at.layers * sizes.block,
+            root=around(sizes, at.front, at.behind, at.is_staged),
+            had=had + at.graded_layers * sizes.block,
+            front=around(sizes, at.on[..., :2].sum(axis=-1), 0, at.is_staged),
+            head=around(sizes, 0, at.on[..., ::3].sum(axis=-1), at.is_staged),
+        )
+
+
+def peaks(rows: Columns, at: RankMoments, sizes: Sizes, act: Activity, micro_batches: int) -> Array:
+    """Return the bytes of each rank at its fullest."""
+    np = numpy()
+    levels, parts = activity_levels(at, act), MomentParameters.of(at, sizes)
     kept = np.maximum(rows["unreduced"], rows["grads"]) if micro_batches > 1 else rows["grads"]
-    gone = rows["whole"] * (1 - rows["keeps_forward"])
-    ahead = gone * rows["unit"] * (1 + rows["ahead"])
-    turn = ahead + rows["unit"] * (rows["opened"] + rows["flying"])
-    new = kept * own * at.is_new
-    if at.is_half.any():  # flat units have buffers for gradients from one half to the other
-        buffers = rows["adds_first"] * rows["flying"] * own * at.is_half
-        buffers = buffers * np.maximum(at.is_new, 1 - rows["is_late"])
-        begins, deep, new = begins + buffers, deep + buffers, np.maximum(new - buffers, 0)
-        late = late + buffers
-    passes = forward + ahead
-    np.maximum(passes, ended, out=passes)
-    # the loss comes before the root is gathered again
-    np.maximum(passes, saved + begins - gone * root, out=passes)
-    np.maximum(passes, deep + turn, out=passes)
-    np.maximum(passes, late + turn + new, out=passes)
-    passes += rows["whole"] * (root + blocks * rows["keeps_forward"])
-    passes += kept * had
+    passes = _backward(rows, at, levels, parts, (sizes.block, kept, micro_batches > 1))
+    # the roots of a rank's other stages are given back, too, until these are passed
+    passes -= rows["whole"] * (1 - rows["keeps_forward"]) * (parts.root - parts.own_root)
+    ahead = _ahead(rows)
+    np.maximum(passes, levels.forward + ahead, out=passes)
+    np.maximum(passes, levels.ended, out=passes)
+    passes += rows["whole"] * (parts.root + parts.blocks * rows["keeps_forward"])
+    passes += kept * parts.had
     if at.over_layers.any():  # of what is over gradients are reduced, and what was kept is gone
         over = around(sizes, at.over_front, at.over_behind, at.is_staged)
         passes += rows["reduced"] * (over + at.over_layers * sizes.block)
         passes -= rows["whole"] * rows["keeps_forward"] * at.over_layers * sizes.block
-    np.maximum(passes, kept * (root + blocks), out=passes)
-    passes += (rows["theta"] + rows["omega"]) * (root + blocks)
+    np.maximum(passes, rows["grads"] * (parts.root + parts.blocks), out=passes)
+    passes += (rows["theta"] + rows["omega"]) * (parts.root + parts.blocks)
     return passes
+
+
+def _ahead(rows: Columns) -> Array:
+    """Bytes of a unit that is used and of those that are gathered ahead of it."""
+    return rows["whole"] * (1 - rows["keeps_forward"]) * rows["unit"] * (1 + rows["ahead"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassGradients:
+    """Bytes of a backward pass over what was there before: of a unit whose gradients arrive
+    (`opened`) and of one that is reduced (`flying`), of the `root` while its blocks are passed and
+    behind them (`tail`), and of all this in the `first` block. `summed` stays of each block that
+    is done and `given` is given back of it, `gone` of the head ahead of all blocks."""
+
+    first: Array
+    opened: Array
+    flying: Array
+    root: Array
+    tail: Array
+    summed: Array
+    given: Array
+    gone: Array
+
+    @classmethod
+    def of(
+        cls, rows: Columns, at: RankMoments, parts: MomentParameters, block: int, *, is_many: bool
+    ) -> PassGradients:
+        """Return those of choices of the data axes, in one of several micro-batches or alone."""
+        is_whole = 1 - at.is_half
+        # What waits for the last micro-batch has its place until it is reduced, and is free then.
+        waits = rows["is_late"] * is_many
+        moves = 1 - waits
+        opened, flying = rows["opened"] * rows["unit"], rows["flying"] * rows["unit"]
+        # Of the root a flat unit takes all at once, and tensors the head's first. On a last stage
+        # a flat one has the head alone, and is done with it ahead of the blocks.
+        is_done = rows["adds_first"] * at.on[..., -1] * is_whole
+        root = rows["opened"] * (parts.front * rows["adds_first"] + parts.head) * (1 - is_done)
+        first = opened + root + rows["flying"] * is_done * parts.head
+        released = rows["whole"] * (1 - rows["keeps_backward"]) * is_whole
+        # what copies of a shard have summed stays beside what it is added to until all are done
+        again = numpy().maximum(rows["is_cast"], (1 - at.is_new) * (1 - rows["is_late"]))
+        return cls(
+            first=first * (1 - waits * (1 - at.is_new)),
+            opened=opened * moves,
+            flying=flying * moves,
+            root=root * moves,
+            tail=rows["opened"] * moves * (parts.front + parts.head),
+            summed=rows["outputs"] * block * again,
+            given=released * rows["keeps_forward"] * block,
+            gone=released * is_done * parts.head,
+        )
+
+
+def _backward(
+    rows: Columns,
+    at: RankMoments,
+    levels: ActivityLevels,
+    parts: MomentParameters,
+    rest: tuple[int, Array, bool],
+) -> Array:
+    """Bytes at most in the backward pass, beside what has been there all along. In the first block
+    nothing is reduced yet, from the second on what came before it may be."""
+    np, (block, kept, is_many) = numpy(), rest
+    own, several = parts.front + parts.head + at.own * block, at.own > 1
+    of = PassGradients.of(rows, at, parts, block, is_many=is_many)
+    new = kept * own * at.is_new
+    of_blocks = new - kept * parts.front * at.is_new * (1 - at.is_half)  # the embedding's is last
+    buffers: Array = 0
+    if at.is_half.any():  # flat units have buffers for gradients from one half to the other
+        buffers = rows["adds_first"] * (rows["opened"] + rows["flying"]) * own * at.is_half
+        buffers = buffers * np.maximum(at.is_new, 1 - rows["is_late"])
+        new, of_blocks = np.maximum(new - buffers, 0), np.maximum(of_blocks - buffers, 0)
+    ahead = _ahead(rows)
+    # the loss comes before the root is gathered again
+    fullest = levels.begins - rows["whole"] * (1 - rows["keeps_forward"]) * parts.own_root
+    second = ahead + of.opened + of.flying + of.root + of.summed
+    late = ahead + of.opened + of.root + several * of.flying + of_blocks
+    end = of.flying + new
+    for level in (
+        levels.deep + ahead + of.first - of.gone,
+        np.where(several, levels.second + second - of.gone, 0),
+        levels.late + late + (at.own - 1) * (of.summed - of.given) - of.gone,
+        levels.ends + end + at.own * (of.summed - of.given) + of.tail - of.gone,
+        levels.embeds + end + at.own * (of.summed - of.given) + of.root - of.gone,
+    ):
+        fullest = np.maximum(fullest, level)
+    return fullest + buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

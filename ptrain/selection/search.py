@@ -177,12 +177,14 @@ class Search:
         micro, number, kept = batch
         activity = self._activity(inner, micro, kept)
         places, moments = self.flows.places(flows), self.flows.moments(flows, number)
-        peak = peaks(table.shaped(3), moments, inner.sizes, activity, number).max(axis=2)
+        peak = table.peaks(
+            lambda rows: peaks(rows, moments, inner.sizes, activity, number).max(axis=2)
+        )
         rows, columns = np.nonzero(peak <= task.room * SLACK)
         untimed = 0
         least = int(peak.argmin())
         seconds = np.zeros(0)
-        work = self._seconds(inner, micro, kept)
+        work = self._seconds(inner, micro, kept) if len(rows) else None
         if work is None:
             seconds, untimed = np.full(len(rows), float("inf")), len(rows)
         elif len(rows):

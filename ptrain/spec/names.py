@@ -98,3 +98,10 @@ def strategy(name: str) -> Tree | None:
     """Return the tree of a named strategy's spec file, or None."""
     path = listing("strategies").get(canonical(name))
     return read(path) if path else None
+
+
+def unusable(error: SpecError) -> tuple[str, str]:
+    """Return finding and remedy of a preset in whose file these faults are."""
+    findings = "; ".join(str(fault).splitlines()[0] for fault in error.faults)
+    remedies = dict.fromkeys(fault.remedy for fault in error.faults if fault.remedy)
+    return f"the preset cannot be used: {findings}", "; ".join(remedies)

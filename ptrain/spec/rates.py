@@ -140,7 +140,9 @@ class Rows(Leaf):
         try:
             return leaf.take(cell)
         except Refused as error:
-            refuse(f"row {number}, {name}: {error.finding}", error.remedy)
+            # a word that nothing resembles is another version's
+            anew = _ANEW if isinstance(leaf, Choice) else ""
+            refuse(f"row {number}, {name}: {error.finding}", error.remedy or anew)
 
     def say(self, value: object) -> object:
         assert isinstance(value, tuple), "rows"
@@ -151,6 +153,7 @@ class Rows(Leaf):
         return {"type": "array", "items": {"type": "array", "minItems": least}}
 
 
+_ANEW = "where another version of ptrain wrote the file: `ptrain calibrate` measures anew"
 _FIGURE = Real("seconds, or a share", 0.0, 1e6, open=True, null=True)
 _BYTES = Size("bytes", high=2**50)
 _DTYPE = Choice("dtype", {dtype.value: f"{dtype.itemsize} bytes" for dtype in DType}, read=DType)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ptrain.errors import SpecError
 from ptrain.spec.check import validate
-from ptrain.spec.names import listing, missing
+from ptrain.spec.names import listing, missing, unusable
 from ptrain.spec.rates import Rates, misshapen
 from ptrain.spec.text import read
 
@@ -38,8 +38,7 @@ def resolve_rates(written: Mapping[str, Any] | None, folder: Path, add: Add) -> 
     try:
         values = _values(path)
     except SpecError as error:
-        findings = "; ".join(str(fault).splitlines()[0] for fault in error.faults)
-        add(f"{_PLACE}.preset", f"the preset cannot be used: {findings}", "")
+        add(f"{_PLACE}.preset", *unusable(error))
         return None
     if "preset" in values:
         add(

@@ -26,7 +26,7 @@ from ptrain.spec.model import (
     ModelShape,
     ModelSpec,
 )
-from ptrain.spec.names import listing, missing
+from ptrain.spec.names import listing, missing, unusable
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
 from ptrain.spec.resolve_rates import resolve_rates
 from ptrain.spec.text import Tree, read
@@ -65,8 +65,7 @@ def _preset(name: str | None, kind: type, section: str, report: Report) -> Mappi
         if faults or tree.faults:
             raise SpecError(*tree.faults.values(), *faults.values())
     except SpecError as error:
-        findings = "; ".join(str(fault).splitlines()[0] for fault in error.faults)
-        report.add(f"{section}.preset", f"the preset cannot be used: {findings}")
+        report.add(f"{section}.preset", *unusable(error))
         return None
     if "preset" in values:
         remedy = "write the fields themselves"

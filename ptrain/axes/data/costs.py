@@ -64,10 +64,16 @@ def runs(
     """Yield the runs of elements of equal flags in a shard made of the stretches `within`;
     `tensors` are elements and flag of each in the whole buffer. Padding belongs to the last of
     them."""
+    return _merged(_overlaps(whole_runs(tuple(tensors), padded), within))
+
+
+@lru_cache(maxsize=2**10)
+def whole_runs(tensors: tuple[tuple[int, bool], ...], padded: int) -> tuple[Run, ...]:
+    """Return the runs of elements of equal flags in the whole buffer."""
     ends = list(accumulate(numel for numel, _ in tensors))
     ends[-1] = padded
-    whole = list(_merged(zip([0, *ends], ends, (flag for _, flag in tensors), strict=False)))
-    return _merged(_overlaps(whole, within))
+    flags = (flag for _, flag in tensors)
+    return tuple(_merged(zip([0, *ends], ends, flags, strict=False)))
 
 
 @lru_cache(maxsize=2**16)

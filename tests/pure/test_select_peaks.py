@@ -1,0 +1,116 @@
+"""A peak in closed form beside sums that are written out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptrain.derivation.tables import Place
+from ptrain.selection.activity import Activity, EndsActivity
+from ptrain.selection.profile import Sizes
+from ptrain.selection.rows import OF_MEMORY
+from ptrain.selection.score import RankMoments, peaks
+
+BLOCK, HEAD, FRONT = 1000, 300, 200
+SAVED, RISE, EMBEDS = 10, 70, 5000
+_PLACES = (Place.ALONE, Place.FIRST, Place.MIDDLE, Place.LAST)
+
+
+def _activity() -> Activity:
+    ends = EndsActivity(saved=0, forward_rise=0, backward_rise=0, begun=0, end_rise=0)
+    first = EndsActivity(saved=0, forward_rise=0, backward_rise=0, begun=0, end_rise=EMBEDS)
+    return Activity(
+        block=SAVED,
+        forward_rise=SAVED,
+        backward_rise=RISE,
+        half=0,
+        half_rise=0,
+        moved=0,
+        hidden=0,
+        least=0,
+        ends={place: first if place is Place.FIRST else ends for place in _PLACES},
+    )
+
+
+def _moment(place: Place, own: int, **said: Any) -> RankMoments:
+    """A backward pass that begins on a stage of so many layers, which is all that a rank has, of
+    the one micro-batch that is there, and not of the first."""
+    on = [float(place is other) for other in _PLACES]
+    values: dict[str, Any] = {spot.name: 0 for spot in fields(RankMoments)}
+    ends = {"front": place is Place.FIRST, "behind": place is Place.LAST}
+    values |= {"layers": own, "own": own, "whole": own, "is_staged": True, "on": on}
+    values |= {"chunks": on, "waiting": [0.0] * len(on), "graded_layers": own, **ends}
+    values |= {f"graded_{name}": value for name, value in ends.items()} | said
+    return RankMoments(**{name: np.array([[value]], float) for name, value in values.items()})
+
+
+def _peak(at: RankMoments, **said: float) -> float:
+    row = dict.fromkeys(OF_MEMORY, 0.0) | {"unit": float(BLOCK)} | said
+    sizes = Sizes(
+        block=BLOCK, largest_part=BLOCK, front=FRONT, behind=HEAD, copied=0, tensors=(BLOCK,)
+    )
+    columns = {name: np.full((1, 1, 1), value) for name, value in row.items()}
+    return float(peaks(columns, at, sizes, _activity(), 2)[0, 0, 0])
+
+
+@pytest.mark.parametrize("flat", [0.0, 1.0])
+def test_what_waits_for_its_reduction_is_reduced_where_it_is(flat):
+    """Nothing has to be there besides: what is done has gone before the next one is."""
+    late = {"is_late": 1.0, "unreduced": 2.0, "opened": 2.0, "flying": 2.0, "adds_first": flat}
+    waiting = 2 * 2 * BLOCK
+    assert _peak(_moment(Place.MIDDLE, 2), **late) == waiting + 2 * SAVED + RISE
+
+
+def test_in_the_only_block_of_a_stage_nothing_is_reduced_yet():
+    every = {"opened": 2.0, "flying": 2.0}
+    alone = _peak(_moment(Place.MIDDLE, 1), **every)
+    assert alone == 2 * BLOCK + SAVED + RISE
+    # the second block finds what the first one left to be reduced
+    assert _peak(_moment(Place.MIDDLE, 2), **every) == 4 * BLOCK + SAVED + RISE
+
+
+def test_a_flat_head_is_done_before_the_blocks_and_a_flat_embedding_is_open_all_along():
+    flat = {"opened": 2.0, "adds_first": 1.0}
+    blocks = 2 * BLOCK + 2 * SAVED + RISE
+    assert _peak(_moment(Place.LAST, 2), **flat) == blocks
+    first = 2 * FRONT + EMBEDS
+    assert _peak(_moment(Place.FIRST, 2), **flat) == max(first, blocks + 2 * FRONT)
+
+
+def test_a_tensor_of_the_embedding_has_no_gradient_before_the_blocks_are_done():
+    fsdp2 = {"opened": 2.0}
+    assert _peak(_moment(Place.FIRST, 1), **fsdp2) == EMBEDS
+
+
+def test_what_copies_have_summed_stays_until_all_blocks_are_done():
+    of_copies = {"outputs": 4.0}
+    first_time = _peak(_moment(Place.MIDDLE, 3, is_new=True, graded_layers=0), **of_copies)
+    assert first_time == 3 * SAVED + RISE
+    assert _peak(_moment(Place.MIDDLE, 3), **of_copies) == 3 * 4 * BLOCK
+
+
+def test_what_was_kept_from_forward_is_given_back_block_by_block():
+    kept = {"whole": 2.0, "keeps_forward": 1.0, "outputs": 4.0}
+    stays = _peak(_moment(Place.MIDDLE, 3), **kept, keeps_backward=1.0)
+    goes = _peak(_moment(Place.MIDDLE, 3), **kept)
+    assert (stays, goes) == (18 * BLOCK, 12 * BLOCK)
+
+
+def test_gradients_that_wait_are_not_all_there_at_the_update():
+    """On a rank whose other stages are over."""
+    over = _moment(Place.MIDDLE, 1, layers=9, graded_layers=1, over_layers=8)
+    waiting = _peak(over, is_late=1.0, unreduced=2.0)
+    assert waiting == 2 * BLOCK + SAVED + RISE
+
+
+def test_the_embedding_of_another_stage_of_a_rank_is_given_back():
+    """Two stages of a rank, the first and one in the middle, whose pass it is."""
+    at = _moment(Place.MIDDLE, 2, layers=4, front=True)
+    # the forward pass before it has the embedding, and the backward pass has not
+    assert _peak(at, whole=2.0) == 2 * (BLOCK + FRONT) + 2 * SAVED
+    assert _peak(at, whole=2.0, keeps_forward=1.0, keeps_backward=1.0) == (
+        2 * (4 * BLOCK + FRONT) + 2 * SAVED + RISE
+    )
