@@ -45,7 +45,7 @@ class StageCuts:
     chain: Chain
 
 
-class Context:
+class ContextSlices:
     """Slices of the tokens over a mesh of which this process plays one rank."""
 
     def __init__(self, step: ContextParallel, mesh: Mesh, via: ReduceScatterVia) -> None:
@@ -70,7 +70,7 @@ class RankPart:
     sequence: int
     tensor: Parallelize | None = None
     mesh: DeviceMesh | None = None
-    context: Context | None = None
+    context: ContextSlices | None = None
     slices: int = 1
     keep: Keep | None = None
     loss: ChunkedLoss | None = None

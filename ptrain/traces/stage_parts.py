@@ -26,7 +26,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Timeline
 from ptrain.traces.layer_works import work_of
-from ptrain.traces.rank_part import Context, RankPart, StageCuts
+from ptrain.traces.rank_part import ContextSlices, RankPart, StageCuts
 
 Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
 
@@ -53,7 +53,9 @@ def rank_part(
         sequence=spec.batch.sequence,
         tensor=plan.tensor,
         mesh=mesh.submesh((plan.tensor.axis,)) if mesh and plan.tensor else None,
-        context=Context(plan.context, mesh, spec.reduce_scatter) if mesh and plan.context else None,
+        context=ContextSlices(plan.context, mesh, spec.reduce_scatter)
+        if mesh and plan.context
+        else None,
         slices=plan.boundary_slices,
         keep=plan.keep,
         loss=plan.loss,

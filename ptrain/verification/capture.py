@@ -19,7 +19,7 @@ from ptrain.interpreter.program import Program
 from ptrain.optimizers.torch import tensor_of
 from ptrain.train.exchange import Exchange
 from ptrain.verification.outputs import Key, Outputs
-from ptrain.verification.own_tokens import OwnTokens
+from ptrain.verification.own_tokens import TokensOfRank
 
 
 @contextmanager
@@ -119,7 +119,7 @@ class Capture:
 
     def beside(self, expected: Outputs) -> Outputs:
         """Return what another device's modules give, as ranks hold what they give."""
-        own = OwnTokens(self.program.spec, self.program.world.rank)
+        own = TokensOfRank(self.program.spec, self.program.world.rank)
 
         def held(key: Key, whole: torch.Tensor) -> torch.Tensor:
             return self.program.order.held_features(key[0], own.of_output(whole))

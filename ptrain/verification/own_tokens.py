@@ -28,7 +28,7 @@ def own_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
     )
 
 
-class OwnTokens:
+class TokensOfRank:
     """Takes a rank's tokens of whole tensors."""
 
     def __init__(self, spec: Spec, rank: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.train.exchange import Exchange
-from ptrain.verification.own_tokens import OwnTokens
+from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.places import data_place
 from ptrain.verification.reference import ReferenceTraining
 
@@ -26,7 +26,7 @@ def sample_departures(
     All ranks call it."""
     spec = reference.spec
     what = "tokens" if spec.data.function is None else "samples"
-    own_tokens = OwnTokens(spec, rank)
+    own_tokens = TokensOfRank(spec, rank)
     expected = _expected(reference, step, own_tokens)
     names: dict[bytes, int] = {}  # tokens are one sample, however often the batch has them
     for ids in expected.values():
@@ -57,7 +57,7 @@ def sample_departures(
 
 
 def _expected(
-    reference: ReferenceTraining, step: int, own: OwnTokens
+    reference: ReferenceTraining, step: int, own: TokensOfRank
 ) -> dict[int, list[tuple[int, bytes]]]:
     """Return by data rank its samples, and of their tokens this rank's own."""
     samples: dict[int, list[tuple[int, bytes]]] = {}
@@ -69,7 +69,7 @@ def _expected(
     return samples
 
 
-def _key(sample: SampleBatch, own: OwnTokens | None = None) -> bytes:
+def _key(sample: SampleBatch, own: TokensOfRank | None = None) -> bytes:
     """What a sample consists of, and nothing of what it is called."""
     tensors = map(own.of_output, sample.tensors) if own else sample.tensors
     return b"".join(map(_bytes, tensors))

@@ -11,7 +11,7 @@ from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER, MASTER
 from ptrain.report.finding import Subject
 from ptrain.verification.capture import modules
-from ptrain.verification.own_tokens import OwnTokens
+from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.reference import ReferenceTraining
 
 States: TypeAlias = dict[tuple[Subject, str], torch.Tensor]
@@ -32,7 +32,7 @@ def of_program(program: Program) -> States:
 def of_reference(device: ReferenceTraining, rank: int = 0) -> States:
     """Return states as torch's optimizers have them; zeros of what they have not made yet. Of
     tables of tokens those that a rank of the spec has."""
-    own = OwnTokens(device.spec, rank)
+    own = TokensOfRank(device.spec, rank)
     updater = device.updater
     states: States = {
         (Subject.PARAMETERS, name): parameter for name, parameter in device.parameters.items()

@@ -13,7 +13,7 @@ from ptrain.models.batch import SampleBatch, StepBatch, TokenPair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSlices:
+class SlicedTokens:
     """Of every sample of a data rank's share of a step the tokens that one rank has: `inputs` and
     `targets` are int64 [K · micro, sequence / ranks]. Losses are divided by the targets of the
     whole global batch, of all ranks."""
@@ -37,15 +37,15 @@ class TokenSlices:
         """Return the shape that its inputs should have, of a rank's tokens of a sample."""
         return [rows, sequence]
 
-    def to(self, device: torch.device) -> TokenSlices:
+    def to(self, device: torch.device) -> SlicedTokens:
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
 
 
-def sliced(batch: StepBatch, spans: Sequence[Span]) -> TokenSlices:
+def sliced(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
     """Return the tokens in these spans of a share [rows, sequence + 1] of tokens, copied."""
     (tokens,) = batch.tensors
     pair = token_slices(tokens, spans).data
-    return TokenSlices(
+    return SlicedTokens(
         inputs=pair.inputs,
         targets=pair.targets,
         global_samples=batch.global_samples,

@@ -7,10 +7,10 @@ N ranks, h heads of a rank, S tokens of all of them.
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from ptrain.internals.functional_collectives import all_to_all_single_autograd, awaited
 
 
 class UlyssesCore(nn.Module):
@@ -38,5 +38,4 @@ class UlyssesCore(nn.Module):
 
     def _exchanged(self, x_NBhTD: Tensor) -> Tensor:
         ones = [1] * self.group.size()
-        received: Tensor = all_to_all_single_autograd(x_NBhTD, ones, ones, self.group)
-        return torch.ops._c10d_functional.wait_tensor(received)
+        return awaited(all_to_all_single_autograd(x_NBhTD, ones, ones, self.group))
