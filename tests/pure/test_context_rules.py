@@ -142,7 +142,7 @@ def test_an_axis_of_data_inside_cp_waits():
         (spec(3, sequence=33), RING, "33 tokens do not fall into two chunks on each of 3 ranks"),
         (spec(2, RING), RING, "as written"),
     ],
-    ids=lambda value: str(value)[:12],
+    ids=["gathered", "zigzag", "ring", "written"],
 )
 def test_what_is_not_written_follows_and_says_why(made, attention, reason):
     assert faultless(made)
