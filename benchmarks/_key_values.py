@@ -45,6 +45,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "mesh.dp_replicate": (1, 4096),
     "mesh.dp_shard": (1, 4096),
     "mesh.dp": (1, 4096),
+    "mesh.cp": (1, 4),
     "mesh.tp": (1, 8),
     "batch.global": (1, 4096),
     "batch.micro": (1, 4),
@@ -78,6 +79,7 @@ _NOT_DRAWN: Mapping[tuple[str, str], str] = {
     ("tensor.plan", "object"): _ROLES,
     ("pipeline.schedule", "array"): "lists of one's own: tests/pure/test_listed_schedules.py",
     ("pipeline.schedule", "string"): "files of them",
+    ("context.attention", "object"): "degrees whose product is cp's",
 }
 
 _SIZE, _RATE = r"^[0-9.]+ *([kKMGT]i?B|B)?$", r"^[0-9.]+ *([kKMGT]i?B|B)?(/s)?$"

@@ -13,7 +13,7 @@ room `base`, but for the entries, `ptrain`, `ptrain.__main__` and `ptrain.testin
 A file of ptrain/ names an axis outside its room where it neither stands in `axes/AXIS` or below it
 nor declares the axes (`spec/axis.py`), and holds at least one of these:
 
-- a member of the axis' own: `Axis.TP`; of the data axes also `DATA_AXES`;
+- a member of the axis' own: `Axis.TP`; of the data axes also `DATA_AXES` and `REDUCED_AXES`;
 - the axis' part of a plan or a spec: an attribute `tensor` or `pipeline` of what is named `plan` or
   `spec` (`plan.tensor`, `self.plan.pipeline`);
 - an import out of the room, `ptrain.axes.tensor`;
@@ -199,7 +199,7 @@ def names_axis(node: ast.AST, axis: str) -> bool:
             return attr in members
         case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=attr):
             return attr in parts and owner in OWNERS
-        case ast.Name(id="DATA_AXES"):
+        case ast.Name(id="DATA_AXES" | "REDUCED_AXES"):
             return axis == "data"
         case ast.ImportFrom(module=module, names=names):
             full = [f"{module}.{alias.name}" for alias in names]

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Protocol
 
 from ptrain.activations import rules as activations
+from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
 from ptrain.axes.pipeline.dials import DIALS as PIPELINE_DIALS
 from ptrain.axes.pipeline.rules import PIPELINE
@@ -24,7 +25,7 @@ from ptrain.spec.misfits import misfits
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
-ROOMS: tuple[AxisRules, ...] = (DATA, TENSOR, PIPELINE)
+ROOMS: tuple[AxisRules, ...] = (DATA, CONTEXT, TENSOR, PIPELINE)
 BYTE_VOCAB = 259  # 256 bytes and three specials
 # takes every tuple that some optimizer takes: on one rank, where nothing is cut, any may be tried
 _UNDEMANDING = OptimizerSpec(name="sgd")
@@ -194,7 +195,7 @@ SPEC_RULES = (
     *activations.RULES,
 )
 RULES: tuple[TupleRule | SpecRule, ...] = (
-    *(rule for room in ROOMS for rule in room.tuples),
+    *dict.fromkeys(rule for room in ROOMS for rule in room.tuples),  # two rooms may share one
     *SPEC_RULES,
 )
 NOT_YET: tuple[SpecRule, ...] = (

@@ -16,7 +16,7 @@ from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, refused
-from ptrain.plan.composition import theorem_6, theorem_7
+from ptrain.plan.composition import all_conditions
 from ptrain.plan.show import show
 from ptrain.selection.recompute import settled
 from ptrain.spec.batch import batch_lines
@@ -66,9 +66,7 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
         "spec": spec.name,
         "steps": steps,
         "units": ["+".join(modules) for modules in plan.units],
-        "conditions": [
-            asdict(condition) for condition in (*theorem_6(spec, plan), *theorem_7(spec, plan))
-        ],
+        "conditions": [asdict(condition) for condition in all_conditions(spec, plan)],
         "warnings": list(derivation.exact.warnings),
     }
 

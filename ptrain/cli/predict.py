@@ -15,7 +15,7 @@ from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
-from ptrain.plan.composition import theorem_6, theorem_7
+from ptrain.plan.composition import all_conditions
 from ptrain.report.predict import Prediction, Reserving, one, prediction_of, require_cuda
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
@@ -158,8 +158,7 @@ def as_record(prediction: Prediction) -> dict[str, object]:
         "command": None if fitting.peak_bytes is not None else prediction.telling,
     }
     spec, plan = prediction.spec, derivation.plan
-    conditions = (*theorem_6(spec, plan), *theorem_7(spec, plan))
-    result["conditions"] = [asdict(condition) for condition in conditions]
+    result["conditions"] = [asdict(condition) for condition in all_conditions(spec, plan)]
     result["cheaper"] = [
         {
             "overrides": list(variant.overrides),

@@ -62,7 +62,7 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     if _is_column(spec.batch) or drops_in_parts(spec) or is_by_operators(spec):
         return False
-    if spec.loss.user_function is not None:
+    if spec.loss.user_function is not None or has_token_slices(spec):
         return False
     kept = spec.activations.of(shape.layers)
     is_in_chunks = spec.loss.chunk is not None
@@ -80,6 +80,11 @@ def drops_in_parts(spec: Spec) -> bool:
     is_cut = spec.degree(Axis.PP) > 1 or spec.degree(Axis.TP) > 1
     shape = spec.model
     return isinstance(shape, ModelShape) and shape.drops and spec.is_for_cuda and is_cut
+
+
+def has_token_slices(spec: Spec) -> bool:
+    """Return whether ranks attend to tokens that others have."""
+    return spec.degree(Axis.CP) > 1
 
 
 def _is_column(batch: Batch) -> bool:

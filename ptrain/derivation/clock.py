@@ -39,7 +39,7 @@ class PassSeconds:
     hooks of these."""
 
     compute: float = 0.0
-    sums: tuple[tuple[Collective, float], ...] = ()
+    sums: tuple[tuple[tuple[str, Collective], float], ...] = ()  # by axis
     hooks: float = 0.0
 
 
@@ -123,11 +123,9 @@ class Clock:
     def compute(self, work: PassSeconds, share: float = 1.0) -> None:
         """Compute a share of a layer's pass, with the collectives within it."""
         self.spend(_COMPUTES[self.phase], work.compute * share)
-        if work.sums and self.tensor_axis:
-            axes = (self.tensor_axis.value,)
-            for collective, seconds in work.sums:
-                key = TimeKey(Spent.COLLECTIVES, self.phase, axes, collective)
-                self._issue(axes, key, seconds * share, None).wait()
+        for (axis, collective), seconds in work.sums:
+            key = TimeKey(Spent.COLLECTIVES, self.phase, (axis,), collective)
+            self._issue((axis,), key, seconds * share, None).wait()
         if work.hooks:
             self._on_host(work.hooks * share)
 
@@ -305,16 +303,21 @@ class Clock:
         return self._passes[key][1]
 
     def _pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
-        sums = dict[Collective, float]()
-        axes = (self.tensor_axis,) if self.tensor_axis else ()
-        names = self.network.ordered(axes)
+        sums = dict[tuple[str, Collective], float]()
         for item in work:
             if isinstance(item, InnerCollective):
-                seconds = self._group_seconds(item.collective, names, None, item.payload)
-                sums[item.collective] = sums.get(item.collective, 0.0) + item.times * seconds
+                axis = item.axis or (self.tensor_axis or "")
+                seconds = self._inner_seconds(item, axis)
+                key = str(axis), item.collective
+                sums[key] = sums.get(key, 0.0) + item.times * seconds
         compute = operators_seconds(self.pace, work, around)
         hooks = cut_seconds(self.pace, work) if self.tensor_axis else 0.0
         return PassSeconds(compute, tuple(sums.items()), hooks)
+
+    def _inner_seconds(self, item: InnerCollective, axis: str) -> float:
+        if item.collective is Collective.SEND:  # all to the next rank
+            return self.message_seconds(Axis(axis), item.payload)
+        return self._group_seconds(item.collective, (axis,), None, item.payload)
 
     def _once(self, question: Hashable, ask: Callable[..., float], *words: object) -> float:
         """The machine's answer, which is asked for once."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ptrain.algebra.layout import positions
+from ptrain.axes.context.costs import sent as sent_over_context
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.by_rank import ByRank, of_own
@@ -212,7 +213,7 @@ def exact(
         (indices, _exact_part(spec, plan, part, indices[0], machine))
         for part, indices in tensor.parts(spec, plan, facts).items()
     ]
-    operators = add_traffic(tensor.sent(spec, plan, facts))
+    operators = add_traffic((*tensor.sent(spec, plan, facts), *_over_context(spec, plan)))
     estimate = _joined(spec, plan, of_parts)
     traffic = _with(estimate.traffic, operators)
     return replace(
@@ -223,6 +224,11 @@ def exact(
         accounts=tuple(_with(rows, operators) for rows in estimate.accounts),
         step=slowest(part.step for _, part in of_parts),
     )
+
+
+def _over_context(spec: Spec, plan: Plan) -> Iterator[Traffic]:
+    if isinstance(spec.model, ModelShape):
+        yield from sent_over_context(spec, plan, spec.activations.of(spec.model.layers))
 
 
 def _with(rows: Iterable[Traffic], operators: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
@@ -284,11 +290,9 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
     (_, first), *others = parts
     if not others:
         return first
-    assert plan.tensor is not None
-    axes = (plan.tensor.axis,)
     estimate_of = {index: estimate for indices, estimate in parts for index in indices}
     number_of = {index: number for number, (indices, _) in enumerate(parts) for index in indices}
-    index_of = positions(spec, axes)
+    index_of = positions(spec, plan.cutting_axes)
     column_of = [number_of[index] for index in index_of]
     keys = dict.fromkeys(row.key for _, estimate in parts for row in estimate.traffic)
     return replace(
@@ -312,7 +316,8 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
 def _exact_part(
     spec: Spec, plan: Plan, facts: ModelFacts, index: int, machine: Machine | None
 ) -> Estimate:
-    """Of the ranks that have this part of the model, among them those at this place along tp,
+    """Of the ranks that have this part of the model, among them those at this place along the
+    cutting axes,
     without what its operators send."""
     ghost = wrapping(spec, plan, facts)
     memory, traffic = resident(ghost), sent(ghost)

@@ -47,9 +47,10 @@ def in_flight(
     like: dict[Place, Place] = {}
     first: dict[tuple[int, tuple[int, ...]], Place] = {}
     instructions, parts = training(schedule), _PartsOfStages(spec, stages, timing)
-    for place, index in product(range(schedule.ranks), range(spec.degree(Axis.TP))):
+    cutting = stages[0].plan.cutting_axes
+    for place, index in product(range(schedule.ranks), range(ranks_over(spec, cutting))):
         own = schedule.stages_of(place)
-        # ranks of tp with the same parts: the first of them stands for all
+        # ranks with the same parts: the first of them stands for all
         alike = tuple(parts.first_of(stage, index) for stage in own)
         like[place, index] = first.setdefault((place, alike), (place, index))
         if like[place, index] not in played:
@@ -58,7 +59,7 @@ def in_flight(
             step = play_rank(spec, of_rank, instructions[place], schedule.stages - 1, clock)
             sums = [row for stage in own for row in stages[stage].tied(index)] if clock else []
             played[place, index] = _Rank(spec, step, sums)
-    places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
+    places = zip(positions(spec, (Axis.PP,)), positions(spec, cutting), strict=True)
     ranks = [like[place] for place in places]
     shards = positions(spec, differing_axes(stages[0].plan))
     keys = [(rank, played[rank].updates[s]) for rank, s in zip(ranks, shards, strict=True)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ptrain.derivation.activations import drops_in_parts
+from ptrain.derivation.activations import drops_in_parts, has_token_slices
 from ptrain.derivation.attention import (
     attention_of,
     capabilities,
@@ -33,6 +33,7 @@ _WHY = "with dropout, what a CPU's kernels allocate is not what a GPU's do"
 _AHEAD = (
     "a GPU brings offloaded activations back a module ahead of their use, a CPU when they are used"
 )
+_OVER_CONTEXT = "no GPU has shown what attention over cp keeps"
 _OTHERWISE = (
     "of {what} a GPU's attention is no kernel that is known: tensors are padded, or it goes "
     "operator by operator"
@@ -92,6 +93,8 @@ def _of_offloaded(spec: Spec) -> Iterator[tuple[str, str]]:
 def _otherwise(spec: Spec, facts: ModelFacts) -> str:
     """Say why attention is none of the kernels that torch was asked for; nothing where it is
     one."""
+    if spec.is_for_cuda and has_token_slices(spec):
+        return _OVER_CONTEXT
     what = facts.unknown_attention if spec.is_for_cuda else ""
     attention = attention_of(spec)
     if attention and not attention.has_kernel(capability(spec)):

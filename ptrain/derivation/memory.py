@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from ptrain.algebra.layout import positions, ranks_over
+from ptrain.axes.context.form import held_buffers, held_tokens
 from ptrain.by_rank import ByRank
 from ptrain.costs import Footprint, State
 from ptrain.derivation.differing import differing_axes
@@ -51,8 +52,8 @@ def other_bytes(spec: Spec, facts: ModelFacts) -> int:
     scale = 2 if spec.precision.effective.parameters is DType.FP64 else 1
     sample = facts.sample_bytes
     if sample is None:
-        sample = (spec.batch.sequence + 1) * _TOKEN_BYTES
+        sample = held_tokens(spec) * _TOKEN_BYTES
     samples = spec.batch.accumulate * spec.batch.micro * sample
-    buffers = sum(size for _, size in facts.buffers)
+    buffers = sum(size for _, size in held_buffers(spec, facts.buffers))
     scaling = _SCALING_BYTES if spec.precision.effective.scales_loss else 0
     return scale * (buffers + _LOSS_BYTES) + samples + scaling

@@ -30,8 +30,8 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
     """Return each rank's operations; none for a model that is not built in, or whose blocks have no
     table."""
     shape = spec.model
-    if not isinstance(shape, ModelShape):
-        return ()
+    if not isinstance(shape, ModelShape) or plan.tokens < spec.batch.sequence:
+        return ()  # tables tell what a rank computes that attends to its own tokens alone
     kept = spec.activations.of(shape.layers)
     if not all(blocks.is_known(shape, mode) for mode in kept):
         return ()

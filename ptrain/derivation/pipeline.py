@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
-from ptrain.algebra.layout import positions
+from ptrain.algebra.layout import positions, ranks_over
+from ptrain.axes.context.costs import sent as sent_over_context
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.holdings import Transfer, transfers
 from ptrain.axes.pipeline.schedule import Schedule
@@ -39,6 +40,7 @@ from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
+from ptrain.spec.activations import Kept
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -47,12 +49,9 @@ _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
 def parts(spec: Spec, plan: Plan, part: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
-    """Return what the ranks of tp have of one stage's part, each with the places that have it;
-    `plan` is the stage's."""
-    step = plan.tensor
-    if step is None:
-        return {part: (0,)}
-    alike = tensor.local_units(part, step, spec.degree(step.axis))
+    """Return what the ranks have of one stage's part, each with the places along the cutting axes
+    that have it; `plan` is the stage's."""
+    alike = tensor.units_by_place(spec, plan, part)
     return {replace(part, units=units): indices for units, indices in alike}
 
 
@@ -104,19 +103,34 @@ def staged(
         kind = _kind(spec, facts, stage, len(stages))
         if kind not in first:
             narrowed, part = stage_plan(plan, stage, ends), stage_facts(facts, stage)
+            passes = facts.stage_passes[stage.index] if facts.stage_passes else ()
             first[kind] = StageParts(
                 stage=stage,
                 like=stage.index,
                 plan=narrowed,
                 facts=part,
                 parts=[
-                    (wrapping(spec, narrowed, local), indices)
+                    (wrapping(spec, narrowed, local), alike)
                     for local, indices in parts(spec, narrowed, part).items()
+                    for alike in _of_equal_passes(indices, passes)
                 ],
-                passes=facts.stage_passes[stage.index] if facts.stage_passes else (),
+                passes=passes,
             )
         all_parts.append(replace(first[kind], stage=stage))
     return tuple(all_parts)
+
+
+def _of_equal_passes(
+    indices: tuple[int, ...], passes: Sequence[Passes]
+) -> Sequence[tuple[int, ...]]:
+    """Return the places apart that have other passes of the same part."""
+    if not passes:
+        return (indices,)
+    alike: list[tuple[int, ...]] = []
+    for index in indices:
+        like = next((group for group in alike if passes[group[0]] == passes[index]), ())
+        alike = [group for group in alike if group is not like] + [(*like, index)]
+    return sorted(alike)
 
 
 def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:
@@ -131,7 +145,7 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
     step = plan.pipeline
     assert step is not None
-    cut = (plan.tensor.axis,) if plan.tensor else ()
+    cut = plan.cutting_axes
     rows: list[tuple[Footprint, ...]] = []
     of_part: dict[tuple[int, int], list[int]] = {}  # by shard an index into the rows
     for taken in stages:
@@ -143,8 +157,8 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
             numbers = of_part[taken.like, indices[0]]
             of_part |= {(taken.stage.index, index): numbers for index in indices}
     stages_of = [step.stages_of(place) for place in range(spec.degree(step.axis))]
-    ranks_of_tp = range(spec.degree(plan.tensor.axis) if plan.tensor else 1)
-    held_by = [[[of_part[stage, i] for stage in held] for i in ranks_of_tp] for held in stages_of]
+    places_within = range(ranks_over(spec, cut))
+    held_by = [[[of_part[stage, i] for stage in held] for i in places_within] for held in stages_of]
     places = zip(
         *(positions(spec, axes) for axes in ((step.axis,), cut, differing_axes(plan))),
         strict=True,
@@ -233,11 +247,7 @@ def _places(
     same."""
     step = plan.pipeline
     assert step is not None
-    cut = (
-        (plan.tensor.axis,)
-        if plan.tensor and any(len(stage_parts.parts) > 1 for stage_parts in stages)
-        else ()
-    )
+    cut = plan.cutting_axes if any(len(stage_parts.parts) > 1 for stage_parts in stages) else ()
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
     shards = differing_axes(plan) if is_uneven else ()
     return list(zip(*(positions(spec, axes) for axes in ((step.axis,), cut, shards)), strict=True))
@@ -263,9 +273,8 @@ def over_boundaries(
 
 def message_bytes(spec: Spec, plan: Plan, model: Chain) -> int:
     """Return the bytes of what a stage gives to the next one, of a micro-batch."""
-    is_cut = plan.tensor is not None and plan.tensor.is_sequence
-    slices = spec.degree(plan.tensor.axis) if plan.tensor and is_cut else 1
-    states = spec.batch.micro * math.prod(model.sample_shape(spec.batch.sequence, slices))
+    shape = model.sample_shape(spec.batch.sequence, plan.boundary_slices)
+    states = spec.batch.micro * math.prod(shape)
     return states * spec.precision.effective.parameters.itemsize
 
 
@@ -273,7 +282,10 @@ def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[l
     """Return by index on tp what the ranks there send for a stage, of each shard where these
     differ."""
     times = partial(stage_gathers, schedule, stage_parts.stage.index)
-    operators = tuple(tensor.sent(spec, stage_parts.plan, stage_parts.facts))
+    operators = (
+        *tensor.sent(spec, stage_parts.plan, stage_parts.facts),
+        *sent_over_context(spec, stage_parts.plan, _modes(spec, stage_parts.stage)),
+    )
     rows_of: dict[int, list[Rows]] = {}
     for ghost, indices in stage_parts.parts:
         moved, repeated = _kept(spec, stage_parts, indices[0])
@@ -287,6 +299,15 @@ def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[l
         sums = tied_sums(ghost, stage_parts.stage)
         rows_of |= {index: [(*rows, *more) for more in sums] for index in indices}
     return [rows_of[index] for index in sorted(rows_of)]
+
+
+def _modes(spec: Spec, stage: Stage) -> tuple[Kept, ...]:
+    """How the stage's layers keep their activations; of a model that is not built in nobody
+    asks."""
+    if not isinstance(spec.model, ModelShape):
+        return ()
+    kept = spec.activations.of(spec.model.layers)
+    return tuple(kept[int(layer.rpartition(".")[2])] for layer in stage.layers)
 
 
 def _kept(spec: Spec, stage_parts: StageParts, index: int) -> tuple[Pairs, Pairs]:

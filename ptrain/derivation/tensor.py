@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+from ptrain.algebra.layout import place_of, ranks_over
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.costs import Cut, ModuleRoles, cut_dims, slices
@@ -30,33 +31,51 @@ _LOSS_SUMS = 3  # of a loss on cut logits: their maximum, their sum, the targets
 
 
 def cut_of(spec: Spec, plan: Plan, index: int) -> Cut | None:
-    """Return how the operators of the rank at this place along tp are cut, if they are."""
+    """Return how the operators of the rank at this place along the cutting axes are cut, if they
+    are."""
     step = plan.tensor
-    return Cut(step=step, degree=spec.degree(step.axis), index=index) if step else None
+    if step is None:
+        return None
+    own = place_of(spec, plan.cutting_axes, index)[step.axis]
+    return Cut(step=step, degree=spec.degree(step.axis), index=own)
 
 
 def parts(spec: Spec, plan: Plan, facts: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
-    """Return what the ranks of tp have of the model, and of each such part which of them have
-    it."""
-    step = plan.tensor
-    if step is None:
+    """Return what the ranks have of the model by their places along the cutting axes, and of each
+    such part which of them have it."""
+    if not plan.cutting_axes:
         return {facts: (0,)}
     indices_of: dict[ModelFacts, tuple[int, ...]] = {}
-    degree = spec.degree(step.axis)
-    for units, indices in local_units(facts, step, degree):
+    for units, indices in units_by_place(spec, plan, facts):
         traced = [(index,) for index in indices] if facts.part_timelines else [indices]
         for alike in traced:
-            part = _local_facts(spec, facts, units, Cut(step=step, degree=degree, index=alike[0]))
+            part = _local_facts(spec, facts, units, alike[0])
             indices_of[part] = (*indices_of.get(part, ()), *alike)
     return indices_of
 
 
-def _local_facts(spec: Spec, facts: ModelFacts, units: Units, cut: Cut) -> ModelFacts:
-    """One rank's part: its units, and where it was traced the timeline of its micro-batch."""
+def units_by_place(
+    spec: Spec, plan: Plan, facts: ModelFacts
+) -> Iterator[tuple[Units, tuple[int, ...]]]:
+    """Yield the units of the ranks, and at which places along the cutting axes they have them
+    so."""
+    axes, step = plan.cutting_axes, plan.tensor
+    places = range(ranks_over(spec, axes))
+    if step is None:
+        yield facts.units, tuple(places)
+        return
+    own = [place_of(spec, axes, place)[step.axis] for place in places]
+    for units, indices in local_units(facts, step, spec.degree(step.axis)):
+        yield units, tuple(place for place in places if own[place] in indices)
+
+
+def _local_facts(spec: Spec, facts: ModelFacts, units: Units, index: int) -> ModelFacts:
+    """The part at a place along the cutting axes: its units, and where it was traced the timeline
+    of its micro-batch."""
     traced = facts.part_timelines
     if activations.is_tabulated(spec) and not facts.roles and not traced:
         return replace(facts, units=units)
-    timeline = traced[cut.index] if len(traced) == cut.degree else None
+    timeline = traced[index] if traced else None
     order = gradient_order(timeline) if timeline else facts.gradient_order
     return replace(facts, units=units, timeline=timeline, gradient_order=order, part_timelines=())
 
@@ -105,10 +124,10 @@ def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
         return
     group = Group((step.axis,), spec.degree(step.axis))
     times = plan.accumulate.micro_batches
-    for collective, state, phase, number, payload in _calls(spec, step, facts, group.ranks):
+    for collective, state, phase, number, payload in _calls(spec, plan, step, facts):
         yield Calls(collective, state, phase, number * times).over(group, payload)
     again = times + _halves(spec, plan)
-    for collective, state, phase, number, payload in _of_loss(spec, step, facts, group.ranks):
+    for collective, state, phase, number, payload in _of_loss(spec, plan, step, facts):
         passes = again if phase is Phase.BACKWARD else times
         yield Calls(collective, state, phase, number * passes).over(group, payload)
 
@@ -124,10 +143,10 @@ _STORED = {Role.TRANSPOSED_COLUMN: Role.COLUMN, Role.TRANSPOSED_ROW: Role.ROW}
 _Row = tuple[Collective, State, Phase, int, int]
 
 
-def _calls(spec: Spec, step: Parallelize, facts: ModelFacts, ranks: int) -> Iterator[_Row]:
+def _calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
     """(collective, state, phase, calls in a micro-batch, payload of each)."""
     itemsize = spec.precision.effective.parameters.itemsize
-    tokens = spec.batch.micro * spec.batch.sequence
+    tokens = spec.batch.micro * plan.tokens
     cut = _operators(step, facts)
     for phase, sums, copies, alike in (
         (Phase.FORWARD, cut.joins, cut.opens, cut.whole_joins),
@@ -144,18 +163,20 @@ def _calls(spec: Spec, step: Parallelize, facts: ModelFacts, ranks: int) -> Iter
     if step.is_saved_cut:
         yield from _moved(gather, backward, cut.whole_inputs, tokens * itemsize)
     if step.is_sequence:
-        yield from _moved(gather, backward, cut.positions, spec.batch.sequence * itemsize)
+        # a gradient of vectors of positions is made whole for each stretch that was read
+        stretches = plan.context.chunks if plan.context else 1
+        yield from _moved(gather, backward, cut.positions * stretches, plan.tokens * itemsize)
     for numel, number in cut.summed.items():
         yield Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD, number, numel * itemsize
 
 
-def _of_loss(spec: Spec, step: Parallelize, facts: ModelFacts, ranks: int) -> Iterator[_Row]:
+def _of_loss(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
     """Of logits that are cut. In chunks everything is sent once more in backward, which computes
     them again."""
     vocab = _operators(step, facts).vocab
     if vocab is None:
         return
-    tokens = spec.batch.micro * spec.batch.sequence
+    tokens, ranks = spec.batch.micro * plan.tokens, spec.degree(step.axis)
     itemsize = spec.precision.effective.parameters.itemsize
     token_bytes = ranks * ceil_div(vocab, ranks) * itemsize
     wide = max(itemsize, DType.FP32.itemsize)

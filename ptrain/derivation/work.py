@@ -40,8 +40,8 @@ _NO_TABLE = "no table and no trace says which operators the model runs"
 
 
 def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> ModelWork | None:
-    """Return what the rank at place `index` along tp computes of each layer of the model, in front
-    of them and behind them; None where `why_unknown` says why."""
+    """Return what the rank at place `index` along the cutting axes computes of each layer of the
+    model, in front of them and behind them; None where `why_unknown` says why."""
     traced = _traced(plan, facts, index)
     if traced is not None:
         return traced.model
@@ -61,7 +61,8 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     if _traced(plan, facts, 0) is not None:
         return ""
     shape = spec.model
-    if not isinstance(shape, ModelShape) or spec.loss.user_function:
+    is_whole = plan.tokens == spec.batch.sequence
+    if not isinstance(shape, ModelShape) or spec.loss.user_function or not is_whole:
         return _NO_TABLE
     if spec.loss.fused:
         return _FUSED_LOSS
@@ -74,10 +75,10 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
 
 
 def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
-    """What was traced of the ranks at this place along tp, if something was."""
+    """What was traced of the ranks at this place along the cutting axes, if something was."""
     if facts.part_works:
         return facts.part_works[index]
-    is_cut = plan.tensor is not None or plan.pipeline is not None
+    is_cut = plan.cutting_axes or plan.pipeline is not None
     return None if is_cut else facts.work
 
 

@@ -42,12 +42,13 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class InnerCollective:
-    """A collective within a pass, over the axis that cuts operators, which awaits it: bytes of the
-    whole tensor."""
+    """A collective within a pass, which awaits it, over the axis that cuts operators or over one
+    that is named: bytes of the whole tensor."""
 
     collective: Collective
     payload: int
     times: int = 1
+    axis: str = ""
 
 
 PassWork = tuple[Operator | InnerCollective, ...]

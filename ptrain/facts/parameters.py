@@ -139,6 +139,9 @@ def _root(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
     return front, (*_norm(shape, "norm", hidden), *head)
 
 
+OF_TOKENS = "_TK"  # ends the name of a table with a row for each token
+
+
 def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
     """Return name and sizes of each table of reals that a model has beside its parameters, in its
     order: of rotations, and of what a window hides."""

@@ -27,6 +27,7 @@ def traced_part(spec: Spec) -> Spec:
         unit=spec.unit,
         tensor=spec.tensor,
         pipeline=spec.pipeline,
+        context=spec.context,
         activations=spec.activations,
         loss=spec.loss,
         data=spec.data if spec.data.function else DataSpec(),

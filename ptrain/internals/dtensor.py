@@ -43,7 +43,7 @@ PARTS = (
     ),
     PrivatePart(owner=ShardingPropagator, members=("_propagate_tensor_meta_non_cached",)),
     PrivatePart(owner=torch._C, members=("_clear_DTensor_sharding_propagator_cache",)),
-    PrivatePart(owner=DeviceMesh, members=("_flatten", "_get_root_mesh")),
+    PrivatePart(owner=DeviceMesh, members=("_concatenate", "_flatten", "_get_root_mesh")),
     PrivatePart(owner=ColwiseParallel, members=("_prepare_output_fn",)),
 )
 
@@ -51,6 +51,11 @@ PARTS = (
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the dimensions of a mesh as one of this name."""
     return mesh._flatten(name)
+
+
+def side_by_side(*meshes: DeviceMesh) -> DeviceMesh:
+    """Return parts of one mesh, flattened or not, as the dimensions of one."""
+    return DeviceMesh._concatenate([*meshes])
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

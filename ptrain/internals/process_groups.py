@@ -3,7 +3,7 @@ and what a collective returns while it is on its way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from ptrain.internals.part import PrivatePart
 
+_OF_MESH = "mesh_"  # begins how a mesh describes its groups
 RECORDER = torch._C._distributed_c10d  # of it the flight recorder, where it is built in
 Work = RECORDER.Work
 
@@ -23,6 +24,7 @@ PARTS = (
     ),
     PrivatePart(owner=distributed_c10d._world, members=("pg_map", "pg_names")),
     PrivatePart(owner=RECORDER, members=("Work", "ProcessGroup")),
+    PrivatePart(owner=RECORDER.ProcessGroup, members=("group_desc",)),
     PrivatePart(owner=RECORDER.ProcessGroup, members=("_get_sequence_number_for_group",)),
     PrivatePart(owner=RECORDER.ProcessGroupGloo._Options, members=("_timeout",)),
 )
@@ -72,3 +74,11 @@ def gloo_options(timeout: timedelta) -> dist.ProcessGroupGloo.Options:
 def is_group(value: Any) -> bool:
     """Return whether an operator's argument, as a script object, is a group."""
     return bool(value._type().name() == "ProcessGroup")
+
+
+def axis_of(arguments: Sequence[Any]) -> str:
+    """Return along which axis of a mesh the ranks differ whose collective has these arguments, as
+    the mesh says it of groups that it makes; nothing where none does."""
+    names = [argument for argument in arguments if isinstance(argument, str)]
+    groups = [named(name) for name in names if is_name(name)]
+    return next((str(group.group_desc).removeprefix(_OF_MESH) for group in groups), "")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ptrain.axes.context.run.apply import ContextGroups
 from ptrain.axes.data.run.wrapped import OwnUpdate, WrappedModel
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.interpreter.clip import Clipping
@@ -15,13 +16,15 @@ from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.interpreter.passes import Enter, PassRunner
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.workpiece import Stages, Workpiece
+from ptrain.models.batch import StepBatch
 from ptrain.models.chunked import LossInside
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import ChunkedLoss, Plan, Ran
+from ptrain.steps.kind import Ran
+from ptrain.steps.step import ChunkedLoss, Plan
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,6 +46,8 @@ class Construction:
     join: Callable[[Construction], tuple[WrappedModel, nn.Module]] | None = None
     operators: Callable[[], AbstractContextManager[None]] = nullcontext
     order: FusedOrder = field(default_factory=FusedOrder)
+    context: ContextGroups | None = None
+    own_tokens: Callable[[StepBatch], StepBatch] = lambda batch: batch  # those that a rank is given
     inside_of: Callable[[ChunkedLoss], LossInside] = LossInside  # of whole logits
     loss: Loss = field(default_factory=Loss)  # how the model gives it
     passes_of: Callable[[Construction, StepLoss, Enter], PassRunner] | None = None

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from ptrain.activations.run.apply import keep
+from ptrain.axes.context.run.apply import ContextGroups, own_tokens, parallelize_context
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize, require_rows
@@ -32,7 +33,8 @@ from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.tiers import Tiers
 from ptrain.rooms.torch import TorchRoom
-from ptrain.steps.kind import PlanStep
+from ptrain.steps.context import ContextParallel
+from ptrain.steps.kind import PlanStep, Ran
 from ptrain.steps.step import (
     Accumulate,
     ChunkedLoss,
@@ -44,7 +46,6 @@ from ptrain.steps.step import (
     LocalGradients,
     Parallelize,
     Pipeline,
-    Ran,
     Replicate,
     Step,
     Update,
@@ -106,6 +107,15 @@ def _cut_operators(step: Parallelize, piece: Workpiece, rank: Construction) -> N
     rank.operators = micro_batch(step)
     rank.order = FusedOrder(step, rank.mesh.size((step.axis,)))
     rank.inside_of = partial(loss_inside, tensor=step)
+
+
+def _slice_tokens(step: ContextParallel, piece: Workpiece, rank: Construction) -> None:
+    _require(piece.wrapped is None, step, "units are wrapped already, with cores of whole samples")
+    if rank.context is None:
+        rank.context = ContextGroups(step, rank.mesh)
+        rank.own_tokens = own_tokens(step, rank.mesh)
+    via = rank.spec.reduce_scatter
+    parallelize_context(piece.module, step, rank.mesh, rank.context, via)
 
 
 def _keep_less(step: Keep, piece: Workpiece, rank: Construction) -> None:
@@ -184,6 +194,7 @@ OF_RANK: dict[type[PlanStep], Callable[[Any, Construction], None]] = {
 }
 OF_PIECES: dict[type[PlanStep], Callable[[Any, Workpiece, Construction], None]] = {
     Parallelize: _cut_operators,
+    ContextParallel: _slice_tokens,
     Keep: _keep_less,
     LocalGradients: _wrap_units,
     Replicate: _wrap_units,

@@ -88,6 +88,7 @@ class Program:
         self._lr: float | None = None
         self._operators = rank.operators
         self.order = rank.order
+        self.own_tokens = rank.own_tokens  # what a rank has of its samples
         self._sharers = self.mesh.size(self.plan.loss_axes)
         if self.updates_in_backward:
             self.wrapped.consume_with(self._update_unit)
@@ -128,13 +129,14 @@ class Program:
             data_index=self.data_index,
             data_degree=self.spec.data_degree,
         )
-        return local.to(self.world.device)
+        return self.own_tokens(local).to(self.world.device)
 
     def share(self, samples: Any) -> StepBatch:
         """Return this rank's part of a global batch of yours, which every rank has: tokens, int64
         [batch.global, sequence + 1]; or, where the spec's `data` are not tokens, what these are,
         collated. Raises SpecError for another shape."""
-        return part_of(samples, self.spec, self.data_index).to(self.world.device)
+        local = part_of(samples, self.spec, self.data_index)
+        return self.own_tokens(local).to(self.world.device)
 
     def forward_backward(self, batch: StepBatch, lr: float | None = None) -> torch.Tensor:
         """K micro-batches forward and backward. Returns this rank's share of the global mean loss

@@ -20,6 +20,7 @@ from ptrain.axes.data.run.flat_target import FlatTarget, FlatTensorTarget
 from ptrain.axes.data.run.local_part import LocalPart, Parameter
 from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
 from ptrain.axes.data.run.target import NamedTarget, ParameterTarget
+from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
 from ptrain.models.ledger import local
 from ptrain.optimizers.torch import TorchOptimizer
@@ -78,10 +79,14 @@ def optimizer(program: Program) -> Iterator[Holding]:
 
 
 def buffers(program: Program) -> Iterator[Holding]:
-    """Yield the buffers of the model, the stages' under the model's names."""
+    """Yield the buffers of the model, the stages' under the model's names. Tables of tokens have
+    rows for the positions that the model says it is given."""
     for piece in program.pieces:
+        spans = getattr(piece.module, "spans", ())
+        rows = ",".join(f"{first}-{behind}" for first, behind in spans)
         for name, buffer in piece.module.named_buffers():
             if (part := _cut(buffer)) is not None:
+                part += rows if name.endswith(OF_TOKENS) else ""
                 yield Holding(Subject.BUFFERS, name, "", part, local(buffer))
 
 

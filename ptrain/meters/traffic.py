@@ -79,7 +79,8 @@ class TrafficMeter(OperatorMode):
         guess: Callable[[Collective, Phase], State] | None = None,
     ) -> None:
         """`guess` names the state of a call none of whose tensors has a tag. Without it, what is
-        sent over tp alone are activations: nothing else is born there without one."""
+        sent over tp alone, or exchanged over cp, are activations: nothing else is born there
+        without one."""
         super().__init__()
         self._guess = guess
         self._device = device
@@ -130,12 +131,15 @@ class TrafficMeter(OperatorMode):
             via=via,
         )
         sent = ring_bytes(collective, payload, group.size())
+        if splits := _splits(name, args):
+            sent = payload - payload * splits[group.rank()] // max(sum(splits), 1)
         self._rows.append(Traffic(key=key, calls=1, payload_bytes=payload, sent_bytes=sent))
 
     def _untagged(self, collective: Collective, axes: tuple[str, ...]) -> State:
         if self._guess is not None:
             return self._guess(collective, self._phase)
-        return State.ACTIVATIONS if axes == (Axis.TP.value,) else State.OTHER
+        is_exchange = collective is Collective.ALL_TO_ALL and axes == (Axis.CP.value,)
+        return State.ACTIVATIONS if is_exchange or axes == (Axis.TP.value,) else State.OTHER
 
     def _count_moves(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         if function is _OF_LISTS:
@@ -164,6 +168,13 @@ class TrafficMeter(OperatorMode):
         )
         payload = source.numel() * source.element_size()
         self._rows.append(Traffic(key=key, calls=1, payload_bytes=payload, sent_bytes=0))
+
+
+def _splits(name: str, args: tuple[Any, ...]) -> list[int]:
+    """Return how many rows an exchange sends to each rank, itself included; none where it sends as
+    many to all."""
+    place = {"all_to_all_single": 2, "alltoall_base_": 4}.get(name)  # by the operators' schemas
+    return list(args[place]) if place is not None and len(args) > place else []
 
 
 def ring_bytes(collective: Collective, payload: int, ranks: int) -> int:

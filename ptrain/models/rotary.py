@@ -7,7 +7,7 @@ Sources: Su et al. 2021; Llama 3.1's scaling as in Meta's llama-models, `apply_s
 from __future__ import annotations
 
 import math
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -37,10 +37,19 @@ def rotate(x_BTHD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill_tables(shape: ModelShape, cos_TK: Tensor, sin_TK: Tensor, *, is_local: bool) -> None:
+def fill_tables(
+    shape: ModelShape,
+    cos_TK: Tensor,
+    sin_TK: Tensor,
+    *,
+    spans: tuple[tuple[int, int], ...] = (),
+    is_local: bool,
+) -> None:
     """Fill the tables of a model's layers, with a window or without, where they stand: computed in
-    fp64, stored in their dtype."""
-    positions_T = torch.arange(cos_TK.shape[0], dtype=torch.float64, device=cos_TK.device)
+    fp64, stored in their dtype. They are of the positions in `spans`, or from 0."""
+    where: Any = {"dtype": torch.float64, "device": cos_TK.device}
+    spans = spans or ((0, cos_TK.shape[0]),)
+    positions_T = torch.cat([torch.arange(first, behind, **where) for first, behind in spans])
     angles_TK = positions_T[:, None] * _frequencies(shape, cos_TK.device, is_local=is_local)
     cos_TK.copy_(angles_TK.cos())
     sin_TK.copy_(angles_TK.sin())

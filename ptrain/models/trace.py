@@ -86,12 +86,12 @@ class Recording:
 
     @property
     def repeated(self) -> tuple[tuple[str, int], ...]:
-        """The collectives of forward that backward ran again, as a timeline has them."""
+        """The collectives over tp of forward that backward ran again, as a timeline has them."""
         return tuple(
             (work.what.collective.value, work.what.payload)
             for works in self.works.values()
             for _, work in works
-            if work.when is When.AGAIN and isinstance(work.what, SentTensor)
+            if work.when is When.AGAIN and isinstance(work.what, SentTensor) and not work.what.axis
         )
 
 

@@ -22,6 +22,8 @@ from ptrain.models.rotary import fill_tables
 from ptrain.spec.block import Positions
 from ptrain.spec.model import ModelShape
 
+Spans = tuple[tuple[int, int], ...]  # first position, and the one behind the last
+
 
 class EmbeddingScale(nn.Module):
     """A multiplication by a number."""
@@ -35,10 +37,15 @@ class EmbeddingScale(nn.Module):
 
 
 class LearnedPositions(nn.Embedding):
-    """Positions with a vector each, added to what stands at them."""
+    """Positions with a vector each, added to what stands at them: at those of `spans`, or at the
+    first ones."""
+
+    spans: Spans = ()
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return x_BTC + self.weight[: x_BTC.shape[1]]
+        spans = self.spans or ((0, x_BTC.shape[1]),)
+        parts = [self.weight[first:behind] for first, behind in spans]
+        return x_BTC + (parts[0] if len(parts) == 1 else torch.cat(parts))
 
 
 class CappedHead(nn.Linear):
@@ -59,6 +66,7 @@ class Transformer(nn.Module):
     def __init__(self, shape: ModelShape, *, sequence: int) -> None:
         super().__init__()
         self.shape = shape
+        self.spans: Spans = ()  # of its tables of angles; without: from 0
         scale, rate = shape.embedding_scale, shape.dropouts.embedding
         is_learned = shape.positions is Positions.LEARNED
         self.embed = nn.Embedding(shape.vocab, shape.hidden)
@@ -88,12 +96,26 @@ class Transformer(nn.Module):
         for prefix in ("", LOCAL):
             if (cos_TK := own.get(f"{prefix}cos_TK")) is not None:
                 sin_TK = own[f"{prefix}sin_TK"]
-                fill_tables(self.shape, cos_TK, sin_TK, is_local=prefix == LOCAL)
+                angles = cos_TK, sin_TK
+                fill_tables(self.shape, *angles, spans=self.spans, is_local=prefix == LOCAL)
         if (mask_TT := own.get(f"{LOCAL}TT")) is not None:
             assert self.shape.window is not None, "somebody has a window"
             ones_TT = torch.ones_like(mask_TT, dtype=torch.bool)
             hidden_TT = ones_TT.triu(1) | ones_TT.tril(-self.shape.window)
             mask_TT.zero_().masked_fill_(hidden_TT, float("-inf"))
+
+    def place_tokens(self, spans: Spans) -> None:
+        """From here on inputs are the tokens at these positions. What a window hides is that of
+        whole sequences still."""
+        self.spans = spans
+        num_tokens = sum(behind - first for first, behind in spans)
+        for name, table in list(self.named_buffers(recurse=False)):
+            if name.endswith("_TK"):
+                rows = table.new_empty(num_tokens, *table.shape[1:])
+                self.register_buffer(name, rows, persistent=False)
+        if isinstance(self.positions, LearnedPositions):
+            self.positions.spans = spans
+        self.reset_buffers()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTC = self.dropout(self.positions(self.scale(self.embed(tokens_BT))))

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ptrain.costs import Collective
 from ptrain.facts.operators import InnerCollective, Operator
+from ptrain.internals import process_groups
 from ptrain.models.ledger import tensors_of
 from ptrain.models.operator_kinds import is_free, kind_of
+from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 
@@ -47,16 +49,20 @@ class OperatorSizes:
 
 @dataclass(frozen=True, slots=True)
 class SentTensor:
-    """A collective over the axis that cuts operators: bytes of the whole tensor."""
+    """A collective over the axis that cuts operators, or that of cp: bytes of the whole tensor.
+    `is_hop`: all of it goes to one rank."""
 
     collective: Collective
     payload: int
     dtype: DType | None
+    axis: str = ""
+    is_hop: bool = False
 
     @property
     def operator(self) -> InnerCollective:
         """The same as a clock reads it."""
-        return InnerCollective(self.collective, self.payload)
+        collective = Collective.SEND if self.is_hop else self.collective
+        return InnerCollective(collective, self.payload, axis=self.axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,4 +278,12 @@ def sent(function: Any, args: Any, result: Any) -> SentTensor | None:
     collective, is_result = _COLLECTIVES[name]
     whole = result if is_result else args[0]
     size = whole.numel() * whole.itemsize
-    return SentTensor(collective, size, _DTYPES.get(whole.dtype))
+    axis = process_groups.axis_of(args)
+    is_exchange = collective is Collective.ALL_TO_ALL
+    return SentTensor(
+        collective,
+        size,
+        _DTYPES.get(whole.dtype),
+        axis=axis if axis == Axis.CP else "",
+        is_hop=is_exchange and max(args[2], default=0) == whole.shape[0],
+    )

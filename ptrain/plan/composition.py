@@ -1,4 +1,5 @@
-"""Theorems 6 and 7: when tensor and data parallelism compose, and pipeline and data parallelism.
+"""Theorems 6 and 7: when tensor and data parallelism compose, and pipeline and data parallelism;
+and what Theorem 3 asks of ranks that have slices of the tokens.
 
 What its conditions ask is asked of ranks and names alone, so that it can be put to the groups of a
 plan and to those that a meter saw.
@@ -6,14 +7,15 @@ plan and to those that a meter saw.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ptrain.algebra.layout import groups
-from ptrain.spec.axis import DATA_AXES
+from ptrain.algebra.layout import groups, positions
+from ptrain.axes.context.attention import all_spans
+from ptrain.spec.axis import REDUCED_AXES
 from ptrain.spec.spec import Spec
-from ptrain.steps.kind import WrapStep
-from ptrain.steps.step import Parallelize, Plan, Ran
+from ptrain.steps.kind import Ran, WrapStep
+from ptrain.steps.step import Parallelize, Plan
 
 Groups = Sequence[tuple[int, ...]]
 _FEW_GROUPS = 2
@@ -29,10 +31,44 @@ class Condition:
     why: str
 
 
+def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
+    """What it asks where ranks have slices of the tokens, of which the paper says nothing; none
+    without cp."""
+    step = plan.context
+    if step is None:
+        return ()
+    within = tuple(groups(spec, (step.axis,)))
+    places = positions(spec, plan.sample_axes)
+    reduced = tuple(axis for axis in plan.mesh.axes if axis in REDUCED_AXES)
+    across = tuple(groups(spec, reduced))
+    spans = sorted(span for own in all_spans(step) for span in own)
+    edges = [0, *(behind for _, behind in spans)]
+    is_partition = edges == [*(first for first, _ in spans), step.sequence]
+    return (
+        Condition(
+            name="Theorem 3 of samples",
+            holds=all(len({places[rank] for rank in group}) == 1 for group in within),
+            why=f"the ranks of a group of {step.axis} have the same samples: {_shown(within)}",
+        ),
+        Condition(
+            name="Theorem 3 of tokens",
+            holds=is_partition,
+            why=f"their slices are disjoint and cover all {step.sequence} tokens; positions are "
+            "those of the whole sequence",
+        ),
+        Condition(
+            name="Theorem 3 of gradients",
+            holds=are_within(within, across),
+            why="by construction, the loss is a sum over a rank's tokens, divided by the global "
+            f"count; gradients are summed over {' × '.join(reduced)}: {_shown(across)}",
+        ),
+    )
+
+
 def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Condition, ...]:
     """Its three conditions; none where there is no tp, or no data axis beside it. `ran` are the
     steps that a rank has executed; without them those of the plan are to be."""
-    data = tuple(axis for axis in plan.mesh.axes if axis in DATA_AXES)
+    data = tuple(axis for axis in plan.mesh.axes if axis in REDUCED_AXES)
     if plan.tensor is None or not data:
         return ()
     within = tuple(groups(spec, (plan.tensor.axis,)))
@@ -65,7 +101,7 @@ def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Conditio
 def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     """Its three conditions; none where there is no pp, or no data axis beside it. Theorem 7 writes
     pp outside the data axes and Remark 4 inside: of the first condition it is said which holds."""
-    data = tuple(axis for axis in plan.mesh.axes if axis in DATA_AXES)
+    data = tuple(axis for axis in plan.mesh.axes if axis in REDUCED_AXES)
     if plan.pipeline is None or not data:
         return ()
     within = tuple(groups(spec, (plan.pipeline.axis,)))
@@ -94,6 +130,19 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
             "stage, of the same samples",
         ),
     )
+
+
+# By the axis that composes with the data axes.
+THEOREMS: tuple[tuple[str, Callable[[Spec, Plan], tuple[Condition, ...]]], ...] = (
+    ("cp", theorem_3),
+    ("tp", theorem_6),
+    ("pp", theorem_7),
+)
+
+
+def all_conditions(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
+    """Those of every theorem that is about the plan."""
+    return tuple(condition for _, theorem in THEOREMS for condition in theorem(spec, plan))
 
 
 def cuts_before_wraps(ran: Sequence[Ran]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from ptrain.activations.rules import blocks_outside
+from ptrain.axes.context.attention import context_of
 from ptrain.axes.data.form import Form, data_factors, form_of, tier_of, whole_axes
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of
@@ -73,6 +74,7 @@ def lower(
         mesh,
         pipeline,  # a stage is a model like any other for what comes next
         tensor,  # Theorem 6.2: operators are cut before units are wrapped
+        context_of(spec),  # attention over cp is of the heads that tp leaves
         _keep(spec, blocks),  # what wraps do before a block runs is then done once
         wrap,
         chunked_loss(spec),  # whose head the wrap has gathered

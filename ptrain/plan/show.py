@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 from ptrain.algebra.layout import groups
+from ptrain.axes.context.draw import step_text, token_lines
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.rules import keeps_state
 from ptrain.axes.pipeline.catalogue import schedule_of
@@ -14,7 +15,7 @@ from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.holdings import most_held_of
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.simulate import simulate
-from ptrain.plan.composition import condition_lines, ranks_text, theorem_6, theorem_7
+from ptrain.plan.composition import all_conditions, condition_lines, ranks_text
 from ptrain.plan.show_activations import keep_text, loss_text
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import (
@@ -30,6 +31,7 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Role, Roles
 from ptrain.spec.spec import Spec
+from ptrain.steps.context import ContextParallel
 from ptrain.steps.step import (
     Accumulate,
     ChunkedLoss,
@@ -59,6 +61,7 @@ def show(spec: Spec, plan: Plan) -> str:
     steps = [_step(step, stateless=stateless) for step in plan.steps]
     lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
     lines += ["", *_groups(spec, plan), *_composition(spec, plan), *_policy(plan)]
+    lines += token_lines(spec, plan.context) if plan.context else ()
     lines += _stages(spec, plan)
     whose = "of the whole model, of which each stage has its own and a root: "
     lines.append(f"units    {whose if plan.pipeline else ''}{_units(plan.units)}")
@@ -83,6 +86,8 @@ def _step(step: Step, *, stateless: bool) -> str:
             return _pipeline(step)
         case Parallelize():
             return _parallelize(step)
+        case ContextParallel():
+            return step_text(step)
         case Keep():
             return keep_text(step)
         case ChunkedLoss():
@@ -314,7 +319,7 @@ def _axes_of_groups(plan: Plan) -> Iterator[tuple[Axis, ...]]:
 
 
 def _composition(spec: Spec, plan: Plan) -> Iterator[str]:
-    for line in condition_lines((*theorem_6(spec, plan), *theorem_7(spec, plan))):
+    for line in condition_lines(all_conditions(spec, plan)):
         yield f"composed {line}"
 
 

@@ -22,7 +22,7 @@ from ptrain.costs import (
 )
 from ptrain.derivation.estimate import Derivation
 from ptrain.errors import refused
-from ptrain.plan.composition import condition_lines, theorem_6, theorem_7
+from ptrain.plan.composition import THEOREMS, condition_lines
 from ptrain.report.heading import by_data_lines, heading
 from ptrain.report.places import by_place
 from ptrain.report.step_time import time_lines
@@ -249,7 +249,7 @@ def composition(prediction: Prediction) -> list[str]:
     """The conditions under which axes compose, where a theorem has any."""
     spec, plan = prediction.spec, prediction.derivation.plan
     lines: list[str] = []
-    for axis, theorem in (("tp", theorem_6), ("pp", theorem_7)):
+    for axis, theorem in THEOREMS:
         conditions = condition_lines(theorem(spec, plan))
         if conditions:
             lines += [

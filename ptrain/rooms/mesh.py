@@ -82,7 +82,7 @@ class Mesh:
         with unset_fake_temporarily():
             ranks = self.device_mesh.mesh.movedim(self.axes.index(axis), -1)
             lines = ranks.reshape(-1, self.degrees[axis])[:, list(places)].tolist()
-            groups = [dist.new_group(line) for line in lines]
+            groups = [dist.new_group(line, group_desc=f"mesh_{axis}") for line in lines]
         own = [group for line, group in zip(lines, groups, strict=True) if self.world.rank in line]
         for group in own:
             self.adopt(group, (axis,))

@@ -222,7 +222,7 @@ def _simulated(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
 
 def _batch(program: Program) -> StepBatch:
     """Of the spec's shape; which samples does not matter."""
-    return blank_batch(program.spec).to(program.world.device)
+    return program.own_tokens(blank_batch(program.spec)).to(program.world.device)
 
 
 def _steady_step(program: Program, batch: StepBatch) -> StepRecord:

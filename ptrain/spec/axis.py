@@ -17,8 +17,10 @@ class Axis(Word):
     TP = "tp"
 
 
-EXECUTED_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP)
-DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)
+EXECUTED_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
+DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)  # along which ranks have samples of their own
+# along which gradients are summed, as every rank has addends of them: outermost first
+REDUCED_AXES = (*DATA_AXES, Axis.CP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

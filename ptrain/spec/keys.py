@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 
 from ptrain.spec import slips
+from ptrain.spec.context import ContextSpec
 from ptrain.spec.dials import (
     STOCK_BUCKET_BYTES,
     WHOLE_BUCKET,
@@ -219,6 +220,10 @@ class Keys:
     pipeline: Annotated[
         PipelineSpec, Section(PipelineSpec, "how pp cuts the model, and its schedule")
     ] = field(default_factory=PipelineSpec)
+    context: Annotated[
+        ContextSpec | None,
+        Section(ContextSpec, "how cp reaches the tokens of other ranks", null=True),
+    ] = None
     offload: Annotated[Offload, Section(Offload, "states that are not on the device")] = field(
         default_factory=Offload
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis, Factor
+from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, REDUCED_AXES, Axis, Factor
 from ptrain.spec.dials import (
     GradientSync,
     SyncPolicy,
@@ -119,7 +119,7 @@ def _sync(raw: SpecRaw, factors: Sequence[Factor], tree: Tree) -> SyncPolicy:
     whole = all(
         factor.placement[State.GRADIENTS].distribution is Distribution.REPLICATED
         for factor in factors
-        if factor.axis in DATA_AXES
+        if factor.axis in REDUCED_AXES
     )
     reshards = not _keeps_gathered(factors)
     follows: dict[str, Any] = {
@@ -136,7 +136,7 @@ def _keeps_gathered(factors: Sequence[Factor]) -> bool:
     a pipeline, else every micro-batch of a step would gather them twice."""
     is_pipeline = any(factor.axis is Axis.PP for factor in factors)
     return is_pipeline and any(
-        factor.axis in DATA_AXES and factor.placement.parameters != R for factor in factors
+        factor.axis in REDUCED_AXES and factor.placement.parameters != R for factor in factors
     )
 
 

@@ -26,7 +26,13 @@ _DATA = tuple(axis.value for axis in DATA_AXES)
 _AUTO = "auto"
 _OPEN, _CHOOSE = "auto: a run has one, and only a search chooses it", "ptrain select SPEC"
 _RESHARD = ("sync", "reshard_after_forward")
-POLICIES = ("sync", "tensor", "pipeline", "recompute")  # sections of a strategy beside its tuples
+POLICIES = (
+    "sync",
+    "tensor",
+    "pipeline",
+    "context",
+    "recompute",
+)  # sections of a strategy beside its tuples
 
 
 def expand_shorthands(tree: Tree) -> list[Fault]:
@@ -168,6 +174,8 @@ def _usual(axis: str) -> list[str]:
     """Return a legal tuple of the axis, as an example."""
     if axis == Axis.DP_REPLICATE:
         return ["R"] * len(PLACED)
+    if axis == Axis.CP:
+        return ["R", "R", "R", "S"]
     return ["S*" if axis == Axis.DP_SHARD else "S", "S", "S", "R"]
 
 

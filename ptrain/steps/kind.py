@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import SyncPolicy
 
@@ -16,6 +18,22 @@ class PlanStep:
         """The axes beside the data axes along which ranks draw random numbers of their own, since
         they have layers or slices of the tokens of their own."""
         return ()
+
+    @property
+    def cutting_axes(self) -> tuple[Axis, ...]:
+        """The axes along which ranks run another part of each layer, or run it on other tokens of
+        the same samples."""
+        return ()
+
+    @property
+    def token_axes(self) -> tuple[Axis, ...]:
+        """Of these the axes along which they have other tokens in all of the model."""
+        return ()
+
+    @property
+    def boundary_axes(self) -> tuple[Axis, ...]:
+        """Of these the axes along which they have other tokens between the blocks."""
+        return self.token_axes
 
     @property
     def loss_axes(self) -> tuple[Axis, ...]:
@@ -90,3 +108,12 @@ class WrapStep(PlanStep):
         """The axes along which ranks store different numbers of bytes, or (`within_tp`) other
         pieces of tensors."""
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step that was executed: of the whole rank, or (`piece`) of the stage with this number; a
+    model that is not cut is piece 0."""
+
+    step: PlanStep
+    piece: int | None = None

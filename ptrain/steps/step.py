@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Tier
@@ -15,6 +15,8 @@ from ptrain.spec.precision import Layout
 from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
+from ptrain.steps.axes import PlanAxes
+from ptrain.steps.context import ContextParallel
 from ptrain.steps.kind import PlanStep, WrapStep
 from ptrain.wording import Worded
 
@@ -87,6 +89,14 @@ class Parallelize(PlanStep):
     @property
     def drawing_axes(self) -> tuple[Axis, ...]:
         return (self.axis,) if self.is_sequence and not self.has_whole_ends else ()
+
+    @property
+    def cutting_axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
+
+    @property
+    def boundary_axes(self) -> tuple[Axis, ...]:
+        return (self.axis,) if self.is_sequence else ()
 
     @property
     def loss_axes(self) -> tuple[Axis, ...]:
@@ -317,20 +327,12 @@ class Update(PlanStep):
     scale_axes: tuple[Axis, ...] = ()  # of a scaled loss: along which overflows are looked for
 
 
-Step = CreateMesh | Pipeline | Parallelize | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """A step that was executed: of the whole rank, or (`piece`) of the stage with this number; a
-    model that is not cut is piece 0."""
-
-    step: Step
-    piece: int | None = None
+Cut = Pipeline | Parallelize | ContextParallel
+Step = CreateMesh | Cut | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Plan(Worded):
+class Plan(PlanAxes, Worded):
     """What the interpreter does: `steps`, in the order of execution. Of each kind there is at most
     one, at hand by its name too; a mesh, a wrap, micro-batches and an update there always are.
     `units` are in the order of wrapping, the root ("",) last; `spec` is what it was made from."""
@@ -344,6 +346,7 @@ class Plan(Worded):
     clip: Clip | None = field(init=False, compare=False)
     update: Update = field(init=False, compare=False)
     tensor: Parallelize | None = field(init=False, compare=False)
+    context: ContextParallel | None = field(init=False, compare=False)
     pipeline: Pipeline | None = field(init=False, compare=False)
     keep: Keep | None = field(init=False, compare=False)
     loss: ChunkedLoss | None = field(init=False, compare=False)
@@ -362,26 +365,12 @@ class Plan(Worded):
         assert not given, f"no step of the kind of {', '.join(given)}"
         return replace(self, steps=kept)
 
-    @property
-    def sample_axes(self) -> tuple[Axis, ...]:
-        """The axes whose ranks have samples of their own, the outermost first."""
-        return tuple(axis for axis in DATA_AXES if axis in self.mesh.axes)
-
-    @property
-    def drawing_axes(self) -> tuple[Axis, ...]:
-        """The axes whose ranks draw random numbers of their own."""
-        return (*self.sample_axes, *(axis for step in self.steps for axis in step.drawing_axes))
-
-    @property
-    def loss_axes(self) -> tuple[Axis, ...]:
-        """The axes whose ranks have the same loss of the same samples."""
-        return tuple(axis for step in self.steps for axis in step.loss_axes)
-
 
 _NAMES: dict[type[PlanStep], str] = {
     CreateMesh: "mesh",
     Pipeline: "pipeline",
     Parallelize: "tensor",
+    ContextParallel: "context",
     Keep: "keep",
     LocalGradients: "wrap",
     Replicate: "wrap",

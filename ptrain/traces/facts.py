@@ -135,7 +135,7 @@ def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
     require_fresh(module)
     copied = deepcopy(module)
     spec = accept(copied, spec)
-    if spec.degree(Axis.TP) > 1:
+    if spec.degree(Axis.TP) > 1 or spec.degree(Axis.CP) > 1:
         facts = replace(untraced_facts(copied, spec), untraced=_TRACED_BY_NAME)
     else:
         facts = _Reader(spec=spec, share=lambda trace: trace(), allow_import=True).read(copied)
@@ -171,10 +171,11 @@ class _Reader:
             has_stages = stages_of_module(spec, model, facts) is not None
         if is_tabulated(spec):
             return facts
-        if not has_stages and spec.degree(Axis.TP) == 1:
+        is_within = spec.degree(Axis.TP) == spec.degree(Axis.CP) == 1  # ranks run whole layers
+        if not has_stages and is_within:
             return facts
         of_parts: Callable[[ModelFacts, Extent], Traced] = self._of_ranks
-        if spec.degree(Axis.TP) == 1:
+        if is_within:
             of_parts = partial(self._of_stages, model)
         del model  # the processes that play the ranks build their own
         first, *others = (

@@ -100,7 +100,7 @@ class _ChunkedLoss(_Loss):
 
 
 def _is_cut(spec: Spec) -> bool:
-    return spec.degree(Axis.TP) > 1 or spec.degree(Axis.PP) > 1
+    return any(spec.degree(axis) > 1 for axis in (Axis.TP, Axis.PP, Axis.CP))
 
 
 @contextmanager

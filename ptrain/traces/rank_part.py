@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.activations.run.apply import keep_traced
+from ptrain.axes.context.run.apply import ContextGroups, own_spans, parallelize_context
+from ptrain.axes.context.run.slices import token_slices
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
@@ -25,9 +27,12 @@ from ptrain.models.objective import objective_of
 from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
 from ptrain.models.units import ROOT
+from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
+from ptrain.steps.context import ContextParallel
 from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
 from ptrain.traces.record import TracedStage, Units, record, record_stage, run_unrecorded
 
@@ -40,17 +45,33 @@ class StageCuts:
     chain: Chain
 
 
+class ContextSlices:
+    """Slices of the tokens over a mesh of which this process plays one rank."""
+
+    def __init__(self, step: ContextParallel, mesh: Mesh, via: ReduceScatterVia) -> None:
+        self._groups = ContextGroups(step, mesh)
+        self._apply = partial(parallelize_context, step=step, mesh=mesh, via=via)
+        self.spans = own_spans(step, mesh)
+
+    def apply(self, module: nn.Module) -> None:
+        """Change a module in place."""
+        self._apply(module, groups=self._groups)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPart:
     """What a plan does to a model before a micro-batch of `batch` samples of `sequence` tokens runs
     through it. Operators are cut over `mesh`, of which this process plays one rank; `head` is the
     module that makes the logits of a model that is not built in; `extent` how much operators select
-    by data."""
+    by data. `context`: the rank has a slice of the tokens; `slices` of them it has one between the
+    blocks."""
 
     batch: int
     sequence: int
     tensor: Parallelize | None = None
     mesh: DeviceMesh | None = None
+    context: ContextSlices | None = None
+    slices: int = 1
     keep: Keep | None = None
     loss: ChunkedLoss | None = None
     head: str = ROOT
@@ -116,6 +137,8 @@ class RankPart:
         if self.tensor is not None:
             assert self.mesh is not None, "operators are cut over ranks"
             parallelize(module, replace(self.tensor, roles=roles), self.mesh, Registry())
+        if self.context is not None:
+            self.context.apply(module)
         keep_traced(module, self.keep)
         is_inside = has_loss and self.loss is not None
         objective = objective_of(self.spec.loss) if self.spec else None
@@ -125,14 +148,18 @@ class RankPart:
         return loss
 
     def _samples(self) -> SampleBatch:
+        if self.context is not None:
+            return token_slices(self._tokens(), self.context.spans)
         if self.spec is not None:
             return sample_batch(self.spec)
-        return of_tokens(torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64))
+        return of_tokens(self._tokens())
+
+    def _tokens(self) -> Tensor:
+        return torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64)
 
     def _boundary(self, chain: Chain) -> tuple[int, ...]:
         """The shape of a sample's hidden states that the rank has between the blocks."""
-        is_cut = self.tensor is not None and self.tensor.is_sequence
-        return chain.sample_shape(self.sequence, self.mesh.size() if is_cut and self.mesh else 1)
+        return chain.sample_shape(self.sequence, self.slices)
 
 
 def _mean(loss: Loss, samples: SampleBatch, output: Tensor) -> Tensor:

@@ -154,6 +154,7 @@ def part_of(
         sequence=setting.sequence,
         tensor=step,
         mesh=mesh if step else None,
+        slices=own.degree if own and own.step.is_sequence else 1,
         keep=keep,
         loss=ChunkedLoss(tokens=chunk, fused=setting.loss.fused) if chunk else None,
         has_learnt=has_learnt,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.facts.model import ModelFacts
@@ -22,11 +21,12 @@ from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording, to_timeline
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
+from ptrain.rooms.mesh import Mesh
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Timeline
 from ptrain.traces.layer_works import work_of
-from ptrain.traces.rank_part import RankPart, StageCuts
+from ptrain.traces.rank_part import ContextSlices, RankPart, StageCuts
 
 Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
 
@@ -41,18 +41,22 @@ def rank_part(
     module: nn.Module,
     spec: Spec,
     facts: ModelFacts,
-    mesh: DeviceMesh | None = None,
+    mesh: Mesh | None = None,
     *,
     extent: Extent = Extent.GIVEN,
 ) -> RankPart:
-    """Return what the plan does to a module before it runs on one rank, over the `mesh` of tp where
-    its operators are cut. `extent`: how much operators select by data."""
+    """Return what the plan does to a module before it runs on one rank, over the `mesh` of the
+    cutting axes where there are some. `extent`: how much operators select by data."""
     plan = plan_of(spec, facts)
     return RankPart(
         batch=spec.batch.micro,
         sequence=spec.batch.sequence,
         tensor=plan.tensor,
-        mesh=mesh,
+        mesh=mesh.submesh((plan.tensor.axis,)) if mesh and plan.tensor else None,
+        context=ContextSlices(plan.context, mesh, spec.reduce_scatter)
+        if mesh and plan.context
+        else None,
+        slices=plan.boundary_slices,
         keep=plan.keep,
         loss=plan.loss,
         head=head_of(module, spec) if plan.loss else ROOT,
@@ -65,7 +69,7 @@ def stage_rows(
     module: nn.Module,
     spec: Spec,
     facts: ModelFacts,
-    mesh: DeviceMesh | None = None,
+    mesh: Mesh | None = None,
     *,
     extent: Extent = Extent.GIVEN,
 ) -> Rows:
@@ -100,7 +104,8 @@ def stage_passes(
 ) -> tuple[tuple[Passes, ...], ...]:
     """Return the passes by stage, then by place along tp; `by_place` are the rows of each place."""
     itemsize = spec.precision.effective.parameters.itemsize
-    shape = chain_of(spec, facts).sample_shape(spec.batch.sequence, _slices(spec, facts))
+    slices = plan_of(spec, facts).boundary_slices
+    shape = chain_of(spec, facts).sample_shape(spec.batch.sequence, slices)
     hidden = spec.batch.micro * math.prod(shape) * itemsize
     return tuple(
         tuple(_passes(rows, index, hidden) for rows in of_places)
@@ -133,12 +138,6 @@ def _joined(stages: Sequence[WorkByKind]) -> WorkByKind:
         layers += of_stage
     joined = ModelWork(front=first.front, layers=tuple(layers), behind=last.behind)
     return WorkByKind.of(joined)
-
-
-def _slices(spec: Spec, facts: ModelFacts) -> int:
-    """Into how many tp cuts the tokens between the blocks."""
-    step = plan_of(spec, facts).tensor
-    return spec.degree(step.axis) if step is not None and step.is_sequence else 1
 
 
 def _passes(rows: Mapping[str, Any], index: int, hidden: int) -> Passes:

@@ -1,6 +1,6 @@
-"""What each rank of tp allocates of a model that is not built in: a process plays that rank on fake
-ranks, cuts the model as the plan says, and traces one micro-batch of its part; with pp, of its part
-of every stage.
+"""What each rank of tp and cp allocates of a model that no table tells of: a process plays that
+rank on fake ranks, cuts the model as the plan says, and traces one micro-batch of its part; with
+pp, of its part of every stage.
 
 The processes are others than this one, which may belong to a group of real ranks already; torch
 also remembers what it cut for one rank. Ranks with slices of the same shapes are traced once.
@@ -9,6 +9,7 @@ also remembers what it cut for one rank. Ranks with slices of the same shapes ar
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -19,9 +20,9 @@ from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ptrain.derivation.tensor import local_units
+from ptrain.algebra.layout import place_of, ranks_over
+from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import WorkByKind
@@ -34,11 +35,12 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.selection import Extent
 from ptrain.models.trace import to_timeline
 from ptrain.rooms.fake import fake_world
+from ptrain.rooms.mesh import Mesh
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
-from ptrain.steps.step import Parallelize
+from ptrain.steps.step import CreateMesh, Plan
 from ptrain.timeline import Timeline
 from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.traces.layer_works import work_of
@@ -60,7 +62,7 @@ Traced = dict[
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """One rank of a spec's tp, as another process is asked for it."""
+    """One rank of a spec's cutting axes, as another process is asked for it."""
 
     spec: str
     index: int
@@ -71,12 +73,11 @@ class _Asked:
 def traced(
     spec: Spec, facts: ModelFacts, *, allow_import: bool, extent: Extent = Extent.GIVEN
 ) -> Traced:
-    """Return a timeline and the work for each index on tp, all of them within `timeout.init`; with
-    pp the rows of each stage in their place. `extent`: how much operators select by data."""
+    """Return a timeline and the work for each place along the cutting axes, all of them within
+    `timeout.init`; with pp the rows of each stage in their place. `extent`: how much operators
+    select by data."""
     alone = traced_part(spec)
-    step = plan_of(alone, facts).tensor
-    assert step is not None, "something is cut"
-    players = _players(step, facts, spec.degree(step.axis))
+    players = _players(alone, plan_of(alone, facts), facts)
     try:
         text = _as_text(spec)
         requests = tuple(
@@ -118,10 +119,19 @@ def by_place(traces: Traced) -> list[Any]:
     return rows
 
 
-def _players(step: Parallelize, facts: ModelFacts, degree: int) -> list[int]:
-    """For each index the first one that has slices of the same shapes."""
-    alike = [indices for _, indices in local_units(facts, step, degree)]
-    return [next(group[0] for group in alike if index in group) for index in range(degree)]
+def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
+    """For each place the first one that has slices of the same shapes, of the same tokens."""
+    axes = plan.cutting_axes
+    assert axes, "something is cut"
+    alike = {
+        place: indices[0] for _, indices in units_by_place(spec, plan, facts) for place in indices
+    }
+    first: dict[tuple[int, int], int] = {}
+    players = []
+    for place in range(ranks_over(spec, axes)):
+        tokens = place_of(spec, axes, place).get(Axis.CP, 0)
+        players.append(first.setdefault((alike[place], tokens), place))
+    return players
 
 
 @cache
@@ -190,13 +200,15 @@ def _play(spec: Spec, index: int, *, allow_import: bool, extent: Extent) -> list
         return _part_of(module, spec, mesh, extent)
 
 
-def _mesh(spec: Spec, index: int) -> DeviceMesh:
-    degree = spec.degree(Axis.TP)
-    fake_world(index, degree)
-    return init_device_mesh("cpu", (degree,), mesh_dim_names=(Axis.TP.value,))
+def _mesh(spec: Spec, index: int) -> Mesh:
+    axes = tuple(factor.axis for factor in spec.factors if factor.axis in (Axis.CP, Axis.TP))
+    degrees = tuple(spec.degree(axis) for axis in axes)
+    # Two of them: an axis that is all of the world has its group, which says of no axis.
+    step = CreateMesh(axes=(Axis.DP_REPLICATE, *axes), degrees=(2, *degrees))
+    return Mesh(step, fake_world(index, 2 * math.prod(degrees)))
 
 
-def _part_of(module: nn.Module, spec: Spec, mesh: DeviceMesh, extent: Extent) -> list[Any]:
+def _part_of(module: nn.Module, spec: Spec, mesh: Mesh, extent: Extent) -> list[Any]:
     facts = untraced_facts(module, spec)
     if spec.degree(Axis.PP) > 1:
         return stage_rows(module, spec, facts, mesh, extent=extent)

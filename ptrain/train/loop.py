@@ -87,7 +87,7 @@ def local_batch(
         data_degree=program.spec.data_degree,
         split=split,
     )
-    return local.to(program.world.device)
+    return program.own_tokens(local).to(program.world.device)
 
 
 def seed_dropout(program: Program, step: int) -> None:

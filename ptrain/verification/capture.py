@@ -18,7 +18,8 @@ from ptrain.costs import Phase
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.torch import tensor_of
 from ptrain.train.exchange import Exchange
-from ptrain.verification.outputs import Outputs
+from ptrain.verification.outputs import Key, Outputs
+from ptrain.verification.own_tokens import TokensOfRank
 
 
 @contextmanager
@@ -118,10 +119,14 @@ class Capture:
 
     def beside(self, expected: Outputs) -> Outputs:
         """Return what another device's modules give, as ranks hold what they give."""
-        held = self.program.order.held_features
+        own = TokensOfRank(self.program.spec, self.program.world.rank)
+
+        def held(key: Key, whole: torch.Tensor) -> torch.Tensor:
+            return self.program.order.held_features(key[0], own.of_output(whole))
+
         return Outputs(
-            forward={key: held(key[0], tensor) for key, tensor in expected.forward.items()},
-            backward={key: held(key[0], tensor) for key, tensor in expected.backward.items()},
+            forward={key: held(key, tensor) for key, tensor in expected.forward.items()},
+            backward={key: held(key, tensor) for key, tensor in expected.backward.items()},
         )
 
     def gradients(self, exchange: Exchange) -> Named:

@@ -107,7 +107,7 @@ class _Examiner:
     def _step(self, step: int, before: Evidence | None) -> Evidence:
         """Run one step of both; the reference's update is still to come."""
         earlier = before.states[1 - KEPT :] if before else []
-        states = [*earlier, _copied(of_reference(self.reference))]
+        states = [*earlier, _copied(of_reference(self.reference, self.rank))]
         outputs, expected = self._reference_pass(step)
         self.sums = expected.sums
         scale = self.reference.updater.scale
@@ -250,7 +250,7 @@ class _Examiner:
 
     def _state(self, step: int, moment: Moment) -> Iterator[Departure]:
         """Compare parameters, optimizer state, counters and buffers, each part where it is."""
-        expected = of_reference(self.reference)
+        expected = of_reference(self.reference, self.rank)
         usual = {
             subject: _root_mean_square(
                 {name: tensor for (kind, name), tensor in expected.items() if kind is subject}

@@ -112,7 +112,7 @@ def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
 
 def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
     """Compare Theta_0 and Omega_0, every part against the same part of one device's."""
-    expected = of_reference(ReferenceTraining(program.spec))
+    expected = of_reference(ReferenceTraining(program.spec), program.world.rank)
     states = of_program(program)
     for subject in (Subject.PARAMETERS, Subject.OPTIMIZER):
         own = {name: tensor for (kind, name), tensor in states.items() if kind is subject}

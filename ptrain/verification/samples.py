@@ -12,6 +12,7 @@ from torch import Tensor
 from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.train.exchange import Exchange
+from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.places import data_place
 from ptrain.verification.reference import ReferenceTraining
 
@@ -25,7 +26,8 @@ def sample_departures(
     All ranks call it."""
     spec = reference.spec
     what = "tokens" if spec.data.function is None else "samples"
-    expected = _expected(reference, step)
+    own_tokens = TokensOfRank(spec, rank)
+    expected = _expected(reference, step, own_tokens)
     names: dict[bytes, int] = {}  # tokens are one sample, however often the batch has them
     for ids in expected.values():
         for sample, key in ids:
@@ -54,20 +56,23 @@ def sample_departures(
     )
 
 
-def _expected(reference: ReferenceTraining, step: int) -> dict[int, list[tuple[int, bytes]]]:
-    """Return by data rank its samples, and their tokens."""
+def _expected(
+    reference: ReferenceTraining, step: int, own: TokensOfRank
+) -> dict[int, list[tuple[int, bytes]]]:
+    """Return by data rank its samples, and of their tokens this rank's own."""
     samples: dict[int, list[tuple[int, bytes]]] = {}
     for micro_batch in reference.micro_batches(step):
         samples.setdefault(micro_batch.data_index, []).extend(
-            (sample, _key(micro_batch.row(row).samples))
+            (sample, _key(micro_batch.row(row).samples, own))
             for row, sample in enumerate(micro_batch.sample_ids)
         )
     return samples
 
 
-def _key(sample: SampleBatch) -> bytes:
+def _key(sample: SampleBatch, own: TokensOfRank | None = None) -> bytes:
     """What a sample consists of, and nothing of what it is called."""
-    return b"".join(_bytes(tensor) for tensor in sample.tensors)
+    tensors = map(own.of_output, sample.tensors) if own else sample.tensors
+    return b"".join(map(_bytes, tensors))
 
 
 def _bytes(tensor: Tensor) -> bytes:

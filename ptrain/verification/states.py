@@ -11,6 +11,7 @@ from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER, MASTER
 from ptrain.report.finding import Subject
 from ptrain.verification.capture import modules
+from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.reference import ReferenceTraining
 
 States: TypeAlias = dict[tuple[Subject, str], torch.Tensor]
@@ -28,8 +29,10 @@ def of_program(program: Program) -> States:
     return states
 
 
-def of_reference(device: ReferenceTraining) -> States:
-    """Return states as torch's optimizers have them; zeros of what they have not made yet."""
+def of_reference(device: ReferenceTraining, rank: int = 0) -> States:
+    """Return states as torch's optimizers have them; zeros of what they have not made yet. Of
+    tables of tokens those that a rank of the spec has."""
+    own = TokensOfRank(device.spec, rank)
     updater = device.updater
     states: States = {
         (Subject.PARAMETERS, name): parameter for name, parameter in device.parameters.items()
@@ -47,7 +50,7 @@ def of_reference(device: ReferenceTraining) -> States:
             if value is not None:
                 states[_subject(key), f"{name}.{key}"] = torch.as_tensor(value)
     for name, buffer in device.module.named_buffers():
-        states[Subject.BUFFERS, name] = buffer
+        states[Subject.BUFFERS, name] = own.of_buffer(name, buffer)
     return states
 
 

@@ -31,7 +31,7 @@ from ptrain.steps.step import FlatUnits, FullyShard, Plan
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
 
-SHARD, REPLICATE = Axis.DP_SHARD, Axis.DP_REPLICATE
+SHARD, REPLICATE, CONTEXT = Axis.DP_SHARD, Axis.DP_REPLICATE, Axis.CP
 STORED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 HEAD = -1  # of the root's tensors the last: its gradient comes first
 Mesh = dict[Axis, tuple[int, Placement]]
@@ -222,9 +222,13 @@ def plain_setting(choice: Choice, facts: ModelFacts) -> Setting | None:
 
 Modes = dict[Axis, tuple[str, str, str]]  # of Theta, Omega and G
 MESHES = ((SHARD,), (REPLICATE,), (REPLICATE, SHARD))  # the axes of two ranks or more
+# The same with an axis inside them along which gradients are summed too.
+OVER_TOKENS = ((CONTEXT,), *((*axes, CONTEXT) for axes in MESHES))
 
 
-def drawn_setting(draw: Random, facts: ModelFacts) -> Setting | None:
+def drawn_setting(
+    draw: Random, facts: ModelFacts, meshes: Sequence[tuple[Axis, ...]] = MESHES
+) -> Setting | None:
     """Any modes, degrees, layout, optimizer and dials; None where they make no plan."""
     theta = ("R", "S*", "S*@host", "S*@file", "R@host", "M")
     omega: tuple[str, ...] = ("R", "S*", "S*@host", "R@host")
@@ -234,7 +238,7 @@ def drawn_setting(draw: Random, facts: ModelFacts) -> Setting | None:
         omega, gradients = (*omega, "S", "S@host", "S@file"), (*gradients, "S", "S@host")
     modes: Modes = {
         axis: (draw.choice(theta), draw.choice(omega), draw.choice(gradients))
-        for axis in draw.choice((*MESHES, MESHES[-1]))
+        for axis in draw.choice((*meshes, meshes[-1]))
     }
     if draw.random() < 0.1:
         modes = dict.fromkeys(modes, ("R", draw.choice(omega), "R"))
@@ -247,10 +251,14 @@ def drawn_setting(draw: Random, facts: ModelFacts) -> Setting | None:
     return _with_dials(draw, facts, modes, optimizer, draw.choice(layouts))
 
 
-def drawn_fully_sharded(draw: Random, facts: ModelFacts) -> Setting | None:
+def drawn_fully_sharded(
+    draw: Random, facts: ModelFacts, meshes: Sequence[tuple[Axis, ...]] = MESHES
+) -> Setting | None:
     """FSDP2 on shards of Theta or of master copies that are cast, with replicas or without."""
-    axes, theta = draw.choice(MESHES), draw.choice(("S*", "M"))
-    modes: Modes = dict.fromkeys(axes[:-1], ("R", "R", "R")) | {axes[-1]: (theta, "S", "S")}
+    axes, theta = draw.choice(meshes), draw.choice(("S*", "M"))
+    modes: Modes = dict.fromkeys(axes, (theta, "S", "S"))
+    if len(axes) > 1 and REPLICATE in axes:
+        modes[REPLICATE] = "R", "R", "R"
     fit = [
         layout
         for layout in LAYOUTS.values()

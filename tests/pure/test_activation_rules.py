@@ -107,8 +107,9 @@ TWICE = "has backward passes in halves, for inputs and for weights, and each of 
             (
                 "placement.dp_shard",
                 "(S*,S,S,S*) on dp_shard: activations are those of a rank's own samples and cannot "
-                "be spread over a data axis; they are kept (R), recomputed (M) or offloaded (O); "
-                "it breaks Theorem 3 (gradient integrity)",
+                "be spread over a data axis; they are kept (R), recomputed (M) or offloaded (O), "
+                "and slices of the tokens are those of cp (mesh: {cp: 2}); it breaks Theorem 3 "
+                "(gradient integrity)",
                 "nearest legal: dp_shard: {parameters: S*, optimizer: S, gradients: S, "
                 "activations: R}",
             ),

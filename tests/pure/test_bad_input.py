@@ -136,7 +136,8 @@ LINES = [
     ("layout: fp32", "layout: fp23", "precision.layout", "'fp23'", "did you mean 'fp32'"),
     ("{preset: llama-tiny}", "{hf: A, layers: 2}", "model.layers", "hf gives", "model.config"),
     # in the grammar, not executed yet
-    ("mesh: {", "mesh: {cp: 2, ", "mesh.cp", "not yet", "pp, dp_replicate, dp_shard, tp"),
+    ("mesh: {", "mesh: {ep: 2, ", "mesh.ep", "not yet", "pp, dp_replicate, dp_shard, cp, tp"),
+    ("mesh: {", "mesh: {cp: 2, ", "placement", "the mesh has cp: 2", "write placement: {cp: ...}"),
     ("mesh: {", "mesh: {pp: 2, ", "placement", "the mesh has pp: 2", "{pp: [S, S, S, R]}"),
     ("train:", "attention: flash\ntrain:", "attention", "not yet", "sdpa or eager"),
     ("train:", "compile: true\ntrain:", "compile", "not yet", "false"),
@@ -230,14 +231,14 @@ def test_the_caret_points_at_the_fault(old, new, line, pointed_at, tmp_path):
 
 def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
     text = GOOD.replace("name: good", "name: a/b").replace("llama-tiny", "llama-tinny")
-    text = text.replace("dp_shard: 2", "dp_shard: 2, cp: 4").replace("S*", "Q")
+    text = text.replace("dp_shard: 2", "dp_shard: 2, ep: 4").replace("S*", "Q")
     text = text.replace("lr: 3e-4", "lr: x").replace("seed: 0", "seed: -1, seed: 2")
     file = tmp_path / "spec.yaml"
     file.write_text(text + "compile: true\neval: &x {every: !!int 3}\nlog: *x\n")
     error = refused(file)
     places = [fault.place for fault in error.faults]
     assert places == [
-        "name", "model.preset", "mesh.cp", "placement.dp_shard.parameters", "optimizer.lr",
+        "name", "model.preset", "mesh.ep", "placement.dp_shard.parameters", "optimizer.lr",
         "train.seed", "compile", "eval", "eval.every", "log",
     ]  # fmt: skip
     assert str(error).count("error:") == len(places)
@@ -338,7 +339,7 @@ def test_auto_beside_degrees_that_do_not_divide_the_ranks_is_refused(tmp_path):
         ("placement.dp_shard=hsdp", "placement.dp_shard", "spans", "placement: hsdp"),
         ("placement.dp_shard=zero3-keep", "placement.dp_shard", "more than", "placement: zero3"),
         ("placement.dp_shard=tp", "placement.dp_shard", "sits on tp", "placement: {tp: tp}"),
-        ("placement.dp_shard=cp-ring", "placement.dp_shard", "not yet", "zero3"),
+        ("placement.dp_shard=cp-ring", "placement.dp_shard", "sits on cp", "{cp: cp-ring}"),
         ("placement.dp_shard=R,S", "placement.dp_shard", "4 modes", "Θ, Ω, G, A"),
         ("placement.dp_shard=[R,S,S,R,R]", "placement.dp_shard", "got 5", "Θ, Ω, G, A"),
         ("placement.dp_shard=[R,S,S,1]", "placement.dp_shard.activations", "number 1", "quotes"),

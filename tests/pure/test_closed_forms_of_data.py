@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -38,6 +39,7 @@ from tests.pure.build import (
 )
 from tests.pure.closed_forms import (
     MODELS,
+    OVER_TOKENS,
     SHARD,
     Choice,
     Setting,
@@ -101,6 +103,12 @@ def drawn(seed: int, settings: Callable[[Random, ModelFacts], Setting | None]) -
 @pytest.mark.parametrize("settings", [drawn_setting, drawn_fully_sharded])
 def test_drawn_degrees_optimizers_and_dials_have_their_closed_form(settings, start):
     assert not [line for seed in range(start, start + STRIDE) for line in drawn(seed, settings)]
+
+
+@pytest.mark.parametrize("settings", [drawn_setting, drawn_fully_sharded])
+def test_an_axis_over_tokens_is_another_data_axis_to_the_closed_forms(settings):
+    settings = partial(settings, meshes=OVER_TOKENS)
+    assert not [line for seed in range(2 * STRIDE) for line in drawn(seed, settings)]
 
 
 @pytest.mark.nightly

@@ -271,10 +271,12 @@ BY_STAGE = "Theorem 7.2 (gradients are summed among a stage's replicas only)"
 BETWEEN_STAGES = "Theorem 7.3 (activations go from stage to stage of one pipeline)"
 NAMED = {
     "parameters are whole when used": INTEGRITY,
-    "activations belong to their rank": INTEGRITY,
     "the parameters' values live somewhere": CONSISTENCY,
     "moments outlive a step": CONSISTENCY,
     "a matrix is orthogonalized whole": CONSISTENCY,
+    "activations belong to their rank": INTEGRITY,
+    "every token counts once": INTEGRITY,
+    "activations are slices of the tokens": "Definition 2",
     "an operator's slice has its own states": CONSISTENCY,
     "gradients are summed across tp groups, not within": BY_TP,
     "activations are whole or slices of the tokens": "Definition 2",
@@ -303,6 +305,15 @@ NAMED = {
     "what is given back was gathered": EFFECT,
     "smaller shards divide the larger group": EFFECT,
     "what is offloaded is a state": EFFECT,
+    "the dials of cp need it": EFFECT,
+    "attention is as the tuple says": "Definition 2",
+    "a hybrid has all ranks": "Definition 5",
+    "ranks have as many tokens": INTEGRITY,
+    "ranks have as many heads": "Definition 2",
+    "a slice of a slice": "Definition 2",
+    "one mask for all parts": INTEGRITY,
+    "parts of attention are joined": "Definition 2",
+    "the loss is a sum over tokens": INTEGRITY,
     "the degree divides the operators": "Definition 2",
     "every rank has rows": "Definition 2",
     "roles are the family's own": "Definition 2",
@@ -319,7 +330,8 @@ NAMED = {
     "attention drops what the model says": "Definition 1",
     "attention has a backward pass": INTEGRITY,
 }
-WAITING = """axes that are executed; replicas outside shards; all tokens between the blocks;
+WAITING = """axes that are executed; replicas outside shards; keys and values go unrepeated;
+    models that cp knows; all tokens between the blocks;
     the naive plan has all tokens; equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;
     units within a stage; one policy for both passes; units wait for their weights;

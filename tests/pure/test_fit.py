@@ -76,7 +76,11 @@ def test_without_a_cluster_there_is_nothing_to_fit():
 def test_what_is_resident_is_at_most_the_peak(name):
     spec = require(load(name))
     exact = derive(spec).exact
-    assert 0 < resident_bytes(exact) <= exact.peak_bytes()
+    peak = exact.peak_bytes()
+    if peak is None:  # what no table tells is traced, with torch
+        assert exact.undefined["peak"]
+        return
+    assert 0 < resident_bytes(exact) <= peak
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

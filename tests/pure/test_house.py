@@ -97,6 +97,7 @@ def test_files_that_name_an_axis_stand_outside_its_room(house, root):
         ("import_of = 'dp_shard'", "data", True),
         ("text = 'tp of 2'", "tensor", False),
         ("DATA_AXES", "data", True),
+        ("REDUCED_AXES", "data", True),
     ],
 )
 def test_an_axis_is_named_by_member_part_import_or_key(house, text, axis, names):

@@ -74,7 +74,7 @@ def test_every_rule_has_a_name_of_its_own_and_a_theorem():
 def test_sharded_parameters_on_a_data_axis_are_refused_with_the_nearest_tuple():
     (fault,) = check(make_spec({Axis.DP_SHARD: (2, tuple_of("S,S,S"))}))
     assert fault.place == "placement.dp_shard"
-    assert "whole layers on its own samples" in fault.finding and "Theorem 3" in fault.finding
+    assert "whole layers on what is its own" in fault.finding and "Theorem 3" in fault.finding
     assert fault.remedy == (
         "nearest legal: dp_shard: {parameters: S*, optimizer: S, gradients: S, activations: R}"
     )
@@ -287,11 +287,11 @@ def test_a_tuple_that_some_optimizer_takes_may_be_tried_with_any_on_one_rank():
 
 
 def test_an_axis_that_waits_is_named_with_those_that_run():
-    (fault,) = executed(make_spec({Axis.CP: (2, WHOLE)}))
+    (fault,) = executed(make_spec({Axis.EP: (2, WHOLE)}))
     assert fault == Fault(
-        place="mesh.cp",
-        finding="the axis cp is not executed yet",
-        remedy="use pp, dp_replicate, dp_shard, tp",
+        place="mesh.ep",
+        finding="the axis ep is not executed yet",
+        remedy="use pp, dp_replicate, dp_shard, cp, tp",
     )
 
 

@@ -26,6 +26,7 @@ FILES = listing(*SPEC_FOLDERS)
 
 RESERVED = [
     "name",
+    "context",
     "model",
     "mesh",
     "placement",

@@ -24,7 +24,7 @@ from ptrain.spec import (
     tensor,
     text,
 )
-from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, REDUCED_AXES, Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole
 from ptrain.spec.names import SPEC_FOLDERS, root
@@ -83,8 +83,9 @@ def test_every_name_of_a_word_in_the_code_says_the_word():
 
 
 def test_axes_that_run_and_axes_of_data():
-    assert [axis.value for axis in EXECUTED_AXES] == ["pp", "dp_replicate", "dp_shard", "tp"]
+    assert [axis.value for axis in EXECUTED_AXES] == ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
     assert [axis.value for axis in DATA_AXES] == ["dp_replicate", "dp_shard"]
+    assert [axis.value for axis in REDUCED_AXES] == ["dp_replicate", "dp_shard", "cp"]
 
 
 def test_the_five_modes_and_how_far_each_tier_is():
@@ -235,7 +236,7 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
         "cluster": None, "reduce_scatter": "native", "bucket_bytes": 26_214_400, "overlap": None,
         "prefetch": None, "gather_after_update": "blocking", "profile": (),
         "consistency_every": 0, "deterministic": False, "device": "auto", "backend": "auto",
-        "resolved": {}, "trivial_factors": (),
+        "resolved": {}, "trivial_factors": (), "context": None,
     }  # fmt: skip
     assert {key: found[key] for key in plain} == plain
     made = {key: type(value).__name__ for key, value in found.items() if key not in plain}
@@ -348,6 +349,7 @@ def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
         "unit": "block, sub-block, n blocks or model",
         "activations": "a mode (R, M or O; M@host), or modes by block",
         "tensor.plan": "paired or naive, or a mapping of module names to roles",
+        "context.attention": "ring, zigzag, all-gather, ulysses or {ulysses: U, ring: R}",
         "pipeline.split": "parameters, time, layers or a list of each stage's number of layers",
         "reshard": reshard,
     }

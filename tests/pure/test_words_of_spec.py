@@ -196,9 +196,9 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
         attention="flash",
         compile=True,
         model={"preset": "llama-tiny", "experts": 2, "experts_per_token": 1},
-        mesh={"dp_shard": 2, "cp": 2, "ep": 2},
+        mesh={"dp_shard": 2, "ep": 2},
     )
-    axes = "what works today: pp, dp_replicate, dp_shard, tp"
+    axes = "what works today: pp, dp_replicate, dp_shard, cp, tp"
     assert {place: fault.remedy for place, fault in found.items()} == {
         "tensor.asynchronous": "what works today: asynchronous: false",
         "expert": "remove expert",
@@ -206,7 +206,6 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
         "compile": "what works today: compile: false",
         "model.experts": "remove experts",
         "model.experts_per_token": "remove experts_per_token",
-        "mesh.cp": axes,
         "mesh.ep": axes,
     }
     plain = {place: fault.finding.partition(" is in the grammar, and nothing executes it")
@@ -218,7 +217,6 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
         "compile": "not yet: compile true",
         "model.experts": "not yet: experts 2",
         "model.experts_per_token": "not yet: experts_per_token 1",
-        "mesh.cp": "not yet: the axis cp",
         "mesh.ep": "not yet: the axis ep",
     }
     why = {place: reason for place, (_, _, reason) in plain.items() if reason}
@@ -235,13 +233,12 @@ def test_what_works_of_all_that_waits_is_taken():
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "cp": 1, "ep": 1}, {"dp_shard": 2}])
 def test_a_tuple_on_an_axis_that_waits_is_refused_at_degree_one_too(mesh):
     expert = {"experts": "S,S,S,S", "rest": "R,R,R,R"}
-    found = faults(mesh=mesh, placement={"dp_shard": "S*,S,S,R", "cp": "S,M,O,S", "ep": expert})
-    works = "what works today: pp, dp_replicate, dp_shard, tp"
+    found = faults(mesh=mesh, placement={"dp_shard": "S*,S,S,R", "ep": expert})
+    works = "what works today: pp, dp_replicate, dp_shard, cp, tp"
     assert {place: fault.remedy for place, fault in found.items()} == {
-        "placement.cp": works,
         "placement.ep": works,
     }
-    assert "not yet: the axis cp" in found["placement.cp"].finding
+    assert "not yet: the axis ep" in found["placement.ep"].finding
 
 
 def test_flash_is_refused_as_what_waits_and_nothing_else():
@@ -358,7 +355,7 @@ def test_a_fault_in_these_sections_silences_findings_about_those():
 
 
 def test_short_forms_have_their_keys():
-    assert shorthand.POLICIES == ("sync", "tensor", "pipeline", "recompute")
+    assert shorthand.POLICIES == ("sync", "tensor", "pipeline", "context", "recompute")
     wrong = faults(recompute="fulll", loss="fussed", reshard=1)
     assert set(wrong) == {"recompute.policy", "loss.kind", "sync.reshard_after_forward"}
     assert loaded(placement={"dp": "S*,S,S,R"}, mesh={"dp": 2}) == loaded()

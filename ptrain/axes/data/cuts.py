@@ -1,7 +1,7 @@
 """How one flat buffer is cut over the data axes: the shard of any set of axes, and the moves
 between them.
 
-The buffer is seen as [|dp_shard|, |dp_replicate|, c], with the axes that cut anything; a shard
+The buffer is seen as [|dp_shard|, ..., |dp_replicate|, c], with the axes that cut anything; a shard
 over a set of axes is an index along each of its dimensions. `S over a, then over b` is therefore
 `S over a x b`, and every change of layout is one collective along some dimensions.
 """
@@ -16,13 +16,14 @@ from typing import Generic
 from ptrain.axes.data.costs import Run, padded_flat, shard_runs, stretches
 from ptrain.costs import State
 from ptrain.rooms.room import Move, Room, T
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import REDUCED_AXES, Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 
 Axes = tuple[Axis, ...]
 
-_MAJOR_FIRST = tuple(reversed(DATA_AXES))
+# Replicas, which stand outermost in a mesh, last: so a shard over all others lies in group order.
+_MAJOR_FIRST = (*REDUCED_AXES[1:], REDUCED_AXES[0])
 
 
 def without(axes: Sequence[Axis], others: Sequence[Axis]) -> Axes:

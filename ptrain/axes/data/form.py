@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from ptrain.costs import State
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.axis import REDUCED_AXES, Axis, Factor
 from ptrain.spec.placement import S_STAR, TIER_DISTANCE, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec
 
@@ -33,8 +33,8 @@ BY_TENSOR = (Form.FULLY_SHARD, Form.MATERIALIZE)  # each tensor's rows are cut b
 
 
 def data_factors(spec: Spec) -> tuple[Factor, ...]:
-    """The data axes of more than one rank, outermost first."""
-    return tuple(f for f in spec.factors if f.axis in DATA_AXES and f.degree > 1)
+    """The axes of more than one rank whose tuples are those of data axes, outermost first."""
+    return tuple(f for f in spec.factors if f.axis in REDUCED_AXES and f.degree > 1)
 
 
 def modes(factor: Factor) -> tuple[Mode, Mode, Mode]:

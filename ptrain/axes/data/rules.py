@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 from ptrain.axes.data.dials import DIALS
-from ptrain.axes.data.form import ELEMENTWISE, has
+from ptrain.axes.data.form import ELEMENTWISE, data_factors, has
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
 from ptrain.spec.activations import belongs_to_rank
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.axis import DATA_AXES, REDUCED_AXES, Factor
 from ptrain.spec.dials import GradientSync, UnitKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import CUT, MODES, S_STAR, Distribution, M, Mode, Placement, R, S
@@ -54,22 +54,15 @@ def _foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool
     return mode != R and not belongs_to_rank(mode)
 
 
-_TUPLES = (
+# What of Theta, Omega and G holds on every axis along which gradients are summed.
+STATE_RULES = (
     TupleRule(
         name="parameters are whole when used",
         theorem=GRADIENT_INTEGRITY,
         broken=lambda placement, _: placement.parameters == S,
         message="parameters: S leaves each rank a slice of every tensor, but it computes whole "
-        "layers on its own samples; nothing defines the computation",
+        "layers on what is its own; nothing defines the computation",
         nearest=lambda placement: replace(placement, parameters=S_STAR),
-    ),
-    TupleRule(
-        name="activations belong to their rank",
-        theorem=GRADIENT_INTEGRITY,
-        broken=_foreign_activations,
-        message="activations are those of a rank's own samples and cannot be spread over a data "
-        "axis; they are kept (R), recomputed (M) or offloaded (O)",
-        nearest=lambda placement: replace(placement, activations=R),
     ),
     TupleRule(
         name="the parameters' values live somewhere",
@@ -105,6 +98,19 @@ _TUPLES = (
     ),
 )
 
+_TUPLES = (
+    *STATE_RULES,
+    TupleRule(
+        name="activations belong to their rank",
+        theorem=GRADIENT_INTEGRITY,
+        broken=_foreign_activations,
+        message="activations are those of a rank's own samples and cannot be spread over a data "
+        "axis; they are kept (R), recomputed (M) or offloaded (O), and slices of the tokens are "
+        "those of cp (mesh: {cp: 2})",
+        nearest=lambda placement: replace(placement, activations=R),
+    ),
+)
+
 
 def _gathered(mode: Mode) -> Mode:
     """Slices that are gathered, on the same tier; any other mode as it is."""
@@ -114,7 +120,7 @@ def _gathered(mode: Mode) -> Mode:
 
 
 def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
-    factors = tuple(DATA.factors(spec))
+    factors = data_factors(spec)
     whole = factors and all(
         factor.placement.gradients.distribution is Distribution.REPLICATED for factor in factors
     )
@@ -129,7 +135,7 @@ def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
 
 
 def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
-    for factor in DATA.factors(spec):
+    for factor in data_factors(spec):
         if factor.placement.gradients != M:
             continue
         if spec.batch.accumulate > 1:
@@ -158,7 +164,7 @@ def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
 
 
 def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
-    cut = has(tuple(DATA.factors(spec)), State.GRADIENTS, *CUT)
+    cut = has(data_factors(spec), State.GRADIENTS, *CUT)
     late = spec.sync.gradients is GradientSync.LAST
     if spec.precision.layout.keeps_both and cut and late and spec.batch.accumulate > 1:
         yield Fault(
@@ -182,7 +188,7 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
 
 def _master_copies(spec: Spec) -> Iterator[Fault]:
     has_master = spec.precision.layout.master is not None
-    for factor in DATA.factors(spec):
+    for factor in data_factors(spec):
         if factor.placement.parameters == M and not has_master:
             yield Fault(
                 place=_place(factor),
@@ -216,13 +222,15 @@ def _one_way_for_activations(spec: Spec) -> Iterator[Fault]:
 
 
 def _replicas_inside_shards(spec: Spec) -> Iterator[Fault]:
-    axes = [factor.axis for factor in DATA.factors(spec)]
-    if axes == [Axis.DP_SHARD, Axis.DP_REPLICATE]:
-        yield Fault(
-            place="mesh.dp_replicate",
-            finding="dp_replicate inside dp_shard is not executed yet",
-            remedy="write dp_replicate before dp_shard: the mesh is outermost first",
-        )
+    axes = [factor.axis for factor in data_factors(spec)]
+    for outer, inner in pairwise(axes):
+        if REDUCED_AXES.index(outer) > REDUCED_AXES.index(inner):
+            yield Fault(
+                place=f"mesh.{inner}",
+                finding=f"{inner} inside {outer} is not executed yet",
+                remedy=f"write {inner} before {outer}: the mesh is outermost first",
+            )
+            return
 
 
 def _place(factor: Factor) -> str:

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 
-from ptrain.spec.axis import DATA_AXES
+from ptrain.spec.axis import DATA_AXES, REDUCED_AXES
 from ptrain.verification.causes.common import (
     SUM_ONCE,
     chosen,
@@ -254,8 +254,8 @@ def of_another_operator(scene: Investigation, names: list[str]) -> Cause | None:
 
 
 def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Cause | None:
-    data = tuple(axis for axis in scene.axes if axis in DATA_AXES)
-    others = [axis for axis in scene.axes if axis not in DATA_AXES]
+    data = tuple(axis for axis in scene.axes if axis in REDUCED_AXES)
+    others = [axis for axis in scene.axes if axis not in REDUCED_AXES]
     for rank, said in enumerate(everyone):
         if not said or set(said) == set(scene.line(rank, *data)):
             continue

@@ -39,7 +39,7 @@ def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause
         whole = scene.evidence.states[-1].get((one.subject, one.name))
     else:
         own = of_program(program).get((one.subject, one.name))
-        whole = of_reference(scene.reference).get((one.subject, one.name))
+        whole = of_reference(scene.reference, scene.rank).get((one.subject, one.name))
     places = scene.gather_parts(own, whole)
     said = None
     if own is not None and whole is not None:

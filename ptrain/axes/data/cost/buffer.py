@@ -1,9 +1,9 @@
 """A unit's flat buffer: all its tensors in one, padded so that the ranks that cut it divide it.
 
-In memory it is [dp_shard, dp_replicate, c]: the shard over dp_shard is a contiguous piece, that
-over both a contiguous piece of it. A group over several axes counts its ranks in mesh order (the
-outermost axis slowest), which is the opposite order; where the two differ torch's collectives, that
-know contiguous parts only, need a permuted copy.
+In memory it is [dp_shard, the axes inside it, dp_replicate, c]: the shard over dp_shard is a
+contiguous piece, that over the next axis too a contiguous piece of it. A group over several axes
+counts its ranks in mesh order (the outermost axis slowest), where dp_replicate comes first; where
+the two orders differ torch's collectives, that know contiguous parts only, need a permuted copy.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import math
 from dataclasses import dataclass
 
 from ptrain.axes.data.costs import padded_flat
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import REDUCED_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import FlatUnits
 
 Axes = tuple[Axis, ...]
+
+_MEMORY = (*REDUCED_AXES[1:], *REDUCED_AXES[:1])
 
 
 def without(axes: Axes, others: Axes) -> Axes:
@@ -38,7 +40,7 @@ class Buffer:
         along which any of its states is)."""
         if axes is None:
             axes = (*step.parameters, *step.optimizer, *step.gradients)
-        memory = tuple(axis for axis in reversed(DATA_AXES) if axis in axes)
+        memory = tuple(axis for axis in _MEMORY if axis in axes)
         degrees = {axis: spec.degree(axis) for axis in step.axes}
         return cls(padded_flat(numel, math.prod(degrees[a] for a in memory)), memory, degrees)
 
@@ -50,7 +52,7 @@ class Buffer:
         """Elements of the copy that a collective along `over` makes of a shard over `cut`: none
         where the group's parts lie one after the other in it."""
         parts = without(self.memory, cut)
-        group = tuple(axis for axis in DATA_AXES if axis in over)
+        group = tuple(axis for axis in REDUCED_AXES if axis in over)
         return 0 if parts[: len(group)] == group else self.shard(cut)
 
     def copied(self, had: Axes, cut: Axes) -> int:

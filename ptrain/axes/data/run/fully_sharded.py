@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ptrain.axes.data.run.wrapped import ParameterWrap
 from ptrain.costs import State
 from ptrain.internals import fsdp2
+from ptrain.internals.dtensor import side_by_side
 from ptrain.internals.fakes import unset_fake_temporarily
 from ptrain.internals.fsdp2 import FSDPParamGroup, parameter_groups
 from ptrain.models.initialize import keeps_its_weights
@@ -213,10 +214,10 @@ def stream_key(stream: Any) -> int:
 
 def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
     """One dimension, or (replicate, shard)."""
+    shards = mesh.submesh(step.shard_axes)
     if not step.replicate_axes:
-        return mesh.submesh(step.shard_axes)
-    assert mesh.device_mesh is not None and len(step.replicate_axes + step.shard_axes) == 2
-    return mesh.device_mesh[str(step.replicate_axes[0]), str(step.shard_axes[0])]
+        return shards
+    return side_by_side(mesh.submesh(step.replicate_axes), shards)
 
 
 def _after_forward(given_back: bool | int | Reshard) -> bool | int | None:

@@ -33,7 +33,7 @@ class Pipelined:
         step = plan.pipeline
         assert step is not None
         self.step = step
-        self.micro, self.sequence = spec.batch.micro, spec.batch.sequence
+        self.micro, self.sequence = spec.batch.micro, plan.tokens
         self.count = spec.batch.accumulate
         self.rank = mesh.coordinate(step.axis)
         boundary = _boundary(spec, plan, mesh, staged.chain)
@@ -87,10 +87,8 @@ class Pipelined:
 
 
 def _boundary(spec: Spec, plan: Plan, mesh: Mesh, chain: Chain) -> BoundaryTensor:
-    is_cut = plan.tensor is not None and plan.tensor.is_sequence
-    slices = mesh.degrees[plan.tensor.axis] if plan.tensor is not None and is_cut else 1
     return BoundaryTensor(
-        shape=(spec.batch.micro, *chain.sample_shape(spec.batch.sequence, slices)),
+        shape=(spec.batch.micro, *chain.sample_shape(spec.batch.sequence, plan.boundary_slices)),
         dtype=TORCH_DTYPES[plan.update.layout.parameters],
         device=mesh.world.device,
     )

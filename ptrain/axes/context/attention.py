@@ -1,0 +1,95 @@
+"""Which attention over cp a spec asks for, or which follows where it says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from ptrain.axes.context.tokens import Span, spans
+from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.context import ContextAttention, Hybrid
+from ptrain.spec.placement import S_STAR
+from ptrain.spec.spec import Spec
+from ptrain.steps.context import ContextParallel
+
+
+def factor_of(spec: Spec) -> Factor | None:
+    """The factor of cp; None where it has no two ranks."""
+    return next((f for f in spec.factors if f.axis is Axis.CP and f.degree > 1), None)
+
+
+def attention_of(spec: Spec) -> ContextAttention | Hybrid:
+    """Return what is written. Else keys and values are gathered where A is S*, and where it is S
+    they go round, balanced if the tokens fall into two chunks a rank."""
+    if spec.context is not None:
+        return spec.context.attention
+    factor = factor_of(spec)
+    if factor is not None and factor.placement.activations == S_STAR:
+        return ContextAttention.ALL_GATHER
+    is_even = spec.batch.sequence % (2 * spec.degree(Axis.CP)) == 0
+    return ContextAttention.ZIGZAG if is_even else ContextAttention.RING
+
+
+def why(spec: Spec) -> str:
+    """Return why it is this attention."""
+    if spec.context is not None:
+        return "as written"
+    tokens, degree = spec.batch.sequence, spec.degree(Axis.CP)
+    match attention_of(spec):
+        case ContextAttention.ALL_GATHER:
+            return "activations on cp are S*"
+        case ContextAttention.ZIGZAG:
+            return f"{tokens} tokens fall into two chunks on each of {degree} ranks"
+        case ContextAttention.RING:
+            return f"{tokens} tokens do not fall into two chunks on each of {degree} ranks"
+        case other:
+            raise AssertionError(f"{other} is only ever written")
+
+
+def degrees(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int, int]:
+    """Return the degrees of Ulysses and of the ring on so many ranks of cp."""
+    match attention:
+        case Hybrid():
+            return attention.ulysses, attention.ring
+        case ContextAttention.ULYSSES:
+            return ranks, 1
+        case ContextAttention.RING | ContextAttention.ZIGZAG | ContextAttention.ALL_GATHER:
+            return 1, ranks
+        case _:
+            assert_never(attention)
+
+
+def is_balanced(attention: ContextAttention | Hybrid) -> bool:
+    """Whether each of the ring's places has an early and a late chunk."""
+    if isinstance(attention, Hybrid):
+        return attention.ring > 1
+    return attention is ContextAttention.ZIGZAG
+
+
+def context_of(spec: Spec) -> ContextParallel | None:
+    """Return the step that gives ranks of cp their tokens; None where cp has no two ranks."""
+    factor = factor_of(spec)
+    if factor is None:
+        return None
+    attention = attention_of(spec)
+    ulysses, ring = degrees(attention, factor.degree)
+    return ContextParallel(
+        axis=factor.axis,
+        ulysses=ulysses,
+        ring=ring,
+        sequence=spec.batch.sequence,
+        is_balanced=is_balanced(attention),
+        gathers=attention is ContextAttention.ALL_GATHER,
+    )
+
+
+def all_spans(step: ContextParallel) -> Iterator[tuple[Span, ...]]:
+    """Yield the tokens of each rank along the axis."""
+    for index in range(step.ulysses * step.ring):
+        yield spans(
+            step.sequence,
+            ulysses=step.ulysses,
+            ring=step.ring,
+            index=index,
+            is_balanced=step.is_balanced,
+        )

@@ -1,0 +1,58 @@
+"""Slices of the tokens as text: what the step of cp does, and which rank has which tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ptrain.axes.context.attention import all_spans, why
+from ptrain.axes.context.tokens import Span
+from ptrain.spec.spec import Spec
+from ptrain.steps.context import ContextParallel
+
+_FEW_RANKS = 8
+
+
+def step_text(step: ContextParallel) -> str:
+    """Return what the step does, in one line of a plan."""
+    is_alone = step.is_balanced and step.ulysses == 1
+    kind = "an early and a late chunk" if is_alone else "a slice"
+    return (
+        f"give each rank of {step.axis} {kind} of the tokens of every sample: "
+        f"{step.sequence // (step.ulysses * step.ring)} of {step.sequence}; {_exchange(step)}"
+    )
+
+
+def _exchange(step: ContextParallel) -> str:
+    ways = []
+    if step.ulysses > 1:
+        ways.append(f"{step.ulysses} neighbours exchange tokens for heads (Ulysses)")
+    if step.gathers:
+        ways.append("keys and values are gathered, and kept until backward")
+    elif step.ring > 1:
+        groups = "such groups" if step.ulysses > 1 else "ranks"
+        of = ", each with early and late chunks" if step.ulysses > 1 and step.is_balanced else ""
+        ways.append(f"keys and values go round a ring of {step.ring} {groups}{of}")
+    return ", ".join(ways)
+
+
+def token_lines(spec: Spec, step: ContextParallel) -> Iterator[str]:
+    """Yield why it is this attention, and the tokens of each rank of cp."""
+    name = "Ulysses and ring" if step.ulysses > 1 and step.ring > 1 else ""
+    kind = name or ("Ulysses" if step.ulysses > 1 else _ring_name(step))
+    yield f"context  {kind}: {why(spec)}"
+    for index, own in enumerate(all_spans(step)):
+        if index == _FEW_RANKS:
+            yield f"tokens   … {step.ulysses * step.ring} ranks of {step.axis}"
+            return
+        yield f"tokens   {step.axis} {index}: {', '.join(map(_span, own))}"
+
+
+def _ring_name(step: ContextParallel) -> str:
+    if step.gathers:
+        return "all-gather"
+    return "zigzag" if step.is_balanced else "ring"
+
+
+def _span(span: Span) -> str:
+    first, behind = span
+    return f"{first}-{behind - 1}" if behind - first > 1 else str(first)

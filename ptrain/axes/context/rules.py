@@ -1,0 +1,289 @@
+"""Which tuples the context axis takes, and which specs.
+
+A rank of cp has a slice of the tokens of every sample, and addends of all gradients: of Theta,
+Omega and G any triple is legal that is legal on a data axis. A is S, or S* where the slices of keys
+and values are gathered and kept so; R would be duplicate samples. Of 625 tuples 190 are legal, 95
+triples times two, with an optimizer that keeps state 160, with one that needs whole matrices 48.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ptrain.axes.context.attention import attention_of, degrees, factor_of, is_balanced
+from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
+from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
+from ptrain.errors import Fault
+from ptrain.spec.axis import Axis
+from ptrain.spec.context import ContextAttention, Hybrid
+from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.misfits import divisors
+from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
+from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S
+from ptrain.spec.spec import Spec
+
+
+def _whole(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    return placement.activations.distribution is Distribution.REPLICATED
+
+
+def _of_a_rank(placement: Placement, optimizer: OptimizerSpec) -> bool:
+    return not _whole(placement, optimizer) and placement.activations not in (S, S_STAR)
+
+
+_TUPLES = (
+    *STATE_RULES,
+    TupleRule(
+        name="every token counts once",
+        theorem=GRADIENT_INTEGRITY,
+        broken=_whole,
+        message="activations: R leave every rank all tokens of the same samples, so that each "
+        "token counts once per rank; a rank has a slice of the tokens: S, or S* where keys and "
+        "values are gathered and kept so",
+        nearest=lambda placement: replace(placement, activations=S),
+    ),
+    TupleRule(
+        name="activations are slices of the tokens",
+        theorem="Definition 2",
+        broken=_of_a_rank,
+        message="activations on cp are S (a slice of the tokens) or S* (keys and values gathered "
+        "and kept); M and O belong to a rank, not to an axis: activations: M at the top of the "
+        "spec",
+        nearest=lambda placement: replace(placement, activations=S),
+    ),
+)
+
+
+def _without_cp(spec: Spec) -> Iterator[Fault]:
+    if spec.context is not None and factor_of(spec) is None and spec.world_size > 1:
+        yield Fault(
+            place="context.attention",
+            finding="nothing obeys it: every rank has all tokens of its samples, since cp has no "
+            "two ranks",
+            remedy="remove context, or write cp: mesh: {…, cp: 2}",
+        )
+
+
+def _as_the_tuple_says(spec: Spec) -> Iterator[Fault]:
+    factor, attention = factor_of(spec), attention_of(spec)
+    if factor is None or factor.placement.activations not in (S, S_STAR):
+        return
+    is_gathered, activations = (
+        attention is ContextAttention.ALL_GATHER,
+        factor.placement.activations,
+    )
+    if is_gathered is (activations == S_STAR):
+        return
+    does = "keeps gathered keys and values" if is_gathered else "keeps slices alone"
+    yield Fault(
+        place="context.attention",
+        finding=f"{attention} {does}, which is {S_STAR if is_gathered else S}, and activations on "
+        f"cp are {activations}",
+        remedy="write placement.cp.activations=S*, or attention: zigzag"
+        if is_gathered
+        else "write placement.cp.activations=S, or attention: all-gather",
+    )
+
+
+def _product(spec: Spec) -> Iterator[Fault]:
+    factor, attention = factor_of(spec), attention_of(spec)
+    if factor is None or not isinstance(attention, Hybrid):
+        return
+    if attention.ulysses * attention.ring != factor.degree:
+        ways = (
+            str(Hybrid(ulysses=ulysses, ring=factor.degree // ulysses))
+            for ulysses in divisors(factor.degree)
+        )
+        yield Fault(
+            place="context.attention",
+            finding=f"ulysses {attention.ulysses} × ring {attention.ring} are "
+            f"{attention.ulysses * attention.ring} ranks, and cp has {factor.degree}",
+            remedy=f"write one of {', '.join(ways)}",
+        )
+
+
+def _slices(spec: Spec) -> Iterator[Fault]:
+    factor, attention, sequence = factor_of(spec), attention_of(spec), spec.batch.sequence
+    if factor is None:
+        return
+    ulysses, ring = degrees(attention, factor.degree)
+    chunks = ulysses * ring * (2 if is_balanced(attention) else 1)
+    if sequence % chunks == 0:
+        return
+    near = sorted({max(1, sequence // chunks) * chunks, -(-sequence // chunks) * chunks})
+    per_rank = 2 if is_balanced(attention) else 1
+    degrees_that_do = [d for d in divisors(sequence // per_rank) if d <= 4 * factor.degree]
+    is_odd = sequence % per_rank
+    fewer = f", or cp of {_listed(degrees_that_do)}" if degrees_that_do and not is_odd else ""
+    contiguous = ", or attention: ring" if per_rank > 1 and sequence % factor.degree == 0 else ""
+    yield Fault(
+        place="batch.sequence",
+        finding=f"{sequence} tokens are not cut into {chunks} equal "
+        + (f"chunks, two for each of {factor.degree} ranks" if per_rank > 1 else "slices")
+        + f" of cp ({attention})",
+        remedy=f"write sequence: {' or '.join(map(str, near))}{fewer}{contiguous}",
+    )
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _heads(spec: Spec) -> Iterator[Fault]:
+    """Ulysses gives each rank as many query heads as the others."""
+    ulysses, shape = _ulysses(spec), spec.model
+    if not isinstance(shape, ModelShape) or ulysses == 1:
+        return
+    heads = shape.heads // spec.degree(Axis.TP)
+    if heads % ulysses:
+        yield Fault(
+            place=_place_of_ulysses(spec),
+            finding=f"ulysses over {ulysses} ranks does not divide {heads} heads"
+            f"{' that tp leaves a rank' if spec.degree(Axis.TP) > 1 else ''}",
+            remedy=f"choose ulysses from {_listed(divisors(heads))}, or attention: zigzag",
+        )
+
+
+def _keys(spec: Spec) -> Iterator[Fault]:
+    ulysses, shape = _ulysses(spec), spec.model
+    if not isinstance(shape, ModelShape) or ulysses == 1 or any(_heads(spec)):
+        return
+    heads = shape.kv_heads // spec.degree(Axis.TP)
+    if heads % ulysses:
+        yield Fault(
+            place=_place_of_ulysses(spec),
+            finding=f"not yet: ulysses over {ulysses} ranks does not divide {heads} heads of keys "
+            "and values, which would have to be repeated",
+            remedy=f"what works today: ulysses of {_listed(divisors(heads))}, with a ring "
+            "around it where cp has more ranks, or attention: zigzag",
+        )
+
+
+def _ulysses(spec: Spec) -> int:
+    factor = factor_of(spec)
+    return 1 if factor is None else degrees(attention_of(spec), factor.degree)[0]
+
+
+def _place_of_ulysses(spec: Spec) -> str:
+    return "context.attention" if isinstance(attention_of(spec), Hybrid) else "mesh.cp"
+
+
+def _dropout(spec: Spec) -> Iterator[Fault]:
+    shape = spec.model
+    if factor_of(spec) is None or not isinstance(shape, ModelShape):
+        return
+    if shape.dropouts.attention:
+        own = shape.attention_dropout is not None
+        yield Fault(
+            place=f"model.{'attention_dropout' if own else 'dropout'}",
+            finding=f"{shape.dropouts.attention:g} within attention, whose scores are spread over "
+            "the ranks of cp: a fused kernel draws a mask for each part of them, which no one "
+            "device draws",
+            remedy="write model.attention_dropout=0",
+        )
+
+
+def _kernels(spec: Spec) -> Iterator[Fault]:
+    """Partial results of attention are joined by their log-sum-exp, which torch's
+    scaled_dot_product_attention alone gives, of causal scores without more."""
+    factor, shape = factor_of(spec), spec.model
+    if factor is None or not isinstance(shape, ModelShape):
+        return
+    attention = attention_of(spec)
+    if degrees(attention, factor.degree)[1] == 1:
+        return
+    other = "or context: {attention: ulysses}, which has all tokens"
+    if shape.attention is not Attention.SDPA:
+        yield Fault(
+            place="attention",
+            finding=f"{shape.attention}: {attention} joins parts of attention by what sdpa alone "
+            "gives",
+            remedy=f"write attention: sdpa, {other}",
+        )
+    for name, value in (("window", shape.window), ("attention_soft_cap", shape.attention_soft_cap)):
+        if value is not None:
+            yield Fault(
+                place=f"model.{name}",
+                finding=f"{value:g}: {attention} joins parts of plain causal attention",
+                remedy=f"write model.{name}=null, {other}",
+            )
+
+
+def _own_functions(spec: Spec) -> Iterator[Fault]:
+    if factor_of(spec) is None:
+        return
+    for function in (spec.loss.user_function, spec.data.function):
+        if function is not None:
+            place = "step.target" if function is spec.loss.step else f"{function.section}.target"
+            yield Fault(
+                place=place,
+                finding=f"{function.target}: nothing says how it is of slices of the tokens; on cp "
+                "the loss is a sum over tokens, divided by their global count",
+                remedy=f"remove {function.section}, or cp",
+            )
+
+
+def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
+    factor, tp, sequence = factor_of(spec), spec.degree(Axis.TP), spec.batch.sequence
+    cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
+    if (
+        factor is None
+        or not cut
+        or sequence % factor.degree
+        or not (sequence // factor.degree) % tp
+    ):
+        return
+    even = factor.degree * tp
+    near = sorted({max(1, sequence // even) * even, -(-sequence // even) * even})
+    yield Fault(
+        place="batch.sequence",
+        finding=f"{sequence // factor.degree} tokens of a rank of cp are not cut into {tp} equal "
+        "slices of tp",
+        remedy=f"write sequence: {' or '.join(map(str, near))}, or activations: R on tp",
+    )
+
+
+def _other_models(spec: Spec) -> Iterator[Fault]:
+    model = spec.model
+    if factor_of(spec) is None or isinstance(model, ModelShape):
+        return
+    match model:
+        case HuggingFaceModel():
+            place, name = "model.hf", model.hf
+        case ExternalModel():
+            place, name = "model.target", model.target
+    yield Fault(
+        place=place,
+        finding=f"not yet: {name} on slices of the tokens, a model that is not built in",
+        remedy="what works today: a preset or a shape, or no cp",
+    )
+
+
+CONTEXT = AxisRules(
+    axes=(Axis.CP,),
+    tuples=_TUPLES,
+    specs=(
+        SpecRule(
+            name="the dials of cp need it",
+            theorem="every key of a spec has an effect",
+            faults=_without_cp,
+        ),
+        SpecRule(
+            name="attention is as the tuple says", theorem="Definition 2", faults=_as_the_tuple_says
+        ),
+        SpecRule(name="a hybrid has all ranks", theorem="Definition 5", faults=_product),
+        SpecRule(name="ranks have as many tokens", theorem=GRADIENT_INTEGRITY, faults=_slices),
+        SpecRule(name="ranks have as many heads", theorem="Definition 2", faults=_heads),
+        SpecRule(name="a slice of a slice", theorem="Definition 2", faults=_slices_of_tp),
+        SpecRule(name="one mask for all parts", theorem=GRADIENT_INTEGRITY, faults=_dropout),
+        SpecRule(name="parts of attention are joined", theorem="Definition 2", faults=_kernels),
+        SpecRule(
+            name="the loss is a sum over tokens", theorem=GRADIENT_INTEGRITY, faults=_own_functions
+        ),
+    ),
+    not_yet=(
+        SpecRule(name="keys and values go unrepeated", theorem="", faults=_keys),
+        SpecRule(name="models that cp knows", theorem="", faults=_other_models),
+    ),
+)

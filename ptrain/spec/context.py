@@ -1,0 +1,99 @@
+"""How attention reaches the tokens of other ranks along cp."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from ptrain.spec.leaf import Choice, Either, Free, Whole, declared, refuse
+from ptrain.spec.section import section
+from ptrain.word import Word
+
+_MOST = 2**17
+_PARTS = ("ulysses", "ring")
+
+
+class ContextAttention(Word):
+    RING = "ring"  # Liu et al. 2023: keys and values go round, contiguous slices of the tokens
+    ZIGZAG = "zigzag"  # the same, each rank with an early and a late chunk (Llama 3, section 3.3.2)
+    ALL_GATHER = "all-gather"  # keys and values of all ranks, kept until backward
+    ULYSSES = "ulysses"  # Jacobs et al. 2023: all tokens of some of the heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hybrid:
+    """Ulysses over `ulysses` neighbouring ranks, and a zigzag ring over `ring` such groups (Fang
+    and Zhao 2024, USP). `ulysses * ring` is the degree of cp."""
+
+    ulysses: int
+    ring: int
+
+    def __str__(self) -> str:
+        return f"{{ulysses: {self.ulysses}, ring: {self.ring}}}"
+
+
+@declared
+class _Degrees(Free):
+    """The two degrees of a hybrid."""
+
+    def check(self, value: Any) -> object:
+        degrees = super().check(value)
+        if not isinstance(degrees, dict) or {*degrees} != {*_PARTS}:
+            refuse("a mapping here has the keys ulysses and ring", "write {ulysses: 2, ring: 2}")
+        return degrees
+
+    def schema(self) -> dict[str, Any]:
+        shape = super().schema()
+        values = shape.pop("additionalProperties")
+        properties = dict.fromkeys(_PARTS, values)
+        required = {"required": [*_PARTS], "additionalProperties": False}
+        return {**shape, "properties": properties, **required}
+
+
+def _written(attention: ContextAttention | Hybrid) -> object:
+    if isinstance(attention, Hybrid):
+        return {"ulysses": attention.ulysses, "ring": attention.ring}
+    return attention.value
+
+
+@section
+class ContextSpec:
+    """How attention reaches the tokens of other ranks along cp."""
+
+    attention: Annotated[
+        ContextAttention | Hybrid,
+        Either(
+            "how attention reaches the tokens of other ranks; without the section: all-gather "
+            "where activations on cp are S*, else zigzag, or ring where the tokens are not cut "
+            "into two chunks a rank",
+            "ring, zigzag, all-gather, ulysses or {ulysses: U, ring: R}",
+            (
+                Choice(
+                    "",
+                    {
+                        "ring": "keys and values travel in a ring; contiguous slices of the tokens",
+                        "zigzag": "the same, each rank with an early and a late chunk: as much to "
+                        "do for all under a causal mask",
+                        "all-gather": "keys and values are gathered, and kept until backward",
+                        "ulysses": "tokens are exchanged for heads: a rank has some heads of all "
+                        "tokens",
+                    },
+                    slips={
+                        "allgather": "all-gather",
+                        "all_gather": "all-gather",
+                        "gather": "all-gather",
+                        "zig-zag": "zigzag",
+                        "p2p": "ring",
+                        "ring-attention": "ring",
+                        "a2a": "ulysses",
+                        "all-to-all": "ulysses",
+                    },
+                    read=ContextAttention,
+                ),
+                _Degrees(
+                    "ulysses over neighbouring ranks, a zigzag ring over such groups",
+                    values=Whole("ranks", 1, _MOST),
+                    read=lambda degrees: Hybrid(**degrees),
+                ),
+            ),
+            write=_written,
+        ),
+    ]

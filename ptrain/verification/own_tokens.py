@@ -1,0 +1,52 @@
+"""What a rank has of one device's tensors where cp gives it a slice of the tokens; by the spec
+alone, so that a program that takes others is told."""
+
+from __future__ import annotations
+
+import torch
+
+from ptrain.axes.context.attention import context_of
+from ptrain.axes.context.tokens import Span, spans
+from ptrain.facts.parameters import OF_TOKENS
+from ptrain.spec.spec import Spec
+from ptrain.verification.places import coordinates
+
+_OF_HEADS = 4  # dimensions of a tensor that has heads in front of the tokens
+
+
+def own_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
+    """Return the tokens of a rank, in its order; none where it has all of a sample's."""
+    step = context_of(spec)
+    if step is None:
+        return ()
+    return spans(
+        step.sequence,
+        ulysses=step.ulysses,
+        ring=step.ring,
+        index=coordinates(spec, rank)[step.axis],
+        is_balanced=step.is_balanced,
+    )
+
+
+class TokensOfRank:
+    """Takes a rank's tokens of whole tensors."""
+
+    def __init__(self, spec: Spec, rank: int) -> None:
+        self._spans, self._sequence = own_spans(spec, rank), spec.batch.sequence
+
+    def of_output(self, whole: torch.Tensor) -> torch.Tensor:
+        """Of what a module gives, [samples, tokens, ...], or heads in front of the tokens; of
+        tokens, [samples, tokens]. All else is as it was."""
+        dim = 2 if whole.dim() == _OF_HEADS else 1
+        has_tokens = whole.dim() > dim and whole.shape[dim] == self._sequence
+        return self._taken(whole, dim) if has_tokens else whole
+
+    def of_buffer(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Of a model's table with a row for each token."""
+        return self._taken(whole, 0) if name.endswith(OF_TOKENS) else whole
+
+    def _taken(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        if not self._spans:
+            return whole
+        parts = [whole.narrow(dim, first, behind - first) for first, behind in self._spans]
+        return torch.cat(parts, dim)

@@ -1,0 +1,48 @@
+"""Specs of the context axis and of its products: small, with an odd vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ptrain.algebra.legality import require
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from tests.gloo.tensor_cases import MODELS, SIZES
+
+VARIANTS = ("ring", "zigzag", "all-gather", "ulysses")
+HYBRID = {"ulysses": 2, "ring": 2}
+SAMPLES = ("dp_replicate", "dp_shard")
+
+
+def spec_of(
+    attention: Any,
+    model: str = "gqa",
+    *,
+    states: str = "R,R,R",
+    degree: int = 2,
+    other: Mapping[str, str] | None = None,
+    accumulate: int = 2,
+    shape: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> Spec:
+    """`states` are the modes of Theta, Omega and G on cp; `other` places the other axes, each of
+    two ranks."""
+    other = other or {}
+    order = ("pp", *SAMPLES, "cp", "tp")
+    axes = {**dict.fromkeys(other, 2), "cp": degree}
+    slices = "S*" if attention == "all-gather" else "S"
+    samples = accumulate * 2 ** sum(axis in SAMPLES for axis in other)
+    mapping: dict[str, Any] = {
+        "name": model,
+        "model": {**SIZES, **MODELS[model], **(shape or {})},
+        "mesh": {axis: axes[axis] for axis in order if axis in axes},
+        "placement": {**other, "cp": f"{states},{slices}"},
+        "context": {"attention": attention},
+        "precision": {"layout": "fp32", "compute": "fp64"},
+        "batch": {"global": samples, "micro": 1, "sequence": 16},
+        "optimizer": {"name": "adamw", "lr": 3e-3, "schedule": {"warmup": 2}, "clip": 1.0},
+        "data": {"corpus": "python-docs", "tokenizer": "bytes"},
+        "train": {"steps": 20, "seed": 0},
+    }
+    return require(load(mapping | sections))

@@ -1,0 +1,343 @@
+"""Which tuples and specs the context axis takes, and what a refusal says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from ptrain.algebra.legality import check, executed
+from ptrain.axes.context.attention import attention_of, context_of, why
+from ptrain.axes.context.rules import CONTEXT
+from ptrain.axes.data.rules import DATA
+from ptrain.plan.composition import theorem_3
+from ptrain.plan.lower import lower
+from ptrain.plan.show import show
+from ptrain.spec.axis import Axis
+from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
+from ptrain.spec.function import UserFunction
+from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.model import Attention, ExternalModel, Family, HuggingFaceModel, ModelShape
+from ptrain.spec.placement import MODES, S_STAR, Placement, S
+from ptrain.spec.spec import LossSpec, Spec
+from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of
+
+SHAPE = ModelShape(
+    family=Family.LLAMA, layers=2, hidden=96, heads=12, kv_heads=4, ffn=64, vocab=260
+)
+ADAMW, STATELESS = OptimizerSpec(name="adamw"), OptimizerSpec(name="sgd")
+MUON = OptimizerSpec(name="muon", momentum=0.95)
+TUPLES = [
+    Placement(parameters=theta, optimizer=omega, gradients=gradients, activations=activations)
+    for theta, omega, gradients, activations in product(MODES, repeat=4)
+]
+RING, ZIGZAG = ContextAttention.RING, ContextAttention.ZIGZAG
+GATHER, ULYSSES = ContextAttention.ALL_GATHER, ContextAttention.ULYSSES
+TP = tuple_of("S,S,S,R")
+
+
+def spec(
+    ranks: int = 2,
+    attention: ContextAttention | Hybrid | None = None,
+    modes: str = "R,R,R,S",
+    *,
+    around=None,
+    inside=None,
+    sequence: int = 32,
+    model=SHAPE,
+) -> Spec:
+    mesh = {**(around or {}), Axis.CP: (ranks, tuple_of(modes)), **(inside or {})}
+    made = make_spec(mesh, model=model, sequence=sequence)
+    return replace(made, context=ContextSpec(attention=attention) if attention else None)
+
+
+def refusal(made: Spec) -> tuple[str, str, str]:
+    """Place, finding and remedy of the only fault."""
+    waits = [fault for fault in executed(made) if "the axis cp is not" not in fault.finding]
+    (fault,) = (*check(made), *waits)
+    return fault.place, fault.finding, fault.remedy
+
+
+def faultless(made: Spec) -> bool:
+    return not check(made) and all("the axis cp is not" in f.finding for f in executed(made))
+
+
+# ---- tuples
+
+
+@pytest.mark.parametrize(("optimizer", "legal"), [(STATELESS, 190), (ADAMW, 160), (MUON, 48)])
+def test_190_of_625_tuples_are_legal_and_160_with_an_optimizer_that_keeps_state(optimizer, legal):
+    kept = [each for each in TUPLES if not any(CONTEXT.broken(each, optimizer))]
+    assert len(TUPLES) == 625 and len(kept) == legal
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
+def test_a_tuple_is_legal_where_its_triple_is_on_a_data_axis_and_a_is_a_slice(optimizer):
+    for placement in TUPLES:
+        on_data = replace(placement, activations=MODES[0])
+        is_triple = not any(DATA.broken(on_data, optimizer))
+        is_legal = is_triple and placement.activations in (S, S_STAR)
+        assert is_legal is not any(CONTEXT.broken(placement, optimizer))
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
+def test_the_nearest_tuple_is_legal_and_a_legal_one_is_its_own(optimizer):
+    for placement in TUPLES:
+        nearest = CONTEXT.nearest(placement, optimizer)
+        assert not any(CONTEXT.broken(nearest, optimizer))
+        assert (nearest == placement) is not any(CONTEXT.broken(placement, optimizer))
+
+
+@pytest.mark.parametrize("rule", CONTEXT.tuples, ids=lambda rule: rule.name)
+def test_every_rule_about_tuples_refuses_some_tuple_alone(rule):
+    assert any(
+        [*CONTEXT.broken(placement, optimizer)] == [rule]
+        for optimizer in (ADAMW, STATELESS, MUON)
+        for placement in TUPLES
+    )
+
+
+def test_whole_activations_are_refused_since_every_token_would_count_again():
+    place, finding, remedy = refusal(spec(modes="S*,S,S,R"))
+    assert place == "placement.cp"
+    assert "each token counts once per rank" in finding and "Theorem 3" in finding
+    assert remedy.endswith("cp: {parameters: S*, optimizer: S, gradients: S, activations: S}")
+
+
+@pytest.mark.parametrize("mode", ["M", "O"])
+def test_recomputed_and_offloaded_activations_belong_at_the_top(mode):
+    _, finding, remedy = refusal(spec(modes=f"R,R,R,{mode}"))
+    assert "activations: M at the top of the spec" in finding
+    assert remedy.endswith("activations: S}")
+
+
+def test_slices_of_activations_on_a_data_axis_are_refused_with_a_word_about_cp():
+    place, finding, _ = refusal(make_spec({Axis.DP_SHARD: (2, tuple_of("R,R,R,S"))}))
+    assert place == "placement.dp_shard"
+    assert "slices of the tokens are those of cp (mesh: {cp: 2})" in finding
+
+
+def test_what_a_spec_says_of_gradients_holds_on_cp_too():
+    used_up = replace(spec(modes="R,S,M,S"), optimizer=OptimizerSpec(name="adamw", clip=1.0))
+    place, finding, _ = refusal(used_up)
+    assert place == "placement.cp" and "clipping needs the norm" in finding
+
+
+def test_an_axis_of_data_inside_cp_waits():
+    outside = {Axis.CP: (2, tuple_of("R,R,R,S")), Axis.DP_SHARD: (2, GATHERED)}
+    place, finding, remedy = refusal(make_spec(outside, model=SHAPE, sequence=32))
+    assert (place, finding) == ("mesh.dp_shard", "dp_shard inside cp is not executed yet")
+    assert remedy == "write dp_shard before cp: the mesh is outermost first"
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize(
+    ("made", "attention", "reason"),
+    [
+        (spec(2, modes="R,R,R,S*"), GATHER, "activations on cp are S*"),
+        (spec(2), ZIGZAG, "32 tokens fall into two chunks on each of 2 ranks"),
+        (spec(3, sequence=33), RING, "33 tokens do not fall into two chunks on each of 3 ranks"),
+        (spec(2, RING), RING, "as written"),
+    ],
+    ids=["gathered", "zigzag", "ring", "written"],
+)
+def test_what_is_not_written_follows_and_says_why(made, attention, reason):
+    assert faultless(made)
+    assert (attention_of(made), why(made)) == (attention, reason)
+
+
+@pytest.mark.parametrize(
+    ("attention", "modes", "shape"),
+    [
+        (RING, "R,R,R,S", (1, 4, False, False)),
+        (ZIGZAG, "R,R,R,S", (1, 4, True, False)),
+        (GATHER, "R,R,R,S*", (1, 4, False, True)),
+        (ULYSSES, "R,R,R,S", (4, 1, False, False)),
+        (Hybrid(ulysses=2, ring=2), "R,R,R,S", (2, 2, True, False)),
+        (Hybrid(ulysses=4, ring=1), "R,R,R,S", (4, 1, False, False)),
+    ],
+    ids=str,
+)
+def test_an_attention_is_a_step_of_ulysses_and_a_ring(attention, modes, shape):
+    made = spec(4, attention, modes)
+    step = context_of(made)
+    assert faultless(made) and step is not None
+    assert (step.ulysses, step.ring, step.is_balanced, step.gathers) == shape
+    assert step.sequence == 32
+
+
+def test_without_two_ranks_of_cp_there_is_no_step():
+    assert context_of(make_spec({Axis.DP_SHARD: (2, GATHERED)})) is None
+
+
+def test_attention_over_cp_without_cp_is_refused():
+    made = replace(make_spec({Axis.DP_SHARD: (2, GATHERED)}), context=ContextSpec(attention=RING))
+    place, finding, _ = refusal(made)
+    assert place == "context.attention" and finding.startswith("nothing obeys it")
+    assert faultless(replace(make_spec({}), context=ContextSpec(attention=RING)))  # one device
+
+
+def test_attention_and_the_tuple_say_the_same():
+    place, finding, remedy = refusal(spec(2, GATHER))
+    assert place == "context.attention" and "activations on cp are S" in finding
+    assert remedy == "write placement.cp.activations=S*, or attention: zigzag"
+    _, finding, remedy = refusal(spec(2, ULYSSES, "R,R,R,S*"))
+    assert "ulysses keeps slices alone" in finding and remedy.endswith("attention: all-gather")
+
+
+def test_a_hybrid_has_as_many_ranks_as_cp():
+    place, finding, remedy = refusal(spec(4, Hybrid(ulysses=2, ring=4)))
+    assert place == "context.attention"
+    assert finding == "ulysses 2 × ring 4 are 8 ranks, and cp has 4"
+    assert "{ulysses: 2, ring: 2}" in remedy
+
+
+@pytest.mark.parametrize(
+    ("attention", "sequence", "finding", "remedy"),
+    [
+        (RING, 30, "30 tokens are not cut into 4 equal slices of cp (ring)",
+         "write sequence: 28 or 32, or cp of 1, 2, 3, 5, 6, 10, 15"),
+        (ZIGZAG, 36, "36 tokens are not cut into 8 equal chunks, two for each of 4 ranks of cp "
+         "(zigzag)",
+         "write sequence: 32 or 40, or cp of 1, 2, 3, 6, 9, or attention: ring"),
+        (ULYSSES, 3, "3 tokens are not cut into 4 equal slices of cp (ulysses)",
+         "write sequence: 4, or cp of 1, 3"),
+        (Hybrid(ulysses=2, ring=2), 33, "33 tokens are not cut into 8 equal chunks, two for each "
+         "of 4 ranks of cp ({ulysses: 2, ring: 2})", "write sequence: 32 or 40"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_sequence_that_does_not_divide_is_refused_with_what_would_do(
+    attention, sequence, finding, remedy
+):
+    refused = refusal(spec(4, attention, sequence=sequence))
+    assert refused == ("batch.sequence", finding, remedy)
+
+
+def test_ulysses_divides_the_heads_that_tp_leaves():
+    place, finding, remedy = refusal(spec(5, ULYSSES, sequence=40))
+    assert (place, finding) == ("mesh.cp", "ulysses over 5 ranks does not divide 12 heads")
+    assert remedy == "choose ulysses from 1, 2, 3, 4, 6, 12, or attention: zigzag"
+    cut = spec(4, Hybrid(ulysses=4, ring=1), inside={Axis.TP: (2, TP)})
+    place, finding, _ = refusal(cut)
+    assert place == "context.attention"
+    assert finding == "ulysses over 4 ranks does not divide 6 heads that tp leaves a rank"
+
+
+def test_keys_and_values_that_would_be_repeated_wait():
+    place, finding, remedy = refusal(spec(6, ULYSSES, sequence=48))
+    assert place == "mesh.cp" and finding.startswith("not yet: ulysses over 6 ranks")
+    assert "ulysses of 1, 2, 4" in remedy
+
+
+def test_dropout_within_attention_is_refused_and_elsewhere_it_is_not():
+    for key, option in (("dropout", {"dropout": 0.1}), ("attention_dropout", {
+        "attention_dropout": 0.2
+    })):  # fmt: skip
+        place, finding, _ = refusal(spec(model=replace(SHAPE, **option)))
+        assert place == f"model.{key}" and "scores are spread over the ranks" in finding
+    outside = replace(SHAPE, dropout=0.1, attention_dropout=0.0)
+    assert faultless(spec(model=outside))
+
+
+@pytest.mark.parametrize("attention", [RING, ZIGZAG, GATHER, Hybrid(ulysses=2, ring=2)], ids=str)
+@pytest.mark.parametrize(
+    ("place", "option"),
+    [
+        ("attention", {"attention": Attention.EAGER}),
+        ("model.window", {"window": 8}),
+        ("model.attention_soft_cap", {"attention_soft_cap": 30.0}),
+    ],
+)
+def test_what_joins_parts_of_attention_needs_plain_sdpa_and_ulysses_does_not(
+    attention, place, option
+):
+    modes = "R,R,R,S*" if attention is GATHER else "R,R,R,S"
+    model = replace(SHAPE, **option)
+    assert refusal(spec(4, attention, modes, model=model))[0] == place
+    assert faultless(spec(4, ULYSSES, model=model))
+
+
+def test_slices_of_tp_are_slices_of_those_of_cp():
+    sliced = {Axis.TP: (4, tuple_of("S,S,S,S"))}
+    place, finding, remedy = refusal(spec(2, RING, inside=sliced, sequence=36))
+    assert place == "batch.sequence"
+    assert finding == "18 tokens of a rank of cp are not cut into 4 equal slices of tp"
+    assert remedy.startswith("write sequence: 32 or 40")
+    assert faultless(spec(2, RING, inside=sliced, sequence=40))
+
+
+def test_functions_of_the_users_are_refused():
+    function = UserFunction(section="loss", target="mine:loss", arguments={})
+    place, finding, _ = refusal(replace(spec(), loss=LossSpec(function=function)))
+    assert place == "loss.target" and finding.startswith("mine:loss: nothing says")
+    function = replace(function, section="step")
+    place, *_ = refusal(replace(spec(), loss=LossSpec(step=function)))
+    assert place == "step.target"
+
+
+@pytest.mark.parametrize(
+    ("model", "place"),
+    [
+        (HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 512}), "model.hf"),
+        (ExternalModel(target="mine:model"), "model.target"),
+    ],
+)
+def test_models_that_are_not_built_in_wait(model, place):
+    where, finding, _ = refusal(spec(model=model))
+    assert where == place and finding.startswith("not yet: ")
+    assert (model.hf if place == "model.hf" else model.target) in finding
+
+
+# ---- plans
+
+
+def plan_of(made: Spec):
+    return lower(made, (("blocks.0",), ("blocks.1",), ("",)))
+
+
+def test_a_plan_slices_tokens_behind_tp_and_in_front_of_the_wrap():
+    made = spec(2, around={Axis.DP_SHARD: (2, GATHERED)}, inside={Axis.TP: (2, TP)},
+                modes="S*,S,S,S")  # fmt: skip
+    plan = plan_of(made)
+    names = [type(step).__name__ for step in plan.steps]
+    assert names[:4] == ["CreateMesh", "Parallelize", "ContextParallel", "FullyShard"]
+    assert plan.wrap.reduced_axes == (Axis.DP_SHARD, Axis.CP)
+    assert plan.clip.reduced_axes == (Axis.TP, Axis.DP_SHARD, Axis.CP)
+    assert plan.sample_axes == (Axis.DP_SHARD,)
+
+
+def test_replicas_over_cp_are_those_of_one_ddp():
+    plan = plan_of(spec(2, around={Axis.DP_REPLICATE: (2, WHOLE)}))
+    assert plan.wrap.axes == (Axis.DP_REPLICATE, Axis.CP)
+
+
+def test_shards_over_data_and_cp_have_replicas_around_them():
+    around = {Axis.DP_REPLICATE: (2, WHOLE), Axis.DP_SHARD: (2, GATHERED)}
+    wrap = plan_of(spec(2, around=around, modes="S*,S,S,S")).wrap
+    assert (wrap.replicate_axes, wrap.shard_axes) == (
+        (Axis.DP_REPLICATE,),
+        (Axis.DP_SHARD, Axis.CP),
+    )
+
+
+def test_a_plan_says_who_has_which_tokens_and_why():
+    made = spec(2, around={Axis.DP_SHARD: (2, GATHERED)})
+    text = show(made, plan_of(made))
+    assert "give each rank of cp an early and a late chunk of the tokens" in text
+    assert "context  zigzag: 32 tokens fall into two chunks on each of 2 ranks" in text
+    assert "tokens   cp 0: 0-7, 24-31\ntokens   cp 1: 8-15, 16-23\n" in text
+    assert "composed Theorem 3 of samples holds" in text
+
+
+def test_the_conditions_of_theorem_3_hold_and_fail_where_samples_are_told_apart():
+    made = spec(2, around={Axis.DP_SHARD: (2, GATHERED)})
+    plan = plan_of(made)
+    assert [condition.holds for condition in theorem_3(made, plan)] == [True] * 3
+    wrong = plan.having(replace(plan.context, axis=Axis.DP_SHARD))
+    assert [condition.holds for condition in theorem_3(made, wrong)] == [False, True, True]
+    short = plan.having(replace(plan.context, sequence=33))
+    assert [condition.holds for condition in theorem_3(made, short)] == [True, False, True]
