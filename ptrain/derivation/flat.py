@@ -287,13 +287,14 @@ class Flat:
         if self.step.consumed:
             return
         self.units.for_update()
-        self.views = NormedViews(self._counted())
+        if self._is_by_view and self.tape.is_reading:
+            self.views = NormedViews(self._counted())
         if self.scene.plan.update.layout.scales_loss and self._on_device:
             self.tape.spike(SCALE_BYTES)
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """The pieces of tensors in its shards: all else is alike."""
-        if self.step.consumed or not (self._on_device and within_tp(self.scene.plan)):
+        if self.step.consumed or not self._is_by_view:
             return 0
         return self.views.kind_at(self._places_of(shard))
 
@@ -301,7 +302,7 @@ class Flat:
         """On the gradients' tier, but for the scalar that is reduced."""
         if self.step.consumed:
             return None
-        if self._on_device and within_tp(self.scene.plan):
+        if self._is_by_view:
             return self.views.by_operator(self._places_of(shard))
         if self._on_device:
             kept = (state.gradients.kept for state in self._counted())
@@ -321,6 +322,11 @@ class Flat:
         for unit, state in zip(self.used, self.states, strict=True):
             if not all(tensor.is_copy for tensor in unit.tensors):
                 yield state
+
+    @property
+    def _is_by_view(self) -> bool:
+        """Whether there is a norm of each view of G."""
+        return self._on_device and within_tp(self.scene.plan)
 
     @property
     def _on_device(self) -> bool:

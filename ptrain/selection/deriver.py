@@ -20,6 +20,7 @@ from ptrain.plan.lower import lower
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.figures import Ranked, ranked
+from ptrain.selection.fit import fit
 from ptrain.selection.job import SearchedJob
 from ptrain.selection.nominal import NominalPace
 from ptrain.selection.search import Search
@@ -55,6 +56,7 @@ class Deriver:
     facts: dict[tuple[ModelSpec, UnitSize], ModelFacts] = field(default_factory=dict)
     works: dict[tuple[object, ...], ModelWork] = field(default_factory=dict)
     rows: dict[Candidate, Ranked] = field(default_factory=dict)
+    exceeding: dict[Candidate, bool] = field(default_factory=dict)
     derived: int = 0
 
     # -- the machine
@@ -168,6 +170,22 @@ class Deriver:
             self.rows[key] = ranked(spec, scored, derivation)
         return replace(self.rows[key], spec=spec, closed=scored)
 
+    def _exceeds(self, scored: Scored) -> bool:
+        """Whether what does not fit by closed form does not fit: then nobody needs its time."""
+        if self.cuts is not None or scored.peak <= self.search.task.room:
+            return False
+        spec = scored.candidate.spec(self.job.base)
+        key = _played(scored.candidate, spec)
+        if key not in self.exceeding:
+            is_known = key in self.rows or not is_sound(spec)
+            self.exceeding[key] = not is_known and not self._fits(spec)
+        return self.exceeding[key]
+
+    def _fits(self, spec: Spec) -> bool:
+        """Whether a spec fits, or nobody knows its peak."""
+        memory = fit(spec, derive(spec, self._facts(spec), is_timed=False).exact)
+        return memory.fits or memory.peak_bytes is None
+
     def _named(self, row: Ranked) -> Ranked:
         """With a spec that can be written: its resolved mapping is its own."""
         spec = replace(row.spec, name=self.job.name)
@@ -194,6 +212,9 @@ class Deriver:
         for candidate in self._tried(scored):
             if not count:
                 return
+            if self._exceeds(candidate):
+                self.derived += 1
+                continue
             row = self.exactly(candidate)
             self.derived += row is not None
             if row is not None and row.memory.fits and self._obeys(row):
