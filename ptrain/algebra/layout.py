@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 
 from ptrain.spec.axis import Axis
@@ -70,14 +71,18 @@ def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:
 
 def positions(spec: Spec, axes: Sequence[Axis]) -> tuple[int, ...]:
     """Return the `position` of every rank, computed in one pass over the ranks."""
+    return _positions(tuple([(factor.degree, factor.axis in axes) for factor in spec.factors]))
+
+
+@lru_cache(maxsize=2**6)
+def _positions(factors: tuple[tuple[int, bool], ...]) -> tuple[int, ...]:
+    """Return it of these degrees, and whether each is one of the axes."""
     indices = [0]
-    for factor in spec.factors:
-        if factor.axis in axes:
-            indices = [
-                index * factor.degree + here for index in indices for here in range(factor.degree)
-            ]
+    for degree, is_along in factors:
+        if is_along:
+            indices = [index * degree + here for index in indices for here in range(degree)]
         else:
-            indices = [index for index in indices for _ in range(factor.degree)]
+            indices = [index for index in indices for _ in range(degree)]
     return tuple(indices)
 
 

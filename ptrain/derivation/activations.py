@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ptrain.derivation import blocks, loss_chunks
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.attention import is_by_operators
-from ptrain.derivation.layers import LayerPasses
-from ptrain.derivation.repeats import Representatives
+from ptrain.derivation.layers import LayerPasses, Units
+from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.derivation.tables import Monomial, Place, Setting, content, sizes
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.axis import Axis
@@ -35,18 +36,25 @@ def timeline(
     default one block each and the root). `kept`: how the blocks' activations are, by default
     plain."""
     number = setting.shape.layers
+    units: Units = (*((f"blocks.{block}",) for block in range(number)), ("",))
+    turns: Turns = tuple((block, 1) for block in range(number))
+    if played is not None:
+        units, turns = played.modules, played.turns
+    return _timeline(setting, units, turns, kept or (PLAIN,) * number)
+
+
+@lru_cache(maxsize=2**5)
+def _timeline(setting: Setting, units: Units, turns: Turns, kept: tuple[Kept, ...]) -> Timeline:
+    """Return it of these units and turns: what the data axes choose besides is nothing to it, so
+    that a search asks for the same again."""
     layers = LayerPasses(
         setting=setting,
         place=Place.ALONE,
-        numbers=[str(block) for block in range(number)],
-        kept=kept or (PLAIN,) * number,
+        numbers=[str(block) for block in range(setting.shape.layers)],
+        kept=kept,
         head=loss_chunks.head_of(setting, Place.ALONE),
     )
-    if played is None:
-        units = (*((f"blocks.{block}",) for block in range(number)), ("",))
-        items = layers.passes(units, tuple((block, 1) for block in range(number)))
-    else:
-        items = layers.passes(played.modules, played.turns)
+    items = layers.passes(units, turns)
     return Timeline(
         forward=items[Kind.FORWARD],
         backward=items[Kind.BACKWARD],

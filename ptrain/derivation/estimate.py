@@ -75,16 +75,22 @@ class Derivation(Worded):
 
 
 def derive(
-    spec: Spec, facts: ModelFacts | None = None, machine: Machine | None = None
+    spec: Spec,
+    facts: ModelFacts | None = None,
+    machine: Machine | None = None,
+    *,
+    is_timed: bool = True,
 ) -> Derivation:
     """Return the costs of a legal spec. A built-in model needs no `facts`; any other model's are
-    read off the model itself (`read_facts`). `machine` stands for that of the spec's cluster."""
+    read off the model itself (`read_facts`). `machine` stands for that of the spec's cluster. A
+    step's time is left out unless it `is_timed`."""
     facts = own_facts(spec) if facts is None else facts
     _require_gradients(spec, facts)
     spec = spec if facts.model is None else replace(spec, model=facts.model)
     stages = stages_of(spec, facts)
     plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
-    estimate = _timed(spec, plan, facts, stages, machine)
+    of_step = _timed if is_timed else _exact
+    estimate = of_step(spec, plan, facts, stages, machine)
     foreign = unclaimed(spec, facts)
     estimate = replace(
         estimate,

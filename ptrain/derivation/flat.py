@@ -7,9 +7,12 @@ it over, or (`cloned`) copies it.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
 
 from ptrain.algebra.layout import place_of
+from ptrain.axes.data.costs import shard_runs
 from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.axes.data.units import ModelLife
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
@@ -22,6 +25,7 @@ from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
+from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import FlatUnits
@@ -77,6 +81,10 @@ class GhostMembers:
 
 
 Views = tuple[tuple[int, bool], ...]  # elements, and whether their operators are cut
+Places = tuple[int, ...]
+# Of equal units: elements and flag of each tensor, the axes that cut their G, the size of their
+# buffers, and the axes that cut anything, with their degrees.
+Cut = tuple[Views, Axes, int, Axes, tuple[int, ...]]
 
 
 class NormedViews:
@@ -84,46 +92,54 @@ class NormedViews:
     that it cuts apart; equal units have equal ones."""
 
     def __init__(self, states: Iterable[UnitState[Ghost]]) -> None:
-        numbers: dict[tuple[Views, Axes], int] = {}
-        self._cuts: list[Cuts[Ghost]] = []
+        numbers: dict[Cut, int] = {}
         self._number_of: list[int] = []  # by unit
+        degrees: dict[Axis, int] = {}
         for state in states:
-            members, gradients = state.members, state.gradients
+            members, gradients, cuts = state.members, state.gradients, state.cuts
             if gradients.kept is None:
                 continue
-            tensors = zip(map(math.prod, members.shapes), members.are_cut, strict=True)
-            kind = tuple(tensors), gradients.now
-            if kind not in numbers:
-                self._cuts.append(state.cuts)
+            tensors = tuple(zip(map(math.prod, members.shapes), members.are_cut, strict=True))
+            kind = tensors, gradients.now, cuts.padded, cuts.axes, cuts.degrees
             self._number_of.append(numbers.setdefault(kind, len(numbers)))
-        self._kinds = [*numbers]
-        self._axes = tuple(dict.fromkeys(axis for _, cut in self._kinds for axis in cut))
-        self._known: dict[tuple[int, ...], tuple[Views, ...]] = {}
+            degrees |= {axis: cuts.room.degree(axis) for axis in gradients.now}
+        self._axes = tuple(degrees)
+        self._kind_at, self._views = _views_by_place(tuple(numbers), tuple(degrees.items()))
 
-    def of_kinds(self, rank: GhostRoom) -> tuple[Views, ...]:
-        """Return those in a unit of each kind: of ranks at one place along what cuts G the same."""
-        places = tuple(map(rank.coordinate, self._axes))
-        if places not in self._known:
-            self._known[places] = self._of_kinds(rank)
-        return self._known[places]
+    def kind_at(self, places: Mapping[Axis, int]) -> int:
+        """Return a number that ranks share which have the same views, by where they stand along
+        the axes on which they differ."""
+        return self._kind_at[tuple([places.get(axis, 0) for axis in self._axes])]
 
-    def _of_kinds(self, rank: GhostRoom) -> tuple[Views, ...]:
-        return tuple(
-            tuple(
-                [
-                    (end - start, is_cut)
-                    for start, end, is_cut in cuts.runs(tensors, cut, rank.coordinate)
-                ]
-            )
-            for cuts, (tensors, cut) in zip(self._cuts, self._kinds, strict=True)
-        )
-
-    def by_operator(self, rank: GhostRoom) -> list[list[int]]:
+    def by_operator(self, places: Mapping[Axis, int]) -> list[list[int]]:
         """Return the elements of all: of tensors that are cut, then of those that ranks have
         alike."""
-        of_kinds = self.of_kinds(rank)
+        of_kinds = self._views[self.kind_at(places)]
         views = [view for number in self._number_of for view in of_kinds[number]]
         return [[numel for numel, is_cut in views if is_cut is cut] for cut in (True, False)]
+
+
+@lru_cache(maxsize=2**8)
+def _views_by_place(
+    kinds: tuple[Cut, ...], degrees: tuple[tuple[Axis, int], ...]
+) -> tuple[dict[Places, int], list[tuple[Views, ...]]]:
+    """Return the number of the views at each place along the axes that cut G, and by number those
+    in a unit of each kind. A search asks of the same units hundreds of times."""
+    numbers: dict[tuple[Views, ...], int] = {}
+    kind_at: dict[Places, int] = {}
+    for places in product(*(range(degree) for _, degree in degrees)):
+        at = dict(zip((axis for axis, _ in degrees), places, strict=True))
+        views = tuple(_views(kind, at) for kind in kinds)
+        kind_at[places] = numbers.setdefault(views, len(numbers))
+    return kind_at, [*numbers]
+
+
+def _views(kind: Cut, at: Mapping[Axis, int]) -> Views:
+    """Return the runs of elements of equal flags in a unit's shard at a place."""
+    tensors, cut, padded, axes, degrees = kind
+    places = tuple([at[axis] if axis in cut else None for axis in axes])
+    runs = shard_runs(tensors, padded, degrees, places)
+    return tuple([(end - start, is_cut) for start, end, is_cut in runs])
 
 
 class Flat:
@@ -271,22 +287,23 @@ class Flat:
         if self.step.consumed:
             return
         self.units.for_update()
-        self.views = NormedViews(self._counted())
+        if self._is_by_view and self.tape.is_reading:
+            self.views = NormedViews(self._counted())
         if self.scene.plan.update.layout.scales_loss and self._on_device:
             self.tape.spike(SCALE_BYTES)
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """The pieces of tensors in its shards: all else is alike."""
-        if self.step.consumed or not (self._on_device and within_tp(self.scene.plan)):
+        if self.step.consumed or not self._is_by_view:
             return 0
-        return self.views.of_kinds(self._room_of(shard))
+        return self.views.kind_at(self._places_of(shard))
 
     def clipped(self, shard: int) -> list[list[int]] | None:
         """On the gradients' tier, but for the scalar that is reduced."""
         if self.step.consumed:
             return None
-        if self._on_device and within_tp(self.scene.plan):
-            return self.views.by_operator(self._room_of(shard))
+        if self._is_by_view:
+            return self.views.by_operator(self._places_of(shard))
         if self._on_device:
             kept = (state.gradients.kept for state in self._counted())
             return [[ghost.numel for ghost in kept if ghost is not None]]
@@ -296,9 +313,8 @@ class Flat:
             self.tape.spike(size)
         return None
 
-    def _room_of(self, shard: int) -> GhostRoom:
-        axes = differing_axes(self.scene.plan)
-        return self.room.at(place_of(self.scene.spec, axes, shard))
+    def _places_of(self, shard: int) -> dict[Axis, int]:
+        return place_of(self.scene.spec, differing_axes(self.scene.plan), shard)
 
     def _counted(self) -> Iterator[UnitState[Ghost]]:
         """Yield the units of which this rank has norms: what it has a copy of, in a unit of its
@@ -306,6 +322,11 @@ class Flat:
         for unit, state in zip(self.used, self.states, strict=True):
             if not all(tensor.is_copy for tensor in unit.tensors):
                 yield state
+
+    @property
+    def _is_by_view(self) -> bool:
+        """Whether there is a norm of each view of G."""
+        return self._on_device and within_tp(self.scene.plan)
 
     @property
     def _on_device(self) -> bool:

@@ -16,6 +16,8 @@ from ptrain.selection.space import Candidate
 from ptrain.selection.task import Scored
 from ptrain.spec.activations import Kept
 
+OfRows = Callable[[Columns], Any]
+
 _AT_ONCE = 256  # rows: arrays of so many stay near the processor
 
 
@@ -43,15 +45,27 @@ class DataTable:
         start = int(self.ends[at]) - len(indices)
         return ways.choice(int(indices[row - start]), degrees)
 
-    def peaks(self, of_rows: Callable[[Columns], Any]) -> Any:
+    def peaks(self, of_rows: OfRows, at_least: OfRows, most: float) -> Any:
         """Return what a function says of rows whose bytes it sees along the first of three
-        dimensions: rows of the same bytes are asked about once, some at a time."""
+        dimensions, where that is `most` or the least of all; elsewhere it may be endless. Rows of
+        the same bytes are asked about once, some at a time, and none of which what is said is
+        `at_least` more."""
         np, (columns, where) = numpy(), self._memory
-        pieces = [
-            of_rows({name: column[at : at + _AT_ONCE] for name, column in columns.items()})
-            for at in range(0, len(columns["theta"]), _AT_ONCE)
-        ]
-        return np.concatenate(pieces)[where]
+        bounds = at_least(columns).min(axis=1)
+        peaks = np.full((len(bounds), 0), np.inf)
+        is_over, bound = np.zeros(len(bounds), dtype=bool), max(most, float(bounds.min()))
+        while True:
+            rows = np.flatnonzero((bounds <= bound) & ~is_over)
+            pieces = [
+                of_rows(_at(columns, rows[at : at + _AT_ONCE]))
+                for at in range(0, len(rows), _AT_ONCE)
+            ]
+            if not pieces:
+                return peaks[where]
+            if not peaks.shape[1]:
+                peaks = np.full((len(bounds), pieces[0].shape[1]), np.inf, dtype=np.float32)
+            peaks[rows], is_over[rows] = np.concatenate(pieces), True
+            bound = max(bound, float(peaks.min()))
 
     @cached_property
     def _memory(self) -> tuple[Columns, Any]:
@@ -64,7 +78,11 @@ class DataTable:
 
     def at(self, rows: Any) -> Columns:
         """Return some rows, one below the other."""
-        return {name: column[rows][:, None] for name, column in self.columns.items()}
+        return {name: column[:, None] for name, column in _at(self.columns, rows).items()}
+
+
+def _at(columns: Columns, rows: Any) -> Columns:
+    return {name: column[rows] for name, column in columns.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,6 @@ from ptrain.selection.ranking import Lost, PlacementRanking, Remedy, front_of, o
 from ptrain.selection.recipe import reasons
 from ptrain.selection.task import Scored, SearchGoal, SearchResult
 from ptrain.selection.where import Where, parse
-from ptrain.spec.spec import Spec
 
 _BEST_TRACED = 6  # candidates that are derived exactly of a model that has to be traced
 _MOST_DEVICES = 2**13  # on which something is looked for that fits
@@ -227,13 +226,13 @@ class Chooser(Deriver):
             yield self._like(known.name, where, best)
         yield self._by_algorithm1(best)
 
-    def _least(self, result: SearchResult, base: Spec | None = None) -> Ranked | None:
+    def _least(self, result: SearchResult) -> Ranked | None:
         """The exact figures of what needs least by closed form."""
         least = result.counts.least
         if least is None:
             return None
         peak, candidate = least
-        return self.exactly(Scored(candidate=candidate, peak=peak, seconds=0.0), base)
+        return self.exactly(Scored(candidate=candidate, peak=peak, seconds=0.0))
 
     def _without_fit(self, selection: PlacementRanking, result: SearchResult) -> PlacementRanking:
         return replace(selection, least=self._least(result), remedies=tuple(self._remedies()))

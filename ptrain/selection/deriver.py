@@ -20,14 +20,15 @@ from ptrain.plan.lower import lower
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.figures import Ranked, ranked
+from ptrain.selection.fit import fit
 from ptrain.selection.job import SearchedJob
 from ptrain.selection.nominal import NominalPace
 from ptrain.selection.search import Search
-from ptrain.selection.space import alone
+from ptrain.selection.space import Candidate, alone
 from ptrain.selection.stand_in import with_heads
 from ptrain.selection.task import Scored, SearchGoal, SearchTask
 from ptrain.spec.axis import Axis
-from ptrain.spec.dials import UnitSize
+from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.model import ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
@@ -54,6 +55,8 @@ class Deriver:
     read: ReadFacts = read_or_kept
     facts: dict[tuple[ModelSpec, UnitSize], ModelFacts] = field(default_factory=dict)
     works: dict[tuple[object, ...], ModelWork] = field(default_factory=dict)
+    rows: dict[Candidate, Ranked] = field(default_factory=dict)
+    exceeding: dict[Candidate, bool] = field(default_factory=dict)
     derived: int = 0
 
     # -- the machine
@@ -142,14 +145,14 @@ class Deriver:
             return None
         return TracedCuts(self.read, most=max(1, self.count // _PER_CUT))
 
-    def exactly(self, scored: Scored, base: Spec | None = None) -> Ranked | None:
+    def exactly(self, scored: Scored) -> Ranked | None:
         """Return the exact figures of a candidate; None where it is not legal after all, or where
         its peak is not known."""
-        spec = scored.candidate.spec(base or self.job.base)
+        spec = scored.candidate.spec(self.job.base)
         if not is_sound(spec):
             return None
         try:
-            row = ranked(spec, scored, derive(spec, self._facts(spec), self._timing(spec)))
+            row = self._ranked(spec, scored)
         except PtrainError as error:
             if self.cuts is None:
                 raise
@@ -158,6 +161,30 @@ class Deriver:
         if self.cuts is not None:
             self._compare(self.cuts, row)
         return None if row.memory.peak_bytes is None else self._named(row)
+
+    def _ranked(self, spec: Spec, scored: Scored) -> Ranked:
+        """The figures of a spec, which are derived once for candidates that do the same."""
+        key = _played(scored.candidate, spec)
+        if key not in self.rows:
+            derivation = derive(spec, self._facts(spec), self._timing(spec))
+            self.rows[key] = ranked(spec, scored, derivation)
+        return replace(self.rows[key], spec=spec, closed=scored)
+
+    def _exceeds(self, scored: Scored) -> bool:
+        """Whether what does not fit by closed form does not fit: then nobody needs its time."""
+        if self.cuts is not None or scored.peak <= self.search.task.room:
+            return False
+        spec = scored.candidate.spec(self.job.base)
+        key = _played(scored.candidate, spec)
+        if key not in self.exceeding:
+            is_known = key in self.rows or not is_sound(spec)
+            self.exceeding[key] = not is_known and not self._fits(spec)
+        return self.exceeding[key]
+
+    def _fits(self, spec: Spec) -> bool:
+        """Whether a spec fits, or nobody knows its peak."""
+        memory = fit(spec, derive(spec, self._facts(spec), is_timed=False).exact)
+        return memory.fits or memory.peak_bytes is None
 
     def _named(self, row: Ranked) -> Ranked:
         """With a spec that can be written: its resolved mapping is its own."""
@@ -185,6 +212,9 @@ class Deriver:
         for candidate in self._tried(scored):
             if not count:
                 return
+            if self._exceeds(candidate):
+                self.derived += 1
+                continue
             row = self.exactly(candidate)
             self.derived += row is not None
             if row is not None and row.memory.fits and self._obeys(row):
@@ -222,3 +252,14 @@ class Deriver:
         return all(rule.holds_of(peak) for rule in where.bounds("memory")) and (
             seconds is None or all(rule.holds_of(seconds) for rule in where.bounds("time"))
         )
+
+
+def _played(candidate: Candidate, spec: Spec) -> Candidate:
+    """Return one candidate for all that do the same in a step: its only micro-batch is its last,
+    and is reduced whatever is said of those before it."""
+    if spec.batch.accumulate > 1:
+        return candidate
+    sync = replace(spec.sync, gradients=GradientSync.EVERY)
+    others = [change for change in candidate.data.changes if change[0] != "sync"]
+    data = replace(candidate.data, changes=(*others, ("sync", sync)))
+    return replace(candidate, data=data)

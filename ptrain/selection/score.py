@@ -158,14 +158,18 @@ def activity_levels(at: RankMoments, act: Activity) -> ActivityLevels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentParameters:
-    """Parameters by moment: of all of a rank's `blocks` and of the `root` around them, of what
-    `had` gradients before, and of the stage that a pass is on: of its `front` and its `head`."""
+    """Parameters by moment: of all of a rank's `blocks` and of the `root` around them (`held`: of
+    both), of what `had` gradients before and of what is `over`, and of the stage that a pass is on:
+    of its `front` and its `head`. `has_others`: whether a root is another stage's anywhere."""
 
     blocks: Array
     root: Array
     had: Array
+    over: Array
     front: Array
     head: Array
+    held: Array
+    has_others: bool
 
     @property
     def own_root(self) -> Array:
@@ -176,35 +180,72 @@ class MomentParameters:
     def of(cls, at: RankMoments, sizes: Sizes) -> MomentParameters:
         """Return those of a model of these sizes."""
         had = around(sizes, at.graded_front, at.graded_behind, at.is_staged)
+        over = around(sizes, at.over_front, at.over_behind, at.is_staged)
+        front = around(sizes, at.on[..., :2].sum(axis=-1), 0, at.is_staged)
+        head = around(sizes, 0, at.on[..., ::3].sum(axis=-1), at.is_staged)
+        blocks, root = at.layers * sizes.block, around(sizes, at.front, at.behind, at.is_staged)
         return cls(
-            blocks=at.layers * sizes.block,
-            root=around(sizes, at.front, at.behind, at.is_staged),
+            blocks=blocks,
+            root=root,
             had=had + at.graded_layers * sizes.block,
-            front=around(sizes, at.on[..., :2].sum(axis=-1), 0, at.is_staged),
-            head=around(sizes, 0, at.on[..., ::3].sum(axis=-1), at.is_staged),
+            over=over + at.over_layers * sizes.block,
+            front=front,
+            head=head,
+            held=root + blocks,
+            has_others=bool((root != front + head).any()),
         )
 
 
-def peaks(rows: Columns, at: RankMoments, sizes: Sizes, act: Activity, micro_batches: int) -> Array:
-    """Return the bytes of each rank at its fullest."""
-    np = numpy()
-    levels, parts = activity_levels(at, act), MomentParameters.of(at, sizes)
-    kept = np.maximum(rows["unreduced"], rows["grads"]) if micro_batches > 1 else rows["grads"]
-    passes = _backward(rows, at, levels, parts, (sizes.block, kept, micro_batches > 1))
-    # the roots of a rank's other stages are given back, too, until these are passed
-    passes -= rows["whole"] * (1 - rows["keeps_forward"]) * (parts.root - parts.own_root)
-    ahead = _ahead(rows)
-    np.maximum(passes, levels.forward + ahead, out=passes)
-    np.maximum(passes, levels.ended, out=passes)
-    passes += rows["whole"] * (parts.root + parts.blocks * rows["keeps_forward"])
-    passes += kept * parts.had
-    if at.over_layers.any():  # of what is over gradients are reduced, and what was kept is gone
-        over = around(sizes, at.over_front, at.over_behind, at.is_staged)
-        passes += rows["reduced"] * (over + at.over_layers * sizes.block)
-        passes -= rows["whole"] * rows["keeps_forward"] * at.over_layers * sizes.block
-    np.maximum(passes, rows["grads"] * (parts.root + parts.blocks), out=passes)
-    passes += (rows["theta"] + rows["omega"]) * (parts.root + parts.blocks)
-    return passes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPeaks:
+    """Bytes of each rank of flows at its fullest, and what of them is the same for all choices of
+    the data axes."""
+
+    at: RankMoments
+    levels: ActivityLevels
+    parts: MomentParameters
+    block: int
+    is_many: bool
+
+    @classmethod
+    def over(cls, at: RankMoments, sizes: Sizes, act: Activity, micro_batches: int) -> RankPeaks:
+        """Return them of ranks with these moments, of a model of these sizes."""
+        return cls(
+            at=at,
+            levels=activity_levels(at, act),
+            parts=MomentParameters.of(at, sizes),
+            block=sizes.block,
+            is_many=micro_batches > 1,
+        )
+
+    def of(self, rows: Columns) -> Array:
+        """Return the bytes by row, flow and moment."""
+        np, at, levels, parts = numpy(), self.at, self.levels, self.parts
+        kept = np.maximum(rows["unreduced"], rows["grads"]) if self.is_many else rows["grads"]
+        passes = _backward(rows, at, levels, parts, (self.block, kept, self.is_many))
+        # the roots of a rank's other stages are given back, too, until these are passed
+        if parts.has_others:
+            released = rows["whole"] * (1 - rows["keeps_forward"])
+            passes -= released * (parts.root - parts.own_root)
+        np.maximum(passes, levels.forward + _ahead(rows), out=passes)
+        np.maximum(passes, levels.ended, out=passes)
+        passes += rows["whole"] * (parts.root + parts.blocks * rows["keeps_forward"])
+        passes += kept * parts.had
+        if at.over_layers.any():  # of what is over gradients are reduced, what was kept is gone
+            passes += rows["reduced"] * parts.over
+            passes -= rows["whole"] * rows["keeps_forward"] * at.over_layers * self.block
+        np.maximum(passes, rows["grads"] * parts.held, out=passes)
+        passes += (rows["theta"] + rows["omega"]) * parts.held
+        return passes
+
+    def at_least(self, rows: Columns) -> Array:
+        """Return bytes by row and flow than which those of its fullest rank are no less: of its
+        states after a step, or of these and its activations as a forward pass has ended."""
+        np, held, ended = numpy(), self.parts.held, self.levels.ended
+        lives, fullest = rows["theta"][..., 0] + rows["omega"][..., 0], ended.argmax(axis=1)
+        flows = np.arange(len(fullest))
+        kept = (lives + rows["grads"][..., 0]) * held.max(axis=1)
+        return np.maximum(kept, lives * held[flows, fullest] + ended[flows, fullest])
 
 
 def _ahead(rows: Columns) -> Array:

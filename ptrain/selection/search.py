@@ -25,7 +25,7 @@ from ptrain.selection.keeper import Keeper
 from ptrain.selection.profile import Seconds, Sizes, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
 from ptrain.selection.rows import Columns, DataWay, Ways, way_of
-from ptrain.selection.score import Places, busy, peaks
+from ptrain.selection.score import Places, RankPeaks, busy
 from ptrain.selection.space import (
     KEPT,
     THROUGH,
@@ -177,8 +177,9 @@ class Search:
         micro, number, kept = batch
         activity = self._activity(inner, micro, kept)
         places, moments = self.flows.places(flows), self.flows.moments(flows, number)
+        ranks = RankPeaks.over(moments, inner.sizes, activity, number)
         peak = table.peaks(
-            lambda rows: peaks(rows, moments, inner.sizes, activity, number).max(axis=2)
+            lambda rows: ranks.of(rows).max(axis=2), ranks.at_least, task.room * SLACK
         )
         rows, columns = np.nonzero(peak <= task.room * SLACK)
         untimed = 0

@@ -40,8 +40,8 @@ class Cuts(Generic[T]):
     ) -> None:
         self.room, self.numel, self.via = room, numel, via
         self.axes = tuple(axis for axis in _MAJOR_FIRST if axis in axes)
-        self._degrees = tuple(room.degree(axis) for axis in self.axes)
-        ranks = math.prod(self._degrees)
+        self.degrees = tuple(room.degree(axis) for axis in self.axes)
+        ranks = math.prod(self.degrees)
         self.padded = padded_flat(numel, ranks)
         self._least = self.padded // ranks
 
@@ -51,12 +51,12 @@ class Cuts(Generic[T]):
 
     def shape(self, cut: Sequence[Axis]) -> tuple[int, ...]:
         """The dimensions of a shard over `cut`: 1 where it is cut, the degree elsewhere."""
-        dims = zip(self.axes, self._degrees, strict=True)
+        dims = zip(self.axes, self.degrees, strict=True)
         return (*(1 if axis in cut else degree for axis, degree in dims), self._least)
 
     def stretches(self, cut: Sequence[Axis]) -> Iterator[tuple[int, int]]:
         """(start, end) in the whole buffer of what this rank's shard over `cut` is made of."""
-        return stretches(self.padded, self._degrees, self._places(cut, self.room.coordinate))
+        return stretches(self.padded, self.degrees, self._places(cut, self.room.coordinate))
 
     def runs(
         self,
@@ -67,7 +67,7 @@ class Cuts(Generic[T]):
         """Return the runs of elements of equal flags in the shard over `cut` of the rank with these
         coordinates; `tensors` are elements and flag of each in the whole buffer. Padding belongs to
         the last of them."""
-        return shard_runs(tensors, self.padded, self._degrees, self._places(cut, coordinate))
+        return shard_runs(tensors, self.padded, self.degrees, self._places(cut, coordinate))
 
     def _places(
         self, cut: Sequence[Axis], coordinate: Callable[[Axis], int]
