@@ -164,7 +164,7 @@ class Deriver:
 
     def _ranked(self, spec: Spec, scored: Scored) -> Ranked:
         """The figures of a spec, which are derived once for candidates that do the same."""
-        key = _played(scored.candidate, spec)
+        key = played_as(scored.candidate, spec)
         if key not in self.rows:
             derivation = derive(spec, self._facts(spec), self._timing(spec))
             self.rows[key] = ranked(spec, scored, derivation)
@@ -175,7 +175,7 @@ class Deriver:
         if self.cuts is not None or scored.peak <= self.search.task.room:
             return False
         spec = scored.candidate.spec(self.job.base)
-        key = _played(scored.candidate, spec)
+        key = played_as(scored.candidate, spec)
         if key not in self.exceeding:
             is_known = key in self.rows or not is_sound(spec)
             self.exceeding[key] = not is_known and not self._fits(spec)
@@ -254,7 +254,7 @@ class Deriver:
         )
 
 
-def _played(candidate: Candidate, spec: Spec) -> Candidate:
+def played_as(candidate: Candidate, spec: Spec) -> Candidate:
     """Return one candidate for all that do the same in a step: its only micro-batch is its last,
     and is reduced whatever is said of those before it."""
     if spec.batch.accumulate > 1:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ptrain.derivation.estimate import derive
+from ptrain.selection.deriver import played_as
 from ptrain.selection.keeper import may_hold
 from ptrain.selection.where import parse
 from tests.pure.searches import chooser
@@ -35,3 +37,20 @@ def test_a_choice_whose_activations_alone_are_too_large_says_so():
     assert lost["data parallelism alone"] == lost["a pipeline with data parallelism"] == too_large
     assert lost["tp=8 with data parallelism"] != too_large
     assert not any(why.endswith("by ") for why in lost.values())
+
+
+def test_what_is_derived_once_for_two_candidates_is_so_of_each():
+    """Of one micro-batch, when gradients are reduced is nothing to any figure."""
+    searched = chooser("batch.global=8", "micro==1", "pp==1", "tp==1", "gradients==last", count=1)
+    base = searched.job.base
+    pairs = [
+        (candidate.spec(base), played_as(candidate, candidate.spec(base)).spec(base))
+        for block in searched.search.blocks()
+        for candidate in (block.candidate(row, 0) for row in range(0, len(block.table), 24))
+    ]
+    pairs = [(spec, other) for spec, other in pairs if spec != other]
+    assert pairs
+    for spec, other in pairs:
+        mine, its = (derive(every).exact for every in (spec, other))
+        assert (tuple(mine.memory), tuple(mine.peak)) == (tuple(its.memory), tuple(its.peak))
+        assert (mine.traffic, mine.step) == (its.traffic, its.step)

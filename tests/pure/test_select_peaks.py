@@ -12,7 +12,7 @@ from ptrain.derivation.tables import Place
 from ptrain.selection.activity import Activity, EndsActivity
 from ptrain.selection.profile import Sizes
 from ptrain.selection.rows import OF_MEMORY
-from ptrain.selection.score import RankMoments, peaks
+from ptrain.selection.score import RankMoments, RankPeaks
 
 BLOCK, HEAD, FRONT = 1000, 300, 200
 SAVED, RISE, EMBEDS = 10, 70, 5000
@@ -53,7 +53,7 @@ def _peak(at: RankMoments, **said: float) -> float:
         block=BLOCK, largest_part=BLOCK, front=FRONT, behind=HEAD, copied=0, tensors=(BLOCK,)
     )
     columns = {name: np.full((1, 1, 1), value) for name, value in row.items()}
-    return float(peaks(columns, at, sizes, _activity(), 2)[0, 0, 0])
+    return float(RankPeaks.over(at, sizes, _activity(), 2).of(columns)[0, 0, 0])
 
 
 @pytest.mark.parametrize("flat", [0.0, 1.0])
@@ -114,3 +114,18 @@ def test_the_embedding_of_another_stage_of_a_rank_is_given_back():
     assert _peak(at, whole=2.0, keeps_forward=1.0, keeps_backward=1.0) == (
         2 * (4 * BLOCK + FRONT) + 2 * SAVED + RISE
     )
+
+
+@pytest.mark.parametrize("place", [Place.FIRST, Place.MIDDLE, Place.LAST])
+def test_no_peak_is_below_what_a_search_leaves_candidates_out_by(place):
+    """Of choices that are drawn: else one would be lost that fits."""
+    draw = np.random.default_rng(0)
+    columns = {name: draw.integers(0, 3, (64, 1, 1)).astype(float) for name in OF_MEMORY}
+    flags = "is_cast", "is_late", "adds_first", "keeps_forward", "keeps_backward"
+    columns |= {name: columns[name] > 1 for name in flags}
+    columns = {name: column.astype(float) for name, column in columns.items()}
+    sizes = Sizes(
+        block=BLOCK, largest_part=BLOCK, front=FRONT, behind=HEAD, copied=0, tensors=(BLOCK,)
+    )
+    ranks = RankPeaks.over(_moment(place, 2), sizes, _activity(), 2)
+    assert (ranks.at_least(columns) <= ranks.of(columns).max(axis=2)).all()
