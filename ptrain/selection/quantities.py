@@ -10,12 +10,10 @@ from difflib import get_close_matches
 from enum import Enum, auto
 
 from ptrain.axes.data.candidates import OVERLAPS, UNITS
-from ptrain.axes.data.candidates import SPACE as DATA_SPACE
-from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
-from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
 from ptrain.errors import refused
+from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, SELECTIVE, Kept
-from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.dials import GradientSync, Overlap
 from ptrain.spec.leaf import nearest
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
@@ -98,13 +96,13 @@ class Quantity:
 _OF_AXES = {
     **{
         f"mesh.{axis}": Quantity(part=_part(axis, Aspect.RANKS), of=_degree(axis))
-        for axis in EXECUTED_AXES
+        for axis in SEARCHED_AXES
     },
     **{
         f"placement.{axis}": Quantity(
             part=_part(axis, Aspect.DATA), of=_placement(axis), is_placement=True
         )
-        for axis in EXECUTED_AXES
+        for axis in SEARCHED_AXES
     },
 }
 QUANTITIES: dict[str, Quantity] = {
@@ -148,7 +146,7 @@ NAMES = {name.rpartition(".")[2]: name for name in QUANTITIES if not name.starts
 def unknown_name(name: str) -> str:
     """Return what is wrong with a name that nothing has."""
     if name.rpartition(".")[2] in set(Axis):
-        return f"not yet: {name}, an axis that nothing executes"
+        return f"not yet: {name}, an axis that no search tries"
     return f"{name}: nothing of a candidate is called so"
 
 
@@ -188,10 +186,7 @@ def _tuple(axis: Axis, bound: str, text: str) -> str:
         if all(mode in KEPT_MEANINGS for mode in parsed):
             return ",".join(parsed).replace("O", "S@host")
     finding = f"{text}: {bound[:40]} is no tuple of {axis}"
-    tried = dict.fromkeys(f"[{placement}]" for s in _SPACES for placement in s.tuples.get(axis, ()))
+    tried = dict.fromkeys(f"[{placement}]" for s in SPACES for placement in s.tuples.get(axis, ()))
     raise refused(
         FLAG, finding, f"write a strategy's name or four modes; tried are {', '.join(tried)}"
     )
-
-
-_SPACES = (DATA_SPACE, PIPELINE_SPACE, TENSOR_SPACE)

@@ -35,6 +35,8 @@ from ptrain.spec.spec import ActivationSpec, Spec
 # Rooms whose axes cut what a block computes; whatever they choose, a block's bytes and operators
 # are derived with it, and the search knows nothing of it.
 WITHIN: tuple[AxisSpace, ...] = (TENSOR_SPACE,)
+SPACES = (DATA_SPACE, PIPELINE_SPACE, *WITHIN)
+SEARCHED_AXES = tuple(axis for axis in Axis if any(axis in space.axes for space in SPACES))
 
 KEPT = (PLAIN, Kept(policy=SELECTIVE), Kept(policy=FULL), Kept(tier=Tier.HOST))
 _MOST_MICRO = 2**9  # samples of a micro-batch

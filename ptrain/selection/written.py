@@ -9,9 +9,9 @@ from typing import Any
 from ptrain.axes.candidates import Written
 from ptrain.costs import State
 from ptrain.errors import refused
-from ptrain.selection.space import KEPT
+from ptrain.selection.space import KEPT, SEARCHED_AXES
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.keys import dials
 from ptrain.spec.offload import Offload
 from ptrain.spec.placement import R
@@ -80,8 +80,8 @@ def numbers(said: Said) -> Iterator[str]:
 def unnamed(said: Said) -> Iterator[str]:
     """Yield a constraint for each axis that a mesh does not name: it has one rank."""
     mesh = said.get("mesh")
-    named = mesh if isinstance(mesh, dict) else {axis.value for axis in EXECUTED_AXES}
-    for axis in EXECUTED_AXES:
+    named = mesh if isinstance(mesh, dict) else {axis.value for axis in SEARCHED_AXES}
+    for axis in SEARCHED_AXES:
         if axis.value not in named and not ("dp" in named and axis in DATA_AXES):
             yield f"mesh.{axis}=1"
 
@@ -94,7 +94,7 @@ def written_of(said: Said, load_with: LoadWith) -> Written:
     placement = said.get("placement")
     placed = [
         axis
-        for axis in EXECUTED_AXES
+        for axis in SEARCHED_AXES
         if at(placement, axis.value) is not None and f"placement.{axis}" not in open_places
     ]
     of_one_rank = flow({axis.value: 1 for axis in placed})
@@ -111,6 +111,17 @@ def written_of(said: Said, load_with: LoadWith) -> Written:
         values=tuple(_values(said, probe)),
         kept=_kept(said, probe),
     )
+
+
+def require_searched(said: Said) -> None:
+    """Raises SpecError for an axis that no search tries, and for what is said of one."""
+    for axis in (axis for axis in Axis if axis not in SEARCHED_AXES):
+        if at(said, f"mesh.{axis}") in (None, 1):
+            continue
+        finding = f"not yet: a search does not try {axis}"
+        tried = ", ".join(SEARCHED_AXES)
+        remedy = f"search without it ({tried}), or predict degrees of your own: ptrain predict"
+        raise refused(f"mesh.{axis}", finding, remedy)
 
 
 def _values(said: Said, probe: Spec) -> Iterator[tuple[str, Any]]:

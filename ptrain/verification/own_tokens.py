@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from ptrain.axes.context.attention import context_of
-from ptrain.axes.context.tokens import Span, spans
+from ptrain.axes.context.attention import context_of, spans_at
+from ptrain.axes.context.tokens import Span
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.spec.spec import Spec
 from ptrain.verification.places import coordinates
@@ -17,15 +17,7 @@ _OF_HEADS = 4  # dimensions of a tensor that has heads in front of the tokens
 def own_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
     """Return the tokens of a rank, in its order; none where it has all of a sample's."""
     step = context_of(spec)
-    if step is None:
-        return ()
-    return spans(
-        step.sequence,
-        ulysses=step.ulysses,
-        ring=step.ring,
-        index=coordinates(spec, rank)[step.axis],
-        is_balanced=step.is_balanced,
-    )
+    return spans_at(step, coordinates(spec, rank)[step.axis]) if step else ()
 
 
 class TokensOfRank:

@@ -16,7 +16,7 @@ SAMPLES = ("dp_replicate", "dp_shard")
 
 
 def spec_of(
-    attention: Any,
+    variant: Any,
     model: str = "gqa",
     *,
     states: str = "R,R,R",
@@ -31,14 +31,14 @@ def spec_of(
     other = other or {}
     order = ("pp", *SAMPLES, "cp", "tp")
     axes = {**dict.fromkeys(other, 2), "cp": degree}
-    slices = "S*" if attention == "all-gather" else "S"
+    slices = "S*" if variant == "all-gather" else "S"
     samples = accumulate * 2 ** sum(axis in SAMPLES for axis in other)
     mapping: dict[str, Any] = {
         "name": model,
         "model": {**SIZES, **MODELS[model], **(shape or {})},
         "mesh": {axis: axes[axis] for axis in order if axis in axes},
         "placement": {**other, "cp": f"{states},{slices}"},
-        "context": {"attention": attention},
+        "context": {"attention": variant},
         "precision": {"layout": "fp32", "compute": "fp64"},
         "batch": {"global": samples, "micro": 1, "sequence": 16},
         "optimizer": {"name": "adamw", "lr": 3e-3, "schedule": {"warmup": 2}, "clip": 1.0},

@@ -126,3 +126,15 @@ def test_with_activations_kept_otherwise(
 )
 def test_in_true_dtypes_bytes_are_exact(ranks: Ranks, attention: str, layout: str) -> None:
     assert not MATRIX.differences(ranks, spec_of(attention, precision={"layout": layout}))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "shape", [{"attention_soft_cap": 20.0}, {"window": 6}, {"dropout": 0.0}], ids=str
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_all_tokens_of_some_heads_take_whatever_one_device_takes(
+    ranks: Ranks, shape: dict[str, Any], attention: str
+) -> None:
+    spec = spec_of("ulysses", "llama", shape=shape, attention=attention)
+    assert not MATRIX.differences(ranks, spec)

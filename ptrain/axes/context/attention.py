@@ -83,13 +83,17 @@ def context_of(spec: Spec) -> ContextParallel | None:
     )
 
 
+def spans_at(step: ContextParallel, index: int) -> tuple[Span, ...]:
+    """Return the tokens of the rank at this place along cp, in the order in which it has them."""
+    return spans(
+        step.sequence,
+        ulysses=step.ulysses,
+        ring=step.ring,
+        index=index,
+        is_balanced=step.is_balanced,
+    )
+
+
 def all_spans(step: ContextParallel) -> Iterator[tuple[Span, ...]]:
-    """Yield the tokens of each rank along the axis."""
-    for index in range(step.ulysses * step.ring):
-        yield spans(
-            step.sequence,
-            ulysses=step.ulysses,
-            ring=step.ring,
-            index=index,
-            is_balanced=step.is_balanced,
-        )
+    """Yield those of every rank, in their order along cp."""
+    return (spans_at(step, index) for index in range(step.ulysses * step.ring))

@@ -16,6 +16,7 @@ from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
+from ptrain.spec.block import Positions
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import divisors
@@ -244,6 +245,23 @@ def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
     )
 
 
+def _stretches(spec: Spec) -> Iterator[Fault]:
+    """With an odd number of neighbours the middle one has the end of an early chunk and the
+    beginning of a late one; the others have one stretch."""
+    factor, shape, attention = factor_of(spec), spec.model, attention_of(spec)
+    is_cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
+    if factor is None or not is_cut or not isinstance(attention, Hybrid):
+        return
+    is_odd = attention.ulysses > 1 and attention.ulysses % 2 and attention.ring > 1
+    if is_odd and isinstance(shape, ModelShape) and shape.positions is Positions.LEARNED:
+        yield Fault(
+            place="context.attention",
+            finding=f"not yet: {attention} with learned positions in slices of the tokens over "
+            "tp, whose gradients ranks of one stretch make whole once, and those of two twice",
+            remedy="what works today: an even ulysses, attention: zigzag, or activations: R on tp",
+        )
+
+
 def _other_models(spec: Spec) -> Iterator[Fault]:
     model = spec.model
     if factor_of(spec) is None or isinstance(model, ModelShape):
@@ -284,6 +302,7 @@ CONTEXT = AxisRules(
     ),
     not_yet=(
         SpecRule(name="keys and values go unrepeated", theorem="", faults=_keys),
+        SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),
         SpecRule(name="models that cp knows", theorem="", faults=_other_models),
     ),
 )

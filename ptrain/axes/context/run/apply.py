@@ -9,10 +9,11 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
+from ptrain.axes.context.attention import spans_at
 from ptrain.axes.context.run.cores import GatheredCore, RingCore
 from ptrain.axes.context.run.slices import sliced
 from ptrain.axes.context.run.ulysses import UlyssesCore
-from ptrain.axes.context.tokens import Span, spans
+from ptrain.axes.context.tokens import Span
 from ptrain.models.attention import Core
 from ptrain.models.batch import StepBatch
 from ptrain.models.transformer import Transformer
@@ -23,13 +24,7 @@ from ptrain.steps.context import ContextParallel
 
 def own_spans(step: ContextParallel, mesh: Mesh) -> tuple[Span, ...]:
     """Return the tokens of this rank, in the order in which it has them."""
-    return spans(
-        step.sequence,
-        ulysses=step.ulysses,
-        ring=step.ring,
-        index=mesh.coordinate(step.axis),
-        is_balanced=step.is_balanced,
-    )
+    return spans_at(step, mesh.coordinate(step.axis))
 
 
 def own_tokens(step: ContextParallel, mesh: Mesh) -> Callable[[StepBatch], StepBatch]:
