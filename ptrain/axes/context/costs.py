@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import Kept, Scope
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import ModelShape
@@ -24,11 +25,15 @@ def sent(spec: Spec, plan: Plan, kept: tuple[Kept, ...]) -> Iterator[Traffic]:
     step = plan.context
     if step is None:
         return
-    again = sum(mode.policy is not None for mode in kept)
-    exchange = _Exchange(spec, plan, step)
-    for phase, layers in ((Phase.FORWARD, len(kept)), (Phase.BACKWARD, again)):
-        yield from exchange.forward(phase, layers * plan.accumulate.micro_batches)
-    yield from exchange.backward(len(kept) * plan.accumulate.micro_batches)
+    exchange, times = _Exchange(spec, plan, step), plan.accumulate.micro_batches
+    scopes = Counter(mode.policy.scope for mode in kept if mode.policy is not None)
+    attention = times * scopes[Scope.ATTENTION]
+    again = times * scopes[Scope.BLOCK]
+    yield from exchange.forward(Phase.FORWARD, times * len(kept))
+    yield from exchange.forward(Phase.BACKWARD, again)
+    # torch computes no more again than backward needs: nothing within attention needs its output
+    yield from exchange.forward(Phase.BACKWARD, attention, gives_back=False)
+    yield from exchange.backward(times * len(kept))
 
 
 class _Exchange:
@@ -45,9 +50,10 @@ class _Exchange:
         wide = max(compute.itemsize, DType.FP32.itemsize)
         self.gradients = self.keys // compute.itemsize * wide  # of keys and values, as they travel
 
-    def forward(self, phase: Phase, times: int) -> Iterator[Traffic]:
+    def forward(self, phase: Phase, times: int, *, gives_back: bool = True) -> Iterator[Traffic]:
+        """`gives_back`: what was attended to is exchanged back."""
         ring = self.step.ring
-        yield from self._ulysses(phase, times)
+        yield from self._ulysses(phase, times, gives_back=gives_back)
         if self.step.gathers:
             yield from self._over(Collective.ALL_GATHER, phase, times, ring, ring * self.keys)
         else:
@@ -62,9 +68,10 @@ class _Exchange:
             yield from self._hops(phase, times * (ring - 1), self.keys)
             yield from self._hops(phase, times * ring if ring > 1 else 0, self.gradients)
 
-    def _ulysses(self, phase: Phase, times: int) -> Iterator[Traffic]:
+    def _ulysses(self, phase: Phase, times: int, *, gives_back: bool = True) -> Iterator[Traffic]:
         """Queries, keys, values; then what was attended to."""
-        for size in (self.queries, self.keys // 2, self.keys // 2, self.queries):
+        back = (self.queries,) if gives_back else ()
+        for size in (self.queries, self.keys // 2, self.keys // 2, *back):
             yield from self._over(Collective.ALL_TO_ALL, phase, times, self.step.ulysses, size)
 
     def _over(
