@@ -331,7 +331,7 @@ NAMED = {
     "attention has a backward pass": INTEGRITY,
 }
 WAITING = """axes that are executed; replicas outside shards; keys and values go unrepeated;
-    models that cp knows; all tokens between the blocks;
+    ranks have as many stretches; models that cp knows; all tokens between the blocks;
     the naive plan has all tokens; equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;
     units within a stage; one policy for both passes; units wait for their weights;
