@@ -30,6 +30,7 @@ _EXAMPLES = {
     "batch": "batch: {global: 16, micro: 2, sequence: 128}",
     "sequence": "sequence: 128",
     "target": "target: package.module:function",
+    "attention": "attention: zigzag",
 }
 _GIVEN_BY: dict[Route, Route] = {("batch", "sequence"): ("data", "target")}
 

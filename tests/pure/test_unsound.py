@@ -71,6 +71,8 @@ SHARDS = {"dp_shard": "S*,S,S,R"}
          "not yet: expert is in the grammar, and nothing executes it", "remove expert"),
         ({"model": None}, "model", "the key 'model' is missing",
          "write model: {preset: llama-tiny}"),
+        ({"context": {}}, "context.attention", "the key 'attention' is missing in context",
+         "write attention: zigzag"),
         ({"batch": {"micro": 2}}, "batch.sequence", "the key 'sequence' is missing in batch",
          "write sequence: 128"),
         ({"placement": {"dp_shard": "S*,S,S"}}, "placement.dp_shard",
