@@ -216,6 +216,11 @@ def test_a_sequence_that_does_not_divide_is_refused_with_what_would_do(
     assert refused == ("batch.sequence", finding, remedy)
 
 
+def test_a_hybrid_of_other_ranks_is_refused_once():
+    place, finding, _ = refusal(spec(2, Hybrid(ulysses=5, ring=1), sequence=16))
+    assert (place, finding) == ("context.attention", "ulysses 5 × ring 1 are 5 ranks, and cp has 2")
+
+
 def test_ulysses_divides_the_heads_that_tp_leaves():
     place, finding, remedy = refusal(spec(5, ULYSSES, sequence=40))
     assert (place, finding) == ("mesh.cp", "ulysses over 5 ranks does not divide 12 heads")

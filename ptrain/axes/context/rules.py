@@ -106,7 +106,7 @@ def _product(spec: Spec) -> Iterator[Fault]:
 
 def _slices(spec: Spec) -> Iterator[Fault]:
     factor, attention, sequence = factor_of(spec), attention_of(spec), spec.batch.sequence
-    if factor is None:
+    if factor is None or any(_product(spec)):
         return
     ulysses, ring = degrees(attention, factor.degree)
     chunks = ulysses * ring * (2 if is_balanced(attention) else 1)
@@ -162,8 +162,11 @@ def _keys(spec: Spec) -> Iterator[Fault]:
 
 
 def _ulysses(spec: Spec) -> int:
+    """Return the degree of Ulysses; 1 where there is none, or a hybrid is refused for its own."""
     factor = factor_of(spec)
-    return 1 if factor is None else degrees(attention_of(spec), factor.degree)[0]
+    if factor is None or any(_product(spec)):
+        return 1
+    return degrees(attention_of(spec), factor.degree)[0]
 
 
 def _place_of_ulysses(spec: Spec) -> str:
