@@ -24,10 +24,11 @@ def spec_of(
     other: Mapping[str, str] | None = None,
     accumulate: int = 2,
     shape: Mapping[str, Any] | None = None,
+    own: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Spec:
     """`states` are the modes of Theta, Omega and G on cp; `other` places the other axes, each of
-    two ranks."""
+    two ranks; `own` is a model that is not built in."""
     other = other or {}
     order = ("pp", *SAMPLES, "cp", "tp")
     axes = {**dict.fromkeys(other, 2), "cp": degree}
@@ -35,7 +36,7 @@ def spec_of(
     samples = accumulate * 2 ** sum(axis in SAMPLES for axis in other)
     mapping: dict[str, Any] = {
         "name": model,
-        "model": {**SIZES, **MODELS[model], **(shape or {})},
+        "model": own or {**SIZES, **MODELS[model], **(shape or {})},
         "mesh": {axis: axes[axis] for axis in order if axis in axes},
         "placement": {**other, "cp": f"{states},{slices}"},
         "context": {"attention": variant},
