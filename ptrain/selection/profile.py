@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.costs import Collective
+from ptrain.derivation.clock import Clock
+from ptrain.derivation.network import Network
 from ptrain.derivation.tensor import local_units
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, PassWork
+from ptrain.facts.operators import LayerWork, ModelWork, PassWork
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
-from ptrain.rates.pace import Pace, around, cut_seconds, operators_seconds
+from ptrain.rates.pace import Pace, around
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
@@ -102,21 +103,8 @@ def _both(spec: Spec, work: LayerWork, pace: Pace, kept: Kept) -> tuple[float, f
 
 def _seconds(spec: Spec, work: PassWork, pace: Pace, hook: Hook) -> float:
     """Operators one after the other, and what they await of the ranks that share them."""
-    ranks = 1
-    for factor in spec.factors:
-        if factor.axis not in (*DATA_AXES, Axis.PP):
-            ranks *= factor.degree
-    nodes = nodes_of(spec, ranks)
-    total = operators_seconds(pace, work, hook)
-    for item in work:
-        if isinstance(item, InnerCollective):
-            alone = pace.collective_seconds(
-                item.collective, ranks=ranks, nodes=nodes, payload=item.payload
-            )
-            total += item.times * alone
-    if ranks > 1 and not pace.overlaps:  # where the device computes by itself, the host runs ahead
-        total += cut_seconds(pace, work)
-    return total
+    shared = next((factor.axis for factor in spec.factors), None)
+    return Clock(pace, Network(spec), shared).pass_seconds(work, hook).in_a_row(pace)
 
 
 def nodes_of(spec: Spec, ranks: int, stride: int = 1) -> int:

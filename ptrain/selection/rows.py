@@ -138,8 +138,8 @@ class Ways:
 
         Seconds to `gather` and to `reduce` a unit, to copy it out of the one and into the other
         (`unpack`, `pack`), to `add` its gradients to those before, which flat units do with the
-        first, too (`adds_first`), and `add_end` those of a parameter around the blocks; to reduce
-        and to gather a unit when it is updated (`finish`). Of a parameter to `update` it, in the
+        first, too (`adds_first`), and to `fill` these with zeros, both (`…_end`) of a parameter
+        around the blocks as well; to reduce and to gather a unit when it is updated (`finish`). Of a parameter to `update` it, in the
         blocks and around them (`update_end`), and to be `copied` between tiers then.
         """
         np = numpy()
@@ -165,8 +165,10 @@ class Ways:
             "unit": unit.astype(float),
             "moved": moved.astype(float),
             "per_layer": 1 / per_unit,
-            "add": self._added(moved * held, per_unit, sizes.tensors),
-            "add_end": self._added(float(ends) * np.ones(len(moved)) * held, 1.0, (ends,)) / ends,
+            "add": self._added(per_unit, sizes.tensors),
+            "add_end": self._added(np.ones(len(moved)), (ends,)) / ends,
+            "fill": self._filled(moved * reduced),
+            "fill_end": self._filled(float(ends) * np.ones(len(moved)) * reduced) / ends,
             "unpack": self._unpacked(moved, degrees),
             "pack": self._packed(moved, parts[_GRADS]),
             "gather": np.where(self.brought, moves.gather(moved * held), 0.0),
@@ -207,15 +209,17 @@ class Ways:
             * np.where(is_cut, ~self.flat | (self.overlaps > 0), self.flat * layout.keeps_both),
         }
 
-    def _added(self, sizes: Array, times: Array | float, tensors: Sequence[int]) -> Array:
+    def _added(self, times: Array, tensors: Sequence[int]) -> Array:
         """Seconds of the sum of a unit's gradients and those of the micro-batches before, tensor by
-        tensor: read twice and written. Of what is reduced after each there is none, but for flat
-        units, which are filled with zeros then."""
+        tensor: read twice and written. Of what is reduced after each there is none, but of flat
+        units, which every micro-batch is added to."""
         np, held = numpy(), self.layout.parameters.itemsize
-        is_late = self.fixed["is_late"] > 0
         sums = times * self._of_bytes(OperatorKind.POINTWISE, 3 * held * np.array(tensors)).sum()
-        zeros = np.where(is_late, 0.0, self._of_bytes(OperatorKind.POINTWISE, sizes))
-        return np.where(self.by_tensor, np.where(is_late, sums, 0.0), sums + zeros)
+        return np.where(self.by_tensor & ~(self.fixed["is_late"] > 0), 0.0, sums)
+
+    def _filled(self, sizes: Array) -> Array:
+        """Seconds of the zeros that a flat unit's gradients begin as, whenever it was reduced."""
+        return self.flat * self._of_bytes(OperatorKind.POINTWISE, sizes)
 
     def _unpacked(self, moved: Array, degrees: Sequence[int]) -> Array:
         """Seconds of a unit that has been gathered: tensor by tensor it is copied apart. A flat one
