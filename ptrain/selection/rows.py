@@ -12,6 +12,7 @@ from typing import Any
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
 from ptrain.costs import Collective, State
+from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.facts.operators import Operator
 from ptrain.selection.arrays import numpy
@@ -44,6 +45,7 @@ class DataWay:
     form: Form
     cut: dict[State, tuple[bool, ...]]
     near: dict[State, bool]
+    is_on_file: bool  # Omega
     is_made: bool
     is_brought: bool
     is_late: bool
@@ -74,6 +76,7 @@ def way_of(base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> Data
         form=form,
         cut=cut,
         near=near,
+        is_on_file=tier_of(factors, _OMEGA) is Tier.FILE,
         is_made=is_made,
         is_brought=is_brought,
         is_late=spec.sync.gradients is GradientSync.LAST,
@@ -112,6 +115,7 @@ class Ways:
             for name in ("is_late", "keeps_forward", "keeps_backward", "ahead")
         }
         self.overlaps = np.array([float(way.overlaps) for way in ways]) * wires.pace.overlaps
+        self.on_file = np.array([way.is_on_file for way in ways])
         self.back = np.array([way.is_copied_back for way in ways])
 
     def choice(self, index: int, degrees: Sequence[int]) -> AxisChoice:
@@ -139,8 +143,9 @@ class Ways:
         Seconds to `gather` and to `reduce` a unit, to copy it out of the one and into the other
         (`unpack`, `pack`), to `add` its gradients to those before, which flat units do with the
         first, too (`adds_first`), and to `fill` these with zeros, both (`…_end`) of a parameter
-        around the blocks as well; to reduce and to gather a unit when it is updated (`finish`). Of a parameter to `update` it, in the
-        blocks and around them (`update_end`), and to be `copied` between tiers then.
+        around the blocks as well; to reduce and to gather a unit when it is updated (`finish`). Of
+        a parameter to `update` it, in the blocks and around them (`update_end`), and to be `copied`
+        between tiers then.
         """
         np = numpy()
         layout, base = self.layout, self.wires.base
@@ -284,13 +289,17 @@ class Ways:
         near = self.near[_OMEGA]
         if near.all():
             return 0.0
-        down, up = (
-            self.wires.pace.copy_seconds(copy, _COPIED) / _COPIED
-            for copy in (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE)
-        )
-        there = state / parts[_OMEGA] * (down + up)
-        on_host = held / parts[_OMEGA] * (down + up) if self.wires.is_nominal else np.inf
-        return np.where(near, 0.0, np.where(self.back, there, on_host))
+        over_host = self._there_and_back(Tier.HOST)
+        over_file = self._there_and_back(Tier.FILE) if self.on_file.any() else 0.0
+        on_host = held / parts[_OMEGA] * over_host if self.wires.is_nominal else np.inf
+        moved = np.where(self.back, state / parts[_OMEGA] * over_host, on_host)
+        moved = moved + self.on_file * state / parts[_OMEGA] * over_file
+        return np.where(near, 0.0, moved)
+
+    def _there_and_back(self, tier: Tier) -> float:
+        """Seconds of a byte that leaves for a tier and comes back."""
+        seconds = self.wires.pace.copy_seconds
+        return sum(seconds(copy, _COPIED) for copy in COPIES[tier]) / _COPIED
 
 
 class _Moves:
