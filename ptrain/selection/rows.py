@@ -15,6 +15,7 @@ from ptrain.costs import Collective, State
 from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.facts.operators import Operator
+from ptrain.rates.pace import UnknownRate
 from ptrain.selection.arrays import numpy
 from ptrain.selection.profile import Sizes
 from ptrain.selection.wires import Wires
@@ -293,13 +294,17 @@ class Ways:
         over_file = self._there_and_back(Tier.FILE) if self.on_file.any() else 0.0
         on_host = held / parts[_OMEGA] * over_host if self.wires.is_nominal else np.inf
         moved = np.where(self.back, state / parts[_OMEGA] * over_host, on_host)
-        moved = moved + self.on_file * state / parts[_OMEGA] * over_file
-        return np.where(near, 0.0, moved)
+        filed = state / parts[_OMEGA] * over_file
+        return np.where(near, 0.0, moved + np.where(self.on_file, filed, 0.0))
 
     def _there_and_back(self, tier: Tier) -> float:
-        """Seconds of a byte that leaves for a tier and comes back."""
+        """Seconds of a byte that leaves for a tier and comes back: endless where that is not
+        known."""
         seconds = self.wires.pace.copy_seconds
-        return sum(seconds(copy, _COPIED) for copy in COPIES[tier]) / _COPIED
+        try:
+            return sum(seconds(copy, _COPIED) for copy in COPIES[tier]) / _COPIED
+        except UnknownRate:
+            return float("inf")
 
 
 class _Moves:

@@ -152,6 +152,13 @@ def test_what_stays_is_said(capsys):
     assert f"as written {stays}" in capsys.readouterr().out
 
 
+def test_a_tier_whose_rates_the_cluster_lacks_is_searched_all_the_same(capsys):
+    words = ["llama3-8b", "--cluster", "h100-8", "offload.tier=file", "batch.global=8"]
+    where = ["--where", "recompute=full", "--where", "pp=1", "--where", "tp=1", "--exact", "2"]
+    assert main(["select", *words, *where]) == 0
+    assert "as written offload.tier=file" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("word", ["mesh=auto", "placement=auto"])
 def test_a_run_of_an_open_spec_names_the_command_that_chooses(word, capsys):
     assert main(["predict", "zero3", word]) == 2
