@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from tests.faults import of_batches, of_operators, of_reductions, of_states, of_updates
+from tests.faults import (
+    of_batches,
+    of_context,
+    of_operators,
+    of_reductions,
+    of_states,
+    of_updates,
+)
 from tests.faults.fault import Fault
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
-    for module in (of_batches, of_reductions, of_operators, of_updates, of_states)
+    for module in (
+        of_batches, of_reductions, of_operators, of_context, of_updates, of_states,
+    )  # fmt: skip
     for fault in module.FAULTS
 }
