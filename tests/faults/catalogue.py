@@ -12,10 +12,5 @@ from tests.faults import (
 )
 from tests.faults.fault import Fault
 
-FAULTS: dict[str, Fault] = {
-    fault.name: fault
-    for module in (
-        of_batches, of_reductions, of_operators, of_context, of_updates, of_states,
-    )  # fmt: skip
-    for fault in module.FAULTS
-}
+_MODULES = (of_batches, of_reductions, of_operators, of_context, of_updates, of_states)
+FAULTS: dict[str, Fault] = {fault.name: fault for module in _MODULES for fault in module.FAULTS}
