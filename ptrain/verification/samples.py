@@ -97,17 +97,14 @@ def other_tokens(given: StepBatch, reference: ReferenceTraining, step: int, rank
     own = own_spans(spec, rank)
     candidates = [own, *all_spans(context), *(all_spans(otherwise) if is_even else ())]
     rows = list(given.micro_batches(1))
+    if len(rows) != len(wanted):
+        return ""
+    sides = [(row.tensors, sample.tensors) for row, sample in zip(rows, wanted, strict=True)]
     matches = [
         next((spans for spans in candidates if _are_at(spec, spans, pairs)), None)
-        for pairs in (
-            [
-                (row.tensors[tensor], sample.tensors[tensor])
-                for row, sample in zip(rows, wanted, strict=False)
-            ]
-            for tensor in range(2)
-        )
+        for pairs in ([(row[side], sample[side]) for row, sample in sides] for side in range(2))
     ]
-    if len(rows) != len(wanted) or None in matches:
+    if None in matches:
         return ""
     inputs, targets = (spans_text(spans) for spans in matches if spans is not None)
     if inputs == targets:
