@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ptrain.axes.context.attention import all_spans, why
 from ptrain.axes.context.tokens import Span
@@ -44,13 +44,18 @@ def token_lines(spec: Spec, step: ContextParallel) -> Iterator[str]:
         if index == _FEW_RANKS:
             yield f"tokens   … {step.ulysses * step.ring} ranks of {step.axis}"
             return
-        yield f"tokens   {step.axis} {index}: {', '.join(map(_span, own))}"
+        yield f"tokens   {step.axis} {index}: {spans_text(own)}"
 
 
 def _ring_name(step: ContextParallel) -> str:
     if step.gathers:
         return "all-gather"
     return "zigzag" if step.is_balanced else "ring"
+
+
+def spans_text(spans: Sequence[Span]) -> str:
+    """Return which tokens these are: `0-3, 12-15`."""
+    return ", ".join(map(_span, spans))
 
 
 def _span(span: Span) -> str:
