@@ -130,9 +130,7 @@ def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
             coefficient *= scores if is_of_scores else dimensions[symbol] ** exponent
         return coefficient
 
-    return {
-        when: sum(starmap(product, work[when])) for when in ("forward", "backward", "again")
-    }
+    return {when: sum(starmap(product, work[when])) for when in ("forward", "backward", "again")}
 
 
 def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:

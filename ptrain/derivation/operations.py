@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ptrain.algebra.layout import positions
+from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.context.blocks import multiplied
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
@@ -41,7 +41,7 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
     like: dict[int, int] = {}  # ranks of tp differ in their slices of the vocabulary alone
     indices = [
         like.setdefault(_words(setting_at(spec, plan, index)), index)
-        for index in range(spec.degree(Axis.TP))
+        for index in range(ranks_over(spec, plan.cutting_axes))
     ]
     settings = {
         index: replace(setting_at(spec, plan, index), sequence=plan.tokens)
@@ -71,7 +71,7 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
                 row[name] += count
         return Operations(rank=0, **row)
 
-    axes = (Axis.PP,), (Axis.TP,), token_axes
+    axes = (Axis.PP,), plan.cutting_axes, token_axes
     places = zip(*(positions(spec, names) for names in axes), strict=True)
     keys = ((place, indices[index], scores[slice_]) for place, index, slice_ in places)
     return rows_by_rank(keys, lambda key: [of_rank(*key)])

@@ -1,5 +1,5 @@
-"""Which blocks of scores the ranks of cp compute: whose keys a place of the ring meets at which hop,
-and which of these its queries attend to. All of it follows from who has which tokens.
+"""Which blocks of scores the ranks of cp compute: whose keys a place of the ring meets at which
+hop, and which of these its queries attend to. All of it follows from who has which tokens.
 
 At hop h place p of R has the keys of place (p - h) mod R, and under the causal mask of the whole
 sequence its queries attend to those that are not behind them. Where keys and values are gathered
@@ -78,19 +78,6 @@ def balance(step: ContextParallel) -> tuple[Fraction, ...]:
         for index in range(_ranks(step))
     ]
     return tuple(Fraction(number * len(scores), sum(scores)) for number in scores)
-
-
-def balance_text(step: ContextParallel) -> str:
-    """Return which rank computes most scores, in one sentence."""
-    of_mean = balance(step)
-    most, least = max(of_mean), min(of_mean)
-    if most == least:
-        return f"all ranks of {step.axis} compute as many scores under the causal mask"
-    first, last = of_mean.index(most), of_mean.index(least)
-    return (
-        f"under the causal mask {step.axis} {first} computes {float(most):.3g} times the mean of "
-        f"scores, {step.axis} {last} {float(least):.3g}"
-    )
 
 
 def _ranks(step: ContextParallel) -> int:
