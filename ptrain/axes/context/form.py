@@ -11,9 +11,11 @@ from ptrain.spec.spec import Spec
 
 def held_tokens(spec: Spec) -> int:
     """Return how many tokens of a sample a rank holds: inputs and targets, which overlap but for
-    one where they are a whole sample's."""
+    one where they are a whole sample's and all count."""
     degree, sequence = spec.degree(Axis.CP), spec.batch.sequence
-    return sequence + 1 if degree == 1 else 2 * (sequence // degree)
+    if degree > 1:
+        return 2 * (sequence // degree)
+    return (sequence + 1) * (2 if spec.data.ignores_targets else 1)
 
 
 def held_buffers(spec: Spec, buffers: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
