@@ -256,11 +256,17 @@ class Clock:
     # -- what comes several times
 
     def repeat(self, times: int, act: Callable[[], None]) -> None:
-        """Count what `act` takes so many times: it is done once."""
+        """Count what `act` takes so many times: it is done once. A lane that falls behind in it
+        falls behind as far each time."""
         before = self.moment()
         act()
         if times > 1:
             self.add(self.since(before), times - 1)
+            for lane, end in self.free.items():
+                late = max(0.0, before.free.get(lane, 0.0) - before.now)
+                later = end - self.now - late
+                if later > 0:
+                    self.free[lane] = end + (times - 1) * later
 
     def moment(self) -> ClockState:
         """Return the state of now."""
