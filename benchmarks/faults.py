@@ -189,10 +189,11 @@ def page(
         *(("## Below the band", "", *below, "") if below else ()),
         "## False alarms",
         "",
-        f"Every strategy in specs/strategies/{f' with {axis}' if axis else ''} on llama with hidden 32, sequence 16 and "
-        f"{ACCUMULATED[0]} micro-batches a rank ({ACCUMULATED[1]} where gradients do not outlive "
-        f"backward), where they are legal in {' and '.join(ALL_SEEDS)} layout with seeds "
-        f"{SEEDS.start} to {SEEDS.stop - 1}, in {' and '.join(_rest())} with seed {SEEDS.start}: "
+        f"Every strategy in specs/strategies/{f' with {axis}' if axis else ''} on llama with "
+        f"hidden 32, sequence 16 and {ACCUMULATED[0]} micro-batches a rank ({ACCUMULATED[1]} where "
+        "gradients do not outlive backward), where they are legal in "
+        f"{' and '.join(ALL_SEEDS)} layout with seeds {SEEDS.start} to {SEEDS.stop - 1}, in "
+        f"{' and '.join(_rest())} with seed {SEEDS.start}: "
         f"the same protocol, {STEPS} steps.",
         "",
         *table_of_alarms(alarms),
