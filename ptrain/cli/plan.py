@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 
+from ptrain.axes.context.draw import balance_rows
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.charts.canvas import Format, painted
@@ -67,6 +68,7 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
         "steps": steps,
         "units": ["+".join(modules) for modules in plan.units],
         "conditions": [asdict(condition) for condition in all_conditions(spec, plan)],
+        "balance": balance_rows(plan.context) if plan.context else [],
         "warnings": list(derivation.exact.warnings),
     }
 

@@ -42,6 +42,12 @@ class PassSeconds:
     sums: tuple[tuple[tuple[str, Collective], float], ...] = ()  # by axis
     hooks: float = 0.0
 
+    def in_a_row(self, pace: Pace) -> float:
+        """Return the seconds of all this, one thing after the other. Where the device computes by
+        itself the host is ahead with its hooks."""
+        sums = sum(seconds for _, seconds in self.sums)
+        return self.compute + sums + (0.0 if pace.overlaps else self.hooks)
+
 
 @dataclass(frozen=True, slots=True)
 class LaneSpan:
