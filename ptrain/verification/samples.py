@@ -50,10 +50,11 @@ def sample_departures(
         once[place] = its if UNKNOWN in once.get(place, [UNKNOWN]) else once[place]
     counts = Counter(sample for its in once.values() for sample in its if sample != UNKNOWN)
     wanted = Counter(names[key] for ids in expected.values() for _, key in ids)
+    is_order = counts == wanted and UNKNOWN not in seen
     descriptions = [
         _listed("missing", list(wanted - counts)),
         _listed("seen twice", list(counts - wanted)),
-        _listed("in another order or place", own if counts == wanted else []),
+        _listed("in another order or place", own if is_order else []),
         f"{what} of no sample of this step" if UNKNOWN in seen else "",
     ]
     yield Departure(

@@ -61,7 +61,7 @@ def context_cause(scene: Investigation) -> Cause | None:
         [Explanation(*explanation) for explanation in its]
         for its in scene.exchange.gather(list(map(list, said)))
     ]
-    factors = Counter(factor for its in everyone for factor in {told.factor: told for told in its})
+    factors = Counter(factor for its in everyone for factor in {why.factor: why for why in its})
     if not factors:
         return None
     usual, _ = factors.most_common(1)[0]
