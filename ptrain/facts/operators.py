@@ -42,13 +42,16 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class InnerCollective:
-    """A collective within a pass, which awaits it, over the axis that cuts operators or over one
-    that is named: bytes of the whole tensor."""
+    """A collective within a pass, over the axis that cuts operators or over one that is named, of
+    so many neighbouring `ranks` of it (0: of all): bytes of the whole tensor. `beside`: how many
+    entries of the pass behind it run before it is awaited."""
 
     collective: Collective
     payload: int
     times: int = 1
     axis: str = ""
+    ranks: int = 0
+    beside: int = 0
 
 
 PassWork = tuple[Operator | InnerCollective, ...]

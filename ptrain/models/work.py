@@ -49,20 +49,23 @@ class OperatorSizes:
 
 @dataclass(frozen=True, slots=True)
 class SentTensor:
-    """A collective over the axis that cuts operators, or that of cp: bytes of the whole tensor.
-    `is_hop`: all of it goes to one rank."""
+    """A collective over the axis that cuts operators, or over one that is named: bytes of the whole
+    tensor. `is_hop`: all of it goes to one rank. `ranks`: of how many the group is. `beside`: how
+    many works are noted behind it before it is awaited."""
 
     collective: Collective
     payload: int
     dtype: DType | None
     axis: str = ""
     is_hop: bool = False
+    ranks: int = 0
+    beside: int = 0
 
     @property
     def operator(self) -> InnerCollective:
         """The same as a clock reads it."""
         collective = Collective.SEND if self.is_hop else self.collective
-        return InnerCollective(collective, self.payload, axis=self.axis)
+        return InnerCollective(collective, self.payload, axis=self.axis, ranks=self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +283,18 @@ def sent(function: Any, args: Any, result: Any) -> SentTensor | None:
     size = whole.numel() * whole.itemsize
     axis = process_groups.axis_of(args)
     is_exchange = collective is Collective.ALL_TO_ALL
+    is_named = axis == Axis.CP
     return SentTensor(
         collective,
         size,
         _DTYPES.get(whole.dtype),
-        axis=axis if axis == Axis.CP else "",
+        axis=axis if is_named else "",
         is_hop=is_exchange and max(args[2], default=0) == whole.shape[0],
+        ranks=process_groups.size_of(args) if is_named else 0,
     )
+
+
+def is_wait(function: Any) -> bool:
+    """Return whether an operator awaits a collective."""
+    name = function._schema.name.split("::")[-1]
+    return function.namespace == "_c10d_functional" and name == "wait_tensor"
