@@ -17,12 +17,14 @@ from ptrain.spec.rates import OperatorKind
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """`times` operators of one kind, dtype and size: `dimensions` are its kind's."""
+    """`times` operators of one kind, dtype and size: `dimensions` are its kind's. `is_whole`: of
+    fused attention, no mask leaves out half of the scores."""
 
     kind: OperatorKind
     dtype: DType
     dimensions: tuple[int, ...]
     times: int = 1
+    is_whole: bool = False
 
     @property
     def flops(self) -> int:

@@ -105,16 +105,17 @@ def _by_pass(recording: Recording) -> dict[str, Computed]:
 
 def _layer_work(whole: dict[str, Computed], halves: dict[str, Computed]) -> LayerWork:
     return LayerWork(
-        forward=_pass_work(whole["forward"]),
-        backward=_pass_work(whole["backward"]),
-        inputs=_pass_work(halves.get("input", [])),
-        weights=_pass_work(halves.get("weight", [])),
+        forward=pass_work(whole["forward"]),
+        backward=pass_work(whole["backward"]),
+        inputs=pass_work(halves.get("input", [])),
+        weights=pass_work(halves.get("weight", [])),
     )
 
 
-def _pass_work(computed: Computed) -> PassWork:
-    """The operators of a pass, equal ones in a row as one, and behind them all that only look. What
-    is on its way beside some of them parts those ahead of its arrival from those behind it."""
+def pass_work(computed: Computed) -> PassWork:
+    """Return the operators of a pass, equal ones in a row as one, and behind them all that only
+    look. What is on its way beside some of them parts those ahead of its arrival from those behind
+    it."""
     awaited = _arrivals(computed)
     edges = sorted(awaited.values())
 
