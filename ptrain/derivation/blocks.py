@@ -125,10 +125,12 @@ def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
     symbols = written["symbols"]
 
     def product(coefficient: int, exponents: Sequence[int]) -> int:
-        for symbol, exponent in zip(symbols, exponents, strict=True):
-            is_of_scores = symbol == _TOKENS and exponent == 2
-            coefficient *= scores if is_of_scores else dimensions[symbol] ** exponent
-        return coefficient
+        exponent_of = dict(zip(symbols, exponents, strict=True))
+        for symbol, exponent in exponent_of.items():
+            coefficient *= dimensions[symbol] ** exponent
+        if exponent_of[_TOKENS] < 2:
+            return coefficient
+        return coefficient * scores // setting.sequence**2
 
     return {when: sum(starmap(product, work[when])) for when in ("forward", "backward", "again")}
 

@@ -40,9 +40,7 @@ def _exchange(step: ContextParallel) -> str:
 
 def token_lines(spec: Spec, step: ContextParallel) -> Iterator[str]:
     """Yield why it is this attention, the tokens of each rank of cp, and who has most to do."""
-    name = "Ulysses and ring" if step.ulysses > 1 and step.ring > 1 else ""
-    kind = name or ("Ulysses" if step.ulysses > 1 else _ring_name(step))
-    yield f"context  {kind}: {why(spec)}"
+    yield f"context  {kind_text(step)}: {why(spec)}"
     for index, own in enumerate(islice(all_spans(step), _FEW_RANKS)):
         yield f"tokens   {step.axis} {index}: {spans_text(own)}"
     if step.ulysses * step.ring > _FEW_RANKS:
@@ -70,6 +68,13 @@ def balance_rows(step: ContextParallel) -> list[dict[str, object]]:
         {"axis": axis, "place": place, "scores_over_mean": float(share)}
         for place, share in enumerate(balance(step))
     ]
+
+
+def kind_text(step: ContextParallel) -> str:
+    """Return which attention it is."""
+    if step.ulysses > 1:
+        return "Ulysses and ring" if step.ring > 1 else "Ulysses"
+    return _ring_name(step)
 
 
 def _ring_name(step: ContextParallel) -> str:

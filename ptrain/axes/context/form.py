@@ -9,6 +9,17 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 
 
+def left_to_others(spec: Spec) -> str:
+    """Return why the paper has no figure for what is sent over cp, behind a sentence that says that
+    it has none; nothing without cp."""
+    if spec.degree(Axis.CP) == 1:
+        return ""
+    return (
+        "; it has no context axis: context parallelism, it says, takes a model of what is sent "
+        "within the attention operator, which it leaves to future work"
+    )
+
+
 def held_tokens(spec: Spec) -> int:
     """Return how many tokens of a sample a rank holds: inputs and targets, which overlap but for
     one where they are a whole sample's and all count."""
