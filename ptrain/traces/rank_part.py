@@ -156,7 +156,7 @@ class RankPart:
 
     def _samples(self) -> SampleBatch:
         if self.context is not None:
-            return token_slices(self._tokens(), self.context.spans)
+            return token_slices(of_tokens(self._tokens()), self.context.spans)
         if self.spec is not None:
             return sample_batch(self.spec)
         return of_tokens(self._tokens())

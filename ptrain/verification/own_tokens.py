@@ -3,6 +3,8 @@ alone, so that a program that takes others is told."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ptrain.axes.context.attention import context_of, spans_at
@@ -21,11 +23,17 @@ def own_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
     return spans_at(step, coordinates(spec, rank)[step.axis]) if step else ()
 
 
-class TokensOfRank:
-    """Takes a rank's tokens of whole tensors."""
+def tokens_in(spans: Sequence[Span]) -> torch.Tensor:
+    """Return their numbers in the whole sequence, int64."""
+    return torch.cat([torch.arange(*span) for span in spans])
 
-    def __init__(self, spec: Spec, rank: int) -> None:
-        self._spans, self._sequence = own_spans(spec, rank), spec.batch.sequence
+
+class TokensOfRank:
+    """Takes a rank's tokens of whole tensors, or those in other `spans`."""
+
+    def __init__(self, spec: Spec, rank: int, spans: Sequence[Span] | None = None) -> None:
+        self._spans = own_spans(spec, rank) if spans is None else spans
+        self._sequence = spec.batch.sequence
         self._is_built_in = isinstance(spec.model, ModelShape)
 
     def of_output(self, whole: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from ptrain.algebra.legality import check, executed
 from ptrain.axes.context.attention import attention_of, context_of, why
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
+from ptrain.derivation.estimate import derive
 from ptrain.plan.composition import theorem_3
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
@@ -371,3 +372,13 @@ def test_ranks_of_unlike_stretches_wait_where_their_positions_are_cut_again(ulys
         assert place == "context.attention" and finding.startswith("not yet: ")
     else:
         assert not (*check(made), *executed(made))
+
+
+def test_the_paper_has_no_volume_of_cp_and_says_that_it_leaves_it_out():
+    paper = derive(spec(2), is_timed=False).paper
+    assert paper.undefined["traffic"] == (
+        "the paper gives no volume for the axis cp; it has no context axis: context parallelism, "
+        "it says, takes a model of what is sent within the attention operator, which it leaves to "
+        "future work"
+    )
+    assert not any("cp" in row.key.axes for row in paper.traffic)

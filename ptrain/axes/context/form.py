@@ -10,11 +10,24 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 
+def left_to_others(spec: Spec) -> str:
+    """Return why the paper has no figure for what is sent over cp, behind a sentence that says that
+    it has none; nothing without cp."""
+    if spec.degree(Axis.CP) == 1:
+        return ""
+    return (
+        "; it has no context axis: context parallelism, it says, takes a model of what is sent "
+        "within the attention operator, which it leaves to future work"
+    )
+
+
 def held_tokens(spec: Spec) -> int:
     """Return how many tokens of a sample a rank holds: inputs and targets, which overlap but for
-    one where they are a whole sample's."""
+    one where they are a whole sample's and all count."""
     degree, sequence = spec.degree(Axis.CP), spec.batch.sequence
-    return sequence + 1 if degree == 1 else 2 * (sequence // degree)
+    if degree > 1:
+        return 2 * (sequence // degree)
+    return (sequence + 1) * (2 if spec.data.ignores_targets else 1)
 
 
 def held_buffers(spec: Spec, buffers: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
