@@ -132,8 +132,9 @@ def test_a_model_without_positions_needs_none() -> None:
     [
         (own("counting"), "the forward of tests.models_sliced:counting takes no positions"),
         (own("deaf"), "does not go by the positions that it is given"),
+        (own("late"), "gives other logits than given all of them"),
         (own("by_length"), "gives other logits than given all of them"),
-        (own("with_attention", kind="shifted"), "layers.0.mixing, given tokens 2-3 of 4 alone"),
+        (own("with_attention", kind="shifted"), "layers.0.mixing, given tokens 8-15 of 16 alone"),
         (own("with_attention", kind="bound"), "no module of tests.models_sliced:with_attention"),
         (own("with_attention", kind="open"), "layers.0.mixing is not causal"),
         (own("with_attention", kind="dropping"), "layers.0.mixing drops out 0.1 of its scores"),
