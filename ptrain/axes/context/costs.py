@@ -25,7 +25,8 @@ def sent(
     spec: Spec, plan: Plan, kept: tuple[Kept, ...], own: tuple[AttentionHeads, ...] = ()
 ) -> Iterator[Traffic]:
     """Yield what layers whose activations are `kept` so send over cp in a step; one that is
-    computed again sends again, but for what arrived and is kept. `own`: the heads of each, of a model that is not built in."""
+    computed again sends again, but for what arrived and is kept. `own`: the heads of each, of a
+    model that is not built in."""
     step = plan.context
     if step is None:
         return
