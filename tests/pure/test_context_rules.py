@@ -17,6 +17,7 @@ from ptrain.plan.lower import lower
 from ptrain.plan.show import show
 from ptrain.spec.axis import Axis
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.function import UserFunction
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import Attention, ExternalModel, Family, HuggingFaceModel, ModelShape
@@ -225,11 +226,18 @@ def test_a_hybrid_of_other_ranks_is_refused_once():
 def test_ulysses_divides_the_heads_that_tp_leaves():
     place, finding, remedy = refusal(spec(5, ULYSSES, sequence=40))
     assert (place, finding) == ("mesh.cp", "ulysses over 5 ranks does not divide 12 heads")
-    assert remedy == "choose ulysses from 1, 2, 3, 4, 6, 12, or attention: zigzag"
+    assert remedy == "choose cp from 1, 2, 3, 4, 6, 12, or attention: zigzag"
     cut = spec(4, Hybrid(ulysses=4, ring=1), inside={Axis.TP: (2, TP)})
     place, finding, _ = refusal(cut)
     assert place == "context.attention"
     assert finding == "ulysses over 4 ranks does not divide 6 heads that tp leaves a rank"
+
+
+def test_how_slices_are_reduced_is_obeyed_where_gradients_of_gathered_keys_are():
+    exchanged = {"reduce_scatter": ReduceScatterVia.ALL_TO_ALL}
+    assert not [*check(replace(spec(2, GATHER, "R,R,R,S*"), **exchanged))]
+    place, finding, _ = refusal(replace(spec(2, RING), **exchanged))
+    assert place == "reduce_scatter" and "nothing is reduced to slices here" in finding
 
 
 def test_keys_and_values_that_would_be_repeated_wait():
