@@ -20,6 +20,7 @@ from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.function import UserFunction
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import Attention, ExternalModel, Family, HuggingFaceModel, ModelShape
+from ptrain.spec.padding import PADDED
 from ptrain.spec.placement import MODES, S_STAR, Placement, S
 from ptrain.spec.spec import LossSpec, Spec
 from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of
@@ -214,7 +215,7 @@ def test_a_sequence_that_does_not_divide_is_refused_with_what_would_do(
     attention, sequence, finding, remedy
 ):
     refused = refusal(spec(4, attention, sequence=sequence))
-    assert refused == ("batch.sequence", finding, remedy)
+    assert refused == ("batch.sequence", finding, remedy + PADDED)
 
 
 def test_a_hybrid_of_other_ranks_is_refused_once():
