@@ -20,6 +20,7 @@ from ptrain.facts.parameters import OF_TOKENS
 from ptrain.models.attention import Core
 from ptrain.models.transformer import LearnedPositions
 from ptrain.report.finding import Moment
+from ptrain.spec.model import ModelShape
 from ptrain.steps.context import ContextParallel
 from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.positions import positions_text, runs
@@ -316,6 +317,7 @@ def _not_home(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[E
         shares.append(share)
     yield from _share_missing(scene, own, shares)
     yield from _of_other_tokens(scene, layout, own, shares)
+    yield from _of_other_strides(scene, own, shares)
 
 
 def _seen_by(rows: Tensor, core: Core, heads: Heads, mask: Tensor | None) -> Tensor:
@@ -362,6 +364,28 @@ def _of_other_tokens(
                 "dV on to the rank whose tokens they are of"
             )
             yield Explanation("dK and dV", sentence, f" of {its}")
+
+
+def _of_other_strides(
+    scene: Investigation, own: Own, shares: Sequence[Tensor]
+) -> Iterator[Explanation]:
+    """Elements went from memory with heads in front of tokens to memory with tokens in front, or
+    the reverse, in the order in which they lay there."""
+    if not isinstance(scene.spec.model, ModelShape):
+        return
+    sum_BTC = own.part(torch.stack(list(shares)).sum(0))
+    sum_BTGD = sum_BTC.unflatten(-1, (-1, scene.spec.model.head_dim))
+    sum_BGTD = sum_BTGD.transpose(1, 2)
+    taken_for_tokens = sum_BGTD.reshape(sum_BTC.shape)
+    taken_for_heads = sum_BTGD.reshape(sum_BGTD.shape).transpose(1, 2).flatten(2)
+    if any(relative(own.tensor, x) <= EXACT for x in (taken_for_tokens, taken_for_heads)):
+        sentence = (
+            f"rank {scene.rank} has the gradients of its keys and values with their elements in "
+            "the places that they have under other strides, as torch.distributed.nn.functional's "
+            "all_gather gives them on gloo: make what it is given in backward contiguous, or use "
+            "functional collectives"
+        )
+        yield Explanation("dK and dV in the order of other strides", sentence)
 
 
 _FORWARD = (_heads, _masks, _positions)
