@@ -9,7 +9,6 @@ each of its own heads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from itertools import pairwise
 
 from ptrain.axes.context.attention import all_spans
@@ -147,19 +146,16 @@ def _drawn(
 ) -> Iterator[Rectangle]:
     """Yield a block: whole, or as stairs what a causal mask leaves."""
     (first_row, last_row), (first, behind) = block.queries, block.keys
-    if not block.is_causal:
-        stretches = [(first_row, last_row, behind)]
-    else:
-        rows = last_row - first_row
-        stairs = max(2, int(rows * unit / _STAIR))
-        edges = [first_row + Fraction(rows * stair, stairs) for stair in range(stairs + 1)]
-        stretches = [(above, below, below) for above, below in pairwise(edges)]
-    for above, below, end in stretches:
+    rows = last_row - first_row
+    stairs = max(2, int(rows * unit / _STAIR)) if block.is_causal else 1
+    edges = [first_row + rows * stair / stairs for stair in range(stairs + 1)]
+    for above, below in pairwise(edges):
+        end = below if block.is_causal else behind
         yield Rectangle(
             x=left + first * unit,
-            y=top + float(above) * unit,
-            width=float(end - first) * unit,
-            height=float(below - above) * unit,
+            y=top + above * unit,
+            width=(end - first) * unit,
+            height=(below - above) * unit,
             colour=colour,
             edge=colour if block.is_causal else WHITE,
             edge_width=0 if block.is_causal else min(0.6, 0.06 * (behind - first) * unit),
