@@ -47,6 +47,12 @@ class PassSeconds:
     hooks: float = 0.0
     messages: tuple[tuple[_Sent, float, float], ...] = ()
 
+    def in_a_row(self, pace: Pace) -> float:
+        """Return the seconds of all this, one thing after the other. Where the device computes by
+        itself the host is ahead with its hooks."""
+        sums = sum(seconds for _, seconds in self.sums)
+        return self.compute + sums + (0.0 if pace.overlaps else self.hooks)
+
 
 @dataclass(frozen=True, slots=True)
 class LaneSpan:
@@ -270,11 +276,17 @@ class Clock:
     # -- what comes several times
 
     def repeat(self, times: int, act: Callable[[], None]) -> None:
-        """Count what `act` takes so many times: it is done once."""
+        """Count what `act` takes so many times: it is done once. A lane that falls behind in it
+        falls behind as far each time."""
         before = self.moment()
         act()
         if times > 1:
             self.add(self.since(before), times - 1)
+            for lane, end in self.free.items():
+                late = max(0.0, before.free.get(lane, 0.0) - before.now)
+                later = end - self.now - late
+                if later > 0:
+                    self.free[lane] = end + (times - 1) * later
 
     def moment(self) -> ClockState:
         """Return the state of now."""

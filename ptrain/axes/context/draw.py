@@ -3,7 +3,7 @@ them has most to do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from ptrain.axes.context.attention import all_spans, why
@@ -42,7 +42,7 @@ def token_lines(spec: Spec, step: ContextParallel) -> Iterator[str]:
     """Yield why it is this attention, the tokens of each rank of cp, and who has most to do."""
     yield f"context  {kind_text(step)}: {why(spec)}"
     for index, own in enumerate(islice(all_spans(step), _FEW_RANKS)):
-        yield f"tokens   {step.axis} {index}: {', '.join(map(_span, own))}"
+        yield f"tokens   {step.axis} {index}: {spans_text(own)}"
     if step.ulysses * step.ring > _FEW_RANKS:
         yield f"tokens   … {step.ulysses * step.ring} ranks of {step.axis}"
     yield f"balance  {balance_text(step)}"
@@ -81,6 +81,11 @@ def _ring_name(step: ContextParallel) -> str:
     if step.gathers:
         return "all-gather"
     return "zigzag" if step.is_balanced else "ring"
+
+
+def spans_text(spans: Sequence[Span]) -> str:
+    """Return which tokens these are: `0-3, 12-15`."""
+    return ", ".join(map(_span, spans))
 
 
 def _span(span: Span) -> str:
