@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from ptrain.algebra.legality import check, executed
-from ptrain.axes.context.attention import attention_of, context_of, why
+from ptrain.axes.context.attention import attention_of, context_of, repeats, why
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
 from ptrain.derivation.estimate import derive
@@ -233,10 +233,9 @@ def test_ulysses_divides_the_heads_that_tp_leaves():
     assert finding == "ulysses over 4 ranks does not divide 6 heads that tp leaves a rank"
 
 
-def test_keys_and_values_that_would_be_repeated_wait():
-    place, finding, remedy = refusal(spec(6, ULYSSES, sequence=48))
-    assert place == "mesh.cp" and finding.startswith("not yet: ulysses over 6 ranks")
-    assert "ulysses of 1, 2, 4" in remedy
+def test_of_keys_and_values_ulysses_takes_any_number_of_heads():
+    assert faultless(spec(6, ULYSSES, sequence=48))  # of 4 heads, each three times
+    assert [repeats(6, heads) for heads in (1, 2, 3, 4, 6, 12)] == [6, 3, 2, 3, 1, 1]
 
 
 def test_dropout_within_attention_is_refused_and_elsewhere_it_is_not():

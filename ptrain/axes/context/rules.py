@@ -139,7 +139,8 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _heads(spec: Spec) -> Iterator[Fault]:
-    """Ulysses gives each rank as many query heads as the others."""
+    """Ulysses gives each rank as many query heads as the others; those of keys and values it
+    repeats."""
     ulysses, shape = _ulysses(spec), spec.model
     if not isinstance(shape, ModelShape) or ulysses == 1:
         return
@@ -150,21 +151,6 @@ def _heads(spec: Spec) -> Iterator[Fault]:
             finding=f"ulysses over {ulysses} ranks does not divide {heads} heads"
             f"{' that tp leaves a rank' if spec.degree(Axis.TP) > 1 else ''}",
             remedy=f"choose ulysses from {_listed(divisors(heads))}, or attention: zigzag",
-        )
-
-
-def _keys(spec: Spec) -> Iterator[Fault]:
-    ulysses, shape = _ulysses(spec), spec.model
-    if not isinstance(shape, ModelShape) or ulysses == 1 or any(_heads(spec)):
-        return
-    heads = shape.kv_heads // spec.degree(Axis.TP)
-    if heads % ulysses:
-        yield Fault(
-            place=_place_of_ulysses(spec),
-            finding=f"not yet: ulysses over {ulysses} ranks does not divide {heads} heads of keys "
-            "and values, which would have to be repeated",
-            remedy=f"what works today: ulysses of {_listed(divisors(heads))}, with a ring "
-            "around it where cp has more ranks, or attention: zigzag",
         )
 
 
@@ -317,8 +303,5 @@ CONTEXT = AxisRules(
             name="the loss is a sum over tokens", theorem=GRADIENT_INTEGRITY, faults=_own_functions
         ),
     ),
-    not_yet=(
-        SpecRule(name="keys and values go unrepeated", theorem="", faults=_keys),
-        SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),
-    ),
+    not_yet=(SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),),
 )
