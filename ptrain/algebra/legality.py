@@ -127,6 +127,21 @@ def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _ignored_faults(spec: Spec) -> Iterator[Fault]:
+    """A mean over the targets of a micro-batch that count is no addend of the global batch's."""
+    function, data = spec.loss.user_function, spec.data
+    if function is None or data.function is not None or not data.ignores_targets:
+        return
+    key = "ignored" if data.ignored is not None else "loss_mask"
+    yield Fault(
+        place=f"data.{key}",
+        finding=f"{function.target} gives the mean of a micro-batch, of whose targets not as many "
+        "count as of another's: the mean of such means is not that of the global batch",
+        remedy=f"remove {function.section}, whose place the built-in cross entropy takes, or "
+        f"remove {key}",
+    )
+
+
 def _batch_faults(spec: Spec) -> Iterator[Fault]:
     batch = spec.batch
     product = batch.micro * batch.accumulate * spec.data_degree
@@ -175,6 +190,11 @@ _PRODUCT_RULES = (
     SpecRule(name="heads divide", theorem="Definition 1", faults=_shape_faults),
     SpecRule(name="an operator knows the logits", theorem="Definition 1", faults=_fused_faults),
     SpecRule(name="every token has a row", theorem="Definition 1", faults=_vocabulary_faults),
+    SpecRule(
+        name="the loss is a mean over all targets that count",
+        theorem="Theorem 3",
+        faults=_ignored_faults,
+    ),
     SpecRule(
         name="the batch is the sum of its parts",
         theorem="Theorem 3 (gradient integrity)",

@@ -71,6 +71,11 @@ def kept_so(spec: Spec, kept: Kept) -> Spec:
     return replace(spec, activations=ActivationSpec(default=kept))
 
 
+def ways_to_keep(away: Tier) -> tuple[Kept, ...]:
+    """Return how blocks may keep activations, where what is off the device is on a tier."""
+    return tuple(replace(kept, tier=away) if kept.tier is Tier.HOST else kept for kept in KEPT)
+
+
 def inner_products(
     base: Spec, devices: int, written: Written = NOTHING
 ) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:

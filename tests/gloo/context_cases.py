@@ -25,11 +25,12 @@ def spec_of(
     other: Mapping[str, str] | None = None,
     accumulate: int | None = None,
     shape: Mapping[str, Any] | None = None,
+    own: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Spec:
     """`states` are the modes of Theta, Omega and G on cp, which has as few ranks as the variant
-    takes unless `degree` says more; `other` places the other axes, each of two ranks. Of the models
-    one accumulates where nothing is said."""
+    takes unless `degree` says more; `other` places the other axes, each of two ranks; `own` is a
+    model that is not built in. Of the models one accumulates where nothing is said."""
     accumulate = accumulate or (2 if model == "gqa" else 1)
     other = other or {}
     degree = degree or (4 if variant == HYBRID else 2)
@@ -39,7 +40,7 @@ def spec_of(
     samples = accumulate * 2 ** sum(axis in SAMPLES for axis in other)
     mapping: dict[str, Any] = {
         "name": model,
-        "model": {**SIZES, **MODELS[model], **(shape or {})},
+        "model": own or {**SIZES, **MODELS[model], **(shape or {})},
         "mesh": {axis: axes[axis] for axis in order if axis in axes},
         "placement": {**other, "cp": f"{states},{slices}"},
         "context": {"attention": {"ulysses": 2, "ring": 2} if variant == HYBRID else variant},

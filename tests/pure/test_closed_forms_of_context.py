@@ -12,6 +12,7 @@ from random import Random
 import pytest
 
 from ptrain.axes.context.attention import all_spans, context_of
+from ptrain.axes.context.blocks import balance, blocks_of, multiplied
 from ptrain.axes.context.cost import (
     exchanged,
     gathered_bytes,
@@ -21,6 +22,7 @@ from ptrain.axes.context.cost import (
     tokens,
 )
 from ptrain.axes.context.costs import sent
+from ptrain.axes.context.draw import balance_text
 from ptrain.costs import Collective, Phase
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept, Policy
@@ -157,10 +159,44 @@ def test_the_balance_of_work_is_that_of_scores_counted_one_by_one(attention, seq
     # the ranks of a Ulysses group have all tokens of the group, of some of the heads
     scores = [sum(counts[at : at + step.ulysses]) for at in range(0, ranks, step.ulysses)]
     mean = Fraction(sequence * (sequence + 1), 2 * step.ring)
-    assert Fraction(max(scores)) / mean == slowest(step)
+    assert Fraction(max(scores)) / mean == slowest(step) == max(balance(step))
     assert sum(scores) == sequence * (sequence + 1) // 2
+    of_rank = [score for score in scores for _ in range(step.ulysses)]
+    assert balance(step) == tuple(score / mean for score in of_rank)
 
 
 def test_contiguous_slices_of_long_sequences_leave_the_last_rank_nearly_twice_the_work():
     step = context_of(spec_of(ContextAttention.RING, 8, 2**20))
     assert float(slowest(step)) == pytest.approx(15 / 8, rel=1e-5)
+    assert "cp 7 computes 1.87 times the mean of scores, cp 0 0.125" in balance_text(step)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS, ids=str)
+def test_blocks_that_are_met_have_every_score_of_the_causal_mask_once(attention):
+    ranks = attention.ulysses * attention.ring if isinstance(attention, Hybrid) else 4
+    step = context_of(spec_of(attention, ranks, 48))
+    scores = [
+        (query, key)
+        for place in range(step.ring)
+        for block in blocks_of(step, place)
+        for query, key in product(range(*block.queries), range(*block.keys))
+        if key <= query or not block.is_causal
+    ]
+    assert sorted(scores) == [(query, key) for query in range(48) for key in range(query + 1)]
+
+
+def test_a_contiguous_ring_multiplies_one_block_more_at_each_place():
+    step = context_of(spec_of(ContextAttention.RING, 4, 32))
+    assert multiplied(step) == (64, 128, 192, 256)
+    assert multiplied(context_of(spec_of(ContextAttention.ALL_GATHER, 4, 32))) == multiplied(step)
+
+
+def test_an_early_and_a_late_chunk_multiply_half_a_block_at_every_hop():
+    step = context_of(spec_of(ContextAttention.ZIGZAG, 4, 32))
+    assert multiplied(step) == (64 + 3 * 32,) * 4
+
+
+def test_ulysses_multiplies_all_tokens_of_a_part_of_the_heads():
+    step = context_of(spec_of(ContextAttention.ULYSSES, 4, 32, kv_heads=4))
+    assert multiplied(step) == (32 * 32 // 4,) * 4
+    assert balance_text(step) == "each rank of cp computes as many scores under the causal mask"

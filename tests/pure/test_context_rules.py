@@ -11,6 +11,7 @@ from ptrain.algebra.legality import check, executed
 from ptrain.axes.context.attention import attention_of, context_of, why
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
+from ptrain.derivation.estimate import derive
 from ptrain.plan.composition import theorem_3
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
@@ -291,17 +292,26 @@ def test_functions_of_the_users_are_refused():
     assert place == "step.target"
 
 
-@pytest.mark.parametrize(
-    ("model", "place"),
-    [
-        (HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 512}), "model.hf"),
-        (ExternalModel(target="mine:model"), "model.target"),
-    ],
-)
-def test_models_that_are_not_built_in_wait(model, place):
-    where, finding, _ = refusal(spec(model=model))
-    assert where == place and finding.startswith("not yet: ")
-    assert (model.hf if place == "model.hf" else model.target) in finding
+HF = HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 512})
+
+
+@pytest.mark.parametrize("model", [HF, ExternalModel(target="mine:model")])
+@pytest.mark.parametrize("attention", [RING, ZIGZAG, ULYSSES, Hybrid(ulysses=2, ring=1)])
+def test_models_that_are_not_built_in_are_for_their_code_to_judge(model, attention):
+    assert faultless(spec(2, attention, model=model))
+
+
+@pytest.mark.parametrize("kind", [Attention.EAGER, Attention.FLEX])
+def test_of_transformers_models_attention_is_what_goes_through_sdpa(kind):
+    place, finding, remedy = refusal(spec(2, ULYSSES, model=replace(HF, attention=kind)))
+    assert place == "attention" and "LlamaForCausalLM" in finding
+    assert remedy == "write attention: sdpa"
+
+
+def test_one_token_a_rank_is_none_of_transformers_samples():
+    place, _, remedy = refusal(spec(4, RING, model=HF, sequence=4))
+    assert place == "batch.sequence" and remedy == "write sequence: 8 or more"
+    assert faultless(spec(4, RING, sequence=4))
 
 
 # ---- plans
@@ -370,3 +380,13 @@ def test_ranks_of_unlike_stretches_wait_where_their_positions_are_cut_again(ulys
         assert place == "context.attention" and finding.startswith("not yet: ")
     else:
         assert not (*check(made), *executed(made))
+
+
+def test_the_paper_has_no_volume_of_cp_and_says_that_it_leaves_it_out():
+    paper = derive(spec(2), is_timed=False).paper
+    assert paper.undefined["traffic"] == (
+        "the paper gives no volume for the axis cp; it has no context axis: context parallelism, "
+        "it says, takes a model of what is sent within the attention operator, which it leaves to "
+        "future work"
+    )
+    assert not any("cp" in row.key.axes for row in paper.traffic)

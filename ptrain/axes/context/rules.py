@@ -20,7 +20,7 @@ from ptrain.spec.block import Positions
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import divisors
-from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
+from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S
 from ptrain.spec.spec import Spec
 
@@ -265,20 +265,25 @@ def _stretches(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _other_models(spec: Spec) -> Iterator[Fault]:
+def _own_kernels(spec: Spec) -> Iterator[Fault]:
+    """What else attention of a model that is not built in must be, the model itself shows."""
     model = spec.model
-    if factor_of(spec) is None or isinstance(model, ModelShape):
+    if factor_of(spec) is None or not isinstance(model, HuggingFaceModel):
         return
-    match model:
-        case HuggingFaceModel():
-            place, name = "model.hf", model.hf
-        case ExternalModel():
-            place, name = "model.target", model.target
-    yield Fault(
-        place=place,
-        finding=f"not yet: {name} on slices of the tokens, a model that is not built in",
-        remedy="what works today: a preset or a shape, or no cp",
-    )
+    if model.attention not in (None, Attention.SDPA):
+        yield Fault(
+            place="attention",
+            finding=f"{model.attention}: of {model.hf} attention over cp is what goes through "
+            "torch's scaled_dot_product_attention",
+            remedy="write attention: sdpa",
+        )
+    if spec.batch.sequence == spec.degree(Axis.CP):
+        yield Fault(
+            place="batch.sequence",
+            finding="a rank has one token, whose attention transformers takes for that of a last "
+            "token to all before",
+            remedy=f"write sequence: {2 * spec.batch.sequence} or more",
+        )
 
 
 CONTEXT = AxisRules(
@@ -300,12 +305,14 @@ CONTEXT = AxisRules(
         SpecRule(name="one mask for all parts", theorem=GRADIENT_INTEGRITY, faults=_dropout),
         SpecRule(name="parts of attention are joined", theorem="Definition 2", faults=_kernels),
         SpecRule(
+            name="attention is one that is reached", theorem="Definition 2", faults=_own_kernels
+        ),
+        SpecRule(
             name="the loss is a sum over tokens", theorem=GRADIENT_INTEGRITY, faults=_own_functions
         ),
     ),
     not_yet=(
         SpecRule(name="keys and values go unrepeated", theorem="", faults=_keys),
         SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),
-        SpecRule(name="models that cp knows", theorem="", faults=_other_models),
     ),
 )

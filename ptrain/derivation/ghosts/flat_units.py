@@ -12,16 +12,19 @@ from ptrain.derivation.ghosts.unit_notes import accumulation, kept_root
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.spec.placement import Tier
 from ptrain.steps.step import FlatUnits
 
 
 class Units:
     """A model of flat units."""
 
-    reach: int | None = None  # what is gathered ahead for the next step goes round
+    reach: int | None
 
     def __init__(self, wrapped: Wrapped, step: FlatUnits) -> None:
         self.wrapped, self.step = wrapped, step
+        # the reduction of the unit before, and who is gathered ahead or, of files, read
+        self.reach = 1 + step.prefetch + (step.parameters_tier is Tier.FILE)
 
     def player(self, scene: Scene) -> Flat:
         return Flat(scene, self.step)
