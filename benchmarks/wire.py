@@ -39,8 +39,8 @@ STRATEGIES = {
 }
 VIAS = ("native", "all_to_all")
 # Two layers of 4096 tokens, 1024 on each of four ranks: keys and values of two heads of four are
-# 1 MiB together, which go round; one tensor of queries is, which Ulysses sends in four parts.
-LONG = ("model.layers=2", "model.kv_heads=2", "batch.global=1", "batch.sequence=4096")
+# 1 MiB together, and go round; what Ulysses exchanges, which needs four heads, is 1 MiB a tensor.
+LONG = ("model.layers=2", "batch.global=1", "batch.sequence=4096")
 CONTEXT = ("cp-ring", "cp-zigzag", "cp-all-gather", "cp-ulysses", "cp-hybrid")
 
 Case = tuple[str, int, str]  # strategy, ranks, how reduce-scatters are executed
@@ -65,7 +65,8 @@ def cases() -> Iterator[Case]:
 def overrides_of(model: Sequence[str], strategy: str, size: int, via: str) -> tuple[str, ...]:
     """What makes the named spec the one that runs."""
     if strategy in CONTEXT:
-        return (*model, *LONG, f"mesh.cp={size}", f"reduce_scatter={via}")
+        heads = "model.kv_heads=4" if strategy == "cp-ulysses" else "model.kv_heads=2"
+        return (*model, *LONG, heads, f"mesh.cp={size}", f"reduce_scatter={via}")
     axes = STRATEGIES[strategy]
     degree = size if len(axes) == 1 else size // 2
     mesh = [f"mesh.{axis}={degree}" for axis in axes]
