@@ -17,6 +17,7 @@ from ptrain.plan.lower import lower
 from ptrain.plan.show import show
 from ptrain.spec.axis import Axis
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.function import UserFunction
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import Attention, ExternalModel, Family, HuggingFaceModel, ModelShape
@@ -264,6 +265,13 @@ def test_what_joins_parts_of_attention_needs_plain_sdpa_and_ulysses_does_not(
     model = replace(SHAPE, **option)
     assert refusal(spec(4, attention, modes, model=model))[0] == place
     assert faultless(spec(4, ULYSSES, model=model))
+
+
+@pytest.mark.parametrize(("modes", "is_obeyed"), [("R,R,R,S*", True), ("R,R,R,S", False)])
+def test_gradients_of_gathered_keys_are_reduced_to_slices_as_the_dial_says(modes, is_obeyed):
+    attention = GATHER if is_obeyed else RING
+    exchanged = replace(spec(2, attention, modes), reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
+    assert [fault.place for fault in check(exchanged)] == ["reduce_scatter"] * (not is_obeyed)
 
 
 def test_slices_of_tp_are_slices_of_those_of_cp():
