@@ -227,7 +227,7 @@ def test_a_hybrid_of_other_ranks_is_refused_once():
 def test_ulysses_divides_the_heads_that_tp_leaves():
     place, finding, remedy = refusal(spec(5, ULYSSES, sequence=40))
     assert (place, finding) == ("mesh.cp", "ulysses over 5 ranks does not divide 12 heads")
-    assert remedy == "choose ulysses from 1, 2, 3, 4, 6, 12, or attention: zigzag"
+    assert remedy == "choose cp from 1, 2, 3, 4, 6, 12, or attention: zigzag"
     cut = spec(4, Hybrid(ulysses=4, ring=1), inside={Axis.TP: (2, TP)})
     place, finding, _ = refusal(cut)
     assert place == "context.attention"
@@ -237,6 +237,13 @@ def test_ulysses_divides_the_heads_that_tp_leaves():
 def test_of_keys_and_values_ulysses_takes_any_number_of_heads():
     assert faultless(spec(6, ULYSSES, sequence=48))  # of 4 heads, each three times
     assert [repeats(6, heads) for heads in (1, 2, 3, 4, 6, 12)] == [6, 3, 2, 3, 1, 1]
+
+
+def test_how_slices_are_reduced_is_obeyed_where_gradients_of_gathered_keys_are():
+    exchanged = {"reduce_scatter": ReduceScatterVia.ALL_TO_ALL}
+    assert not [*check(replace(spec(2, GATHER, "R,R,R,S*"), **exchanged))]
+    place, finding, _ = refusal(replace(spec(2, RING), **exchanged))
+    assert place == "reduce_scatter" and "nothing is reduced to slices here" in finding
 
 
 def test_dropout_within_attention_is_refused_and_elsewhere_it_is_not():

@@ -146,11 +146,13 @@ def _heads(spec: Spec) -> Iterator[Fault]:
         return
     heads = shape.heads // spec.degree(Axis.TP)
     if heads % ulysses:
+        place = _place_of_ulysses(spec)
+        degree = "cp" if place == "mesh.cp" else "ulysses"
         yield Fault(
-            place=_place_of_ulysses(spec),
+            place=place,
             finding=f"ulysses over {ulysses} ranks does not divide {heads} heads"
             f"{' that tp leaves a rank' if spec.degree(Axis.TP) > 1 else ''}",
-            remedy=f"choose ulysses from {_listed(divisors(heads))}, or attention: zigzag",
+            remedy=f"choose {degree} from {_listed(divisors(heads))}, or attention: zigzag",
         )
 
 
