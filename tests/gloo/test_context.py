@@ -80,6 +80,17 @@ def test_slices_alone_are_exact_and_equal_one_device(
     assert not MATRIX.differences(ranks, spec_of(attention, model, degree=degree))
 
 
+@pytest.mark.parametrize(
+    ("attention", "kv_heads", "degree"),
+    [("ulysses", 1, 2), nightly("ulysses", 2, 4), nightly("ulysses", 1, 4), nightly(HYBRID, 1, 4)],
+)
+def test_fewer_heads_of_keys_than_ranks_are_repeated(
+    ranks: Ranks, attention: Any, kv_heads: int, degree: int
+) -> None:
+    spec = spec_of(attention, degree=degree, shape={"kv_heads": kv_heads})
+    assert not MATRIX.differences(ranks, spec)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("model", MODELS)

@@ -43,8 +43,8 @@ ARRIVED = Kept(policy=Policy(keep=(Operators.COLLECTIVE,)), tier=Tier.DEVICE)
 def drawn(attention, ranks: int, tp: int, layout: str) -> Spec:
     """Heads and tokens that the ranks divide; the rest as it comes."""
     draw = Random(f"{attention} {ranks} {tp} {layout}")
-    kv_heads = ranks * tp * draw.choice((1, 2))
-    heads = kv_heads * draw.choice((1, 3))
+    kv_heads = tp * draw.choice((1, 2, 3, 4))  # which Ulysses repeats where it does not divide them
+    heads = kv_heads * ranks * draw.choice((1, 3))
     shape = ModelShape(
         family=Family.LLAMA, layers=3, hidden=heads * draw.choice((4, 8)), heads=heads,
         kv_heads=kv_heads, ffn=tp * 20, vocab=tp * 130,
@@ -146,6 +146,14 @@ def test_gathered_keys_and_values_are_kept_and_those_of_a_ring_are_not():
     assert gathered_bytes(spec, spec.model, step) == 4 * keys_and_values(spec, spec.model, step)
     ring = spec_of(ContextAttention.RING, 4, 64)
     assert gathered_bytes(ring, ring.model, context_of(ring)) == 0
+
+
+def test_ulysses_sends_keys_as_often_as_ranks_need_them():
+    few, many = (spec_of(ContextAttention.ULYSSES, 4, 64, kv_heads=heads) for heads in (2, 4))
+    assert exchanged(few, context_of(few)) == exchanged(many, context_of(many))
+    ring = (spec_of(ContextAttention.RING, 4, 64, kv_heads=heads) for heads in (2, 4))
+    once, twice = (keys_and_values(each, each.model, context_of(each)) for each in ring)
+    assert twice == 2 * once
 
 
 def test_of_another_model_nothing_is_known():

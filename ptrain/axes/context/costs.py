@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from ptrain.axes.context.attention import repeats
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.facts.attention import Attending, AttentionHeads
@@ -74,7 +75,8 @@ def _of_layers(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterato
 
 class _Exchange:
     """A layer's attention, of so many `times`: `head` are bytes of one head of a rank's tokens,
-    `keys` those of its keys and values, `queries` those of its queries."""
+    `keys` those of its keys and values, as often as they are sent, `queries` those of its
+    queries."""
 
     def __init__(
         self, spec: Spec, plan: Plan, step: ContextParallel, heads: AttentionHeads
@@ -83,7 +85,9 @@ class _Exchange:
         self.step, self.via = step, spec.reduce_scatter
         cut = spec.degree(Axis.TP)
         head = spec.batch.micro * plan.tokens * heads.head_dim * compute.itemsize
-        self.queries, self.keys = head * heads.heads // cut, 2 * head * heads.kv_heads // cut
+        kv_heads = heads.kv_heads // cut
+        kv_heads *= repeats(step.ulysses, kv_heads)
+        self.queries, self.keys = head * heads.heads // cut, 2 * head * kv_heads
         wide = max(compute.itemsize, DType.FP32.itemsize)
         self.gradients = self.keys // compute.itemsize * wide  # of keys and values, as they travel
 

@@ -148,13 +148,11 @@ def _reduce_scatter(spec: Spec) -> Iterator[Fault]:
     factors = data_factors(spec)
     if spec.reduce_scatter is ReduceScatterVia.NATIVE or not factors:
         return
-    is_cut = (
-        has(factors, State.GRADIENTS, *CUT)
-        or has(factors, State.ACTIVATIONS, Distribution.GATHERED)  # whose gradients are scattered
-        or (
-            has(factors, State.OPTIMIZER, Distribution.SHARDED)
-            and form_of(spec) is not Form.SPREAD_UPDATE
-        )
+    if has(factors, State.ACTIVATIONS, Distribution.GATHERED):
+        return  # gradients of gathered keys and values go home in slices
+    is_cut = has(factors, State.GRADIENTS, *CUT) or (
+        has(factors, State.OPTIMIZER, Distribution.SHARDED)
+        and form_of(spec) is not Form.SPREAD_UPDATE
     )
     if not is_cut:
         yield Fault(
