@@ -1,6 +1,6 @@
-"""What a pass takes, and what it sends beside its operators: a message sets out where the pass sends
-it and is awaited where the pass reads it, and of its way the operators between the two hide what
-they take.
+"""What a pass takes, and what it sends beside its operators: a message sets out where the pass
+sends it and is awaited where the pass reads it, and of its way the operators between the two hide
+what they take.
 
 Messages over one axis move one after the other. A ring's hop sets out ahead of the block's product
 and is read behind it (Liu et al. 2023).
