@@ -108,6 +108,11 @@ class Spec(Keys, Worded):
         return tuple(function for function in functions if function is not None)
 
     @property
+    def ignores_targets(self) -> bool:
+        """Whether samples have targets that may count for nothing."""
+        return self.data.ignores_targets or self.batch.padding > 0
+
+    @property
     def world_size(self) -> int:
         return math.prod(factor.degree for factor in self.factors)
 

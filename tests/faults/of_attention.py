@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from ptrain.axes.context.attention import context_of
@@ -182,6 +183,47 @@ def not_reduced(program: Program) -> None:
         core.summed = cut
 
 
+class _GatheredByTorch(nn.Module):
+    """Keys and values of all ranks by `torch.distributed.nn.functional.all_gather`, whose backward
+    pass sends gradients as they lie in memory and takes what it is sent for contiguous; a mask by
+    hand, as torch's fused attention has none for fewer queries than keys. What it gives back to
+    `all_gather` has permuted strides, as from projections whose heads are moved to the front."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+        more, count = q.shape[1] // k.shape[1], q.shape[2]
+        whole = [
+            _Permuted.apply(torch.cat(all_gather(x, self.group), 2)).repeat_interleave(more, 1)
+            for x in (k, v)
+        ]
+        first = self.group.rank() * count
+        queries = torch.arange(first, first + count)[:, None]
+        seen = queries >= torch.arange(whole[0].shape[2])
+        return nn.functional.scaled_dot_product_attention(q, *whole, seen)
+
+
+class _Permuted(torch.autograd.Function):
+    """The identity whose gradient has tokens in front of heads in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def gathered_by_torch(program: Program) -> None:
+    """As written by hand with torch's functional collectives of old."""
+    for attention in modules(program, r"blocks\.1\.attention"):
+        assert isinstance(attention.core, GatheredCore)
+        attention.core.forward = _GatheredByTorch(attention.core.group).forward
+
+
 # heads
 
 
@@ -321,6 +363,15 @@ FAULTS = (
         subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
         axis="cp",
         factor="missing dK and dV",
+        place=r"blocks\.1\.attention",
+    ),
+    Fault(
+        name="dK and dV by torch's all_gather, with permuted strides",
+        setting=GATHERED,
+        plant=gathered_by_torch,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="cp",
+        factor="dK and dV in the order of other strides",
         place=r"blocks\.1\.attention",
     ),
     Fault(

@@ -45,6 +45,7 @@ KEPT: tuple[dict[str, Any], ...] = (
     {"activations": "M"},
     {"activations": "M", "recompute": "selective"},
     {"activations": "M", "recompute": "attention"},
+    {"activations": "M", "recompute": {"keep": ["matmul", "collective"]}},
     {"activations": "O"},
     {"loss": {"chunk": 4}},
 )

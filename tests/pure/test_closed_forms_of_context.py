@@ -25,7 +25,7 @@ from ptrain.axes.context.costs import sent
 from ptrain.axes.context.draw import balance_text
 from ptrain.costs import Collective, Phase
 from ptrain.plan.lower import lower
-from ptrain.spec.activations import Kept, Policy
+from ptrain.spec.activations import Kept, Operators, Policy
 from ptrain.spec.axis import Axis
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ExternalModel, Family, ModelShape
@@ -37,6 +37,7 @@ from tests.pure.build import make_spec, tuple_of
 ATTENTIONS = (*ContextAttention, Hybrid(ulysses=2, ring=2), Hybrid(ulysses=2, ring=3))
 PLAIN = Kept(policy=None, tier=Tier.DEVICE)
 AGAIN = Kept(policy=Policy(), tier=Tier.DEVICE)
+ARRIVED = Kept(policy=Policy(keep=(Operators.COLLECTIVE,)), tier=Tier.DEVICE)
 
 
 def drawn(attention, ranks: int, tp: int, layout: str) -> Spec:
@@ -69,7 +70,11 @@ def settings():
 UNITS = (("blocks.0",), ("blocks.1",), ("blocks.2",), ("",))
 
 
-@pytest.mark.parametrize("kept", [(PLAIN,) * 3, (PLAIN, AGAIN, AGAIN)], ids=["plain", "again"])
+@pytest.mark.parametrize(
+    "kept",
+    [(PLAIN,) * 3, (PLAIN, AGAIN, AGAIN), (ARRIVED, AGAIN, ARRIVED)],
+    ids=["plain", "again", "again but for what arrived"],
+)
 def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
     for spec in settings():
         plan = lower(spec, UNITS)
@@ -91,7 +96,7 @@ def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
 
 def _again(phase: Phase, kept: tuple[Kept, ...]) -> int:
     """Layers that are computed again in backward, of what is sent in forward."""
-    return sum(mode.policy is not None for mode in kept) if phase is Phase.FORWARD else 0
+    return kept.count(AGAIN) if phase is Phase.FORWARD else 0
 
 
 def spec_of(attention, ranks: int, sequence: int, *, kv_heads: int = 2, layout: str = "bf16"):

@@ -66,13 +66,6 @@ def repeats(ulysses: int, kv_heads: int) -> int:
     return ulysses // gcd(ulysses, kv_heads)
 
 
-def is_balanced(attention: ContextAttention | Hybrid) -> bool:
-    """Whether each of the ring's places has an early and a late chunk."""
-    if isinstance(attention, Hybrid):
-        return attention.ring > 1
-    return attention is ContextAttention.ZIGZAG
-
-
 def context_of(spec: Spec) -> ContextParallel | None:
     """Return the step that gives ranks of cp their tokens; None where cp has no two ranks."""
     factor = factor_of(spec)
@@ -85,7 +78,7 @@ def context_of(spec: Spec) -> ContextParallel | None:
         ulysses=ulysses,
         ring=ring,
         sequence=spec.batch.sequence,
-        is_balanced=is_balanced(attention),
+        is_balanced=attention.is_balanced,
         gathers=attention is ContextAttention.ALL_GATHER,
     )
 

@@ -10,7 +10,7 @@ from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.facts.attention import Attending, AttentionHeads
 from ptrain.facts.stages import is_within
-from ptrain.spec.activations import PLAIN, Kept, Scope
+from ptrain.spec.activations import PLAIN, Kept, Operators, Scope
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import ModelShape
@@ -26,7 +26,8 @@ def sent(
     spec: Spec, plan: Plan, kept: tuple[Kept, ...], own: tuple[AttentionHeads, ...] = ()
 ) -> Iterator[Traffic]:
     """Yield what layers whose activations are `kept` so send over cp in a step; one that is
-    computed again sends again. `own`: the heads of each, of a model that is not built in."""
+    computed again sends again, but for what arrived and is kept. `own`: the heads of each, of a
+    model that is not built in."""
     step = plan.context
     if step is None:
         return
@@ -61,7 +62,8 @@ def _heads_of(spec: Spec) -> AttentionHeads:
 
 def _of_layers(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterator[Traffic]:
     """Of layers with the same heads, in so many micro-batches."""
-    scopes = Counter(mode.policy.scope for mode in kept if mode.policy is not None)
+    policies = (mode.policy for mode in kept if mode.policy is not None)
+    scopes = Counter(policy.scope for policy in policies if Operators.COLLECTIVE not in policy.keep)
     attention = times * scopes[Scope.ATTENTION]
     again = times * scopes[Scope.BLOCK]
     yield from exchange.forward(Phase.FORWARD, times * len(kept))
