@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from ptrain.steps.context import ContextParallel
 
@@ -89,6 +90,7 @@ def blocks_of(step: ContextParallel, place: int) -> Iterator[MetBlock]:
                     yield MetBlock(hop=number, source=source, queries=queries, keys=keys)
 
 
+@lru_cache(maxsize=64)  # the variants of a search have few of them
 def multiplied(step: ContextParallel) -> tuple[int, ...]:
     """Return by rank of cp how many scores, masked or not, its kernels compute of each head of the
     model on average: a call for the keys of each place, of those queries and keys of which any
@@ -105,6 +107,7 @@ def _multiplied(step: ContextParallel, place: int) -> int:
     return sum(_total(queries) * _total(keys) for queries, keys in calls.values()) // step.ulysses
 
 
+@lru_cache(maxsize=64)
 def balance(step: ContextParallel) -> tuple[Fraction, ...]:
     """Return by rank of cp the scores that the mask leaves it, over the mean of all ranks."""
     scores = [
