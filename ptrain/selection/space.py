@@ -152,7 +152,7 @@ class Legality:
         """Of tuples and dials, whatever the degrees are: beside axes within a block or none, and of
         one micro-batch or several. False too of a dial that says what goes without saying."""
         spec = self._tall((THROUGH[through], choice, *within), _ENOUGH if many else 1, self._even)
-        return is_sound(spec) and not says_the_usual(spec, self.written)
+        return not says_the_usual(spec, self.written) and is_sound(spec)
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it

@@ -150,10 +150,8 @@ def test_a_users_model_that_is_another_on_slices_is_refused_by_name(
 
 
 def test_heads_that_ulysses_cannot_divide_are_named() -> None:
-    place, finding, remedy = refusal(spec_of(HYBRID, degree=4, own=hf(
-        "llama", TINY | {"num_key_value_heads": 1})))  # fmt: skip
+    three = TINY | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}
+    place, finding, remedy = refusal(spec_of(HYBRID, degree=4, own=hf("llama", three)))
     assert place == "context.attention"
-    assert finding == (
-        "ulysses over 2 ranks does not divide 1 heads of keys of model.layers.0.self_attn"
-    )
-    assert remedy == "choose ulysses from 1, or attention: zigzag"
+    assert finding == ("ulysses over 2 ranks does not divide 3 heads of model.layers.0.self_attn")
+    assert remedy == "choose ulysses from 1, 3, or attention: zigzag"

@@ -100,11 +100,12 @@ def _require_heads(
                 finding = f"{heads} {what} of {module.name} are not divided by tp {tp}, and cp "
                 finding += "exchanges as many on each rank"
                 raise refused("mesh.tp", finding, f"choose tp from {_listed(heads)}")
-            if heads // tp % step.ulysses:
-                finding = f"ulysses over {step.ulysses} ranks does not divide {heads // tp} {what} "
-                finding += f"of {module.name}"
-                remedy = f"choose ulysses from {_listed(heads // tp)}, or attention: zigzag"
-                raise refused(place if not spec.context else "context.attention", finding, remedy)
+        own = module.heads.heads // tp
+        if own % step.ulysses:
+            finding = f"ulysses over {step.ulysses} ranks does not divide {own} heads of "
+            finding += module.name
+            remedy = f"choose ulysses from {_listed(own)}, or attention: zigzag"
+            raise refused(place if not spec.context else "context.attention", finding, remedy)
 
 
 def _listed(number: int) -> str:
