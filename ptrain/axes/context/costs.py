@@ -26,6 +26,7 @@ def sent(spec: Spec, plan: Plan, kept: tuple[Kept, ...]) -> Iterator[Traffic]:
     if step is None:
         return
     exchange, times = _Exchange(spec, plan, step), plan.accumulate.micro_batches
+    yield from exchange.documents(times)
     scopes = Counter(mode.policy.scope for mode in kept if mode.policy is not None)
     attention = times * scopes[Scope.ATTENTION]
     again = times * scopes[Scope.BLOCK]
@@ -38,12 +39,15 @@ def sent(spec: Spec, plan: Plan, kept: tuple[Kept, ...]) -> Iterator[Traffic]:
 
 class _Exchange:
     """A layer's attention, of so many `times`: `head` are bytes of one head of a rank's tokens,
-    `keys` those of its keys and values, `queries` those of its queries."""
+    `keys` those of its keys and values, `queries` those of its queries, `marks` those that say of a
+    rank's tokens which of them begin documents."""
 
     def __init__(self, spec: Spec, plan: Plan, step: ContextParallel) -> None:
         shape, compute = spec.model, spec.precision.effective.parameters
         assert isinstance(shape, ModelShape), "legality takes no others"
         self.step, self.via = step, spec.reduce_scatter
+        has_documents = shape.document_start is not None
+        self.marks = spec.batch.micro * spec.batch.sequence // spec.degree(Axis.CP) * has_documents
         cut = spec.degree(Axis.TP)
         head = spec.batch.micro * plan.tokens * shape.head_dim * compute.itemsize
         self.queries, self.keys = head * shape.heads // cut, 2 * head * shape.kv_heads // cut
@@ -58,6 +62,13 @@ class _Exchange:
             yield from self._over(Collective.ALL_GATHER, phase, times, ring, ring * self.keys)
         else:
             yield from self._hops(phase, times * (ring - 1), self.keys)
+
+    def documents(self, times: int) -> Iterator[Traffic]:
+        """A byte a token says whether a document begins with it."""
+        if self.marks:
+            ranks = self.step.ulysses * self.step.ring
+            gather, phase = Collective.ALL_GATHER, Phase.FORWARD
+            yield from self._over(gather, phase, times, ranks, ranks * self.marks)
 
     def backward(self, times: int) -> Iterator[Traffic]:
         ring, phase = self.step.ring, Phase.BACKWARD

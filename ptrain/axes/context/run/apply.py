@@ -11,6 +11,7 @@ from torch import nn
 
 from ptrain.axes.context.attention import spans_at
 from ptrain.axes.context.run.cores import GatheredCore, RingCore
+from ptrain.axes.context.run.documents import SlicedDocuments
 from ptrain.axes.context.run.slices import sliced
 from ptrain.axes.context.run.ulysses import UlyssesCore
 from ptrain.axes.context.tokens import Span
@@ -63,6 +64,11 @@ def parallelize_context(
     on meta."""
     assert isinstance(model, Transformer), "legality takes no others"
     model.place_tokens(own_spans(step, mesh))
+    if model.documents is not None:
+        group = mesh.group((step.axis,))
+        has_all = groups.ulysses is not None
+        start, registry = model.documents.start, mesh.registry
+        model.documents = SlicedDocuments(start, group, registry, has_all=has_all)
     for module in list(model.modules()):
         core = getattr(module, "core", None)
         if isinstance(core, Core):
