@@ -13,7 +13,7 @@ from ptrain.derivation.layers import LayerPasses, Units
 from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.derivation.tables import Monomial, Place, Setting, content, sizes
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import TOKEN_AXES, Axis
 from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -92,7 +92,7 @@ def drops_in_parts(spec: Spec) -> bool:
 
 def has_token_slices(spec: Spec) -> bool:
     """Return whether ranks attend to tokens that others have."""
-    return spec.degree(Axis.CP) > 1
+    return spec.is_cut_over(TOKEN_AXES)
 
 
 def _is_column(batch: Batch) -> bool:

@@ -3,13 +3,20 @@ is behind them."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
-from ptrain.facts.operators import LayerWork, ModelWork, PassWork, WorkByKind
+from ptrain.facts.operators import (
+    InnerCollective,
+    LayerWork,
+    ModelWork,
+    Operator,
+    PassWork,
+    WorkByKind,
+)
 from ptrain.models.trace import Completion, Event, Recording
 from ptrain.models.work import OperatorSizes, SentTensor
 from ptrain.spec.rates import OperatorKind
@@ -98,18 +105,47 @@ def _by_pass(recording: Recording) -> dict[str, Computed]:
 
 def _layer_work(whole: dict[str, Computed], halves: dict[str, Computed]) -> LayerWork:
     return LayerWork(
-        forward=_pass_work(whole["forward"]),
-        backward=_pass_work(whole["backward"]),
-        inputs=_pass_work(halves.get("input", [])),
-        weights=_pass_work(halves.get("weight", [])),
+        forward=pass_work(whole["forward"]),
+        backward=pass_work(whole["backward"]),
+        inputs=pass_work(halves.get("input", [])),
+        weights=pass_work(halves.get("weight", [])),
     )
 
 
-def _pass_work(computed: Computed) -> PassWork:
-    """The operators of a pass, equal ones in a row as one, and behind them all that only look."""
-    operators = [what.operator for what in views_last(computed)]
-    groups = ((first, len([*alike])) for first, alike in groupby(operators))
-    return tuple([replace(first, times=times) for first, times in groups])
+def pass_work(computed: Computed) -> PassWork:
+    """Return the operators of a pass, equal ones in a row as one, and behind them all that only
+    look. What is on its way beside some of them parts those ahead of its arrival from those behind
+    it."""
+    awaited = _arrivals(computed)
+    edges = sorted(awaited.values())
+
+    def alike(entry: tuple[int, Operator | InnerCollective]) -> tuple[object, ...]:
+        place, operator = entry
+        return operator, awaited.get(place), bisect_right(edges, place)
+
+    operators = enumerate(what.operator for what in views_last(computed))
+    groups = [[*entries] for _, entries in groupby(operators, key=alike)]
+    number_of = {place: number for number, group in enumerate(groups) for place, _ in group}
+
+    def merged(number: int) -> Operator | InnerCollective:
+        place, operator = groups[number][0]
+        if place in awaited:
+            assert isinstance(operator, InnerCollective), "a message"
+            behind = number_of.get(awaited[place], len(groups))
+            return replace(operator, beside=behind - number - 1)
+        return replace(operator, times=len(groups[number]))
+
+    return tuple([merged(number) for number in range(len(groups))])
+
+
+def _arrivals(computed: Computed) -> dict[int, int]:
+    """Return by the place of what is awaited later, without views, that of what awaits it."""
+    places = [*accumulate((not _is_view(what) for what in computed), initial=0)]
+    return {
+        places[number]: places[min(number + 1 + what.beside, len(computed))]
+        for number, what in enumerate(computed)
+        if isinstance(what, SentTensor) and what.beside
+    }
 
 
 def views_last(computed: Computed) -> Computed:

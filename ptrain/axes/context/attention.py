@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 from typing import assert_never
 
 from ptrain.axes.context.tokens import Span, spans
@@ -57,6 +58,12 @@ def degrees(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int, int]
             return 1, ranks
         case _:
             assert_never(attention)
+
+
+def repeats(ulysses: int, kv_heads: int) -> int:
+    """Return how often the ranks of a Ulysses group need each of so many heads of keys and values
+    (those that tp leaves a rank), so that all have as many: once where they divide them."""
+    return ulysses // gcd(ulysses, kv_heads)
 
 
 def context_of(spec: Spec) -> ContextParallel | None:
