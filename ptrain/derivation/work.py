@@ -12,8 +12,10 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
+from ptrain.axes.context.part import ContextPart
 from ptrain.costs import Collective
 from ptrain.derivation import archive, blocks, loss_chunks
+from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.operations import setting_at
 from ptrain.derivation.tables import Monomial, Setting, monomials
@@ -52,7 +54,7 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
     kept = spec.activations.of(spec.model.layers)
     # copies between tiers are no operators: whatever the tier, the layer computes the same
     of_layer = {mode: _layer(setting, Kept(policy=mode.policy)) for mode in {*kept}}
-    front, behind = _ends(setting, is_staged=plan.pipeline is not None)
+    front, behind = _ends(replace(setting, context=None), is_staged=plan.pipeline is not None)
     return ModelWork(front=front, layers=tuple(of_layer[mode] for mode in kept), behind=behind)
 
 
@@ -61,8 +63,8 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     if _traced(plan, facts, 0) is not None:
         return ""
     shape = spec.model
-    is_whole = plan.tokens == spec.batch.sequence
-    if not isinstance(shape, ModelShape) or spec.loss.user_function or not is_whole:
+    is_known = plan.context is None or is_tabulated(spec)
+    if not isinstance(shape, ModelShape) or spec.loss.user_function or not is_known:
         return _NO_TABLE
     if spec.loss.fused:
         return _FUSED_LOSS
@@ -90,12 +92,13 @@ class _Listed:
     kind: OperatorKind | Collective
     dtype: DType | None
     sizes: tuple[int, ...]
+    axis: str = ""
 
     def at(self, sizes: Sequence[int], compute: DType) -> Operator | InnerCollective:
         """Return it where a table's sizes are these."""
         own = tuple([sizes[number] for number in self.sizes])
         if isinstance(self.kind, Collective):
-            return InnerCollective(self.kind, own[0])
+            return InnerCollective(self.kind, own[0], axis=self.axis)
         dimensions = (sum(own),) if self.kind.is_of_bytes else own
         return Operator(self.kind, self.dtype or compute, dimensions)
 
@@ -120,16 +123,18 @@ class _WorkTable:
                     Collective(name) if name in _COLLECTIVES else OperatorKind(name),
                     DType(dtype) if dtype else None,
                     tuple(sizes),
+                    *axis,
                 )
-                for name, dtype, sizes in content["operators"]
+                for name, dtype, sizes, *axis in content["operators"]
             ),
-            tuple(map(tuple, content["parts"])),
+            tuple(map(tuple, content.get("parts", ()))),
         )
 
 
 @cache
 def _table(part: TablePart, name: str, way: str) -> _WorkTable:
-    return _WorkTable.read(archive.table(part, name)[way])
+    content = archive.table(part, name)[way]
+    return _WorkTable.read(content["work"] if part is TablePart.CONTEXT else content)
 
 
 class _Evaluated:
@@ -155,6 +160,11 @@ class _Evaluated:
         return tuple([_times(operator, len([*alike])) for operator, alike in groupby(of_pass)])
 
 
+    def of_numbers(self, rows: Iterable[tuple[int, int]]) -> PassWork:
+        """Return operators of which each runs so many times."""
+        return tuple([_times(self._operators[number], times) for number, times in rows if times])
+
+
 def _times(operator: Operator | InnerCollective, times: int) -> Operator | InnerCollective:
     return operator if times == 1 else replace(operator, times=times)
 
@@ -166,6 +176,8 @@ def _block_table(setting: Setting) -> _Evaluated:
 
 @cache
 def _layer(setting: Setting, kept: Kept) -> LayerWork:
+    if setting.context is not None:
+        return _over_context(setting, setting.context, kept)
     evaluated = _block_table(setting)
     content, attention = evaluated.table.content, setting.shape.attention
     entry = content[attention.value][blocks.variant(kept)]
@@ -174,6 +186,20 @@ def _layer(setting: Setting, kept: Kept) -> LayerWork:
     in_parts = {name: halves[name] for name in ("inputs", "weights") if name in halves}
     work = evaluated.work({**entry, **in_parts})
     return _each_by_itself(work, setting) if setting.cut and setting.cut.step.is_naive else work
+
+
+def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
+    """A layer of a rank that attends to the tokens of others."""
+    evaluated = _Evaluated(TablePart.CONTEXT, setting, setting.values)
+    entry = evaluated.table.content[blocks.variant(kept)]
+    forward, backward = (
+        evaluated.of_numbers(
+            (number, once + part.before * before + part.behind * behind)
+            for number, once, before, behind in entry[name][part.place]
+        )
+        for name in ("forward", "backward")
+    )
+    return LayerWork(forward=forward, backward=backward)
 
 
 def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:

@@ -56,11 +56,16 @@ class WorkWriter:
 
     def coded(self, computed: Computed) -> Coded:
         """Return a list of operators as numbers."""
+        return [*self.numbers(computed)]
+
+    def numbers(self, computed: Computed) -> list[int]:
+        """Return the numbers of operators, in their order."""
         return [self._number(what) for what in computed]
 
     def _number(self, what: OperatorSizes | SentTensor) -> int:
         if isinstance(what, SentTensor):
-            row = [what.collective, "", [self._size(what.payload, what.dtype)]]
+            sent, sizes = what.operator, [self._size(what.payload, what.dtype)]
+            row = [sent.collective, "", sizes, *((sent.axis,) if sent.axis else ())]
         else:
             dtype = "" if what.dtype is self.compute else what.dtype
             dtypes = what.dtypes or (None,) * len(what.sizes)
