@@ -6,12 +6,13 @@ knows none of them. A new axis brings a space of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.placement import Placement
 from ptrain.spec.spec import Spec
@@ -81,14 +82,30 @@ NOTHING = Written()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisChoice:
-    """Factors of some axes, and what else a spec says then: `changes` are its fields."""
+    """Factors of some axes, and what else a spec says then: `changes` are its fields. `follows`:
+    the factors place Theta, Omega and G as the innermost data axis does, whatever its degree."""
 
     factors: tuple[Factor, ...] = ()
     changes: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
+    follows: bool = False
 
     def degree(self, axis: Axis) -> int:
         """Return the ranks along one axis, 1 without it."""
         return next((factor.degree for factor in self.factors if factor.axis is axis), 1)
+
+    @property
+    def shared(self) -> int:
+        """Return over how many ranks more the states of a data axis go."""
+        return prod(factor.degree for factor in self.factors) if self.follows else 1
+
+    def following(self, states: Placement | None) -> Iterator[Factor]:
+        """Yield its factors, where it `follows` with these states."""
+        for factor in self.factors:
+            if states is None or not self.follows:
+                yield factor
+                continue
+            activations = factor.placement.activations
+            yield replace(factor, placement=replace(states, activations=activations))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +128,11 @@ def chosen(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None
     with another batch."""
     factors: list[Factor] = []
     changes: dict[str, Any] = {"batch": batch or spec.batch}
+    choices = tuple(choices)
+    data = [f for c in choices for f in c.factors if f.axis in DATA_AXES]
+    states = max(data, key=lambda f: _ORDER[f.axis]).placement if data else None
     for choice in choices:
-        factors += [factor for factor in choice.factors if factor.degree > 1]
+        factors += [factor for factor in choice.following(states) if factor.degree > 1]
         changes |= choice.changes
     factors.sort(key=lambda factor: _ORDER[factor.axis])
     return replace(spec, factors=tuple(factors), trivial_factors=(), **changes)

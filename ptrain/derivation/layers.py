@@ -167,9 +167,7 @@ def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterato
 # -- stages
 
 
-def passes(
-    spec: Spec, stage: Stage, stages: int, played: Representatives, cut: RankCut
-) -> Passes:
+def passes(spec: Spec, stage: Stage, stages: int, played: Representatives, cut: RankCut) -> Passes:
     """Return the passes of a built-in model's stage, of those units of it that are `played`; of one
     rank's part of it, where operators are `cut`."""
     ends = {0: Place.FIRST, stages - 1: Place.LAST}

@@ -48,9 +48,7 @@ from ptrain.steps.step import Plan
 _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
-def parts(
-    spec: Spec, plan: Plan, part: ModelFacts
-) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:
+def parts(spec: Spec, plan: Plan, part: ModelFacts) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:
     """Yield what the ranks have of one stage's part, each with the places along the cutting axes
     that have it; `plan` is the stage's."""
     for units, indices in tensor.units_by_place(spec, plan, part):

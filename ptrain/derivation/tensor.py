@@ -42,6 +42,20 @@ def cut_of(spec: Spec, plan: Plan, index: int) -> RankCut:
     return RankCut(tensor=tensor, context=context_part(spec, plan, index))
 
 
+def fullest_place(spec: Spec, plan: Plan) -> int:
+    """Return the place along the cutting axes of a rank that none has more of or more to do than:
+    the first slices of operators, and of slices of the tokens the last."""
+    if plan.context is None:
+        return 0
+    places = range(ranks_over(spec, plan.cutting_axes))
+    return max(places, key=lambda place: (_before(spec, plan, place), -place))
+
+
+def _before(spec: Spec, plan: Plan, place: int) -> int:
+    part = context_part(spec, plan, place)
+    return part.before if part else 0
+
+
 def parts(
     spec: Spec, plan: Plan, facts: ModelFacts
 ) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:
@@ -60,9 +74,7 @@ def parts(
     yield from ((part, indices) for (part, _), indices in indices_of.items())
 
 
-def alike_in_context(
-    spec: Spec, plan: Plan, indices: tuple[int, ...]
-) -> Iterator[tuple[int, ...]]:
+def alike_in_context(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Yield these places along the cutting axes by what they do in attention over cp, of places
     that do alike first that which has most to do: the one with most tokens before its own."""
     if plan.context is None:

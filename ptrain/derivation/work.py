@@ -159,7 +159,6 @@ class _Evaluated:
         of_pass = (self._operators[operator] for part in parts for operator in part)
         return tuple([_times(operator, len([*alike])) for operator, alike in groupby(of_pass)])
 
-
     def of_numbers(self, rows: Iterable[tuple[int, int]]) -> PassWork:
         """Return operators of which each runs so many times."""
         return tuple([_times(self._operators[number], times) for number, times in rows if times])

@@ -15,7 +15,7 @@ from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
 from ptrain.rates.pace import Pace, around, cut_seconds, operators_seconds
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import Axis
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
@@ -102,21 +102,27 @@ def _both(spec: Spec, work: LayerWork, pace: Pace, kept: Kept) -> tuple[float, f
 
 def _seconds(spec: Spec, work: PassWork, pace: Pace, hook: Hook) -> float:
     """Operators one after the other, and what they await of the ranks that share them."""
-    ranks = 1
-    for factor in spec.factors:
-        if factor.axis not in (*DATA_AXES, Axis.PP):
-            ranks *= factor.degree
-    nodes = nodes_of(spec, ranks)
+    cutting = spec.degree(Axis.TP)
     total = operators_seconds(pace, work, hook)
     for item in work:
         if isinstance(item, InnerCollective):
-            alone = pace.collective_seconds(
-                item.collective, ranks=ranks, nodes=nodes, payload=item.payload
-            )
-            total += item.times * alone
-    if ranks > 1 and not pace.overlaps:  # where the device computes by itself, the host runs ahead
+            total += item.times * _inner_seconds(spec, item, pace)
+    # where the device computes by itself, the host runs ahead
+    if cutting > 1 and not pace.overlaps:
         total += cut_seconds(pace, work)
     return total
+
+
+def _inner_seconds(spec: Spec, item: InnerCollective, pace: Pace) -> float:
+    """Of one collective over the axis that it names, outside those whose ranks are neighbours, or
+    over that which cuts operators."""
+    axis = Axis(item.axis or Axis.TP)
+    ranks = 2 if item.collective is Collective.SEND else spec.degree(axis)
+    stride = 1 if axis is Axis.TP else spec.degree(Axis.TP)
+    nodes = nodes_of(spec, spec.degree(axis), stride)
+    return pace.collective_seconds(
+        item.collective, ranks=ranks, nodes=min(nodes, ranks), payload=item.payload
+    )
 
 
 def nodes_of(spec: Spec, ranks: int, stride: int = 1) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
@@ -54,7 +55,8 @@ LegalWay = tuple[DataWay, Spec]  # and the base with its choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inner:
-    """How blocks are cut: by `ranks` ranks together."""
+    """How blocks are cut: by `ranks` ranks together, over `shared` of which go states of the data
+    axes too."""
 
     ranks: int
     within: tuple[AxisChoice, ...]
@@ -63,8 +65,18 @@ class _Inner:
 
     @property
     def shape(self) -> tuple[tuple[Axis, int], ...]:
-        """Return the axes and degrees, whatever their tuples are."""
-        return tuple((f.axis, f.degree) for choice in self.within for f in choice.factors)
+        """Return the axes that cut operators and their degrees, whatever their tuples are."""
+        cutting = (choice for choice in self.within if choice.shared == 1)
+        return tuple((f.axis, f.degree) for choice in cutting for f in choice.factors)
+
+    @property
+    def shared(self) -> int:
+        return prod(choice.shared for choice in self.within)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Return all of its axes."""
+        return tuple(f.axis for choice in self.within for f in choice.factors)
 
 
 class Search:
@@ -151,7 +163,7 @@ class Search:
             for flow in flows:
                 by_through.setdefault(through_of(flow.choice), []).append(flow)
             for through, alike in by_through.items():
-                if not legality.within(inner.within, kept, through):
+                if not legality.within(inner.within, kept, through, several=micro > 1):
                     continue
                 if self._activity(inner, micro, kept).least > self.task.room * SLACK:
                     self.too_large.append((inner, left, through, kept, number))
@@ -280,21 +292,22 @@ class Search:
         self, inner: _Inner, left: int, through: Through, units: frozenset[UnitSize], *, many: bool
     ) -> DataTable:
         """The legal choices of the data axes beside others."""
-        key = (inner.shape, left, through, units, many)
+        key = (inner.shape, inner.shared, left, through, units, many)
         if key in self.tables:
             return self.tables[key]
         parts = []
         stages = self.task.devices // (left * inner.ranks)
         layers = max(1, self.flows.num_layers // stages)
         for axes in self.choices:
-            for degrees in degrees_over(len(axes), left):
-                if not self._are_admitted(axes, degrees):
+            for degrees in degrees_over(len(axes), left * inner.shared):
+                own = _without_shared(degrees, inner.shared)
+                if own is None or not self._are_admitted(axes, own):
                     continue
                 ways = self._ways(axes, inner, through, many=many)
                 indices = self._indices(ways, degrees, inner, units)
                 if len(indices):
                     columns = self._columns(ways, degrees, inner, layers)
-                    parts.append((ways, degrees, indices, columns))
+                    parts.append((ways, own, indices, columns))
         self.tables[key] = DataTable(parts)
         return self.tables[key]
 
@@ -309,9 +322,10 @@ class Search:
 
     def _columns(self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, layers: int) -> Columns:
         """Those of all ways, whichever of them are legal with a way to keep activations."""
-        key = (id(ways), degrees, inner.shape, layers)  # `ways` keeps them
+        key = (id(ways), degrees, inner.shape, inner.shared, layers)  # `ways` keeps them
         if key not in self.columns:
-            self.columns[key] = ways.columns(degrees, inner.sizes, inner.ranks, layers)
+            within = inner.ranks // inner.shared
+            self.columns[key] = ways.columns(degrees, inner.sizes, within, layers)
         return self.columns[key]
 
     def _indices(
@@ -330,7 +344,7 @@ class Search:
         return np.flatnonzero(fine)
 
     def _ways(self, axes: tuple[Axis, ...], inner: _Inner, through: Through, *, many: bool) -> Ways:
-        key = (axes, bool(inner.shape), through, many)
+        key = (axes, inner.axes, through, many)
         if key not in self.ways:
             admits = partial(self.task.where.admits, Aspect.DATA)
             legal = self._legal_ways(axes, inner, through, many=many)
@@ -341,7 +355,7 @@ class Search:
         self, axes: tuple[Axis, ...], inner: _Inner, through: Through, *, many: bool
     ) -> list[LegalWay]:
         """The legal choices of the data axes, whatever is asked of them."""
-        key = (axes, bool(inner.shape), through, many)
+        key = (axes, inner.axes, through, many)
         if key not in self.legal:
             beside, base = (THROUGH[through], *inner.within), self.task.base
             # What is legal with several micro-batches is so with one: no rule asks for more of them
@@ -355,6 +369,15 @@ class Search:
                 or self.legality.data(choice, inner.within, through, many=many)
             ]
         return self.legal[key]
+
+
+def _without_shared(degrees: tuple[int, ...], shared: int) -> tuple[int, ...] | None:
+    """Return the degrees of the data axes themselves, where the innermost has all the ranks that
+    are shared; None where it has not."""
+    if shared == 1:
+        return degrees
+    *outer, last = degrees or (1,)
+    return None if last % shared else (*outer, last // shared)
 
 
 def batched(spec: Spec, micro: int, number: int) -> Spec:
