@@ -98,14 +98,11 @@ class AxisChoice:
         """Return over how many ranks more the states of a data axis go."""
         return prod(factor.degree for factor in self.factors) if self.follows else 1
 
-    def following(self, states: Placement | None) -> Iterator[Factor]:
+    def following(self, states: Placement) -> Iterator[Factor]:
         """Yield its factors, where it `follows` with these states."""
         for factor in self.factors:
-            if states is None or not self.follows:
-                yield factor
-                continue
-            activations = factor.placement.activations
-            yield replace(factor, placement=replace(states, activations=activations))
+            own = replace(states, activations=factor.placement.activations)
+            yield replace(factor, placement=own) if self.follows else factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +126,19 @@ def chosen(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None
     factors: list[Factor] = []
     changes: dict[str, Any] = {"batch": batch or spec.batch}
     choices = tuple(choices)
-    data = [f for c in choices for f in c.factors if f.axis in DATA_AXES]
-    states = max(data, key=lambda f: _ORDER[f.axis]).placement if data else None
+    states = _states(choices) if any(choice.follows for choice in choices) else None
     for choice in choices:
-        factors += [factor for factor in choice.following(states) if factor.degree > 1]
+        own = choice.factors if states is None else choice.following(states)
+        factors += [factor for factor in own if factor.degree > 1]
         changes |= choice.changes
     factors.sort(key=lambda factor: _ORDER[factor.axis])
     return replace(spec, factors=tuple(factors), trivial_factors=(), **changes)
+
+
+def _states(choices: Iterable[AxisChoice]) -> Placement | None:
+    """The placement on the innermost data axis, of whatever degree."""
+    data = [f for choice in choices for f in choice.factors if f.axis in DATA_AXES]
+    return max(data, key=lambda factor: _ORDER[factor.axis]).placement if data else None
 
 
 def divisors(number: int) -> tuple[int, ...]:
