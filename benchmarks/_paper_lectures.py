@@ -355,7 +355,6 @@ def section() -> str:
         "",
         *table(LECTURES),
         "",
-        "Not judged: ring attention and its hidden exchange, and the two all-to-alls of a layer of "
-        "experts, since cp and ep are not executed yet.",
+        "Not judged: the two all-to-alls of a layer of experts, since ep is not executed yet.",
     ]
     return "\n".join(lines)

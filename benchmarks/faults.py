@@ -14,7 +14,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _machine import commit, conclude, header, this_command
 
 from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
 from tests.faults.alarms import ACCUMULATED, ALL_SEEDS, LAYOUTS, SEEDS, STEPS, calm, cases, seeds
 from tests.faults.catalogue import FAULTS
 from tests.faults.trials import STEPS as TRIAL_STEPS
@@ -34,6 +35,11 @@ Results = dict[str, Result]
 Key = tuple[str, str, int]  # strategy, layout, seed
 Alarms = dict[Key, Result]
 CLAIMED = ("caught", "localised", "named")
+
+
+def axes_of(spec: Spec) -> list[str]:
+    """The mesh's."""
+    return [str(factor.axis) for factor in spec.factors]
 
 
 class OneSize:
@@ -114,14 +120,14 @@ def _named(name: str, found: Result) -> str:
     return "yes" if its.factor else "state and axis" if its.axis else "state"
 
 
-def totals(results: Results) -> str:
+def totals(results: Results, names: Collection[str] = FAULTS) -> str:
     own = [found for name, found in results.items() if not FAULTS[name].undetectable]
     caught, localised, named = (sum(bool(found.get(key)) for found in own) for key in CLAIMED)
     without = sum(not FAULTS[name].factor for name in results if not FAULTS[name].undetectable)
     return (
         f"Of {len(own)} faults {caught} are caught, {localised} localised, {named} named "
         f"({without} of these by state, axis and place alone: other arithmetic has no factor); "
-        f"{len(results) - len(own)} beside them lie below the band{_left(results, len(FAULTS))}."
+        f"{len(results) - len(own)} beside them lie below the band{_left(results, len(names))}."
     )
 
 
@@ -153,8 +159,15 @@ def _rest() -> list[str]:
     return [layout for layout in LAYOUTS if layout not in ALL_SEEDS]
 
 
-def page(faults: Results, alarms: Alarms, wanted: int) -> list[str]:
-    """Claims, tables, totals."""
+def page(
+    faults: Results,
+    alarms: Alarms,
+    wanted: int,
+    names: Collection[str] = FAULTS,
+    axis: str | None = None,
+) -> list[str]:
+    """Claims, tables, totals: of the faults `names`, and of strategies with this axis."""
+    below = list(below_the_band(faults))
     every = [*faults.values(), *alarms.values()]
     commits = ", ".join(dict.fromkeys(found["commit"] for found in every))
     cried = sum(bool(found["line"]) for found in alarms.values())
@@ -171,18 +184,16 @@ def page(faults: Results, alarms: Alarms, wanted: int) -> list[str]:
         "",
         *table_of_faults(faults),
         "",
-        totals(faults),
+        totals(faults, names),
         "",
-        "## Below the band",
-        "",
-        *below_the_band(faults),
-        "",
+        *(("## Below the band", "", *below, "") if below else ()),
         "## False alarms",
         "",
-        f"Every strategy in specs/strategies/ on llama with hidden 32, sequence 16 and "
-        f"{ACCUMULATED[0]} micro-batches a rank ({ACCUMULATED[1]} where gradients do not outlive "
-        f"backward), where they are legal in {' and '.join(ALL_SEEDS)} layout with seeds "
-        f"{SEEDS.start} to {SEEDS.stop - 1}, in {' and '.join(_rest())} with seed {SEEDS.start}: "
+        f"Every strategy in specs/strategies/{f' with {axis}' if axis else ''} on llama with "
+        f"hidden 32, sequence 16 and {ACCUMULATED[0]} micro-batches a rank ({ACCUMULATED[1]} where "
+        "gradients do not outlive backward), where they are legal in "
+        f"{' and '.join(ALL_SEEDS)} layout with seeds {SEEDS.start} to {SEEDS.stop - 1}, in "
+        f"{' and '.join(_rest())} with seed {SEEDS.start}: "
         f"the same protocol, {STEPS} steps.",
         "",
         *table_of_alarms(alarms),
@@ -195,20 +206,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="where results are kept meanwhile")
     parser.add_argument("--only", choices=("faults", "alarms", "page"))
+    parser.add_argument("--axis", help="faults and strategies with this axis alone, e.g. cp")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     head = header("faults: planted, caught, localised and named", this_command())
     (args.work / "references").mkdir(mode=0o700, parents=True, exist_ok=True)
     ranks = OneSize()
-    asked = [(strategy, layout, seed) for strategy, layout in cases() for seed in seeds(layout)]
+    asked = [
+        (strategy, layout, seed)
+        for strategy, layout in cases()
+        if args.axis is None or args.axis in axes_of(load(strategy).spec)
+        for seed in seeds(layout)
+    ]
     asked.sort(key=lambda key: (LAYOUTS.index(key[1]), key[2], load(key[0]).spec.world_size))
-    faults = {name: found for name in FAULTS if (found := _of_fault(ranks, name, args))}
+    names = [name for name, its in FAULTS.items() if args.axis in (None, *its.setting.mesh)]
+    faults = {name: found for name in names if (found := _of_fault(ranks, name, args))}
     alarms = {key: found for key in asked if (found := _of_strategy(ranks, key, args))}
     ranks.ranks.close()
     return conclude(
-        "faults",
-        [head, *page(faults, alarms, len(asked))],
-        failed=[*_failed(faults, alarms, asked)],
+        f"faults_{args.axis}" if args.axis else "faults",
+        [head, *page(faults, alarms, len(asked), names, args.axis)],
+        failed=[*_failed(faults, alarms, asked, names)],
         not_covered="faults of other models, of NCCL and of several machines; other batches than "
         "these; and strategies at their own size (benchmarks/verify.py).",
         is_saved=args.save,
@@ -237,10 +255,12 @@ def _file(work: Path, key: str) -> Path:
     return work / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
-def _failed(faults: Results, alarms: Alarms, asked: Sequence[Key]) -> Iterator[str]:
+def _failed(
+    faults: Results, alarms: Alarms, asked: Sequence[Key], names: Collection[str] = FAULTS
+) -> Iterator[str]:
     """What was not run shows nothing: it fails the claim too."""
-    for name, fault in FAULTS.items():
-        found = faults.get(name)
+    for name in names:
+        fault, found = FAULTS[name], faults.get(name)
         if found is None:
             yield f"{name}: was not run"
         elif not fault.undetectable and (lacking := [key for key in CLAIMED if not found.get(key)]):

@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,10 +56,20 @@ class Side:
 
 
 def measure(strategy: str, pairs: int, steps: int, swapped: bool) -> dict[str, Side]:
-    """On one rank: both contenders in turn, `swapped` is which one is made and runs first."""
+    """On one rank: both contenders in turn."""
+    return in_turn({"ptrain": _ptrain, "by hand": _by_hand}, strategy, pairs, steps, swapped)
+
+
+def in_turn(
+    makers: Mapping[str, Callable[[str], Callable[[], float]]],
+    strategy: str,
+    pairs: int,
+    steps: int,
+    swapped: bool,
+) -> dict[str, Side]:
+    """On one rank: pairs of some steps of each, `swapped` is which one is made and runs first."""
     import torch.distributed as dist
 
-    makers = {"ptrain": _ptrain, "by hand": _by_hand}
     names = sorted(makers, reverse=swapped)
     contenders = {name: makers[name](strategy) for name in names}
     sides = {name: Side([], []) for name in names}
@@ -128,7 +138,7 @@ def _by_hand(strategy: str) -> Callable[[], float]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, (number + 1) / max(1, settings.warmup))
+            group["lr"] = settings.lr * min(1.0, (number + 1) / max(1, settings.schedule.warmup))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item() / RANKS
@@ -166,11 +176,11 @@ def _samples(spec: Spec) -> Callable[[int], Tensor]:
     from torch.distributed import get_rank
 
     from ptrain.data.corpus import corpus
-    from ptrain.data.sampler import num_windows, sample
+    from ptrain.data.sampler import sample
 
     source = corpus(spec.data)
     tokens = torch.from_numpy(source.train.astype("int64"))
-    windows, length = num_windows(source, spec.batch.sequence), spec.batch.sequence
+    windows, length = source.num_samples(spec.batch.sequence), spec.batch.sequence
     drawn = [sample(i, windows=windows, seed=spec.train.seed) % windows for i in range(4096)]
     micro = spec.batch.micro
 
@@ -204,13 +214,24 @@ def run(strategy: str, launches: int, pairs: int, steps: int) -> dict[str, Side]
     """Both contenders, summed over the ranks, launch after launch."""
     import step_time  # the ranks import this file by its name
 
+    return summed(step_time.measure, strategy, launches, pairs, steps)
+
+
+def summed(
+    measured: Callable[[str, int, int, bool], dict[str, Side]],
+    strategy: str,
+    launches: int,
+    pairs: int,
+    steps: int,
+) -> dict[str, Side]:
+    """What `measured` gives on ranks that are started anew for each launch, their sum."""
     from tests.ranks import Ranks
 
     sides = {name: Side([], []) for name in ("ptrain", "by hand")}
     for launch in range(launches):
         pool = Ranks()
         ranks = pool.run(
-            RANKS, step_time.measure, strategy, pairs // launches, steps, launch % 2 == 1,
+            RANKS, measured, strategy, pairs // launches, steps, launch % 2 == 1,
             timeout=3600,
         )  # fmt: skip
         pool.close()
@@ -220,14 +241,19 @@ def run(strategy: str, launches: int, pairs: int, steps: int) -> dict[str, Side]
     return sides
 
 
-def report(strategy: str, sides: dict[str, Side], steps: int) -> tuple[str, list[str]]:
+def report(
+    strategy: str,
+    sides: dict[str, Side],
+    steps: int,
+    limits: tuple[float, float] = (MEDIAN_LIMIT, BOUND_LIMIT),
+) -> tuple[str, list[str]]:
     """A table's row, and what fails, with the figure."""
     seconds = {name: side.seconds for name, side in sides.items()}
     ratios = [a / b for a, b in zip(seconds["ptrain"], seconds["by hand"], strict=True)]
     median, (low, high) = statistics.median(ratios), bound(ratios)
     losses = {name: side.losses for name, side in sides.items()}
     apart = max(abs(a - b) / b for a, b in zip(losses["ptrain"], losses["by hand"], strict=True))
-    failed = over_limits(strategy, median, high, (MEDIAN_LIMIT, BOUND_LIMIT))
+    failed = over_limits(strategy, median, high, limits)
     failed += different(strategy, apart)
     mine, theirs = (statistics.median(seconds[name]) / steps for name in ("ptrain", "by hand"))
     row = (

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,10 +38,23 @@ STRATEGIES = {
     "hsdp": ("dp_replicate", "dp_shard"),
 }
 VIAS = ("native", "all_to_all")
+# Two layers of 4096 tokens, 1024 on each of four ranks: keys and values of two heads of four are
+# 1 MiB together, and go round; what Ulysses exchanges, which needs four heads, is 1 MiB a tensor.
+LONG = ("model.layers=2", "batch.global=1", "batch.sequence=4096")
+CONTEXT = ("cp-ring", "cp-zigzag", "cp-all-gather", "cp-ulysses", "cp-hybrid")
+
+Case = tuple[str, int, str]  # strategy, ranks, how reduce-scatters are executed
 
 
-def cases() -> Iterator[tuple[str, int, str]]:
-    """Strategy, ranks, how reduce-scatters are executed."""
+def context_cases() -> Iterator[Case]:
+    """Slices of the tokens, on four ranks."""
+    for strategy in CONTEXT:
+        for via in VIAS if strategy == "cp-all-gather" else VIAS[:1]:
+            yield strategy, 4, via
+
+
+def cases() -> Iterator[Case]:
+    """Copies of the model, and shards of it."""
     for size in (2, 4):
         for strategy, axes in STRATEGIES.items():
             for via in VIAS if "dp_shard" in axes else VIAS[:1]:
@@ -51,6 +64,9 @@ def cases() -> Iterator[tuple[str, int, str]]:
 
 def overrides_of(model: Sequence[str], strategy: str, size: int, via: str) -> tuple[str, ...]:
     """What makes the named spec the one that runs."""
+    if strategy in CONTEXT:
+        heads = "model.kv_heads=4" if strategy == "cp-ulysses" else "model.kv_heads=2"
+        return (*model, *LONG, heads, f"mesh.cp={size}", f"reduce_scatter={via}")
     axes = STRATEGIES[strategy]
     degree = size if len(axes) == 1 else size // 2
     mesh = [f"mesh.{axis}={degree}" for axis in axes]
@@ -74,10 +90,12 @@ def measure(pool: Ranks, strategy: str, overrides: Sequence[str]) -> tuple[WireR
     return wire_rows(derive(spec, facts_of(spec)).exact, measured)
 
 
-def table(pool: Ranks, model: Sequence[str], *, is_claimed: bool) -> tuple[list[str], list[str]]:
+def table(
+    pool: Ranks, model: Sequence[str], rows: Iterable[Case], *, is_claimed: bool
+) -> tuple[list[str], list[str]]:
     """A row for each case and axis, and those that are not within the claim."""
     lines, failed = list(_HEAD), []
-    for strategy, size, via in cases():
+    for strategy, size, via in rows:
         for row in measure(pool, strategy, overrides_of(model, strategy, size, via)):
             more = row.measured_bytes - row.predicted_bytes
             apart, name = more / row.predicted_bytes, f"{strategy} | {size} | `{via}`"
@@ -136,18 +154,48 @@ def _explained() -> list[str]:
     ]
 
 
+def of_context(pool: Ranks) -> tuple[list[str], list[str]]:
+    """Return the section on slices of the tokens, and what is not within the claim."""
+    rows, failed = table(pool, OVERRIDES, context_cases(), is_claimed=True)
+    first, *_ = context_cases()
+    words = " ".join(overrides_of(OVERRIDES, *first))
+    told = (
+        "The same claim. Over cp go keys and values and their gradients, or tokens for heads, and "
+    )
+    told += "the sum of the parameters' gradients. The command of the first row:"
+    return [
+        "",
+        "## Slices of the tokens",
+        "",
+        told,
+        "",
+        f"    ptrain validate {first[0]} {words}",
+        "",
+        *rows,
+    ], failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("context",), help="slices of the tokens alone")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     pool = Ranks()
     lines = [header("wire: predicted bytes against the kernel's counters", this_command())]
-    rows, failed = table(pool, OVERRIDES, is_claimed=True)
-    lines += [*_explained(), *rows, "", "## Smaller tensors", ""]
-    lines += [
-        f"The same specs with `{' '.join(SMALL)}`: headers weigh more, and nothing is claimed."
-    ]
-    lines += ["", *table(pool, SMALL, is_claimed=False)[0]]
+    lines += _explained()
+    failed: list[str] = []
+    if args.only is None:
+        rows, failed = table(pool, OVERRIDES, cases(), is_claimed=True)
+        lines += rows
+    section, wrong = of_context(pool)
+    lines += section
+    failed += wrong
+    if args.only is None:
+        lines += ["", "## Smaller tensors", ""]
+        lines += [
+            f"The same specs with `{' '.join(SMALL)}`: headers weigh more, and nothing is claimed."
+        ]
+        lines += ["", *table(pool, SMALL, cases(), is_claimed=False)[0]]
     pool.close()
     return conclude(
         "wire",

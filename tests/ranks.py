@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,15 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "torch.nn.parallel",
     "tests.gloo.runs",  # what trains: 2 CPU seconds of every rank that is started, if it imports it
+    "ptrain.traces.tensor_parts",
 ]
+
+
+def fork_server() -> ForkServerContext:
+    """Return where processes are forked from one that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 class RankError(AssertionError):
@@ -103,8 +111,7 @@ class Pool:
 
     def _start(self) -> None:
         self.calls = 0
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context = fork_server()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(

@@ -14,7 +14,7 @@ from typing import Any
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
-from ptrain.spec.placement import Placement
+from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.spec import Spec
 
 # Tuples of some axes and fields of a spec with their values.
@@ -46,6 +46,12 @@ class Written:
         values: Mapping[str, Any] = dict(self.values)
         inner = {p.partition(".")[2]: v for p, v in values.items() if p.startswith(f"{path}.")}
         return values.get(path, replace(offered, **inner) if inner else offered)
+
+    @property
+    def away(self) -> Tier:
+        """Return where what a search tries off the device is."""
+        tier: Tier = self.value("offload.tier", Tier.HOST)
+        return tier
 
     def says(self, path: str) -> bool:
         """Return whether a field, or something of it, is written."""

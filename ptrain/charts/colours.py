@@ -28,6 +28,19 @@ def shades(kind: Kind, number: int) -> tuple[str, ...]:
     return tuple(_lightened(_OF[kind], _LIGHTEST * place / steps) for place in range(number))
 
 
+# Okabe and Ito's other colours; of more places the same again, with more white.
+_OF_PLACES = "#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#0072b2", "#d55e00", "#b8a000", "#777777"
+_FADED = 0.3
+
+
+@cache
+def of_place(place: int) -> str:
+    """Return the colour of a rank by its place along an axis; eight that follow each other are
+    told apart."""
+    turn, number = divmod(place, len(_OF_PLACES))
+    return _lightened(_OF_PLACES[number], _FADED * (turn % 3))
+
+
 @cache
 def ink_on(colour: str) -> str:
     """Black or white, whichever contrasts more: 4.5 to 1 at least, as WCAG 2.1 asks of text."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 BLACK, GREY, LIGHT, WHITE = "#000000", "#555555", "#cccccc", "#ffffff"
@@ -61,6 +61,13 @@ class Sheet:
     height: float = 0
     rectangles: list[Rectangle] = field(default_factory=list)
     texts: list[Label] = field(default_factory=list)
+
+    def add_below(self, other: Sheet) -> None:
+        """Put another sheet at the lower end."""
+        below = self.height
+        self.rectangles += [replace(r, y=r.y + below) for r in other.rectangles]
+        self.texts += [replace(text, y=text.y + below) for text in other.texts]
+        self.width, self.height = max(self.width, other.width), below + other.height
 
     def write(self, lines: Iterable[Label]) -> None:
         """Line under line at the lower end, as many as each needs."""

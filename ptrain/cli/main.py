@@ -141,3 +141,7 @@ def _refuse(error: PtrainError, *, as_json: bool) -> int:
         }
         print(json.dumps(record))
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

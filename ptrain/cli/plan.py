@@ -4,31 +4,40 @@ Torch-free for built-in models."""
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from ptrain.axes.context.draw import balance_rows
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.charts.canvas import Format, painted
 from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.schedule import Heading, schedule_sheet
+from ptrain.charts.sheet import Sheet
+from ptrain.charts.tokens import tokens_sheet
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
-from ptrain.derivation.estimate import Derivation, derive
+from ptrain.derivation.estimate import Derivation, derive, own_facts
 from ptrain.errors import PtrainError, refused
 from ptrain.plan.composition import all_conditions
 from ptrain.plan.show import show
 from ptrain.selection.recompute import settled
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
 from ptrain.spec.overrides import split_arguments
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_spec_arguments(parser)
     parser.add_argument(
-        "--chart", type=Path, metavar="FILE", help="draw a pipeline's schedule, as .png or .svg"
+        "--chart",
+        type=Path,
+        metavar="FILE",
+        help="draw a pipeline's schedule, and who has which tokens over cp, as .png or .svg",
     )
 
 
@@ -40,7 +49,7 @@ def run(args: Namespace) -> int:
     form = _form_of_chart(args.chart, sources)
     plans = [_derived(source, overrides, args.allow_import) for source in sources]
     if form:
-        _draw(plans[0][0], args.chart, form)
+        _draw(*plans[0], args.chart, form)
     if args.json:
         chart = {"chart": str(args.chart)} if form else {}
         records = [as_record(spec, derivation) | chart for spec, derivation in plans]
@@ -67,6 +76,7 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
         "steps": steps,
         "units": ["+".join(modules) for modules in plan.units],
         "conditions": [asdict(condition) for condition in all_conditions(spec, plan)],
+        "balance": balance_rows(plan.context) if plan.context else [],
         "warnings": list(derivation.exact.warnings),
     }
 
@@ -81,16 +91,28 @@ def _form_of_chart(path: Path | None, sources: list[str]) -> Format | None:
     return require_writable(path)
 
 
-def _draw(spec: Spec, path: Path, form: Format) -> None:
-    if pipeline_of(spec) is None:
-        finding = f"{spec.name} has no pipeline, so there is no schedule to draw"
-        raise refused("--chart", finding, "leave --chart out, or give the mesh pp of 2 or more")
-    sheet = schedule_sheet(
-        Heading(spec=spec.name, schedule=str(spec.pipeline.schedule)), schedule_of(spec)
-    )
-    write_whole(path, painted(sheet, form))
+def _draw(spec: Spec, derivation: Derivation, path: Path, form: Format) -> None:
+    sheets = [*_sheets(spec, derivation.plan)]
+    if not sheets:
+        finding = f"{spec.name} has no pipeline, so there is no schedule to draw, and no cp"
+        raise refused("--chart", finding, "leave --chart out, or give the mesh pp or cp of 2 ranks")
+    first, *others = sheets
+    for sheet in others:
+        first.add_below(sheet)
+    write_whole(path, painted(first, form))
+
+
+def _sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:
+    if pipeline_of(spec) is not None:
+        heading = Heading(spec=spec.name, schedule=str(spec.pipeline.schedule))
+        yield schedule_sheet(heading, schedule_of(spec))
+    if plan.context is not None:
+        yield tokens_sheet(spec.name, plan.context)
 
 
 def _derived(source: str, overrides: list[str], allow_import: bool) -> tuple[Spec, Derivation]:
+    """A plan of a built-in model is of its shape: what its ranks allocate is not traced for it."""
     spec = settled(load(source, overrides))
-    return spec, derive(spec, facts_of(spec, allow_import=allow_import))
+    is_of_shape = isinstance(spec.model, ModelShape) and spec.data.function is None
+    facts = own_facts(spec) if is_of_shape else facts_of(spec, allow_import=allow_import)
+    return spec, derive(spec, facts, is_timed=False)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import ptrain
+from ptrain.axes.context.draw import balance_rows
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
 from ptrain.errors import PtrainError, refused
@@ -159,6 +160,7 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     }
     spec, plan = prediction.spec, derivation.plan
     result["conditions"] = [asdict(condition) for condition in all_conditions(spec, plan)]
+    result["balance"] = balance_rows(plan.context) if plan.context else []
     result["cheaper"] = [
         {
             "overrides": list(variant.overrides),

@@ -11,17 +11,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ptrain.data.sampler import LocalBatch
+from ptrain.data.sampler import LocalBatch, local_batch
 from ptrain.data.source import SampleSource, Split
 from ptrain.data.tokenizer import VOCAB, encode
-from ptrain.data.tokens import open_tokens
+from ptrain.data.tokens import open_mask, open_tokens
 from ptrain.data.user_samples import UserSamples
 from ptrain.errors import refused
+from ptrain.models.loss import IGNORED
 from ptrain.spec.job import DataSpec
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
@@ -35,12 +37,14 @@ Tokens = NDArray[np.unsignedinteger]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
     """Token ids by split; a token file stays on disk, mapped into memory. `vocab` is the size of
-    the tokenizer, None where only the file knows."""
+    the tokenizer, None where only the file knows. `masks` are of the two splits, with 0 for a token
+    that is no target; None where nothing says so."""
 
     name: str
     train: Tokens
     held_out: Tokens
     vocab: int | None
+    masks: tuple[NDArray[Any], NDArray[Any]] | None = None
 
     def split(self, split: Split) -> Tokens:
         return self.train if split is Split.TRAIN else self.held_out
@@ -61,15 +65,28 @@ class Corpus:
         self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
     ) -> LocalBatch:
         """Return the windows at these places."""
-        tokens, sequence = self.split(split), spec.batch.sequence
-        starts = (sequence * place for place in places)
-        rows = np.stack([tokens[start : start + sequence + 1] for start in starts])
+        tokens, window = self.split(split), spec.batch.window
+        rows = np.stack([tokens[_window(place, window)] for place in places])
         self._require_vocab(spec, int(rows.max()))
-        return LocalBatch(
-            tokens=torch.from_numpy(rows.astype(np.int64)),
-            global_tokens=spec.batch.global_samples * sequence,
-            sample_ids=sample_ids,
-        )
+        ids, labels = torch.from_numpy(rows.astype(np.int64)), None
+        if spec.ignores_targets:
+            counts = np.stack([self._counts(place, spec, split) for place in places])
+            labels = ids.masked_fill(torch.from_numpy(~counts), IGNORED)
+        return local_batch(ids, labels, sample_ids, spec.batch)
+
+    def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
+        """Return how many targets of the windows at these places count."""
+        return sum(int(np.count_nonzero(self._counts(p, spec, split)[1:])) for p in places)
+
+    def _counts(self, place: int, spec: Spec, split: Split) -> NDArray[np.bool_]:
+        """Whether each token of a window is a target that counts [sequence + 1]."""
+        window, ignored = _window(place, spec.batch.window), spec.data.ignored or ()
+        counts = np.ones(window.stop - window.start, dtype=np.bool_)
+        if self.masks is not None:
+            counts &= self.masks[split is not Split.TRAIN][window].astype(np.bool_)
+        if ignored:
+            counts &= np.isin(self.split(split)[window], ignored, invert=True)
+        return counts
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
         """Raises SpecError for tokens that are not in the model's vocabulary."""
@@ -111,11 +128,7 @@ def corpus(data: DataSpec) -> SampleSource:
 def tokens_of(data: DataSpec) -> Corpus:
     """Open a corpus, or a file of tokens."""
     if data.path is not None:
-        tokens = open_tokens(Path(data.path))
-        num_train = len(tokens) - len(tokens) // _HELD_OUT_OF_FILE
-        return Corpus(
-            name=data.path, train=tokens[:num_train], held_out=tokens[num_train:], vocab=None
-        )
+        return _from_file(data.path, data.loss_mask)
     if data.tokenizer != "bytes":
         raise refused("data.tokenizer", f"{data.tokenizer!r} is not known", "write bytes")
     match data.corpus:
@@ -128,6 +141,18 @@ def tokens_of(data: DataSpec) -> Corpus:
             raise refused("data.corpus", f"{name!r} is not known", remedy)
 
 
+def _from_file(path: str, mask_path: str | None) -> Corpus:
+    tokens = open_tokens(Path(path))
+    num_train = len(tokens) - len(tokens) // _HELD_OUT_OF_FILE
+    masks = None
+    if mask_path is not None:
+        mask = open_mask(Path(mask_path), len(tokens))
+        masks = mask[:num_train], mask[num_train:]
+    return Corpus(
+        name=path, train=tokens[:num_train], held_out=tokens[num_train:], vocab=None, masks=masks
+    )
+
+
 def _from_documents(name: str, documents: Iterable[str]) -> Corpus:
     encoded = [encode(document) for document in documents]
     held_out = encoded[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
@@ -138,6 +163,11 @@ def _from_documents(name: str, documents: Iterable[str]) -> Corpus:
         held_out=np.concatenate(held_out),
         vocab=VOCAB,
     )
+
+
+def _window(place: int, sequence: int) -> slice:
+    """The tokens of a sample: the last one is a target alone, and the next one's first input."""
+    return slice(sequence * place, sequence * (place + 1) + 1)
 
 
 def _python_docs() -> list[str]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
@@ -26,6 +27,8 @@ from ptrain.data.source import SampleSource, Split
 from ptrain.errors import SpecError, refused
 from ptrain.models.batch import SampleBatch, StepBatch, in_dtype_of, of_tokens, sample_batch
 from ptrain.models.described import kind_of
+from ptrain.models.loss import IGNORED
+from ptrain.spec.batch import Batch
 from ptrain.spec.spec import Spec
 
 _ROUNDS = 6
@@ -36,38 +39,59 @@ _MASK = 2**64 - 1
 class LocalBatch:
     """One data rank's share of a step's global batch of tokens.
 
-    `tokens` is int64 [K · micro, sequence + 1]. `global_tokens` counts the targets of the whole
-    global batch: what a sum of losses is divided by. `sample_ids` (epoch · windows + window) name
-    the rows of `tokens`.
+    `tokens` is int64 [K · micro, sequence + 1]. `labels` are the same with IGNORED for tokens that
+    are no targets; None where all are. `global_tokens` counts the targets of the whole global batch
+    that count: what a sum of losses is divided by; `ignored` the others. `sample_ids`
+    (epoch · windows + window) name the rows of `tokens`.
     """
 
     tokens: Tensor
     global_tokens: int
     sample_ids: tuple[int, ...]
+    labels: Tensor | None = None
+    ignored: int = 0
 
     @property
     def global_samples(self) -> int:
-        """SampleBatch of the whole global batch."""
-        return self.global_tokens // (self.tokens.shape[1] - 1)
+        """Samples of the whole global batch."""
+        return (self.global_tokens + self.ignored) // (self.tokens.shape[1] - 1)
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.tokens]
+        return [self.tokens] if self.labels is None else [self.tokens, self.labels]
 
     def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
         """Inputs and targets, each [micro, sequence]; views, nothing is copied."""
-        yield from map(of_tokens, self.tokens.split(micro))
+        labels = self.tokens if self.labels is None else self.labels
+        yield from map(of_tokens, self.tokens.split(micro), labels.split(micro))
+
+    def counting(self, num_targets: int) -> LocalBatch:
+        """Return the same of a global batch of which so many targets count. Where none does the sum
+        of the losses is 0, which is divided by 1: torch's mean would be NaN."""
+        both = self.global_tokens + self.ignored
+        count = max(1, num_targets)
+        return replace(self, global_tokens=count, ignored=both - count)
 
     def shape_for(self, rows: int, sequence: int) -> list[int]:
         """Return the shape that its tokens should have."""
         return [rows, sequence + 1]
 
     def to(self, device: torch.device) -> LocalBatch:
-        return LocalBatch(
-            tokens=self.tokens.to(device),
-            global_tokens=self.global_tokens,
-            sample_ids=self.sample_ids,
-        )
+        labels = None if self.labels is None else self.labels.to(device)
+        return replace(self, tokens=self.tokens.to(device), labels=labels)
+
+
+def local_batch(
+    tokens: Tensor, labels: Tensor | None, sample_ids: tuple[int, ...], batch: Batch
+) -> LocalBatch:
+    """Return a share of tokens and labels [rows, window + 1], padded behind them. What is added is
+    token 0, which stands in every vocabulary, and to which no token before it attends."""
+    if batch.padding:
+        assert labels is not None, "what is added is no target"
+        tokens = F.pad(tokens, (0, batch.padding))
+        labels = F.pad(labels, (0, batch.padding), value=IGNORED)
+    every = batch.global_samples * batch.sequence
+    return LocalBatch(tokens=tokens, global_tokens=every, sample_ids=sample_ids, labels=labels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +135,18 @@ def batch(
     split: Split = Split.TRAIN,
 ) -> StepBatch:
     """The samples that data rank `data_index` of `data_degree` takes in `step` (from 0)."""
-    windows = source.num_samples(spec.batch.sequence, split)
+    windows = source.num_samples(spec.batch.window, split)
     first = step * spec.batch.global_samples
-    samples = tuple(
-        sample(first + position, windows=windows, seed=spec.train.seed)
-        for position in positions(spec, data_index=data_index, data_degree=data_degree)
-    )
-    places = [sample_id % windows for sample_id in samples]
-    return source.read(places, samples, spec, split)
+
+    def at(position: int) -> int:
+        return sample(first + position, windows=windows, seed=spec.train.seed)
+
+    samples = tuple(map(at, positions(spec, data_index=data_index, data_degree=data_degree)))
+    local = source.read([sample_id % windows for sample_id in samples], samples, spec, split)
+    if not isinstance(local, LocalBatch) or not spec.ignores_targets:
+        return local
+    everyone = [at(position) % windows for position in range(spec.batch.global_samples)]
+    return local.counting(source.num_targets(everyone, spec, split))
 
 
 def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
@@ -126,17 +154,31 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
     data are a function of the user's, of its samples, collated, in the dtypes of a dataset's.
     Raises SpecError where these are not as the spec says."""
     ids = tuple(positions(spec, data_index=data_index, data_degree=spec.data_degree))
-    size, sequence = spec.batch.global_samples, spec.batch.sequence
+    size, sequence = spec.batch.global_samples, spec.batch.window
     if spec.data.function is not None:
         _require_samples(samples, size)
         own = in_dtype_of(spec, SampleBatch(samples).of(list(ids)).data)
         return DatasetBatch(samples=own, global_samples=size, sample_ids=ids)
-    if tuple(samples.shape) != (size, sequence + 1):
-        wanted = f"[batch.global, sequence + 1] = {[size, sequence + 1]}"
-        raise _not_as_said(f"tokens {list(samples.shape)}", wanted)
-    return LocalBatch(
-        tokens=samples[list(ids)].long(), global_tokens=spec.batch.tokens, sample_ids=ids
-    )
+    tokens, *others = samples if isinstance(samples, tuple) else (samples,)
+    for tensor in (tokens, *others):
+        if tuple(tensor.shape) != (size, sequence + 1):
+            wanted = f"[batch.global, sequence + 1] = {[size, sequence + 1]}"
+            raise _not_as_said(f"tokens {list(tensor.shape)}", wanted)
+    if others and not spec.data.ignores_targets:
+        finding = "got tokens and labels, and by the spec all targets count"
+        raise refused("batch", finding, "write data.ignored: [], or the ids that do not")
+    own = tokens[list(ids)].long()
+    if not spec.ignores_targets:
+        return local_batch(own, None, ids, spec.batch)
+    labels = _labels(others[0] if others else tokens, spec)
+    counted = int((labels[:, 1:] != IGNORED).sum())
+    return local_batch(own, labels[list(ids)], ids, spec.batch).counting(counted)
+
+
+def _labels(tokens: Tensor, spec: Spec) -> Tensor:
+    """Return them with IGNORED for those that the spec ignores."""
+    ignored = torch.tensor(spec.data.ignored or (), dtype=torch.int64, device=tokens.device)
+    return tokens.long().masked_fill(torch.isin(tokens.long(), ignored), IGNORED)
 
 
 def _require_samples(samples: Any, size: int) -> None:
@@ -162,8 +204,9 @@ def blank_batch(spec: Spec) -> StepBatch:
     if spec.data.function is not None:
         samples = sample_batch(spec, rows=rows)
         return DatasetBatch(samples=samples, global_samples=size, sample_ids=())
-    tokens = torch.zeros(rows, spec.batch.sequence + 1, dtype=torch.int64)
-    return LocalBatch(tokens=tokens, global_tokens=spec.batch.tokens, sample_ids=())
+    tokens = torch.zeros(rows, spec.batch.window + 1, dtype=torch.int64)
+    labels = tokens.clone() if spec.ignores_targets else None
+    return local_batch(tokens, labels, (), spec.batch)
 
 
 def positions(spec: Spec, *, data_index: int, data_degree: int) -> Iterator[int]:
@@ -183,9 +226,9 @@ def sample(index: int, *, windows: int, seed: int) -> int:
 def require(source: SampleSource, spec: Spec, logits: int | None = None) -> None:
     """Refuse, before any rank starts, samples that the spec cannot train on (or evaluate with).
     `logits`: of a token, where a model's own code says how many."""
-    source.num_samples(spec.batch.sequence, Split.TRAIN)
+    source.num_samples(spec.batch.window, Split.TRAIN)
     if spec.eval.every:
-        source.num_samples(spec.batch.sequence, Split.HELD_OUT)
+        source.num_samples(spec.batch.window, Split.HELD_OUT)
     source.require_known(spec, logits)
 
 

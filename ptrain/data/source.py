@@ -31,6 +31,10 @@ class SampleSource(Protocol):
         """Return the samples at these places of a split, which are called so, on the processor."""
         ...
 
+    def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
+        """Return how many targets of the samples at these places count."""
+        ...
+
     def require_known(self, spec: Spec, logits: int | None) -> None:
         """Refuse samples that the spec's model cannot be given; `logits` of a token, where its own
         code says how many."""

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +24,7 @@ _MAKE = "make one with: python -m ptrain.data.tokens TEXT... --out FILE.npy"
 
 def open_tokens(path: Path) -> NDArray[np.unsignedinteger]:
     """Map a token file. Its ids are compared with the vocabulary batch by batch."""
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        reason = error.strerror or "not a readable file"
-        raise refused("data.path", f"{path}: {reason}", _MAKE) from error
-    except (ValueError, EOFError) as error:
-        raise refused("data.path", f"{path} is not a whole .npy array", _MAKE) from error
-    if not isinstance(tokens, np.ndarray):  # an .npz archive loads as a mapping
-        raise refused("data.path", f"{path} is an archive, not one .npy array", _MAKE)
+    tokens = _mapped(path, "data.path", _MAKE)
     if tokens.ndim != 1 or tokens.dtype not in (np.uint8, np.uint16, np.uint32):
         raise refused(
             "data.path",
@@ -40,6 +33,32 @@ def open_tokens(path: Path) -> NDArray[np.unsignedinteger]:
             "write them with numpy.save(path, ids.astype(numpy.uint16))",
         )
     return tokens
+
+
+def open_mask(path: Path, num_tokens: int) -> NDArray[Any]:
+    """Map the file that says which of so many tokens are targets."""
+    remedy = "write it with numpy.save(path, mask.astype(bool)), a value for each token of path"
+    mask = _mapped(path, "data.loss_mask", remedy)
+    if mask.ndim != 1 or mask.dtype not in (np.bool_, np.uint8):
+        finding = f"{path} holds {mask.dtype} of shape {mask.shape}; a mask is one-dimensional bool"
+        raise refused("data.loss_mask", finding, remedy)
+    if len(mask) != num_tokens:
+        finding = f"{path} has {len(mask)} values for {num_tokens} tokens"
+        raise refused("data.loss_mask", finding, remedy)
+    return mask
+
+
+def _mapped(path: Path, place: str, remedy: str) -> NDArray[Any]:
+    try:
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        reason = error.strerror or "not a readable file"
+        raise refused(place, f"{path}: {reason}", remedy) from error
+    except (ValueError, EOFError) as error:
+        raise refused(place, f"{path} is not a whole .npy array", remedy) from error
+    if not isinstance(values, np.ndarray):  # an .npz archive loads as a mapping
+        raise refused(place, f"{path} is an archive, not one .npy array", remedy)
+    return values
 
 
 def write_tokens(texts: Sequence[Path], out: Path) -> int:

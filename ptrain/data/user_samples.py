@@ -48,6 +48,10 @@ class UserSamples:
             sample_ids=sample_ids,
         )
 
+    def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
+        """A sample counts as one."""
+        return len(places)
+
     def require_known(self, spec: Spec, logits: int | None) -> None:
         """Raises SpecError where the last sample cannot be read, or is not as the first."""
         self._dataset.read([self._dataset.size - 1])

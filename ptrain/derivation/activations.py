@@ -23,7 +23,7 @@ from ptrain.derivation.tables import (
     sizes,
 )
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import TOKEN_AXES, Axis
 from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -104,7 +104,7 @@ def drops_in_parts(spec: Spec) -> bool:
 
 def has_token_slices(spec: Spec) -> bool:
     """Return whether ranks attend to tokens that others have."""
-    return spec.degree(Axis.CP) > 1
+    return spec.is_cut_over(TOKEN_AXES)
 
 
 def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
@@ -114,10 +114,13 @@ def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
     is_whole = spec.degree(Axis.TP) == 1 and not spec.pipeline.is_in_halves
     kept = spec.activations.of(shape.layers)
     is_known = all(blocks.is_known_over_context(shape, mode) for mode in kept)
-    if not (is_known and is_whole and spec.batch.micro == 1 and tokens % 2 == 0):
+    is_even = tokens % 2 == 0 and not spec.batch.padding
+    if not (is_known and is_whole and spec.batch.micro == 1 and is_even):
         return False
     step = context_of(spec)
     assert step is not None, "ranks have slices"
+    if shape.kv_heads % step.ulysses:  # heads of keys are repeated ahead of the exchange
+        return False
     setting = setting_of(spec, RankCut(context=part_at(step, 0)))
     return setting.name(TablePart.CONTEXT) in archive.names(TablePart.CONTEXT)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import starmap
 from typing import Any
 
 from ptrain.axes.context.part import ContextPart
@@ -38,6 +39,7 @@ OVER_CONTEXT = VARIANTS[:2]
 
 _NAMES = {kept: name for name, kept in VARIANTS}
 _BLOCK = "blocks.*"
+_TOKENS = "sequence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,24 +147,25 @@ def saved(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
     return tuple((operator, written[index]) for operator, index in parts[listed])
 
 
-def operations(setting: Setting, kept: Kept) -> dict[str, int]:
+def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
     """Return the floating-point operations of one block's matrix products: `forward`, `backward`,
-    and those of forward that backward repeats (`again`)."""
+    and those of forward that backward repeats (`again`). `scores` are those of a sample and head,
+    in the place of all tokens times all tokens."""
     setting = replace(setting, context=None)
     written = content(TablePart.BLOCK, setting)
     work = written["parts"][_entry(setting, kept, setting.shape.attention)["work"]][0]
     dimensions = setting.values
-    values = [dimensions[symbol] for symbol in written["symbols"]]
-    return {
-        when: sum(_product(coefficient, exponents, values) for coefficient, exponents in work[when])
-        for when in ("forward", "backward", "again")
-    }
+    symbols = written["symbols"]
 
+    def product(coefficient: int, exponents: Sequence[int]) -> int:
+        exponent_of = dict(zip(symbols, exponents, strict=True))
+        for symbol, exponent in exponent_of.items():
+            coefficient *= dimensions[symbol] ** exponent
+        if exponent_of[_TOKENS] < 2:
+            return coefficient
+        return coefficient * scores // setting.sequence**2
 
-def _product(coefficient: int, exponents: Sequence[int], values: Sequence[int]) -> int:
-    for value, exponent in zip(values, exponents, strict=True):
-        coefficient *= value**exponent
-    return coefficient
+    return {when: sum(starmap(product, work[when])) for when in ("forward", "backward", "again")}
 
 
 def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:

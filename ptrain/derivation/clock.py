@@ -14,10 +14,11 @@ is there: `since` says from when on, where that is not the moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
+from ptrain.derivation.beside import messages
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
@@ -29,18 +30,28 @@ from ptrain.spec.rates import Hook, OperatorKind
 
 Seconds = dict[TimeKey, float]
 
+_Sent = tuple[str, Collective]  # over an axis
+
 _AGREED = 64  # bytes: a few numbers of 8
 _COMPUTES = {phase: TimeKey(Spent.COMPUTE, phase) for phase in Phase}
 
 
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
-    """What a pass takes of a layer's operators, of the collectives between them and of the
-    hooks of these."""
+    """What a pass takes of a layer's operators, of the collectives between them that are awaited at
+    once, by axis, and of the hooks of these. `messages`: those that are awaited later, how long
+    they are on their way and how long of that the operators beside them leave the rank waiting."""
 
     compute: float = 0.0
-    sums: tuple[tuple[tuple[str, Collective], float], ...] = ()  # by axis
+    sums: tuple[tuple[_Sent, float], ...] = ()
     hooks: float = 0.0
+    messages: tuple[tuple[_Sent, float, float], ...] = ()
+
+    def in_a_row(self, pace: Pace) -> float:
+        """Return the seconds of all this, one thing after the other. Where the device computes by
+        itself the host is ahead with its hooks."""
+        sums = sum(seconds for _, seconds in self.sums)
+        return self.compute + sums + (0.0 if pace.overlaps else self.hooks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +133,11 @@ class Clock:
 
     def compute(self, work: PassSeconds, share: float = 1.0) -> None:
         """Compute a share of a layer's pass, with the collectives within it."""
+        began = self.now
         self.spend(_COMPUTES[self.phase], work.compute * share)
+        for (axis, collective), moving, waited in work.messages:
+            key = TimeKey(Spent.COLLECTIVES, self.phase, (axis,), collective)
+            self._beside(key, began, moving * share, waited * share)
         for (axis, collective), seconds in work.sums:
             key = TimeKey(Spent.COLLECTIVES, self.phase, (axis,), collective)
             self._issue((axis,), key, seconds * share, None).wait()
@@ -132,7 +147,7 @@ class Clock:
     def operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
         """An operator reads and writes `size` bytes."""
         operator = Operator(kind, dtype, (size,))
-        seconds = self._once(operator, self.pace.operator_seconds, operator) if size else 0.0
+        seconds = self._operator_seconds(operator) if size else 0.0
         self.spend(TimeKey(spent, self.phase), seconds)
 
     def update(self, optimizer: str, layout: Layout, shapes: Sequence[Shape]) -> None:
@@ -247,14 +262,31 @@ class Clock:
             self.spans.append(LaneSpan(lane, key, start, end))
         return Arrival(self, key, end)
 
+    def _beside(self, key: TimeKey, began: float, moving: float, waited: float) -> None:
+        """Something moved beside what was computed since then, and the rank waited for it so long:
+        longer where others had its lane."""
+        held_up = max(0.0, self.free.get(key.axes, 0.0) - began)
+        self.moving[key] = self.moving.get(key, 0.0) + moving
+        if self.spans is not None and self.pace.overlaps:
+            start = began + held_up
+            self.spans.append(LaneSpan(key.axes, key, start, start + moving))
+        self.spend(key, min(moving, waited + held_up))
+        self.free[key.axes] = max(self.free.get(key.axes, 0.0), self.now)
+
     # -- what comes several times
 
     def repeat(self, times: int, act: Callable[[], None]) -> None:
-        """Count what `act` takes so many times: it is done once."""
+        """Count what `act` takes so many times: it is done once. A lane that falls behind in it
+        falls behind as far each time."""
         before = self.moment()
         act()
         if times > 1:
             self.add(self.since(before), times - 1)
+            for lane, end in self.free.items():
+                late = max(0.0, before.free.get(lane, 0.0) - before.now)
+                later = end - self.now - late
+                if later > 0:
+                    self.free[lane] = end + (times - 1) * later
 
     def moment(self) -> ClockState:
         """Return the state of now."""
@@ -303,21 +335,30 @@ class Clock:
         return self._passes[key][1]
 
     def _pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
-        sums = dict[tuple[str, Collective], float]()
+        sums = dict[_Sent, float]()
         for item in work:
-            if isinstance(item, InnerCollective):
-                axis = item.axis or (self.tensor_axis or "")
-                seconds = self._inner_seconds(item, axis)
-                key = str(axis), item.collective
-                sums[key] = sums.get(key, 0.0) + item.times * seconds
+            if isinstance(item, InnerCollective) and not item.beside:
+                sent = self._sent(item)
+                sums[sent] = sums.get(sent, 0.0) + item.times * self._inner_seconds(item)
         compute = operators_seconds(self.pace, work, around)
         hooks = cut_seconds(self.pace, work) if self.tensor_axis else 0.0
-        return PassSeconds(compute, tuple(sums.items()), hooks)
+        return PassSeconds(compute, tuple(sums.items()), hooks, tuple(self._messages(work)))
 
-    def _inner_seconds(self, item: InnerCollective, axis: str) -> float:
+    def _messages(self, work: PassWork) -> Iterator[tuple[_Sent, float, float]]:
+        for item, seconds, waited in messages(work, self._operator_seconds, self._inner_seconds):
+            yield self._sent(item), seconds, waited if self.pace.overlaps else seconds
+
+    def _operator_seconds(self, operator: Operator) -> float:
+        return self._once(operator, self.pace.operator_seconds, operator)
+
+    def _sent(self, item: InnerCollective) -> _Sent:
+        return item.axis or str(self.tensor_axis or ""), item.collective
+
+    def _inner_seconds(self, item: InnerCollective) -> float:
+        axis, _ = self._sent(item)
         if item.collective is Collective.SEND:  # all to the next rank
             return self.message_seconds(Axis(axis), item.payload)
-        return self._group_seconds(item.collective, (axis,), None, item.payload)
+        return self._group_seconds(item.collective, (axis,), item.ranks or None, item.payload)
 
     def _once(self, question: Hashable, ask: Callable[..., float], *words: object) -> float:
         """The machine's answer, which is asked for once."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ptrain.algebra.layout import positions
+from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
@@ -219,7 +220,7 @@ def exact(
         (indices, _exact_part(spec, plan, part, indices[0], machine))
         for part, indices in tensor.parts(spec, plan, facts)
     ]
-    operators = add_traffic((*tensor.sent(spec, plan, facts), *_over_context(spec, plan)))
+    operators = add_traffic((*tensor.sent(spec, plan, facts), *_over_context(spec, plan, facts)))
     estimate = _joined(spec, plan, of_parts)
     traffic = _with(estimate.traffic, operators)
     return replace(
@@ -232,9 +233,11 @@ def exact(
     )
 
 
-def _over_context(spec: Spec, plan: Plan) -> Iterator[Traffic]:
+def _over_context(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
     if isinstance(spec.model, ModelShape):
         yield from sent_over_context(spec, plan, spec.activations.of(spec.model.layers))
+    elif facts.attending is not None:
+        yield from sent_over_context(spec, plan, *own_kept(spec, facts.blocks, facts.attending))
 
 
 def _with(rows: Iterable[Traffic], operators: tuple[Traffic, ...]) -> tuple[Traffic, ...]:

@@ -7,29 +7,31 @@ it over, or (`cloned`) copies it.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import product
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
 
-from ptrain.algebra.layout import place_of
-from ptrain.axes.data.costs import shard_runs
-from ptrain.axes.data.cuts import Axes, Cuts
-from ptrain.axes.data.units import ModelLife
+from ptrain.axes.data.cuts import Cuts
+from ptrain.axes.data.units import ModelLife, UnitLife
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import Collective, State
 from ptrain.derivation.differing import differing_axes, within_tp
 from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.normed_views import NormedViews
 from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
-from ptrain.optimizers.update import Target, TargetsUpdate
+from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
-from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import FlatUnits
 from ptrain.timeline import Complete, Kind, Mark
+
+# Does something to items, each of the unit with its number, as often as there are such units.
+Repeat = Callable[[Iterable[tuple[int, Any]], Callable[[Any], None]], None]
 
 SCALE_BYTES = 4  # fp32, as is the flag of an overflow
 
@@ -80,66 +82,35 @@ class GhostMembers:
             self._gradients[index] = kept
 
 
-Views = tuple[tuple[int, bool], ...]  # elements, and whether their operators are cut
-Places = tuple[int, ...]
-# Of equal units: elements and flag of each tensor, the axes that cut their G, the size of their
-# buffers, and the axes that cut anything, with their degrees.
-Cut = tuple[Views, Axes, int, Axes, tuple[int, ...]]
+class RepeatedLife(ModelLife[Ghost]):
+    """The units that are played, each of which stands for so many: what is done to all of them is
+    counted as often."""
+
+    def __init__(
+        self,
+        states: Sequence[UnitState[Ghost]],
+        is_root: Sequence[bool],
+        step: FlatUnits,
+        repeat: Repeat,
+    ) -> None:
+        super().__init__(states, is_root, step)
+        self._repeat = repeat
+        self._place = {unit: place for place, unit in enumerate(self.all)}
+
+    def each(
+        self, units: Iterable[UnitLife[Ghost]], act: Callable[[UnitLife[Ghost]], None]
+    ) -> None:
+        self._repeat(((self._place[unit], unit) for unit in units), act)
 
 
-class NormedViews:
-    """The views of a rank's part of G of which there is a norm each, where tp has those of tensors
-    that it cuts apart; equal units have equal ones."""
+class RepeatedUpdate(TargetsUpdate[Ghost, Target[Ghost]]):
+    """The update of the units that are played, each counted for all that it stands for."""
 
-    def __init__(self, states: Iterable[UnitState[Ghost]]) -> None:
-        numbers: dict[Cut, int] = {}
-        self._number_of: list[int] = []  # by unit
-        degrees: dict[Axis, int] = {}
-        for state in states:
-            members, gradients, cuts = state.members, state.gradients, state.cuts
-            if gradients.kept is None:
-                continue
-            tensors = tuple(zip(map(math.prod, members.shapes), members.are_cut, strict=True))
-            kind = tensors, gradients.now, cuts.padded, cuts.axes, cuts.degrees
-            self._number_of.append(numbers.setdefault(kind, len(numbers)))
-            degrees |= {axis: cuts.room.degree(axis) for axis in gradients.now}
-        self._axes = tuple(degrees)
-        self._kind_at, self._views = _views_by_place(tuple(numbers), tuple(degrees.items()))
+    repeat: Repeat
 
-    def kind_at(self, places: Mapping[Axis, int]) -> int:
-        """Return a number that ranks share which have the same views, by where they stand along
-        the axes on which they differ."""
-        return self._kind_at[tuple([places.get(axis, 0) for axis in self._axes])]
-
-    def by_operator(self, places: Mapping[Axis, int]) -> list[list[int]]:
-        """Return the elements of all: of tensors that are cut, then of those that ranks have
-        alike."""
-        of_kinds = self._views[self.kind_at(places)]
-        views = [view for number in self._number_of for view in of_kinds[number]]
-        return [[numel for numel, is_cut in views if is_cut is cut] for cut in (True, False)]
-
-
-@lru_cache(maxsize=2**8)
-def _views_by_place(
-    kinds: tuple[Cut, ...], degrees: tuple[tuple[Axis, int], ...]
-) -> tuple[dict[Places, int], list[tuple[Views, ...]]]:
-    """Return the number of the views at each place along the axes that cut G, and by number those
-    in a unit of each kind. A search asks of the same units hundreds of times."""
-    numbers: dict[tuple[Views, ...], int] = {}
-    kind_at: dict[Places, int] = {}
-    for places in product(*(range(degree) for _, degree in degrees)):
-        at = dict(zip((axis for axis, _ in degrees), places, strict=True))
-        views = tuple(_views(kind, at) for kind in kinds)
-        kind_at[places] = numbers.setdefault(views, len(numbers))
-    return kind_at, [*numbers]
-
-
-def _views(kind: Cut, at: Mapping[Axis, int]) -> Views:
-    """Return the runs of elements of equal flags in a unit's shard at a place."""
-    tensors, cut, padded, axes, degrees = kind
-    places = tuple([at[axis] if axis in cut else None for axis in axes])
-    runs = shard_runs(tensors, padded, degrees, places)
-    return tuple([(end - start, is_cut) for start, end, is_cut in runs])
+    def each(self, act: Callable[[UpdateGroup[Ghost, Target[Ghost]]], None]) -> None:
+        assert self.is_by_unit, "a flat unit is updated by itself"
+        self.repeat(enumerate(self.groups), act)
 
 
 class Flat:
@@ -156,15 +127,18 @@ class Flat:
         chosen: Sequence[UnitFacts] | None = None,
     ) -> None:
         self.scene, self.step, self.tape = scene, step, scene.tape
-        facts = scene.facts.units if chosen is None else chosen
+        facts, times = (scene.units, scene.times) if chosen is None else (chosen, (1,))
         degrees = {axis: scene.spec.degree(axis) for axis in step.axes}
         scene.tape.is_reading = False
         scene.tape.hooks.update(_HOOKS)
         self.room = GhostRoom(scene.tape, degrees, {})
-        self.used = [unit for unit in facts if unit.numel]
+        played = [(unit, number) for unit, number in zip(facts, times, strict=True) if unit.numel]
+        self.used, self.times = [unit for unit, _ in played], [number for _, number in played]
         self.members = [GhostMembers(unit, scene.tape) for unit in self.used]
         self.states = self._states()
-        self.units = ModelLife(self.states, [unit.is_root for unit in self.used], step)
+        self.units = RepeatedLife(
+            self.states, [unit.is_root for unit in self.used], step, self._repeat
+        )
         self.update_of = self._update()
         numbers = {id(unit): number for number, unit in enumerate(self.used)}
         self._played = [numbers.get(id(unit)) for unit in facts]
@@ -180,6 +154,13 @@ class Flat:
             self._first_step()
         scene.tape.is_reading = True
 
+    def _repeat(self, numbered: Iterable[tuple[int, Any]], act: Callable[[Any], None]) -> None:
+        """Count what is done to units, given with their numbers, for all that these stand for. The
+        units of a block take turns where blocks are repeated."""
+        for times, of_block in groupby(numbered, key=lambda pair: self.times[pair[0]]):
+            turn = partial(_do, act, [item for _, item in of_block])
+            self.tape.repeat(times if self.tape.is_reading else 1, turn)
+
     def _states(self) -> list[UnitState[Ghost]]:
         step, layout = self.step, self.scene.plan.update.layout
         cut = (*step.parameters, *step.optimizer, *step.gradients)
@@ -191,7 +172,7 @@ class Flat:
             for members, unit in zip(self.members, self.used, strict=True)
         ]
 
-    def _update(self) -> TargetsUpdate[Ghost, Target[Ghost]]:
+    def _update(self) -> RepeatedUpdate:
         optimizer, layout = self.scene.spec.optimizer, self.scene.plan.update.layout
         groups: list[list[Target[Ghost]]] = [[ShardTarget(state)] for state in self.states]
         hidden = [[False] for _ in self.states]
@@ -203,7 +184,8 @@ class Flat:
             ]
             hidden = [[is_hidden(unit, tensor) for tensor in unit.tensors] for unit in self.used]
         rules = GhostRules(self.scene.tape, is_cpu=not self.scene.spec.is_for_cuda)
-        update = TargetsUpdate(groups, optimizer, layout, self.room, rules, hidden)
+        update = RepeatedUpdate(groups, optimizer, layout, self.room, rules, hidden)
+        update.repeat = self._repeat
         if self.step.consumed:
             self.units.consume_with(lambda index: update.step_group(index, 0.0))
         return update
@@ -272,8 +254,8 @@ class Flat:
 
     def gathered(self) -> int:
         return sum(
-            unit.parameters.whole.nbytes
-            for unit in self.units.all
+            times * unit.parameters.whole.nbytes
+            for unit, times in zip(self.units.all, self.times, strict=True)
             if unit.parameters.is_transient and unit.parameters.is_gathered
         )
 
@@ -289,6 +271,10 @@ class Flat:
         self.units.for_update()
         if self._is_by_view and self.tape.is_reading:
             self.views = NormedViews(self._counted())
+            differing = differing_axes(self.scene.plan)
+            self.kinds = self.views.kinds(
+                tuple((f.axis, f.degree) for f in self.scene.spec.factors if f.axis in differing)
+            )
         if self.scene.plan.update.layout.scales_loss and self._on_device:
             self.tape.spike(SCALE_BYTES)
 
@@ -296,32 +282,29 @@ class Flat:
         """The pieces of tensors in its shards: all else is alike."""
         if self.step.consumed or not self._is_by_view:
             return 0
-        return self.views.kind_at(self._places_of(shard))
+        return self.kinds[shard]
 
     def clipped(self, shard: int) -> list[list[int]] | None:
         """On the gradients' tier, but for the scalar that is reduced."""
         if self.step.consumed:
             return None
         if self._is_by_view:
-            return self.views.by_operator(self._places_of(shard))
+            return self.views.by_operator(self.kinds[shard])
         if self._on_device:
-            kept = (state.gradients.kept for state in self._counted())
-            return [[ghost.numel for ghost in kept if ghost is not None]]
+            kept = [(state.gradients.kept, times) for state, times in self._counted()]
+            return [[ghost.numel for ghost, times in kept if ghost for _ in range(times)]]
         step = self.scene.plan.clip
         if step is not None and step.axes:
             size = max(SCALE_BYTES, self.scene.plan.update.layout.gradients.itemsize)
             self.tape.spike(size)
         return None
 
-    def _places_of(self, shard: int) -> dict[Axis, int]:
-        return place_of(self.scene.spec, differing_axes(self.scene.plan), shard)
-
-    def _counted(self) -> Iterator[UnitState[Ghost]]:
-        """Yield the units of which this rank has norms: what it has a copy of, in a unit of its
-        own, is counted on another stage."""
-        for unit, state in zip(self.used, self.states, strict=True):
+    def _counted(self) -> Iterator[tuple[UnitState[Ghost], int]]:
+        """Yield the units of which this rank has norms, with how many each stands for: what it has
+        a copy of, in a unit of its own, is counted on another stage."""
+        for unit, state, times in zip(self.used, self.states, self.times, strict=True):
             if not all(tensor.is_copy for tensor in unit.tensors):
-                yield state
+                yield state, times
 
     @property
     def _is_by_view(self) -> bool:
@@ -341,3 +324,8 @@ class Flat:
         """Gathers that were issued during the update are awaited."""
         self.units.finish_update()
         self.units.clear_gradients()
+
+
+def _do(act: Callable[[Any], None], items: Iterable[Any]) -> None:
+    for item in items:
+        act(item)

@@ -1,6 +1,8 @@
 """Floating-point operations of a step of a built-in model: the matrix products of its blocks, read
 off the tables of blocks, and of its head. What a recomputation runs again is counted by itself:
-the matrix product whose result nothing in backward needs is not among it.
+the matrix product whose result nothing in backward needs is not among it. Scores are counted as
+kernels are given them, masked or not; a rank with a slice of the tokens has those of the blocks
+that its queries meet.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ptrain.algebra.layout import positions
+from ptrain.algebra.layout import positions, ranks_over
+from ptrain.axes.context.blocks import multiplied
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
 from ptrain.costs import Operations
@@ -30,30 +33,36 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
     """Return each rank's operations; none for a model that is not built in, or whose blocks have no
     table."""
     shape = spec.model
-    if not isinstance(shape, ModelShape) or plan.tokens < spec.batch.sequence:
-        return ()  # tables tell what a rank computes that attends to its own tokens alone
+    if not isinstance(shape, ModelShape):
+        return ()
     kept = spec.activations.of(shape.layers)
     if not all(blocks.is_known(shape, mode) for mode in kept):
         return ()
     like: dict[int, int] = {}  # ranks of tp differ in their slices of the vocabulary alone
     indices = [
         like.setdefault(_words(setting_at(spec, plan, index)), index)
-        for index in range(spec.degree(Axis.TP))
+        for index in range(ranks_over(spec, plan.cutting_axes))
     ]
-    settings = {index: setting_at(spec, plan, index) for index in like.values()}
+    settings = {
+        index: replace(setting_at(spec, plan, index), sequence=plan.tokens)
+        for index in like.values()
+    }
+    token_axes = tuple(axis for step in plan.steps for axis in step.token_axes)
+    scores = multiplied(plan.context) if plan.context else (spec.batch.sequence**2,)
     of_block = {
-        (index, mode): blocks.operations(setting, mode)
+        (index, mode, number): blocks.operations(setting, mode, number)
         for index, setting in settings.items()
         for mode in {*kept}
+        for number in {*scores}
     }
 
-    def of_rank(place: int, index: int) -> Operations:
+    def of_rank(place: int, index: int, number: int) -> Operations:
         own = plan.pipeline.stages_of(place) if plan.pipeline else ()
         layers = [layer for stage in own for layer in stages[stage].layers]
         numbers = [int(layer.rpartition(".")[2]) for layer in layers] or range(shape.layers)
         sums = Counter[str]()
         for mode, times in Counter(kept[number] for number in numbers).items():
-            for name, count in of_block[index, mode].items():
+            for name, count in of_block[index, mode, number].items():
                 sums[name] += times * count
         micro_batches = plan.accumulate.micro_batches
         row = {name: micro_batches * sums[name] for name in _PASSES}
@@ -62,8 +71,9 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
                 row[name] += count
         return Operations(rank=0, **row)
 
-    places = zip(positions(spec, (Axis.PP,)), positions(spec, (Axis.TP,)), strict=True)
-    keys = ((place, indices[index]) for place, index in places)
+    axes = (Axis.PP,), plan.cutting_axes, token_axes
+    places = zip(*(positions(spec, names) for names in axes), strict=True)
+    keys = ((place, indices[index], scores[slice_]) for place, index, slice_ in places)
     return rows_by_rank(keys, lambda key: [of_rank(*key)])
 
 
@@ -78,7 +88,7 @@ def _of_head(spec: Spec, plan: Plan, setting: Setting) -> Iterator[tuple[str, in
     its logits again in backward, and of a backward pass in halves in each of them; so does torch's
     fused one where it gives the loss of each token. That is one operator, which either half runs as
     a whole, and torch counts what it computes within it as backward's the second time."""
-    shape, tokens = setting.shape, setting.batch * spec.batch.sequence
+    shape, tokens = setting.shape, setting.batch * setting.sequence
     product = 2 * tokens * shape.hidden * _words(setting)
     micro_batches = plan.accumulate.micro_batches
     yield "forward", micro_batches * product

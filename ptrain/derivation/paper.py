@@ -12,6 +12,7 @@ from math import prod
 from typing import assert_never
 
 from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
+from ptrain.axes.context.form import left_to_others
 from ptrain.axes.ring import Calls, Group
 from ptrain.by_rank import ByRank
 from ptrain.costs import Collective, Column, Estimate, Footprint, Phase, State, Traffic, add_traffic
@@ -144,7 +145,9 @@ def _traffic_is_undefined(spec: Spec) -> str:
 def _other_axes_volume(spec: Spec) -> str:
     """Why the rows are not all that is sent, or nothing."""
     others = [factor.axis for factor in spec.factors if factor.axis not in DATA_AXES]
-    return f"the paper gives no volume for the axis {' or '.join(others)}" if others else ""
+    if not others:
+        return ""
+    return f"the paper gives no volume for the axis {' or '.join(others)}{left_to_others(spec)}"
 
 
 # Equations (12) to (14). Of optimizer state Theorem 2 says that its update is local.

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import chain
 
 from ptrain.algebra.layout import positions, ranks_over
+from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.holdings import Transfer, transfers
@@ -37,6 +38,7 @@ from ptrain.derivation.memory import by_shard, other_bytes
 from ptrain.derivation.repeats import alike
 from ptrain.derivation.tables import RankCut
 from ptrain.derivation.tied import Rows, tied_sums
+from ptrain.facts.attention import AttentionHeads
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
@@ -285,7 +287,7 @@ def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[l
     times = partial(stage_gathers, schedule, stage_parts.stage.index)
     operators = (
         *tensor.sent(spec, stage_parts.plan, stage_parts.facts),
-        *sent_over_context(spec, stage_parts.plan, _modes(spec, stage_parts.stage)),
+        *sent_over_context(spec, stage_parts.plan, *_attention(spec, stage_parts)),
     )
     rows_of: dict[int, list[Rows]] = {}
     for ghost, indices in stage_parts.parts:
@@ -302,13 +304,18 @@ def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[l
     return [rows_of[index] for index in sorted(rows_of)]
 
 
-def _modes(spec: Spec, stage: Stage) -> tuple[Kept, ...]:
-    """How the stage's layers keep their activations; of a model that is not built in nobody
-    asks."""
-    if not isinstance(spec.model, ModelShape):
-        return ()
-    kept = spec.activations.of(spec.model.layers)
-    return tuple(kept[int(layer.rpartition(".")[2])] for layer in stage.layers)
+def _attention(
+    spec: Spec, stage_parts: StageParts
+) -> tuple[tuple[Kept, ...], tuple[AttentionHeads, ...]]:
+    """Return how the activations of the stage's layers are kept, and of a model that is not built
+    in whose attention goes over cp the heads of each."""
+    stage, facts = stage_parts.stage, stage_parts.facts
+    if isinstance(spec.model, ModelShape):
+        kept = spec.activations.of(spec.model.layers)
+        return tuple(kept[int(layer.rpartition(".")[2])] for layer in stage.layers), ()
+    if facts.attending is None:
+        return (), ()
+    return own_kept(spec, facts.blocks, facts.attending, stage.layers)
 
 
 def _kept(spec: Spec, stage_parts: StageParts, index: int) -> tuple[Pairs, Pairs]:

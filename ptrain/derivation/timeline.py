@@ -166,8 +166,10 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     for wrap in wraps:
         wrap.reduce()
     alike: dict[Hashable, list[int]] = {}
-    for shard in shards:
-        alike.setdefault(tuple(wrap.kind_of_shard(shard) for wrap in wraps), []).append(shard)
+    shards = [*shards]
+    kinds = zip(*(map(wrap.kind_of_shard, shards) for wrap in wraps), strict=True)
+    for shard, kind in zip(shards, kinds, strict=True):
+        alike.setdefault(kind, []).append(shard)
     clipped = {shard: [wrap.clipped(shard) for wrap in wraps] for shard, *_ in alike.values()}
     clips = {shard: norm_bytes(scene, groups) for shard, groups in clipped.items()}
     before, reduced = tape.level, tape.peak
@@ -214,5 +216,5 @@ def _peaks(scene: Scene, wrap: Wrap, base: ByRank[Footprint]) -> ByRank[Peak]:
     tape = scene.tape
     of_rank = positions(scene.spec, differing_axes(scene.plan))
     updates = play_update([wrap], sorted({*of_rank}))
-    above = {shard: {**tape.peaks, Phase.UPDATE: update} for shard, update in updates.items()}
-    return peaks(always(base), of_rank, above)
+    above = {update: {**tape.peaks, Phase.UPDATE: update} for update in updates.values()}
+    return peaks(always(base), [updates[shard] for shard in of_rank], above)

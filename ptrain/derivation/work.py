@@ -6,13 +6,13 @@ Layers that are alike share one work, so that who adds up times adds up by kind 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
 
-from ptrain.axes.context.part import ContextPart
+from ptrain.axes.context.part import ContextKind, ContextPart
 from ptrain.costs import Collective
 from ptrain.derivation import archive, blocks, loss_chunks
 from ptrain.derivation.activations import is_tabulated
@@ -87,12 +87,13 @@ def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
 @dataclass(frozen=True, slots=True)
 class _Listed:
     """An operator or a collective as a table has it: `sizes` are numbers; no dtype means that in
-    which the model computes."""
+    which the model computes; `axis` and `is_whole` as of these."""
 
     kind: OperatorKind | Collective
     dtype: DType | None
     sizes: tuple[int, ...]
     axis: str = ""
+    is_whole: bool = False
 
     def at(self, sizes: Sequence[int], compute: DType) -> Operator | InnerCollective:
         """Return it where a table's sizes are these."""
@@ -100,7 +101,7 @@ class _Listed:
         if isinstance(self.kind, Collective):
             return InnerCollective(self.kind, own[0], axis=self.axis)
         dimensions = (sum(own),) if self.kind.is_of_bytes else own
-        return Operator(self.kind, self.dtype or compute, dimensions)
+        return Operator(self.kind, self.dtype or compute, dimensions, is_whole=self.is_whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +124,9 @@ class _WorkTable:
                     Collective(name) if name in _COLLECTIVES else OperatorKind(name),
                     DType(dtype) if dtype else None,
                     tuple(sizes),
-                    *axis,
+                    *more,
                 )
-                for name, dtype, sizes, *axis in content["operators"]
+                for name, dtype, sizes, *more in content["operators"]
             ),
             tuple(map(tuple, content.get("parts", ()))),
         )
@@ -159,9 +160,18 @@ class _Evaluated:
         of_pass = (self._operators[operator] for part in parts for operator in part)
         return tuple([_times(operator, len([*alike])) for operator, alike in groupby(of_pass)])
 
-    def of_numbers(self, rows: Iterable[tuple[int, int]]) -> PassWork:
-        """Return operators of which each runs so many times."""
-        return tuple([_times(self._operators[number], times) for number, times in rows if times])
+    def of_groups(self, groups: Iterable[Sequence[int]], ranks: int) -> PassWork:
+        """Return operators by number, how often each runs in a row and how many behind it run
+        before it is awaited; what is sent over an axis is so over so many neighbours."""
+
+        def entry(number: int, times: int, beside: int) -> Operator | InnerCollective:
+            what = self._operators[number]
+            if isinstance(what, Operator):
+                return _times(what, times)
+            own = ranks if what.collective is not Collective.SEND else 0
+            return replace(what, times=times, beside=beside, ranks=own)
+
+        return tuple([entry(*group) for group in groups])
 
 
 def _times(operator: Operator | InnerCollective, times: int) -> Operator | InnerCollective:
@@ -191,14 +201,26 @@ def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
     """A layer of a rank that attends to the tokens of others."""
     evaluated = _Evaluated(TablePart.CONTEXT, setting, setting.values)
     entry = evaluated.table.content[blocks.variant(kept)]
-    forward, backward = (
-        evaluated.of_numbers(
-            (number, once + part.before * before + part.behind * behind)
-            for number, once, before, behind in entry[name][part.place]
-        )
-        for name in ("forward", "backward")
-    )
+    ranks = part.ring if part.kind is ContextKind.GATHER else part.ulysses
+    passes = (unrolled(entry[name][part.place], part) for name in ("forward", "backward"))
+    forward, backward = (evaluated.of_groups(groups, ranks) for groups in passes)
     return LayerWork(forward=forward, backward=backward)
+
+
+def unrolled(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[int]]:
+    """Yield a pass with as many hops as there are places before its own and behind it: a table has
+    the fewest, and what each more puts in where; behind all others what only looks."""
+    before, behind = (
+        own - least for own, least in zip((part.before, part.behind), written["least"], strict=True)
+    )
+    own_before, own_behind = dict(written["before"]), dict(written["behind"])
+    for at, group in enumerate([*written["base"], None]):
+        yield from own_before.get(at, []) * before
+        yield from own_behind.get(at, []) * behind
+        if group is not None:
+            yield group
+    number, views, more_before, more_behind = written["views"]
+    yield [number, views + before * more_before + behind * more_behind, 0]
 
 
 def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:

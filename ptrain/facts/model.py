@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from ptrain.facts.attention import Attending
 from ptrain.facts.operators import WorkByKind
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import Chain
@@ -80,9 +81,10 @@ class ModelFacts:
     `unknown_attention` of what attention nobody knows what the spec's GPUs would keep. `by_data`
     says what selects by data, as a router does, so that sizes depend on it: then the traces are
     those of one extent of what is selected, and `others` are the facts at other extents; figures
-    lie between the least and the largest of all. `unvisited` are parameters that have no gradient
-    where nothing is selected for them. `model` is there where they are of another one than the
-    spec's."""
+    lie between the least and the largest of all. `attending` is what slices of the tokens over cp
+    need of a model that is not built in. `unvisited` are parameters that have no gradient where
+    nothing is selected for them. `model` is there where they are of another one than the spec's.
+    """
 
     units: tuple[UnitFacts, ...]
     buffers: tuple[tuple[str, int], ...] = ()
@@ -104,6 +106,7 @@ class ModelFacts:
     unknown_attention: str = ""
     model: ModelSpec | None = field(default=None, compare=False)
     by_data: str = ""
+    attending: Attending | None = None
     others: tuple[ModelFacts, ...] = field(default=(), hash=False)
     unvisited: tuple[str, ...] = ()
 

@@ -17,12 +17,14 @@ from ptrain.spec.rates import OperatorKind
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """`times` operators of one kind, dtype and size: `dimensions` are its kind's."""
+    """`times` operators of one kind, dtype and size: `dimensions` are its kind's. `is_whole`: of
+    fused attention, no mask leaves out half of the scores."""
 
     kind: OperatorKind
     dtype: DType
     dimensions: tuple[int, ...]
     times: int = 1
+    is_whole: bool = False
 
     @property
     def flops(self) -> int:
@@ -42,13 +44,16 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class InnerCollective:
-    """A collective within a pass, which awaits it, over the axis that cuts operators or over one
-    that is named: bytes of the whole tensor."""
+    """A collective within a pass, over the axis that cuts operators or over one that is named, of
+    so many neighbouring `ranks` of it (0: of all): bytes of the whole tensor. `beside`: how many
+    entries of the pass behind it run before it is awaited."""
 
     collective: Collective
     payload: int
     times: int = 1
     axis: str = ""
+    ranks: int = 0
+    beside: int = 0
 
 
 PassWork = tuple[Operator | InnerCollective, ...]

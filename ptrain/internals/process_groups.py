@@ -79,6 +79,17 @@ def is_group(value: Any) -> bool:
 def axis_of(arguments: Sequence[Any]) -> str:
     """Return along which axis of a mesh the ranks differ whose collective has these arguments, as
     the mesh says it of groups that it makes; nothing where none does."""
-    names = [argument for argument in arguments if isinstance(argument, str)]
-    groups = [named(name) for name in names if is_name(name)]
-    return next((str(group.group_desc).removeprefix(_OF_MESH) for group in groups), "")
+    group = _group_of(arguments)
+    return "" if group is None else str(group.group_desc).removeprefix(_OF_MESH)
+
+
+def size_of(arguments: Sequence[Any]) -> int:
+    """Return how many ranks the group has whose collective has these arguments; 0 where none is
+    named."""
+    group = _group_of(arguments)
+    return 0 if group is None else group.size()
+
+
+def _group_of(arguments: Sequence[Any]) -> dist.ProcessGroup | None:
+    names = (argument for argument in arguments if isinstance(argument, str))
+    return next((named(name) for name in names if is_name(name)), None)

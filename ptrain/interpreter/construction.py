@@ -11,6 +11,7 @@ from torch import nn
 from ptrain.axes.context.run.apply import ContextGroups
 from ptrain.axes.data.run.wrapped import OwnUpdate, WrappedModel
 from ptrain.axes.tensor.run.fused import FusedOrder
+from ptrain.facts.attention import Attending
 from ptrain.interpreter.clip import Clipping
 from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.interpreter.passes import Enter, PassRunner
@@ -30,15 +31,16 @@ from ptrain.steps.step import ChunkedLoss, Plan
 @dataclass(kw_only=True, eq=False)
 class Construction:
     """One rank's program before it is whole. `head` names the module that makes the logits of a
-    model that is not built in; `ran` are the steps so far, in the order in which they ran. What a
-    step leaves to be called is given the construction and does not keep it: the model would live
-    until somebody collects garbage."""
+    model that is not built in, and `attending` those that attend over cp; `ran` are the steps so
+    far, in the order in which they ran. What a step leaves to be called is given the construction
+    and does not keep it: the model would live until somebody collects garbage."""
 
     spec: Spec
     plan: Plan
     world: World
     module: nn.Module
     head: str = ROOT
+    attending: Attending | None = None
     stages: Stages | None = None
     ran: list[Ran] = field(default_factory=list)
     pieces: list[Workpiece] = field(default_factory=list)  # those that a step has reached

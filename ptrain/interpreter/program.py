@@ -352,6 +352,7 @@ def planned(
         world=world,
         module=module,
         head=head_of(module, spec) if plan.loss else ROOT,
+        attending=facts.attending,
         stages=stages,
         loss=Loss(objective_of(spec.loss)),
     )

@@ -10,6 +10,7 @@ from functools import partial
 
 from torch import nn
 
+from ptrain.axes.context.run.rehearsal import require_slices
 from ptrain.axes.pipeline.run.alike import require_alike
 from ptrain.axes.pipeline.run.apply import Pipelined
 from ptrain.axes.pipeline.run.cut import part_of
@@ -29,7 +30,9 @@ from ptrain.steps.step import Pipeline, Plan
 
 
 def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages | None:
-    """None without pp. Raises SpecError for a module whose stages are not the module."""
+    """None without pp. Raises SpecError for a module whose stages are not the module, or that is
+    not on slices of the tokens what it is on all."""
+    require_slices(module, spec, facts.attending)
     cut = stages_of(spec, facts)
     if not cut:
         return None

@@ -82,8 +82,8 @@ class SampleBatch:
 
 class StepBatch(Protocol):
     """One data rank's share of a step's global batch, on one device. `global_samples` and
-    `global_tokens` count the samples and the targets of the whole global batch: what the micro-
-    batches' losses are divided by. `sample_ids` name its samples."""
+    `global_tokens` count the samples of the whole global batch, and its targets that count: what
+    the micro-batches' losses are divided by. `sample_ids` name its samples."""
 
     @property
     def sample_ids(self) -> tuple[int, ...]: ...
@@ -110,9 +110,11 @@ class StepBatch(Protocol):
     def to(self, device: torch.device) -> Self: ...
 
 
-def of_tokens(tokens: Tensor) -> SampleBatch:
-    """Return the samples of tokens [batch, sequence + 1]: views, nothing is copied."""
-    return SampleBatch(TokenPair(tokens[:, :-1], tokens[:, 1:]))
+def of_tokens(tokens: Tensor, labels: Tensor | None = None) -> SampleBatch:
+    """Return the samples of tokens [batch, sequence + 1], and of labels like them: views, nothing
+    is copied."""
+    following = tokens if labels is None else labels
+    return SampleBatch(TokenPair(tokens[:, :-1], following[:, 1:]))
 
 
 def sample_batch(

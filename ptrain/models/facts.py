@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
+from ptrain.models.attending import attending_of
 from ptrain.models.batch import sample_bytes
 from ptrain.models.chain import chain_of_module
 from ptrain.models.dropout import drops_out
@@ -29,6 +30,7 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
         chain=chain_of_module(model, spec),
         blocks=tuple(blocks_of(model, spec.model.blocks)),
         draws=drops_out(model),
+        attending=attending_of(model, spec),
         sample_bytes=sample_bytes(spec),
         ignored=ignored_fields(spec.model) if isinstance(spec.model, HuggingFaceModel) else (),
     )

@@ -7,6 +7,8 @@ a model is built, and nowhere else: the import takes seconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from types import ModuleType
@@ -34,6 +36,7 @@ _KINDS = {
 }
 _BASE = "transformers.modeling_utils.PreTrainedModel"
 _IS_PLAIN = "_gives_logits"  # of the classes that are made here
+PACKED = "find_packed_sequence_indices"  # of `masks`
 _LAYERS = "num_hidden_layers"  # as transformers calls it, whatever a config does
 
 
@@ -110,6 +113,25 @@ def masks() -> ModuleType:
     return module
 
 
+@contextmanager
+def _never_packed() -> Iterator[None]:
+    """Within it transformers makes no mask of positions. Where one is not followed by the next it
+    takes them for several samples in a row; they are a rank's chunks of one sample."""
+    before = getattr(masks(), PACKED, None)
+    if before is None:  # an older transformers does not look at them
+        yield
+        return
+    setattr(masks(), PACKED, never_packed)
+    try:
+        yield
+    finally:
+        setattr(masks(), PACKED, before)
+
+
+def never_packed(position_ids: Tensor) -> None:
+    """Stand in for transformers' reading of positions: no two samples are in one row."""
+
+
 def gives_objects(module: nn.Module) -> bool:
     """Return whether it is a causal language model as transformers makes it, whose forward gives an
     object that has the logits."""
@@ -131,11 +153,15 @@ def to_logits(module: nn.Module) -> None:
 
 @cache
 def _with_logits(named: type) -> type:
-    """`named`, whose forward takes tokens and gives logits."""
+    """`named`, whose forward takes tokens and gives logits. Where the tokens are not the first of
+    their samples it is given their positions [1, T] too."""
 
     class Logits(named):
-        def forward(self, tokens_BT: Tensor) -> Tensor:
-            logits: Tensor = super().forward(input_ids=tokens_BT, use_cache=False).logits
+        def forward(self, tokens_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:
+            given = {} if position_ids is None else {"position_ids": position_ids}
+            with _never_packed() if given else nullcontext():
+                output = super().forward(input_ids=tokens_BT, use_cache=False, **given)
+            logits: Tensor = output.logits
             return logits
 
     setattr(Logits, _IS_PLAIN, True)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ptrain.models.attending import replaced_attention
 from ptrain.models.fused_norm import is_fused, rms_norm
 from ptrain.models.ledger import OperatorMode, is_wrapper
 from ptrain.models.numerics import DTYPE_NAMES
@@ -208,10 +209,9 @@ def _replacing(attention: _Kernels | None) -> Iterator[None]:
         return rms_norm(input, weight, dims=len(normalized_shape))
 
     functional: Any = F
-    functional.scaled_dot_product_attention, functional.dropout = fused, masked
-    functional.rms_norm = normalized
+    functional.dropout, functional.rms_norm = masked, normalized
     try:
-        yield
+        with replaced_attention(fused):
+            yield
     finally:
-        functional.scaled_dot_product_attention, functional.dropout = attend, drop
-        functional.rms_norm = normalize
+        functional.dropout, functional.rms_norm = drop, normalize

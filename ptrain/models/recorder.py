@@ -4,6 +4,7 @@ compute and send."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,16 @@ from ptrain.models.recomputing import runs_again
 from ptrain.models.selection import Extent, Selection
 from ptrain.models.tags import tier_of
 from ptrain.models.trace import Born, Completion, Died, Event, Recording, Works
-from ptrain.models.work import OperatorWork, When, is_opaque, sent, sizes_of
+from ptrain.models.work import (
+    VIEW,
+    OperatorWork,
+    SentTensor,
+    When,
+    is_opaque,
+    is_wait,
+    sent,
+    sizes_of,
+)
 from ptrain.spec.placement import Tier
 
 _ATTENTION = "aten::_scaled_dot_product"
@@ -39,6 +49,7 @@ class Recorder(Ledger):
         self._works: list[tuple[int, OperatorWork]] = []  # of the pass that runs
         self._works_of: dict[str, Works] = {}
         self._draws = self._is_opaque = False
+        self._under_way: dict[int, int] = {}  # messages among works, by where they arrive
         self._statistics: set[int] = set()
         self._of_call = 0  # storages that the present operator gave birth to
         self._ids: dict[int, int] = {}
@@ -111,7 +122,29 @@ class Recorder(Ledger):
         exchange = sent(function, args, result)
         computed = [exchange] if exchange else sizes_of(function, args, kwargs, result)
         place, when = len(self.events) - self._done(), self._when()
+        if is_wait(function) or computed not in ([], [VIEW]):
+            self._see_arrivals((args, kwargs), result, is_awaited=is_wait(function))
         self._works += [(place, OperatorWork(when, what)) for what in computed]
+        if exchange and exchange.is_hop:
+            self._under_way[storage_of(result)._cdata] = len(self._works) - 1
+
+    def _see_arrivals(self, given: Any, result: Any, *, is_awaited: bool) -> None:
+        """A message that an operator reads or awaits is there. What is sent of fake tensors is
+        awaited at once, and not where a run awaits it: there the first operator tells that reads
+        it."""
+        for key in [storage_of(tensor)._cdata for tensor in tensors_of(given)]:
+            number = self._under_way.get(key)
+            if number is None:
+                continue
+            beside = len(self._works) - 1 - number
+            if is_awaited and not beside:
+                self._under_way |= {storage_of(own)._cdata: number for own in tensors_of(result)}
+                continue
+            place, work = self._works[number]
+            assert isinstance(work.what, SentTensor), "a message"
+            what = replace(work.what, beside=beside)
+            self._works[number] = place, replace(work, what=what)
+            self._under_way = {own: n for own, n in self._under_way.items() if n != number}
 
     def _when(self) -> When:
         if self._running_again:
@@ -143,6 +176,7 @@ class Recorder(Ledger):
 
     def died(self, key: int, size: int) -> None:
         self.selection.forget(key)
+        self._under_way.pop(key, None)  # nobody reads it
         if key in self._ids:
             self.events.append(Died(self._ids.pop(key)))
 
@@ -159,7 +193,7 @@ class Recorder(Ledger):
     def end(self, name: str) -> None:
         """Called when a pass is over: what happened since the one before it is its own."""
         self._passes[name] = tuple(self.events[self._done() :])
-        self._works_of[name], self._works = tuple(self._works), []
+        self._works_of[name], self._works, self._under_way = tuple(self._works), [], {}
 
     def _done(self) -> int:
         """How many events earlier passes have."""

@@ -16,7 +16,7 @@ from ptrain.facts.operators import InnerCollective, Operator
 from ptrain.internals import process_groups
 from ptrain.models.ledger import tensors_of
 from ptrain.models.operator_kinds import is_free, kind_of
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import TOKEN_AXES
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 
@@ -33,36 +33,40 @@ class When(StrEnum):
 class OperatorSizes:
     """An operator that ran. `sizes`: the dimensions of its kind, or of a kind whose time depends on
     bytes those of each tensor that it reads and of each that it writes; `dtypes` are theirs, None
-    of integers."""
+    of integers. `is_whole`: fused attention without a mask."""
 
     kind: OperatorKind
     dtype: DType
     sizes: tuple[int, ...]
     dtypes: tuple[DType | None, ...] = ()
+    is_whole: bool = False
 
     @property
     def operator(self) -> Operator:
         """The same as a clock reads it."""
         sizes = (sum(self.sizes),) if self.kind.is_of_bytes else self.sizes
-        return Operator(self.kind, self.dtype, sizes)
+        return Operator(self.kind, self.dtype, sizes, is_whole=self.is_whole)
 
 
 @dataclass(frozen=True, slots=True)
 class SentTensor:
-    """A collective over the axis that cuts operators, or that of cp: bytes of the whole tensor.
-    `is_hop`: all of it goes to one rank."""
+    """A collective over the axis that cuts operators, or over one that is named: bytes of the whole
+    tensor. `is_hop`: all of it goes to one rank. `ranks`: of how many the group is. `beside`: how
+    many works are noted behind it before it is awaited."""
 
     collective: Collective
     payload: int
     dtype: DType | None
     axis: str = ""
     is_hop: bool = False
+    ranks: int = 0
+    beside: int = 0
 
     @property
     def operator(self) -> InnerCollective:
         """The same as a clock reads it."""
         collective = Collective.SEND if self.is_hop else self.collective
-        return InnerCollective(collective, self.payload, axis=self.axis)
+        return InnerCollective(collective, self.payload, axis=self.axis, ranks=self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,7 @@ def is_opaque(function: Any) -> bool:
 
 
 _ATTENTION = "_scaled_dot_product"
+_MASKS = "attn_mask", "attn_bias"
 
 
 def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[OperatorSizes]:
@@ -167,7 +172,7 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
         dtype = _dtype(next(tensors_of(args)))
         return [OperatorSizes(OperatorKind.PRODUCT, dtype, dims) for dims in of_products]
     if name.startswith(_ATTENTION) and "attention" in name:
-        return [_attention(name, args)]
+        return [_attention(function, name, args, kwargs)]
     moved = [*_moved(function, name, args, kwargs, result)]
     if not moved:
         return [VIEW]
@@ -179,14 +184,19 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
     return [OperatorSizes(kind, dtype, sizes, dtypes)]
 
 
-def _attention(name: str, args: Any) -> OperatorSizes:
+def _attention(function: Any, name: str, args: Any, kwargs: Any) -> OperatorSizes:
     """Fused attention has two products in forward (scores, and their product with the values) and
     in backward five: the scores again, and four gradients."""
     is_backward = name.endswith("backward")
     query, key = args[1:3] if is_backward else args[:2]
     samples, heads, tokens, features = query.shape
     kind = OperatorKind.ATTENTION_BACKWARD if is_backward else OperatorKind.ATTENTION
-    return OperatorSizes(kind, _dtype(query), (samples, heads, tokens, key.shape[2], features))
+    sizes = samples, heads, tokens, key.shape[2], features
+    names = [argument.name for argument in function._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    masks = (given.get(mask) for mask in _MASKS)
+    is_masked = given.get("is_causal", False) or any(isinstance(mask, Tensor) for mask in masks)
+    return OperatorSizes(kind, _dtype(query), sizes, is_whole=not is_masked)
 
 
 def _dtype(tensor: Tensor) -> DType:
@@ -280,10 +290,18 @@ def sent(function: Any, args: Any, result: Any) -> SentTensor | None:
     size = whole.numel() * whole.itemsize
     axis = process_groups.axis_of(args)
     is_exchange = collective is Collective.ALL_TO_ALL
+    is_named = axis in TOKEN_AXES
     return SentTensor(
         collective,
         size,
         _DTYPES.get(whole.dtype),
-        axis=axis if axis == Axis.CP else "",
+        axis=axis if is_named else "",
         is_hop=is_exchange and max(args[2], default=0) == whole.shape[0],
+        ranks=process_groups.size_of(args) if is_named else 0,
     )
+
+
+def is_wait(function: Any) -> bool:
+    """Return whether an operator awaits a collective."""
+    name = function._schema.name.split("::")[-1]
+    return function.namespace == "_c10d_functional" and name == "wait_tensor"

@@ -7,7 +7,7 @@ the other, so that nothing of a unit but its slots lives when the next one is up
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ptrain.costs import State
@@ -125,8 +125,12 @@ class TargetsUpdate(Generic[T, X]):
     def step(self, lr: float, scaling: Scale[T] | None = None) -> None:
         """One update with this learning rate, from the targets' gradients; none where they
         overflowed."""
+        self.each(lambda group: group.step(lr, scaling))
+
+    def each(self, act: Callable[[UpdateGroup[T, X]], None]) -> None:
+        """Do the same to all groups, one after the other."""
         for group in self.groups:
-            group.step(lr, scaling)
+            act(group)
 
     def step_group(self, index: int, lr: float, *, is_taken: bool = True) -> None:
         """The update of one unit alone, as soon as its gradients are complete (G = M). Unless it

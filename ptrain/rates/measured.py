@@ -126,7 +126,8 @@ class MeasuredPace:
                     if kind is operator.kind
                 }
                 surface = self._of_dtype(by_dtype, operator.kind, operator.dtype)
-                return operator.times * surface.at(operator.dimensions)
+                parts = 2 if operator.is_whole else 1  # measured is causal attention
+                return parts * operator.times * surface.at(operator.dimensions)
             case _:
                 (size,) = operator.dimensions
                 return operator.times * self._curve(operator.kind, operator.dtype).at(size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from ptrain.axes.context.draw import balance_text
 from ptrain.by_rank import distinct
 from ptrain.costs import (
     TIERS,
@@ -43,6 +44,7 @@ from ptrain.selection.fit import Fit, fit, needs_gpu, peak_text, telling
 from ptrain.selection.preflight import Variant, cheaper
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
 from ptrain.units import format_bytes, format_operations
 
 MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
@@ -99,6 +101,7 @@ def one(prediction: Prediction) -> str:
             "",
             *time_lines(prediction.derivation),
             *operations_lines(exact),
+            *_balance(prediction.derivation.plan),
             *fit_lines(prediction),
             *(prediction.reserving.lines if prediction.reserving else ()),
             *by_data_lines(exact),
@@ -175,6 +178,11 @@ def operations_lines(estimate: Estimate) -> list[str]:
     )
     again = f", {format_operations(most.again)} of forward again" if most.again else ""
     return [f"matrix products per rank and step: {products}{again}"]
+
+
+def _balance(plan: Plan) -> list[str]:
+    """Return which rank has most to do, where ranks have slices of the tokens."""
+    return [f"balance: {balance_text(plan.context)}"] if plan.context else []
 
 
 def fit_lines(prediction: Prediction) -> list[str]:

@@ -19,11 +19,9 @@ from ptrain.internals import dtensor, fakes, fsdp2, functional_collectives, grou
 from ptrain.internals.dispatch import without_modes
 from ptrain.internals.dtensor import TRACERS, ShardingPropagator, forget_shapes
 from ptrain.internals.fakes import FakeTensor
-from ptrain.models.huggingface import masks
+from ptrain.models.huggingface import PACKED, masks, never_packed
 from ptrain.spec.model import HuggingFaceModel, ModelSpec
 from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, is_tested
-
-_PACKED = "find_packed_sequence_indices"
 
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -147,20 +145,16 @@ def _cloned(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_transformers(model: ModelSpec) -> Iterator[Patch]:
-    if isinstance(model, HuggingFaceModel) and hasattr(masks(), _PACKED):
+    if isinstance(model, HuggingFaceModel) and hasattr(masks(), PACKED):
         yield Patch(
-            name="packed samples", owner=masks(), attribute=_PACKED, replacement=_never_packed
+            name="packed samples", owner=masks(), attribute=PACKED, replacement=_never_packed
         )
 
 
 def _never_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     """transformers reads off the positions whether several samples stand in one row, and where it
     cannot, it makes a mask. Here none do, and attention is causal without a mask."""
-
-    def find_packed_sequence_indices(position_ids: torch.Tensor) -> None:
-        return None
-
-    return find_packed_sequence_indices
+    return never_packed
 
 
 def _of_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:

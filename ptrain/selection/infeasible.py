@@ -17,12 +17,12 @@ from ptrain.errors import Fault
 from ptrain.selection.quantities import Aspect
 from ptrain.selection.search import Search, batched
 from ptrain.selection.space import (
-    KEPT,
     Candidate,
     data_choices,
     inner_products,
     micro_batches,
     pipelines,
+    ways_to_keep,
 )
 from ptrain.selection.task import SearchTask
 from ptrain.selection.where import Constraint, Where
@@ -148,7 +148,7 @@ def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
             if not batches:
                 yield _indivisible(base, left)
                 continue
-            for parts in product(flows, data(left), written.kept or KEPT):
+            for parts in product(flows, data(left), written.kept or ways_to_keep(written.away)):
                 yield from _first_fault(task, within, batches[0][0], *parts)
 
 

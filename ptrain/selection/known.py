@@ -63,6 +63,8 @@ KNOWN = (
     ),
 )
 
+_ROUNDED = 1e-9  # of a step: so far apart are sums of the same seconds in another order
+
 
 def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
     """Return why a choice is not the best one, by its figures and no others."""
@@ -116,5 +118,6 @@ def _more(step: StepTime, best: StepTime) -> str:
     """The two things on which it spends most more than the best one."""
     more = {spent: step.spent(spent) - best.spent(spent) for spent in Spent}
     largest = sorted(more, key=lambda spent: -more[spent])[:2]
-    said = [f"{spent} {more[spent]:+.3g} s" for spent in largest if more[spent] > 0]
+    least = _ROUNDED * best.seconds
+    said = [f"{spent} {more[spent]:+.3g} s" for spent in largest if more[spent] > least]
     return ", ".join(said) or "in all"

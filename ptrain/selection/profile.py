@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptrain.axes.pipeline.stage_facts import chain_of
-from ptrain.costs import Collective
+from ptrain.derivation.activation_moves import COPIES
+from ptrain.derivation.clock import Clock
+from ptrain.derivation.network import Network
 from ptrain.derivation.tensor import local_units
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, PassWork
+from ptrain.facts.operators import LayerWork, ModelWork, PassWork
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
-from ptrain.rates.pace import Pace, around, cut_seconds, operators_seconds
+from ptrain.rates.pace import Pace, around
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
@@ -78,15 +80,18 @@ class Seconds:
 def seconds_of(spec: Spec, work: ModelWork, pace: Pace, moved: int) -> Seconds:
     """Return a machine's seconds for the work of a spec with axes within a block alone, of which a
     block moves so many bytes off the device."""
-    out, back = (
-        pace.copy_seconds(copy, moved) if moved else 0.0
-        for copy in (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE)
-    )
     middle = len(work.layers) // 2
     layer, kept = work.layers[middle], spec.activations.of(len(work.layers))[middle]
+    out, back = (
+        pace.copy_seconds(copy, moved) if moved else 0.0
+        for copy in COPIES[Tier.HOST if kept.tier is Tier.DEVICE else kept.tier]
+    )
+    forward, backward = _both(spec, layer, pace, kept)
+    if kept.tier is Tier.FILE:  # which is written and read by the one that computes
+        forward, backward, out, back = forward + out, backward + back, 0.0, 0.0
     return Seconds(
         front=_both(spec, work.front, pace, PLAIN),
-        block=_both(spec, layer, pace, kept),
+        block=(forward, backward),
         behind=_both(spec, work.behind, pace, PLAIN),
         weights=_seconds(spec, layer.weights, pace, around(kept, Kind.WEIGHT)),
         moved=(out, back),
@@ -102,27 +107,8 @@ def _both(spec: Spec, work: LayerWork, pace: Pace, kept: Kept) -> tuple[float, f
 
 def _seconds(spec: Spec, work: PassWork, pace: Pace, hook: Hook) -> float:
     """Operators one after the other, and what they await of the ranks that share them."""
-    cutting = spec.degree(Axis.TP)
-    total = operators_seconds(pace, work, hook)
-    for item in work:
-        if isinstance(item, InnerCollective):
-            total += item.times * _inner_seconds(spec, item, pace)
-    # where the device computes by itself, the host runs ahead
-    if cutting > 1 and not pace.overlaps:
-        total += cut_seconds(pace, work)
-    return total
-
-
-def _inner_seconds(spec: Spec, item: InnerCollective, pace: Pace) -> float:
-    """Of one collective over the axis that it names, outside those whose ranks are neighbours, or
-    over that which cuts operators."""
-    axis = Axis(item.axis or Axis.TP)
-    ranks = 2 if item.collective is Collective.SEND else spec.degree(axis)
-    stride = 1 if axis is Axis.TP else spec.degree(Axis.TP)
-    nodes = nodes_of(spec, spec.degree(axis), stride)
-    return pace.collective_seconds(
-        item.collective, ranks=ranks, nodes=min(nodes, ranks), payload=item.payload
-    )
+    shared = next((factor.axis for factor in spec.factors), None)
+    return Clock(pace, Network(spec), shared).pass_seconds(work, hook).in_a_row(pace)
 
 
 def nodes_of(spec: Spec, ranks: int, stride: int = 1) -> int:

@@ -12,8 +12,10 @@ from typing import Any
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
 from ptrain.costs import Collective, State
+from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.facts.operators import Operator
+from ptrain.rates.pace import UnknownRate
 from ptrain.selection.arrays import numpy
 from ptrain.selection.profile import Sizes
 from ptrain.selection.wires import Wires
@@ -44,6 +46,7 @@ class DataWay:
     form: Form
     cut: dict[State, tuple[bool, ...]]
     near: dict[State, bool]
+    is_on_file: bool  # Omega
     is_made: bool
     is_brought: bool
     is_late: bool
@@ -74,6 +77,7 @@ def way_of(base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> Data
         form=form,
         cut=cut,
         near=near,
+        is_on_file=tier_of(factors, _OMEGA) is Tier.FILE,
         is_made=is_made,
         is_brought=is_brought,
         is_late=spec.sync.gradients is GradientSync.LAST,
@@ -112,6 +116,7 @@ class Ways:
             for name in ("is_late", "keeps_forward", "keeps_backward", "ahead")
         }
         self.overlaps = np.array([float(way.overlaps) for way in ways]) * wires.pace.overlaps
+        self.on_file = np.array([way.is_on_file for way in ways])
         self.back = np.array([way.is_copied_back for way in ways])
 
     def choice(self, index: int, degrees: Sequence[int]) -> AxisChoice:
@@ -138,9 +143,10 @@ class Ways:
 
         Seconds to `gather` and to `reduce` a unit, to copy it out of the one and into the other
         (`unpack`, `pack`), to `add` its gradients to those before, which flat units do with the
-        first, too (`adds_first`), and `add_end` those of a parameter around the blocks; to reduce
-        and to gather a unit when it is updated (`finish`). Of a parameter to `update` it, in the
-        blocks and around them (`update_end`), and to be `copied` between tiers then.
+        first, too (`adds_first`), and to `fill` these with zeros, both (`…_end`) of a parameter
+        around the blocks as well; to reduce and to gather a unit when it is updated (`finish`). Of
+        a parameter to `update` it, in the blocks and around them (`update_end`), and to be `copied`
+        between tiers then.
         """
         np = numpy()
         layout, base = self.layout, self.wires.base
@@ -165,8 +171,10 @@ class Ways:
             "unit": unit.astype(float),
             "moved": moved.astype(float),
             "per_layer": 1 / per_unit,
-            "add": self._added(moved * held, per_unit, sizes.tensors),
-            "add_end": self._added(float(ends) * np.ones(len(moved)) * held, 1.0, (ends,)) / ends,
+            "add": self._added(per_unit, sizes.tensors),
+            "add_end": self._added(np.ones(len(moved)), (ends,)) / ends,
+            "fill": self._filled(moved * reduced),
+            "fill_end": self._filled(float(ends) * np.ones(len(moved)) * reduced) / ends,
             "unpack": self._unpacked(moved, degrees),
             "pack": self._packed(moved, parts[_GRADS]),
             "gather": np.where(self.brought, moves.gather(moved * held), 0.0),
@@ -207,15 +215,17 @@ class Ways:
             * np.where(is_cut, ~self.flat | (self.overlaps > 0), self.flat * layout.keeps_both),
         }
 
-    def _added(self, sizes: Array, times: Array | float, tensors: Sequence[int]) -> Array:
+    def _added(self, times: Array, tensors: Sequence[int]) -> Array:
         """Seconds of the sum of a unit's gradients and those of the micro-batches before, tensor by
-        tensor: read twice and written. Of what is reduced after each there is none, but for flat
-        units, which are filled with zeros then."""
+        tensor: read twice and written. Of what is reduced after each there is none, but of flat
+        units, which every micro-batch is added to."""
         np, held = numpy(), self.layout.parameters.itemsize
-        is_late = self.fixed["is_late"] > 0
         sums = times * self._of_bytes(OperatorKind.POINTWISE, 3 * held * np.array(tensors)).sum()
-        zeros = np.where(is_late, 0.0, self._of_bytes(OperatorKind.POINTWISE, sizes))
-        return np.where(self.by_tensor, np.where(is_late, sums, 0.0), sums + zeros)
+        return np.where(self.by_tensor & ~(self.fixed["is_late"] > 0), 0.0, sums)
+
+    def _filled(self, sizes: Array) -> Array:
+        """Seconds of the zeros that a flat unit's gradients begin as, whenever it was reduced."""
+        return self.flat * self._of_bytes(OperatorKind.POINTWISE, sizes)
 
     def _unpacked(self, moved: Array, degrees: Sequence[int]) -> Array:
         """Seconds of a unit that has been gathered: tensor by tensor it is copied apart. A flat one
@@ -280,13 +290,21 @@ class Ways:
         near = self.near[_OMEGA]
         if near.all():
             return 0.0
-        down, up = (
-            self.wires.pace.copy_seconds(copy, _COPIED) / _COPIED
-            for copy in (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE)
-        )
-        there = state / parts[_OMEGA] * (down + up)
-        on_host = held / parts[_OMEGA] * (down + up) if self.wires.is_nominal else np.inf
-        return np.where(near, 0.0, np.where(self.back, there, on_host))
+        over_host = self._there_and_back(Tier.HOST)
+        over_file = self._there_and_back(Tier.FILE) if self.on_file.any() else 0.0
+        on_host = held / parts[_OMEGA] * over_host if self.wires.is_nominal else np.inf
+        moved = np.where(self.back, state / parts[_OMEGA] * over_host, on_host)
+        filed = state / parts[_OMEGA] * over_file
+        return np.where(near, 0.0, moved + np.where(self.on_file, filed, 0.0))
+
+    def _there_and_back(self, tier: Tier) -> float:
+        """Seconds of a byte that leaves for a tier and comes back: endless where that is not
+        known."""
+        seconds = self.wires.pace.copy_seconds
+        try:
+            return sum(seconds(copy, _COPIED) for copy in COPIES[tier]) / _COPIED
+        except UnknownRate:
+            return float("inf")
 
 
 class _Moves:

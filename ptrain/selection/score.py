@@ -371,6 +371,7 @@ def busy(rows: Columns, places: Places, sizes: Sizes, seconds: Seconds, micro_ba
     waits = waits + copies * (units + of_root)
     added = rows["add"] * units + rows["add_end"] * root
     waits = waits + (number - 1 + rows["adds_first"]) * added
+    waits = waits + reduces * (rows["fill"] * units + rows["fill_end"] * root)
     waits = waits + number * places.moving(seconds)
     computing = number * (forward + backward)
     blocks = places.layers * sizes.block

@@ -28,7 +28,6 @@ from ptrain.selection.quantities import Aspect
 from ptrain.selection.rows import Columns, DataWay, Ways, way_of
 from ptrain.selection.score import Places, RankPeaks, busy
 from ptrain.selection.space import (
-    KEPT,
     THROUGH,
     Legality,
     Through,
@@ -40,6 +39,7 @@ from ptrain.selection.space import (
     micro_batches,
     pipelines,
     through_of,
+    ways_to_keep,
 )
 from ptrain.selection.task import SLACK, SearchResult, SearchTask
 from ptrain.selection.where import Where
@@ -90,6 +90,7 @@ class Search:
         self.wires = Wires(task.base, task.pace, task.is_nominal)
         self.choices = data_choices(task.base, task.written)
         self.units = units_of(task.written)
+        self.ways_to_keep = task.written.kept or ways_to_keep(task.written.away)
         self.too_large: list[tuple[_Inner, int, Through, Kept, int]] = []
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.legal: dict[tuple[object, ...], list[LegalWay]] = {}
@@ -156,7 +157,7 @@ class Search:
     ) -> Iterator[CandidateBlock]:
         legality = self.legality
         flows = [flow for flow in flows if legality.pipeline(flow.choice, number)]
-        for kept in self.task.written.kept or KEPT:
+        for kept in self.ways_to_keep:
             if not self.task.where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
                 continue
             by_through: dict[Through, list[PipelineFlow]] = {}

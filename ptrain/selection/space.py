@@ -72,6 +72,11 @@ def kept_so(spec: Spec, kept: Kept) -> Spec:
     return replace(spec, activations=ActivationSpec(default=kept))
 
 
+def ways_to_keep(away: Tier) -> tuple[Kept, ...]:
+    """Return how blocks may keep activations, where what is off the device is on a tier."""
+    return tuple(replace(kept, tier=away) if kept.tier is Tier.HOST else kept for kept in KEPT)
+
+
 def inner_products(
     base: Spec, devices: int, written: Written = NOTHING
 ) -> Iterator[tuple[int, tuple[AxisChoice, ...]]]:
@@ -152,7 +157,7 @@ class Legality:
         """Of tuples and dials, whatever the degrees are: beside axes within a block or none, and of
         one micro-batch or several. False too of a dial that says what goes without saying."""
         spec = self._tall((THROUGH[through], choice, *within), _ENOUGH if many else 1, self._even)
-        return is_sound(spec) and not says_the_usual(spec, self.written)
+        return not says_the_usual(spec, self.written) and is_sound(spec)
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it

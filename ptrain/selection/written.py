@@ -9,12 +9,12 @@ from typing import Any
 from ptrain.axes.candidates import Written
 from ptrain.costs import State
 from ptrain.errors import refused
-from ptrain.selection.space import KEPT, SEARCHED_AXES
+from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.keys import dials
 from ptrain.spec.offload import Offload
-from ptrain.spec.placement import R
+from ptrain.spec.placement import R, Tier
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import flow
 
@@ -135,12 +135,19 @@ def _values(said: Said, probe: Spec) -> Iterator[tuple[str, Any]]:
             yield dial.path[0], dial.of(probe)
     if probe.context is not None:
         yield "context", probe.context
+    if _is_said(said, "offload.tier"):
+        yield "offload.tier", _away(said)
     if probe.offload != Offload():
         yield "offload", probe.offload
 
 
 def _is_said(said: Said, place: str) -> bool:
     return at(said, place) not in (None, AUTO)
+
+
+def _away(said: Said) -> Tier:
+    """Where O is."""
+    return Tier(at(said, "offload.tier")) if _is_said(said, "offload.tier") else Tier.HOST
 
 
 def _recomputes(said: Said) -> bool:
@@ -166,14 +173,15 @@ def _kept(said: Said, probe: Spec) -> tuple[Kept, ...]:
             f"write {place}=auto, or one policy for all blocks",
         )
     says_how = any(_is_said(said, f"recompute.{key}") for key in _HOW)
+    offered = ways_to_keep(_away(said))
     if not _says_activations(said):
         if not says_how:
             return ()
         if not _recomputes(said):
-            return _alike(kept for kept in KEPT if kept.policy is None)
+            return _alike(kept for kept in offered if kept.policy is None)
     default = activations.default
     if default.policy is not None and not says_how:
-        return _alike([k for k in KEPT if k.policy and k.tier is default.tier] or [default])
+        return _alike([k for k in offered if k.policy and k.tier is default.tier] or [default])
     return (default,)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
-from ptrain.spec.leaf import Choice, Either, Text, Whole, declared
+from ptrain.spec.leaf import Choice, Either, Text, Truth, Whole, declared
 from ptrain.units import parse_count
 
 MAX_SAMPLES = 2**31 - 1
@@ -31,7 +31,8 @@ class WrittenTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Resolved: `global_samples == micro * accumulate * data_degree`. `sequence` in tokens.
+    """Resolved: `global_samples == micro * accumulate * data_degree`. `sequence` in tokens, the
+    last `padding` of which are none of the data's; `pads`: there may be such.
     `written`: tokens that stood for the samples. `micro_is_open`: it is `auto` and not chosen yet,
     and 1 stands for it; `micro_choice`: why it was
     chosen as it is, where it was."""
@@ -43,11 +44,18 @@ class Batch:
     written: WrittenTokens | None = field(default=None, compare=False)
     micro_is_open: bool = False
     micro_choice: str = field(default="", compare=False)
+    pads: bool = False
+    padding: int = 0
+
+    @property
+    def window(self) -> int:
+        """Tokens of a sample that are the data's."""
+        return self.sequence - self.padding
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step over the whole mesh."""
-        return self.global_samples * self.sequence
+        """Tokens of one step over the whole mesh, without padding."""
+        return self.global_samples * self.window
 
 
 @declared
@@ -110,6 +118,14 @@ class BatchRaw:
             ),
         ),
     ]
+    pad: Annotated[
+        bool,
+        Truth(
+            "whether samples become longer, by ignored targets, until cp and tp cut them into "
+            "slices of one size",
+            aka=("pad_to_multiple_of", "padding"),
+        ),
+    ] = False
     accumulate: Annotated[
         int | None,
         Whole(
@@ -145,9 +161,14 @@ def nearest_power_of_two(number: int) -> int:
 
 
 def batch_lines(batch: Batch, data_degree: int) -> list[str]:
-    """Return what became of a batch that is written in tokens, and of a micro-batch that is `auto`;
-    nothing of what stands as it is written."""
+    """Return what became of a batch that is written in tokens, of a micro-batch that is `auto` and
+    of samples that are padded; nothing of what stands as it is written."""
     lines = [] if batch.written is None else [_tokens_line(batch, batch.written, data_degree)]
+    if batch.padding:
+        lines.append(
+            f"batch.sequence: {batch.window} tokens are padded to {batch.sequence}; "
+            f"{batch.padding / batch.sequence:.1%} of what is computed counts for nothing"
+        )
     if batch.micro_choice:
         lines.append(f"batch.micro: auto is {batch.micro}, {batch.micro_choice}")
     return lines
@@ -155,7 +176,7 @@ def batch_lines(batch: Batch, data_degree: int) -> list[str]:
 
 def _tokens_line(batch: Batch, written: WrittenTokens, data_degree: int) -> str:
     samples, step = batch.global_samples, batch.micro * data_degree
-    said = f"batch.global: {written.text} are {written.samples} samples of {batch.sequence}: "
+    said = f"batch.global: {written.text} are {written.samples} samples of {batch.window}: "
     if samples == written.samples:
         return f"{said}{samples} are taken"
     off = f"{samples / written.samples - 1:+.1%}"

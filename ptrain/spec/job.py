@@ -82,6 +82,25 @@ class DataSpec:
         ),
     ] = "python-docs"
     path: Annotated[str | None, Text("a memory-mapped token file of your own", null=True)] = None
+    loss_mask: Annotated[
+        str | None,
+        Text(
+            "a file beside path, a boolean for each of its tokens: false where it is no target, "
+            "as in a prompt",
+            null=True,
+            aka=("mask", "labels_mask", "train_on_input"),
+        ),
+    ] = None
+    ignored: Annotated[
+        tuple[int, ...] | None,
+        Numbers(
+            "tokens that are inputs and no targets, like padding",
+            0,
+            10**9,
+            whole=True,
+            aka=("ignore_index", "ignored_tokens", "ignore", "pad_token_id", "eod_mask_loss"),
+        ),
+    ] = None
     tokenizer: Annotated[
         str, Choice("how text becomes tokens", {"bytes": "256 bytes and 3 specials, vocab 259"})
     ] = "bytes"
@@ -96,6 +115,11 @@ class DataSpec:
     ] = None
     arguments: Annotated[dict[str, object] | None, ARGUMENTS] = None
     folder: Annotated[str | None, FOLDER] = field(default=None, compare=False)
+
+    @property
+    def ignores_targets(self) -> bool:
+        """Whether it says of targets that they count for nothing."""
+        return self.ignored is not None or self.loss_mask is not None
 
     @property
     def function(self) -> UserFunction | None:

@@ -22,6 +22,7 @@ from ptrain.spec.dials import (
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
 from ptrain.spec.keys import Keys
 from ptrain.spec.names import root
+from ptrain.spec.padding import padded
 from ptrain.spec.placement import Distribution, Mode, Placement, R
 from ptrain.spec.resolve_activations import (
     on_tier,
@@ -78,6 +79,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     if factors is not None:
         data_degree = math.prod(factor.degree for factor in factors if factor.axis in DATA_AXES)
         batch = resolve_batch(raw.batch, data_degree, findings)
+        batch = batch and padded(batch, factors, raw.context)
     model = resolve_model(raw.model, resolve_attention(raw.attention), findings)
     activations = resolve_activations(raw, tree, findings)
     degrees = {f.axis: f.degree for f in factors or ()}

@@ -30,6 +30,11 @@ def resolve_data(raw: SpecRaw, tree: Tree, report: Report) -> DataSpec | None:
             finding = f"target gives samples of its own, and {key} is given too"
             report.add(f"data.{key}", finding, _ONE)
             return None
+    if _ignores_targets("target gives samples that are no tokens", data, report):
+        return None
+    if raw.batch.pad:
+        report.add("batch.pad", "data.target gives samples that are no tokens", "remove pad")
+        return None
     if not tree.has("step") and not tree.has("loss", "target"):
         finding = "of samples that are not tokens no loss is known"
         remedy = "write loss: {target: package.module:function}, of the model's output and the "
@@ -41,11 +46,23 @@ def resolve_data(raw: SpecRaw, tree: Tree, report: Report) -> DataSpec | None:
 
 def _of_tokens(data: DataSpec, tree: Tree, report: Report) -> DataSpec | None:
     if data.path is None:
-        return data
+        if data.loss_mask is None:
+            return data
+        finding = "it stands beside a token file of one's own, and there is no path"
+        report.add("data.loss_mask", finding, "add path: FILE, or write ignored: [ids]")
+        return None
     if tree.has("data", "corpus"):
         report.add("data.path", "both a corpus and a path are given", _ONE)
         return None
     return replace(data, corpus=None)
+
+
+def _ignores_targets(why: str, data: DataSpec, report: Report) -> bool:
+    """Report keys that say which targets count; return whether there is any."""
+    keys = [key for key in ("ignored", "loss_mask") if getattr(data, key) is not None]
+    for key in keys:
+        report.add(f"data.{key}", f"{why}, and it says which of them count", f"remove {key}")
+    return bool(keys)
 
 
 def resolve_functions(raw: SpecRaw, report: Report) -> LossSpec:

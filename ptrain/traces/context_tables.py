@@ -3,8 +3,8 @@ allocates and computes, by how attention reaches the tokens of others.
 
 A block is the same wherever its rank stands, but between some of its boundaries: there a table has
 what each place does. Which of them differ is found by comparing traces; that those with more places
-before or behind do nothing else, too. How often an operator runs is a number, and so many more with
-each place before and behind, which every trace is held against.
+before or behind do nothing else, too. What is computed is a list with a hop more for each place
+before and behind, which every trace is held against.
 
 A process of its own plays the ranks, one after the other: torch has one world in a process.
 """
@@ -15,10 +15,11 @@ import itertools
 import json
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from difflib import SequenceMatcher
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,9 @@ from ptrain.axes.context.part import EXCHANGING, ContextKind, ContextPart, parts
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.blocks import OVER_CONTEXT
 from ptrain.derivation.tables import Setting
+from ptrain.derivation.work import unrolled
 from ptrain.models.trace import Recording
+from ptrain.models.work import VIEW
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.activations import Kept
@@ -39,7 +42,7 @@ from ptrain.steps.context import ContextParallel
 from ptrain.steps.step import CreateMesh, Keep
 from ptrain.traces.block_tables import alike, frees_input
 from ptrain.traces.coded import CodedTrace
-from ptrain.traces.layer_works import by_layer
+from ptrain.traces.layer_works import Computed, by_layer, grouped
 from ptrain.traces.rank_part import ContextSlices, RankPart
 from ptrain.traces.settings import (
     DTYPES,
@@ -57,10 +60,12 @@ ULYSSES = 3
 _OF_HEADS = ("hidden", "heads", "kv_heads")
 _LAYERS = 3  # one in front of what repeats, which the middle one does, and the last one
 _BEFORE, _BEHIND = 29, 1  # of gathered keys; their sum and one more is a prime too
-_FURTHER = ((5, 0), (0, 5), (5, 5), (1, 5), (5, 2))  # a table tells no more than of fewer
+_FURTHER = ((4, 0), (0, 4), (4, 4))  # a table tells no more than of fewer
 
 Segments = list[Coded]  # a boundary or a completed gradient, and what follows it
-Trace = tuple[dict[str, Segments], dict[str, Counter[int]]]  # by pass, events and operators
+Groups = list[list[int]]  # an operator's number, how often it runs, how many run beside it
+Ran = tuple[Groups, int]  # and how many views
+Trace = tuple[dict[str, Segments], dict[str, Ran]]  # by pass, events and operators
 
 
 def settings() -> Iterator[Setting]:
@@ -133,15 +138,15 @@ class ContextTable:
         pairs = enumerate(zip(base, own, strict=True))
         return {str(n): self.writer.part(mine) for n, (of_base, mine) in pairs if mine != of_base}
 
-    def _work(self, traced: list[dict[str, Counter[int]]]) -> dict[str, object]:
+    def _work(self, traced: list[dict[str, Ran]]) -> dict[str, object]:
         """Return by pass and place what runs how often."""
         places = [part.place for part in self.parts]
         return {
             name: {
                 place: self._often(
                     {
-                        (part.before, part.behind): counts[name]
-                        for part, counts in zip(self.parts, traced, strict=True)
+                        (part.before, part.behind): ran[name]
+                        for part, ran in zip(self.parts, traced, strict=True)
                         if part.place == place
                     }
                 )
@@ -150,21 +155,25 @@ class ContextTable:
             for name in ("forward", "backward")
         }
 
-    def _often(self, traced: dict[tuple[int, int], Counter[int]]) -> list[list[int]]:
-        """Return rows of an operator, how often it runs, and how much more with each place before
-        the own one and behind it. `traced`: by how many there are."""
-        first = min(traced)
-        before, behind = (first[0] + 1, first[1]), (first[0], first[1] + 1)
-        rows = []
-        for number in sorted({number for counts in traced.values() for number in counts}):
-            least = traced[first][number]
-            more = [traced[at][number] - least if at in traced else 0 for at in (before, behind)]
-            once = least - first[0] * more[0] - first[1] * more[1]
-            for at, counts in traced.items():
-                expected = once + at[0] * more[0] + at[1] * more[1]
-                assert counts[number] == expected, f"{self.kind} {at}: operator {number}"
-            rows.append([number, once, *more])
-        return rows
+    def _often(self, traced: dict[tuple[int, int], Ran]) -> dict[str, object]:
+        """Return the pass with the fewest places before the own one and behind it, and what each
+        place more puts into it. `traced`: by how many there are."""
+        least = min(traced)
+        base, views = traced[least]
+        nexts = (least[0] + 1, least[1]), (least[0], least[1] + 1)
+        ran, looked = zip(*(traced.get(places, traced[least]) for places in nexts), strict=True)
+        written = {
+            "least": list(least),
+            "base": base,
+            "before": _put_in(base, ran[0]),
+            "behind": _put_in(base, ran[1]),
+            "views": [self.works.number(VIEW), views, *(more - views for more in looked)],
+        }
+        for places, (own, own_views) in traced.items():
+            part = ContextPart(kind=self.kind, before=places[0], behind=places[1])
+            *expected, (_, times, _) = unrolled(written, part)
+            assert (own, own_views) == (expected, times), f"{self.kind} {places} does another thing"
+        return written
 
     def _trace(self, part: ContextPart, kept: Kept) -> Trace:
         setting = replace(self.setting, context=part)
@@ -185,12 +194,31 @@ class ContextTable:
 
     def _operators(
         self, recording: Recording, units: tuple[tuple[str, ...], ...], values: Mapping[str, int]
-    ) -> dict[str, Counter[int]]:
+    ) -> dict[str, Ran]:
         self.works.values = values
         works = by_layer(recording, units, [f"blocks.{index}" for index in range(_LAYERS)])
         assert works is not None, "the blocks are units"
         _, middle, _ = works.layers
-        return {name: Counter(self.works.numbers(computed)) for name, computed in middle.items()}
+        return {name: self._ran(computed) for name, computed in middle.items()}
+
+    def _ran(self, computed: Computed) -> Ran:
+        groups = grouped(computed)
+        views = sum(group.times for group in groups if group.what == VIEW)
+        others = [group for group in groups if group.what != VIEW]
+        return [[self.works.number(g.what), g.times, g.beside] for g in others], views
+
+
+def _put_in(base: Groups, longer: Groups) -> list[list[Any]]:
+    """Return at which places of one list something is put into it in another, and what."""
+    keys, other = ([tuple(group) for group in groups] for groups in (base, longer))
+    put = []
+    for what, at, _, first, last in SequenceMatcher(
+        None, keys, other, autojunk=False
+    ).get_opcodes():
+        assert what in ("equal", "insert"), "a place more does the same and something more"
+        if what == "insert":
+            put.append([at, longer[first:last]])
+    return put
 
 
 def _segments(events: Coded) -> Segments:

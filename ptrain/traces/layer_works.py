@@ -3,13 +3,20 @@ is behind them."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
-from ptrain.facts.operators import LayerWork, ModelWork, PassWork, WorkByKind
+from ptrain.facts.operators import (
+    InnerCollective,
+    LayerWork,
+    ModelWork,
+    Operator,
+    PassWork,
+    WorkByKind,
+)
 from ptrain.models.trace import Completion, Event, Recording
 from ptrain.models.work import OperatorSizes, SentTensor
 from ptrain.spec.rates import OperatorKind
@@ -98,18 +105,68 @@ def _by_pass(recording: Recording) -> dict[str, Computed]:
 
 def _layer_work(whole: dict[str, Computed], halves: dict[str, Computed]) -> LayerWork:
     return LayerWork(
-        forward=_pass_work(whole["forward"]),
-        backward=_pass_work(whole["backward"]),
-        inputs=_pass_work(halves.get("input", [])),
-        weights=_pass_work(halves.get("weight", [])),
+        forward=pass_work(whole["forward"]),
+        backward=pass_work(whole["backward"]),
+        inputs=pass_work(halves.get("input", [])),
+        weights=pass_work(halves.get("weight", [])),
     )
 
 
-def _pass_work(computed: Computed) -> PassWork:
-    """The operators of a pass, equal ones in a row as one, and behind them all that only look."""
-    operators = [what.operator for what in views_last(computed)]
-    groups = ((first, len([*alike])) for first, alike in groupby(operators))
-    return tuple([replace(first, times=times) for first, times in groups])
+def pass_work(computed: Computed) -> PassWork:
+    """Return the operators of a pass, equal ones in a row as one, and behind them all that only
+    look."""
+
+    def entry(group: Group) -> Operator | InnerCollective:
+        operator = group.what.operator
+        if isinstance(operator, InnerCollective) and group.beside:
+            return replace(operator, beside=group.beside)
+        return replace(operator, times=group.times)
+
+    return tuple([entry(group) for group in grouped(computed)])
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What was computed so many `times` in a row. `beside`: of what is sent, how many groups behind
+    it run before it is awaited."""
+
+    what: OperatorSizes | SentTensor
+    times: int = 1
+    beside: int = 0
+
+
+def grouped(computed: Computed) -> list[Group]:
+    """Return what was computed, alike in a row as one. What is on its way beside some of it parts
+    what is ahead of its arrival from what is behind it."""
+    awaited = _arrivals(computed)
+    edges = sorted(awaited.values())
+
+    def alike(entry: tuple[int, OperatorSizes | SentTensor]) -> tuple[object, ...]:
+        place, what = entry
+        return what.operator, awaited.get(place), bisect_right(edges, place)
+
+    entries = enumerate(views_last(computed))
+    groups = [[*group] for _, group in groupby(entries, key=alike)]
+    number_of = {place: number for number, group in enumerate(groups) for place, _ in group}
+
+    def merged(number: int) -> Group:
+        place, what = groups[number][0]
+        if place not in awaited:
+            return Group(what, times=len(groups[number]))
+        behind = number_of.get(awaited[place], len(groups))
+        return Group(what, beside=behind - number - 1)
+
+    return [merged(number) for number in range(len(groups))]
+
+
+def _arrivals(computed: Computed) -> dict[int, int]:
+    """Return by the place of what is awaited later, without views, that of what awaits it."""
+    places = [*accumulate((not _is_view(what) for what in computed), initial=0)]
+    return {
+        places[number]: places[min(number + 1 + what.beside, len(computed))]
+        for number, what in enumerate(computed)
+        if isinstance(what, SentTensor) and what.beside
+    }
 
 
 def views_last(computed: Computed) -> Computed:

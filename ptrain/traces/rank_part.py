@@ -20,6 +20,7 @@ from ptrain.axes.context.run.slices import token_slices
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
+from ptrain.facts.attention import Attending
 from ptrain.facts.stages import Chain, Stage
 from ptrain.interpreter.loss import Loss
 from ptrain.models.batch import SampleBatch, of_tokens, sample_batch
@@ -48,8 +49,14 @@ class StageCuts:
 class ContextSlices:
     """Slices of the tokens over a mesh of which this process plays one rank."""
 
-    def __init__(self, step: ContextParallel, mesh: Mesh, via: ReduceScatterVia) -> None:
-        self._groups = ContextGroups(step, mesh)
+    def __init__(
+        self,
+        step: ContextParallel,
+        mesh: Mesh,
+        via: ReduceScatterVia,
+        attending: Attending | None = None,
+    ) -> None:
+        self._groups = ContextGroups(step, mesh, attending)
         self._apply = partial(parallelize_context, step=step, mesh=mesh, via=via)
         self.spans = own_spans(step, mesh)
 
@@ -149,7 +156,7 @@ class RankPart:
 
     def _samples(self) -> SampleBatch:
         if self.context is not None:
-            return token_slices(self._tokens(), self.context.spans)
+            return token_slices(of_tokens(self._tokens()), self.context.spans)
         if self.spec is not None:
             return sample_batch(self.spec)
         return of_tokens(self._tokens())

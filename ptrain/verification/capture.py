@@ -119,15 +119,13 @@ class Capture:
 
     def beside(self, expected: Outputs) -> Outputs:
         """Return what another device's modules give, as ranks hold what they give."""
-        own = TokensOfRank(self.program.spec, self.program.world.rank)
+        program = self.program
+        own = TokensOfRank(program.spec, program.world.rank)
 
-        def held(key: Key, whole: torch.Tensor) -> torch.Tensor:
-            return self.program.order.held_features(key[0], own.of_output(whole))
+        def held(outputs: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+            return {key: as_held(program, key[0], outputs[key], own) for key in outputs}
 
-        return Outputs(
-            forward={key: held(key, tensor) for key, tensor in expected.forward.items()},
-            backward={key: held(key, tensor) for key, tensor in expected.backward.items()},
-        )
+        return Outputs(forward=held(expected.forward), backward=held(expected.backward))
 
     def gradients(self, exchange: Exchange) -> Named:
         """Return gradients by canonical name, full tensors or DTensors: zeros of what this rank's
@@ -149,6 +147,12 @@ class Capture:
                 gradient = torch.zeros_like(target.value())
             gradients.update(self.program.canonical(target.named(gradient)))
         return gradients
+
+
+def as_held(program: Program, path: str, whole: torch.Tensor, tokens: TokensOfRank) -> torch.Tensor:
+    """Return what another device's module gives, of these tokens, with features in the order of the
+    ranks."""
+    return program.order.held_features(path, tokens.of_output(whole))
 
 
 def modules(program: Program) -> list[nn.Module]:

@@ -28,6 +28,7 @@ from ptrain.verification.evidence import Evidence
 from ptrain.verification.factors import factor_text, products
 from ptrain.verification.parts import held
 from ptrain.verification.reference import ReferenceTraining
+from ptrain.verification.samples import OF_ITS_SAMPLES
 from ptrain.verification.states import of_program, of_reference
 
 _ORDER = (Subject.COUNTER, Subject.OPTIMIZER, Subject.PARAMETERS, Subject.BUFFERS)
@@ -145,16 +146,15 @@ def _of_backward(scene: Investigation) -> tuple[Departure, Cause]:
     if first.subject is Subject.LOSS and (cause := targets_cause(scene)) is not None:
         return first, cause
     gradients = scene.at(Moment.GRADIENTS, Subject.GRADIENTS)
-    if first.moment is Moment.BACKWARD and (cause := output_cause(scene)) is not None:
-        is_partial = cause.factor.startswith("missing")
-        if is_partial or not gradients:
-            return first, cause
+    of_output = output_cause(scene) if first.moment is Moment.BACKWARD else None
+    if of_output is not None and (of_output.factor.startswith("missing") or not gradients):
+        return first, of_output
     if gradients and (cause := gradient_cause(scene)) is not None:
         place = first.place if first.moment is Moment.BACKWARD else gradients[0].name
         return gradients[0], Cause(cause.axis, cause.factor, cause.sentence, place)
     if first.subject is Subject.LOSS:
         return first, _loss(scene)
-    return first, _unexplained(scene)
+    return first, of_output or _unexplained(scene)
 
 
 def _samples(scene: Investigation) -> Cause:
@@ -173,7 +173,8 @@ def _samples(scene: Investigation) -> Cause:
         f"the mesh trains on other samples than the batch has: {words}; look at the sampler, "
         "and at which share of the batch each rank takes"
     )
-    return Cause(scene.axis_of(ranks), factor, sentence)
+    axis = str(Axis.CP) if OF_ITS_SAMPLES in words else scene.axis_of(ranks)
+    return Cause(axis, factor, sentence)
 
 
 def _learning_rate(scene: Investigation) -> Cause:

@@ -3,11 +3,14 @@ alone, so that a program that takes others is told."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ptrain.axes.context.attention import context_of, spans_at
 from ptrain.axes.context.tokens import Span
 from ptrain.facts.parameters import OF_TOKENS
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.verification.places import coordinates
 
@@ -20,22 +23,31 @@ def own_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
     return spans_at(step, coordinates(spec, rank)[step.axis]) if step else ()
 
 
-class TokensOfRank:
-    """Takes a rank's tokens of whole tensors."""
+def tokens_in(spans: Sequence[Span]) -> torch.Tensor:
+    """Return their numbers in the whole sequence, int64."""
+    return torch.cat([torch.arange(*span) for span in spans])
 
-    def __init__(self, spec: Spec, rank: int) -> None:
-        self._spans, self._sequence = own_spans(spec, rank), spec.batch.sequence
+
+class TokensOfRank:
+    """Takes a rank's tokens of whole tensors, or those in other `spans`."""
+
+    def __init__(self, spec: Spec, rank: int, spans: Sequence[Span] | None = None) -> None:
+        self._spans = own_spans(spec, rank) if spans is None else spans
+        self._sequence = spec.batch.sequence
+        self._is_built_in = isinstance(spec.model, ModelShape)
 
     def of_output(self, whole: torch.Tensor) -> torch.Tensor:
         """Of what a module gives, [samples, tokens, ...], or heads in front of the tokens; of
         tokens, [samples, tokens]. All else is as it was."""
-        dim = 2 if whole.dim() == _OF_HEADS else 1
-        has_tokens = whole.dim() > dim and whole.shape[dim] == self._sequence
-        return self._taken(whole, dim) if has_tokens else whole
+        dims = (2, 1) if whole.dim() == _OF_HEADS else (1,)
+        sizes = dict(zip(range(whole.dim()), whole.shape, strict=True))
+        dim = next((dim for dim in dims if sizes.get(dim) == self._sequence), None)
+        return whole if dim is None else self._taken(whole, dim)
 
     def of_buffer(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Of a model's table with a row for each token."""
-        return self._taken(whole, 0) if name.endswith(OF_TOKENS) else whole
+        """Of a built-in model's table with a row for each token."""
+        is_cut = self._is_built_in and name.endswith(OF_TOKENS)
+        return self._taken(whole, 0) if is_cut else whole
 
     def _taken(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         if not self._spans:

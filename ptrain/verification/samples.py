@@ -4,19 +4,25 @@ given, none missing and none doubled (Theorem 3)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ptrain.axes.context.attention import all_spans, context_of
+from ptrain.axes.context.draw import spans_text
+from ptrain.axes.context.tokens import Span
 from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.report.finding import Departure, Moment, Subject
+from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.own_tokens import TokensOfRank
+from ptrain.verification.own_tokens import TokensOfRank, own_spans
 from ptrain.verification.places import data_place
 from ptrain.verification.reference import ReferenceTraining
 
 UNKNOWN = -1
+OF_ITS_SAMPLES = "of its samples"  # what a rank of cp has, if tokens that are another's
 
 
 def sample_departures(
@@ -35,15 +41,20 @@ def sample_departures(
     seen = [names.get(_key(row), UNKNOWN) for row in given.micro_batches(1)]
     everyone: list[list[int]] = exchange.gather(seen)
     own = [names[key] for _, key in expected[data_place(spec, rank)]]
+    elsewhere = other_tokens(given, reference, step, rank) if UNKNOWN in seen else ""
     if seen == own:
         return
-    once = {data_place(spec, other): its for other, its in enumerate(everyone)}
+    once: dict[int, list[int]] = {}  # of ranks that share samples, one that knows all of its own
+    for other, its in enumerate(everyone):
+        place = data_place(spec, other)
+        once[place] = its if UNKNOWN in once.get(place, [UNKNOWN]) else once[place]
     counts = Counter(sample for its in once.values() for sample in its if sample != UNKNOWN)
     wanted = Counter(names[key] for ids in expected.values() for _, key in ids)
+    is_order = counts == wanted and UNKNOWN not in seen
     descriptions = [
         _listed("missing", list(wanted - counts)),
         _listed("seen twice", list(counts - wanted)),
-        _listed("in another order or place", own if counts == wanted else []),
+        _listed("in another order or place", own if is_order else []),
         f"{what} of no sample of this step" if UNKNOWN in seen else "",
     ]
     yield Departure(
@@ -52,7 +63,7 @@ def sample_departures(
         subject=Subject.BATCH,
         name=what,
         rank=rank,
-        told="; ".join(filter(None, descriptions)) or "samples of another rank",
+        told=elsewhere or "; ".join(filter(None, descriptions)) or "samples of another rank",
     )
 
 
@@ -67,6 +78,45 @@ def _expected(
             for row, sample in enumerate(micro_batch.sample_ids)
         )
     return samples
+
+
+def other_tokens(given: StepBatch, reference: ReferenceTraining, step: int, rank: int) -> str:
+    """Return which tokens of its samples a rank of cp has in the place of its own, in words; ""
+    where they are not another rank's, nor those that other slices would give one."""
+    spec = reference.spec
+    context = context_of(spec)
+    if context is None:
+        return ""
+    wanted = [
+        micro_batch.row(row).samples
+        for micro_batch in reference.micro_batches(step)
+        if micro_batch.data_index == data_place(spec, rank)
+        for row in range(len(micro_batch.sample_ids))
+    ]
+    otherwise = replace(context, is_balanced=not context.is_balanced)
+    is_even = spec.batch.sequence % (2 * spec.degree(context.axis)) == 0
+    own = own_spans(spec, rank)
+    candidates = [own, *all_spans(context), *(all_spans(otherwise) if is_even else ())]
+    rows = list(given.micro_batches(1))
+    if len(rows) != len(wanted):
+        return ""
+    sides = [(row.tensors, sample.tensors) for row, sample in zip(rows, wanted, strict=True)]
+    matches = [
+        next((spans for spans in candidates if _are_at(spec, spans, pairs)), None)
+        for pairs in ([(row[side], sample[side]) for row, sample in sides] for side in range(2))
+    ]
+    if None in matches:
+        return ""
+    inputs, targets = (spans_text(spans) for spans in matches if spans is not None)
+    if inputs == targets:
+        return f"tokens {inputs} {OF_ITS_SAMPLES} for {spans_text(own)}"
+    return f"targets {targets} {OF_ITS_SAMPLES} for inputs {inputs}"
+
+
+def _are_at(spec: Spec, spans: Sequence[Span], pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Return whether every tensor has the tokens of a whole sample in `spans`."""
+    tokens = TokensOfRank(spec, 0, spans)
+    return all(torch.equal(own.cpu(), tokens.of_output(whole)) for own, whole in pairs)
 
 
 def _key(sample: SampleBatch, own: TokensOfRank | None = None) -> bytes:

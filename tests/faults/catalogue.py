@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from tests.faults import of_batches, of_operators, of_reductions, of_states, of_updates
+from tests.faults import (
+    of_attention,
+    of_batches,
+    of_operators,
+    of_reductions,
+    of_slices,
+    of_states,
+    of_updates,
+)
 from tests.faults.fault import Fault
 
-FAULTS: dict[str, Fault] = {
-    fault.name: fault
-    for module in (of_batches, of_reductions, of_operators, of_updates, of_states)
-    for fault in module.FAULTS
-}
+_MODULES = (of_batches, of_reductions, of_operators, of_slices, of_attention, of_updates, of_states)
+FAULTS: dict[str, Fault] = {fault.name: fault for module in _MODULES for fault in module.FAULTS}

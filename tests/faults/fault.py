@@ -24,6 +24,7 @@ PLACEMENTS = {
     "dp_shard": "zero2",
     "tp": "S,S,S,R",
     "pp": "S,S,S,R",
+    "cp": "R,R,R,S",
 }
 
 
@@ -53,6 +54,10 @@ class Setting:
             f"{axis}={degree} {self._placed(axis)}".replace("*", r"\*")
             for axis, degree in self.mesh.items()
         ]
+        attention = self.sections.get("context", {}).get("attention", "")
+        if isinstance(attention, Mapping):
+            attention = " × ".join(f"{name} {degree}" for name, degree in attention.items())
+        parts[-1] += f" {attention}" if attention else ""
         return f"{' × '.join(parts)} · {self.model} · {self.layout} · K={self.accumulate}"
 
     def spec(self) -> Spec:

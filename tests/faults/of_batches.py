@@ -62,9 +62,10 @@ def dropped_last(program: Program) -> None:
     given(program, change)
 
 
-def _batch(
+def batch_of(
     program: Program, step: int, data_index: int | None = None, seed: int | None = None
 ) -> LocalBatch:
+    """What a rank is given in a step, or another data rank is, or with another seed."""
     spec = program.spec
     if seed is not None:
         spec = replace(spec, train=replace(spec.train, seed=seed))
@@ -75,14 +76,14 @@ def _batch(
 
 def same_samples(program: Program) -> None:
     """Every data rank takes the first one's samples: a sampler that knows of no ranks."""
-    given(program, lambda step, _: _batch(program, step, data_index=0))
+    given(program, lambda step, _: batch_of(program, step, data_index=0))
 
 
 def earlier_batch(program: Program) -> None:
     """One rank's loader is a step behind."""
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
-        return _batch(program, step - 1) if is_faulty(program) and step else local
+        return batch_of(program, step - 1) if is_faulty(program) and step else local
 
     given(program, change)
 
@@ -91,7 +92,7 @@ def other_shuffle(program: Program) -> None:
     """One rank shuffles with another seed."""
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
-        return _batch(program, step, seed=1) if is_faulty(program) else local
+        return batch_of(program, step, seed=1) if is_faulty(program) else local
 
     given(program, change)
 
@@ -101,7 +102,7 @@ def other_tokens_within_tp(program: Program) -> None:
     is the first rank that has the rows and the columns of all tokens that occur."""
 
     def change(step: int, local: LocalBatch) -> LocalBatch:
-        return local if program.mesh.coordinate(Axis.TP) else _batch(program, step + 7)
+        return local if program.mesh.coordinate(Axis.TP) else batch_of(program, step + 7)
 
     given(program, change)
 

@@ -30,6 +30,8 @@ BY_DEFAULT = {
     "stale 16-bit copy of a master",
     "a flipped bit in replicated parameters: lowest bit",
     "norm gradients under SP unsynchronised",
+    "loss divided by a rank's own count, unequal over cp",
+    "dK and dV of own queries alone: zigzag",
 }
 UNDETECTABLE = sorted(name for name, fault in FAULTS.items() if fault.undetectable)
 

@@ -11,34 +11,39 @@ from ptrain.spec.spec import Spec
 from tests.gloo.tensor_cases import MODELS, SIZES
 
 VARIANTS = ("ring", "zigzag", "all-gather", "ulysses")
-HYBRID = {"ulysses": 2, "ring": 2}
+HYBRID = "hybrid"  # of two Ulysses groups of two
+ATTENTIONS = (*VARIANTS, HYBRID)
 SAMPLES = ("dp_replicate", "dp_shard")
 
 
 def spec_of(
-    variant: Any,
+    variant: str,
     model: str = "gqa",
     *,
     states: str = "R,R,R",
-    degree: int = 2,
+    degree: int | None = None,
     other: Mapping[str, str] | None = None,
-    accumulate: int = 2,
+    accumulate: int | None = None,
     shape: Mapping[str, Any] | None = None,
+    own: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Spec:
-    """`states` are the modes of Theta, Omega and G on cp; `other` places the other axes, each of
-    two ranks."""
+    """`states` are the modes of Theta, Omega and G on cp, which has as few ranks as the variant
+    takes unless `degree` says more; `other` places the other axes, each of two ranks; `own` is a
+    model that is not built in. Of the models one accumulates where nothing is said."""
+    accumulate = accumulate or (2 if model == "gqa" else 1)
     other = other or {}
+    degree = degree or (4 if variant == HYBRID else 2)
     order = ("pp", *SAMPLES, "cp", "tp")
     axes = {**dict.fromkeys(other, 2), "cp": degree}
     slices = "S*" if variant == "all-gather" else "S"
     samples = accumulate * 2 ** sum(axis in SAMPLES for axis in other)
     mapping: dict[str, Any] = {
         "name": model,
-        "model": {**SIZES, **MODELS[model], **(shape or {})},
+        "model": own or {**SIZES, **MODELS[model], **(shape or {})},
         "mesh": {axis: axes[axis] for axis in order if axis in axes},
         "placement": {**other, "cp": f"{states},{slices}"},
-        "context": {"attention": variant},
+        "context": {"attention": {"ulysses": 2, "ring": 2} if variant == HYBRID else variant},
         "precision": {"layout": "fp32", "compute": "fp64"},
         "batch": {"global": samples, "micro": 1, "sequence": 16},
         "optimizer": {"name": "adamw", "lr": 3e-3, "schedule": {"warmup": 2}, "clip": 1.0},

@@ -6,13 +6,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks._machine import header, save
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare
+from ptrain.simulation.execute import simulate
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.verification.band import loss_band
@@ -25,7 +26,7 @@ from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
 STEPS, MEASURED = 4, 3
-_FIGURES = ("memory", "traffic", "peak", "loss", "parameters", "")
+_FIGURES = ("memory", "traffic", "peak", "simulated", "loss", "parameters", "")
 _REFERENCES: dict[str, Trajectory] = {}
 
 
@@ -36,13 +37,15 @@ class Result:
     spec: Spec
     checks: tuple[Check, ...]
     against: tuple[Check, ...]
+    simulated: tuple[Check, ...] = ()
 
     @property
     def failed(self) -> list[Check]:
-        return [check for check in (*self.checks, *self.against) if not check.holds]
+        checks = (*self.checks, *self.against, *self.simulated)
+        return [check for check in checks if not check.holds]
 
 
-def reference(spec: Spec) -> Trajectory:
+def reference(spec: Spec, steps: int = STEPS) -> Trajectory:
     """One device knows nothing of the mesh but the batches that the data axes read."""
     same = (
         spec.model,
@@ -52,17 +55,18 @@ def reference(spec: Spec) -> Trajectory:
         spec.precision,
         spec.data,
         spec.loss.user_function,
+        steps,
     )
     key = repr(same)
     if key not in _REFERENCES:
-        _REFERENCES[key] = one_device(spec, STEPS)
+        _REFERENCES[key] = one_device(spec, steps)
     return _REFERENCES[key]
 
 
-def run(ranks: Ranks, spec: Spec, exactly: Tolerances = FP64) -> Result:
+def run(ranks: Ranks, spec: Spec, exactly: Tolerances = FP64, steps: int = STEPS) -> Result:
     """Trained on as many ranks as the spec has, measured once and held against both; in fp64
     `exactly` beside one device."""
-    truth = reference(spec)
+    truth = reference(spec, steps)
     reports = ranks.run(spec.world_size, train, spec, len(truth.losses), MEASURED)
     measured = join_estimates([report.measured for report in reports if report.measured])
     checks = compare(derive(spec, facts_of(spec)).exact, measured)
@@ -71,6 +75,17 @@ def run(ranks: Ranks, spec: Spec, exactly: Tolerances = FP64) -> Result:
     is_exact = spec.precision.compute_fp64
     tolerances = exactly if is_exact else Tolerances(losses=loss_band(spec, truth))
     return Result(spec, checks, compare_runs(truth, trajectory, tolerances))
+
+
+def simulated_alike(spec: Spec) -> tuple[Check, ...]:
+    """Compare what the last rank is predicted to hold, send and compute with its simulation,
+    without tolerance."""
+    last = spec.world_size - 1
+    exact = derive(spec, facts_of(spec)).exact.of_rank(last)
+    return tuple(
+        replace(check, name=f"simulated {check.name}", holds=check.predicted == check.measured)
+        for check in compare(exact, simulate(spec, last).estimate)
+    )
 
 
 def all_on_one_page(results: Sequence[Result], theme: str) -> Mapping[str, Sequence[Result]]:
@@ -88,12 +103,17 @@ class Matrix:
     columns: tuple[str, ...]
     cells: Callable[[Result], tuple[str, ...]]
     pages: Callable[[Sequence[Result], str], Mapping[str, Sequence[Result]]] = all_on_one_page
+    steps: int = STEPS
+    simulates: bool = False
     results: list[Result] = field(default_factory=list)
 
     def differences(self, ranks: Ranks, spec: Spec) -> list[str]:
         """Run a spec; return what does not hold: bytes, calls, peaks, losses, parameters."""
-        self.results.append(result := run(ranks, spec))
-        return failing((*result.checks, *result.against))
+        result = run(ranks, spec, steps=self.steps)
+        if self.simulates:
+            result = replace(result, simulated=simulated_alike(spec))
+        self.results.append(result)
+        return failing((*result.checks, *result.against, *result.simulated))
 
     def write(self) -> list[Path]:
         """Write the pages."""
@@ -129,6 +149,7 @@ def _figures(result: Result) -> tuple[str, ...]:
         counted(result.checks, "memory"),
         counted(result.checks, "traffic"),
         f"{max(map(relative, named(result.checks, 'peak'))):.2%}",
+        counted(result.simulated, "simulated"),
         *(_worst(result, kind) for kind in ("losses", "parameters by norm")),
         "fails" if result.failed else "holds",
     )

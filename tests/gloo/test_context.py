@@ -3,41 +3,66 @@ and cost what is predicted to the byte."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.gloo.context_cases import HYBRID, VARIANTS, spec_of
+from ptrain.traces import tensor_parts
+from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, spec_of
 from tests.gloo.context_runs import MATRIX
+from tests.gloo.forked import Forked
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
-# A model with fewer keys than queries, one with as many, and one with a tied head and learned
-# positions; what a rank does depends on the number of ranks, so each kind of ring has four once.
-ALONE = {("all-gather", "gqa", 2), ("ulysses", "gpt", 2), ("zigzag", "gqa", 4)}
+# As many keys as queries; fewer, and a tied head; a tied head and learned positions.
+MODELS = ("llama", "gqa", "gpt")
+# What a rank does depends on the number of ranks, so each kind of ring has four once.
+ALONE = {
+    ("all-gather", "gqa", 2), ("ulysses", "gpt", 2), ("zigzag", "gqa", 4), (HYBRID, "gqa", 4),
+}  # fmt: skip
 
-STATES = ("R,S,R", "R,S,S", "S*,S,S")
+REPLICAS, SHARDED = "R,R,R", "S*,S,S"
+STATES = ("R,S,R", "R,S,S", SHARDED)
+ZERO3 = {"dp_shard": "zero3"}
 DATA: tuple[dict[str, str], ...] = (
-    {"dp_replicate": "ddp"},
+    {"dp_replicate": "ddp"},  # with Theta sharded over cp: HSDP
     {"dp_shard": "zero1"},
     {"dp_shard": "zero2"},
-    {"dp_shard": "zero3"},
+    ZERO3,
 )
-OPERATORS: tuple[dict[str, str], ...] = ({"tp": "S,S,S,R"}, {"tp": "S,S,S,S"})
+IN_SLICES = {"tp": "S,S,S,S"}
+OPERATORS: tuple[dict[str, str], ...] = ({"tp": "S,S,S,R"}, IN_SLICES)
+STAGES = {"pp": "S,S,S,R"}
 SCHEDULES = ("naive", "gpipe", "1f1b", "bfs", "interleaved", "zero-bubble", "zbv", "dualpipev")
 KEPT: tuple[dict[str, Any], ...] = (
     {"activations": "M"},
     {"activations": "M", "recompute": "selective"},
     {"activations": "M", "recompute": "attention"},
+    {"activations": "M", "recompute": {"keep": ["matmul", "collective"]}},
     {"activations": "O"},
     {"loss": {"chunk": 4}},
 )
+# Two axes beside cp, on eight ranks.
+TWO_OTHERS: tuple[tuple[str, dict[str, str]], ...] = (
+    (REPLICAS, {"dp_replicate": "ddp", **ZERO3}),
+    (SHARDED, {"dp_replicate": "ddp", **ZERO3}),
+    (SHARDED, {**ZERO3, **IN_SLICES}),
+    (SHARDED, {**STAGES, **ZERO3}),
+    (REPLICAS, {**STAGES, **IN_SLICES}),
+)
+
+
+@pytest.fixture(autouse=True)
+def _forked_traces() -> Iterator[None]:
+    with mock.patch.object(tensor_parts, "Popen", Forked):
+        yield
 
 
 def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
@@ -47,7 +72,7 @@ def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("attention", "model", "degree"),
-    some([*product(VARIANTS, ("llama", "gqa", "gpt"), (2, 4))], ALONE),
+    some([*product(VARIANTS, MODELS, (2, 4)), *product((HYBRID,), MODELS, (4,))], ALONE),
 )
 def test_slices_alone_are_exact_and_equal_one_device(
     ranks: Ranks, attention: str, model: str, degree: int
@@ -55,39 +80,54 @@ def test_slices_alone_are_exact_and_equal_one_device(
     assert not MATRIX.differences(ranks, spec_of(attention, model, degree=degree))
 
 
-@pytest.mark.parametrize("model", ["gqa", nightly("gpt")])
-def test_a_ring_of_ulysses_groups_is_exact_and_equals_one_device(ranks: Ranks, model: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(HYBRID, model, degree=4))
-
-
 @pytest.mark.parametrize(
-    ("attention", "states"),
-    some([*product(VARIANTS, STATES)], {("zigzag", "S*,S,S")}),
+    ("attention", "kv_heads", "degree"),
+    [("ulysses", 1, 2), nightly("ulysses", 2, 4), nightly("ulysses", 1, 4), nightly(HYBRID, 1, 4)],
 )
-def test_states_cut_over_cp(ranks: Ranks, attention: str, states: str) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, states=states))
+def test_fewer_heads_of_keys_than_ranks_are_repeated(
+    ranks: Ranks, attention: Any, kv_heads: int, degree: int
+) -> None:
+    spec = spec_of(attention, degree=degree, shape={"kv_heads": kv_heads})
+    assert not MATRIX.differences(ranks, spec)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_however_many_micro_batches(
+    ranks: Ranks, attention: str, model: str, accumulate: int
+) -> None:
+    assert not MATRIX.differences(ranks, spec_of(attention, model, accumulate=accumulate))
 
 
 @pytest.mark.parametrize(
-    ("attention", "states", "data"),
+    ("attention", "model", "states"),
+    some([*product(ATTENTIONS, MODELS, STATES)], {("zigzag", "gqa", SHARDED)}),
+)
+def test_states_cut_over_cp(ranks: Ranks, attention: str, model: str, states: str) -> None:
+    assert not MATRIX.differences(ranks, spec_of(attention, model, states=states))
+
+
+@pytest.mark.parametrize(
+    ("attention", "model", "states", "data"),
     some(
-        [*product(VARIANTS, ("R,R,R", "S*,S,S", "R,S,R"), DATA)],
+        [*product(ATTENTIONS, MODELS, (REPLICAS, SHARDED, "R,S,R"), DATA)],
         (
-            ("ring", "S*,S,S", DATA[3]),  # fully_shard over both
-            ("zigzag", "R,R,R", DATA[3]),  # copies over cp within shards
+            ("ring", "gqa", SHARDED, ZERO3),  # fully_shard over both
+            ("zigzag", "gqa", REPLICAS, ZERO3),  # copies over cp within shards
         ),
     ),
 )
-def test_with_data_ranks(ranks: Ranks, attention: str, states: str, data: dict[str, str]) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, states=states, other=data))
+def test_with_data_ranks(
+    ranks: Ranks, attention: str, model: str, states: str, data: dict[str, str]
+) -> None:
+    assert not MATRIX.differences(ranks, spec_of(attention, model, states=states, other=data))
 
 
 @pytest.mark.parametrize(
     ("attention", "model", "operators"),
-    some(
-        [*product(VARIANTS, ("gqa", "gpt"), OPERATORS)],
-        (("zigzag", "gpt", OPERATORS[1]),),
-    ),
+    some([*product(ATTENTIONS, MODELS, OPERATORS)], (("zigzag", "gpt", IN_SLICES),)),
 )
 def test_with_operators_cut(
     ranks: Ranks, attention: str, model: str, operators: dict[str, str]
@@ -96,13 +136,14 @@ def test_with_operators_cut(
 
 
 @pytest.mark.parametrize(
-    ("attention", "schedule"),
-    some([*product(VARIANTS, SCHEDULES)], {("zigzag", "1f1b")}),
+    ("attention", "model", "schedule"),
+    some([*product(ATTENTIONS, MODELS, SCHEDULES)], {("zigzag", "gqa", "1f1b")}),
 )
-def test_with_stages(ranks: Ranks, attention: str, schedule: str) -> None:
+def test_with_stages(ranks: Ranks, attention: str, model: str, schedule: str) -> None:
     spec = spec_of(
         attention,
-        other={"pp": "S,S,S,R"},
+        model,
+        other=STAGES,
         accumulate=4,
         shape={"layers": 4},
         pipeline={"schedule": schedule},
@@ -111,18 +152,29 @@ def test_with_stages(ranks: Ranks, attention: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "kept"),
-    some([*product(VARIANTS, KEPT)], (("zigzag", KEPT[0]),)),
+    ("attention", "model", "kept"),
+    some([*product(ATTENTIONS, MODELS, KEPT)], (("zigzag", "gqa", KEPT[0]),)),
 )
 def test_with_activations_kept_otherwise(
-    ranks: Ranks, attention: str, kept: dict[str, Any]
+    ranks: Ranks, attention: str, model: str, kept: dict[str, Any]
 ) -> None:
-    assert not MATRIX.differences(ranks, spec_of(attention, **kept))
+    assert not MATRIX.differences(ranks, spec_of(attention, model, **kept))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("states", "others"), TWO_OTHERS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_with_two_other_axes(
+    ranks: Ranks, attention: str, model: str, states: str, others: dict[str, str]
+) -> None:
+    spec = spec_of(attention, model, states=states, other=others)
+    assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.parametrize(
     ("attention", "layout"),
-    some([*product(VARIANTS, ("fp32", "bf16", "zero16"))], {("ring", "zero16")}),
+    some([*product(ATTENTIONS, ("fp32", "bf16", "zero16"))], {("ring", "zero16")}),
 )
 def test_in_true_dtypes_bytes_are_exact(ranks: Ranks, attention: str, layout: str) -> None:
     assert not MATRIX.differences(ranks, spec_of(attention, precision={"layout": layout}))

@@ -33,12 +33,19 @@ LARGE = (
     "model.ffn=683", "model.vocab=4096",
     "batch.micro=1", "batch.sequence=16",
 )  # fmt: skip
-AXES = {"ddp": ("dp_replicate",), "hsdp": ("dp_shard", "dp_replicate")}
+CONTEXT = ("cp-zigzag", "cp-all-gather", "cp-ulysses", "cp-hybrid")
+AXES = {
+    "ddp": ("dp_replicate",),
+    "hsdp": ("dp_shard", "dp_replicate"),
+    **dict.fromkeys(CONTEXT, ("cp",)),
+}
 
 
 def spec_of(strategy: str, size: int, via: str) -> Spec:
     axes = AXES.get(strategy, ("dp_shard",))
     overrides = [*LARGE, f"batch.global={size}", f"reduce_scatter={via}"]
+    if strategy in CONTEXT:  # 512 KiB of keys and of values on a rank
+        overrides += ["batch.global=1", "batch.sequence=2048"]
     overrides += [f"mesh.{axis}={size if len(axes) == 1 else 2}" for axis in axes]
     return require(load(strategy, tuple(overrides)))
 
@@ -53,6 +60,7 @@ def spec_of(strategy: str, size: int, via: str) -> Spec:
         ("zero3", 4, "native"),
         pytest.param("zero3", 2, "all_to_all", marks=pytest.mark.nightly),
         ("hsdp", 4, "native"),
+        *(pytest.param(name, 4, "native", marks=pytest.mark.nightly) for name in CONTEXT),
     ],
 )
 def test_the_kernel_counts_what_was_predicted(
@@ -69,7 +77,7 @@ def test_the_kernel_counts_what_was_predicted(
         assert row.predicted_bytes > 2**20
         assert 0 < row.measured_bytes / row.predicted_bytes - 1 < TOLERANCE, row
     assert any("reduce_scatter 2" in row.factor for row in rows) == (
-        strategy != "ddp" and via == "native"
+        strategy not in {"ddp", *CONTEXT} - {"cp-all-gather"} and via == "native"
     )
     recorded = record("wire", [exact, measured])["wire"]
     assert isinstance(recorded, list) and len(recorded) == len(rows)

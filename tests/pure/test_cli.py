@@ -11,7 +11,7 @@ import pytest
 
 import ptrain
 from ptrain.cli import main as dispatcher
-from ptrain.cli.main import NOT_YET, VERBS, main
+from ptrain.cli.main import NOT_YET, VERBS, WRONG_INPUT, main
 from ptrain.errors import RankFailed, TrainingStopped, VerdictFailed
 from ptrain.spec.overrides import split_arguments
 from ptrain.train import refusal
@@ -40,6 +40,7 @@ TORCH_FREE = (
     ["predict", "zero3", "ddp"],
     ["predict", "8b-tp-sp", "8b-tp-zero3"],
     ["plan", "hsdp"],
+    ["plan", "cp-hybrid"],
     ["specs"],
     ["specs", "show", "zero1"],
     ["schema"],
@@ -89,6 +90,13 @@ def test_predict_imports_nothing_that_it_does_not_need():
     assert {name for name in packages if "cython" not in name} == {"ptrain", "yaml"}
     assert sum(name.startswith("ptrain.") for name in imported) <= MOST_PARTS
     assert len(imported) <= MOST_MODULES
+
+
+@pytest.mark.parametrize("module", ["ptrain", "ptrain.cli.main"])
+def test_the_command_runs_as_a_module(module):
+    words = [sys.executable, "-m", module, "nothing-like-it"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == WRONG_INPUT and "is no command" in ended.stderr
 
 
 @pytest.mark.parametrize("call", ["main()", "main(sys.argv[1:])"])

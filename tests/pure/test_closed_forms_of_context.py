@@ -12,6 +12,7 @@ from random import Random
 import pytest
 
 from ptrain.axes.context.attention import all_spans, context_of
+from ptrain.axes.context.blocks import balance, blocks_of, multiplied
 from ptrain.axes.context.cost import (
     exchanged,
     gathered_bytes,
@@ -21,9 +22,10 @@ from ptrain.axes.context.cost import (
     tokens,
 )
 from ptrain.axes.context.costs import sent
+from ptrain.axes.context.draw import balance_text
 from ptrain.costs import Collective, Phase
 from ptrain.plan.lower import lower
-from ptrain.spec.activations import Kept, Policy
+from ptrain.spec.activations import Kept, Operators, Policy
 from ptrain.spec.axis import Axis
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ExternalModel, Family, ModelShape
@@ -35,13 +37,14 @@ from tests.pure.build import make_spec, tuple_of
 ATTENTIONS = (*ContextAttention, Hybrid(ulysses=2, ring=2), Hybrid(ulysses=2, ring=3))
 PLAIN = Kept(policy=None, tier=Tier.DEVICE)
 AGAIN = Kept(policy=Policy(), tier=Tier.DEVICE)
+ARRIVED = Kept(policy=Policy(keep=(Operators.COLLECTIVE,)), tier=Tier.DEVICE)
 
 
 def drawn(attention, ranks: int, tp: int, layout: str) -> Spec:
     """Heads and tokens that the ranks divide; the rest as it comes."""
     draw = Random(f"{attention} {ranks} {tp} {layout}")
-    kv_heads = ranks * tp * draw.choice((1, 2))
-    heads = kv_heads * draw.choice((1, 3))
+    kv_heads = tp * draw.choice((1, 2, 3, 4))  # which Ulysses repeats where it does not divide them
+    heads = kv_heads * ranks * draw.choice((1, 3))
     shape = ModelShape(
         family=Family.LLAMA, layers=3, hidden=heads * draw.choice((4, 8)), heads=heads,
         kv_heads=kv_heads, ffn=tp * 20, vocab=tp * 130,
@@ -67,7 +70,11 @@ def settings():
 UNITS = (("blocks.0",), ("blocks.1",), ("blocks.2",), ("",))
 
 
-@pytest.mark.parametrize("kept", [(PLAIN,) * 3, (PLAIN, AGAIN, AGAIN)], ids=["plain", "again"])
+@pytest.mark.parametrize(
+    "kept",
+    [(PLAIN,) * 3, (PLAIN, AGAIN, AGAIN), (ARRIVED, AGAIN, ARRIVED)],
+    ids=["plain", "again", "again but for what arrived"],
+)
 def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
     for spec in settings():
         plan = lower(spec, UNITS)
@@ -89,7 +96,7 @@ def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
 
 def _again(phase: Phase, kept: tuple[Kept, ...]) -> int:
     """Layers that are computed again in backward, of what is sent in forward."""
-    return sum(mode.policy is not None for mode in kept) if phase is Phase.FORWARD else 0
+    return kept.count(AGAIN) if phase is Phase.FORWARD else 0
 
 
 def spec_of(attention, ranks: int, sequence: int, *, kv_heads: int = 2, layout: str = "bf16"):
@@ -141,6 +148,14 @@ def test_gathered_keys_and_values_are_kept_and_those_of_a_ring_are_not():
     assert gathered_bytes(ring, ring.model, context_of(ring)) == 0
 
 
+def test_ulysses_sends_keys_as_often_as_ranks_need_them():
+    few, many = (spec_of(ContextAttention.ULYSSES, 4, 64, kv_heads=heads) for heads in (2, 4))
+    assert exchanged(few, context_of(few)) == exchanged(many, context_of(many))
+    ring = (spec_of(ContextAttention.RING, 4, 64, kv_heads=heads) for heads in (2, 4))
+    once, twice = (keys_and_values(each, each.model, context_of(each)) for each in ring)
+    assert twice == 2 * once
+
+
 def test_of_another_model_nothing_is_known():
     spec = replace(spec_of(ContextAttention.RING, 2, 64), model=ExternalModel(target="a:b"))
     assert exchanged(spec, context_of(spec)) is None
@@ -157,10 +172,44 @@ def test_the_balance_of_work_is_that_of_scores_counted_one_by_one(attention, seq
     # the ranks of a Ulysses group have all tokens of the group, of some of the heads
     scores = [sum(counts[at : at + step.ulysses]) for at in range(0, ranks, step.ulysses)]
     mean = Fraction(sequence * (sequence + 1), 2 * step.ring)
-    assert Fraction(max(scores)) / mean == slowest(step)
+    assert Fraction(max(scores)) / mean == slowest(step) == max(balance(step))
     assert sum(scores) == sequence * (sequence + 1) // 2
+    of_rank = [score for score in scores for _ in range(step.ulysses)]
+    assert balance(step) == tuple(score / mean for score in of_rank)
 
 
 def test_contiguous_slices_of_long_sequences_leave_the_last_rank_nearly_twice_the_work():
     step = context_of(spec_of(ContextAttention.RING, 8, 2**20))
     assert float(slowest(step)) == pytest.approx(15 / 8, rel=1e-5)
+    assert "cp 7 computes 1.87 times the mean of scores, cp 0 0.125" in balance_text(step)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS, ids=str)
+def test_blocks_that_are_met_have_every_score_of_the_causal_mask_once(attention):
+    ranks = attention.ulysses * attention.ring if isinstance(attention, Hybrid) else 4
+    step = context_of(spec_of(attention, ranks, 48))
+    scores = [
+        (query, key)
+        for place in range(step.ring)
+        for block in blocks_of(step, place)
+        for query, key in product(range(*block.queries), range(*block.keys))
+        if key <= query or not block.is_causal
+    ]
+    assert sorted(scores) == [(query, key) for query in range(48) for key in range(query + 1)]
+
+
+def test_a_contiguous_ring_multiplies_one_block_more_at_each_place():
+    step = context_of(spec_of(ContextAttention.RING, 4, 32))
+    assert multiplied(step) == (64, 128, 192, 256)
+    assert multiplied(context_of(spec_of(ContextAttention.ALL_GATHER, 4, 32))) == multiplied(step)
+
+
+def test_an_early_and_a_late_chunk_multiply_half_a_block_at_every_hop():
+    step = context_of(spec_of(ContextAttention.ZIGZAG, 4, 32))
+    assert multiplied(step) == (64 + 3 * 32,) * 4
+
+
+def test_ulysses_multiplies_all_tokens_of_a_part_of_the_heads():
+    step = context_of(spec_of(ContextAttention.ULYSSES, 4, 32, kv_heads=4))
+    assert multiplied(step) == (32 * 32 // 4,) * 4
+    assert balance_text(step) == "each rank of cp computes as many scores under the causal mask"

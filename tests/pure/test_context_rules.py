@@ -8,17 +8,20 @@ from itertools import product
 import pytest
 
 from ptrain.algebra.legality import check, executed
-from ptrain.axes.context.attention import attention_of, context_of, why
+from ptrain.axes.context.attention import attention_of, context_of, repeats, why
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
+from ptrain.derivation.estimate import derive
 from ptrain.plan.composition import theorem_3
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
 from ptrain.spec.axis import Axis
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.function import UserFunction
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import Attention, ExternalModel, Family, HuggingFaceModel, ModelShape
+from ptrain.spec.padding import PADDED
 from ptrain.spec.placement import MODES, S_STAR, Placement, S
 from ptrain.spec.spec import LossSpec, Spec
 from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of
@@ -213,7 +216,7 @@ def test_a_sequence_that_does_not_divide_is_refused_with_what_would_do(
     attention, sequence, finding, remedy
 ):
     refused = refusal(spec(4, attention, sequence=sequence))
-    assert refused == ("batch.sequence", finding, remedy)
+    assert refused == ("batch.sequence", finding, remedy + PADDED)
 
 
 def test_a_hybrid_of_other_ranks_is_refused_once():
@@ -224,17 +227,23 @@ def test_a_hybrid_of_other_ranks_is_refused_once():
 def test_ulysses_divides_the_heads_that_tp_leaves():
     place, finding, remedy = refusal(spec(5, ULYSSES, sequence=40))
     assert (place, finding) == ("mesh.cp", "ulysses over 5 ranks does not divide 12 heads")
-    assert remedy == "choose ulysses from 1, 2, 3, 4, 6, 12, or attention: zigzag"
+    assert remedy == "choose cp from 1, 2, 3, 4, 6, 12, or attention: zigzag"
     cut = spec(4, Hybrid(ulysses=4, ring=1), inside={Axis.TP: (2, TP)})
     place, finding, _ = refusal(cut)
     assert place == "context.attention"
     assert finding == "ulysses over 4 ranks does not divide 6 heads that tp leaves a rank"
 
 
-def test_keys_and_values_that_would_be_repeated_wait():
-    place, finding, remedy = refusal(spec(6, ULYSSES, sequence=48))
-    assert place == "mesh.cp" and finding.startswith("not yet: ulysses over 6 ranks")
-    assert "ulysses of 1, 2, 4" in remedy
+def test_of_keys_and_values_ulysses_takes_any_number_of_heads():
+    assert faultless(spec(6, ULYSSES, sequence=48))  # of 4 heads, each three times
+    assert [repeats(6, heads) for heads in (1, 2, 3, 4, 6, 12)] == [6, 3, 2, 3, 1, 1]
+
+
+def test_how_slices_are_reduced_is_obeyed_where_gradients_of_gathered_keys_are():
+    exchanged = {"reduce_scatter": ReduceScatterVia.ALL_TO_ALL}
+    assert not [*check(replace(spec(2, GATHER, "R,R,R,S*"), **exchanged))]
+    place, finding, _ = refusal(replace(spec(2, RING), **exchanged))
+    assert place == "reduce_scatter" and "nothing is reduced to slices here" in finding
 
 
 def test_dropout_within_attention_is_refused_and_elsewhere_it_is_not():
@@ -265,6 +274,13 @@ def test_what_joins_parts_of_attention_needs_plain_sdpa_and_ulysses_does_not(
     assert faultless(spec(4, ULYSSES, model=model))
 
 
+@pytest.mark.parametrize(("modes", "is_obeyed"), [("R,R,R,S*", True), ("R,R,R,S", False)])
+def test_gradients_of_gathered_keys_are_reduced_to_slices_as_the_dial_says(modes, is_obeyed):
+    attention = GATHER if is_obeyed else RING
+    exchanged = replace(spec(2, attention, modes), reduce_scatter=ReduceScatterVia.ALL_TO_ALL)
+    assert [fault.place for fault in check(exchanged)] == ["reduce_scatter"] * (not is_obeyed)
+
+
 def test_slices_of_tp_are_slices_of_those_of_cp():
     sliced = {Axis.TP: (4, tuple_of("S,S,S,S"))}
     place, finding, remedy = refusal(spec(2, RING, inside=sliced, sequence=36))
@@ -283,17 +299,26 @@ def test_functions_of_the_users_are_refused():
     assert place == "step.target"
 
 
-@pytest.mark.parametrize(
-    ("model", "place"),
-    [
-        (HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 512}), "model.hf"),
-        (ExternalModel(target="mine:model"), "model.target"),
-    ],
-)
-def test_models_that_are_not_built_in_wait(model, place):
-    where, finding, _ = refusal(spec(model=model))
-    assert where == place and finding.startswith("not yet: ")
-    assert (model.hf if place == "model.hf" else model.target) in finding
+HF = HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 512})
+
+
+@pytest.mark.parametrize("model", [HF, ExternalModel(target="mine:model")])
+@pytest.mark.parametrize("attention", [RING, ZIGZAG, ULYSSES, Hybrid(ulysses=2, ring=1)])
+def test_models_that_are_not_built_in_are_for_their_code_to_judge(model, attention):
+    assert faultless(spec(2, attention, model=model))
+
+
+@pytest.mark.parametrize("kind", [Attention.EAGER, Attention.FLEX])
+def test_of_transformers_models_attention_is_what_goes_through_sdpa(kind):
+    place, finding, remedy = refusal(spec(2, ULYSSES, model=replace(HF, attention=kind)))
+    assert place == "attention" and "LlamaForCausalLM" in finding
+    assert remedy == "write attention: sdpa"
+
+
+def test_one_token_a_rank_is_none_of_transformers_samples():
+    place, _, remedy = refusal(spec(4, RING, model=HF, sequence=4))
+    assert place == "batch.sequence" and remedy == "write sequence: 8 or more"
+    assert faultless(spec(4, RING, sequence=4))
 
 
 # ---- plans
@@ -362,3 +387,13 @@ def test_ranks_of_unlike_stretches_wait_where_their_positions_are_cut_again(ulys
         assert place == "context.attention" and finding.startswith("not yet: ")
     else:
         assert not (*check(made), *executed(made))
+
+
+def test_the_paper_has_no_volume_of_cp_and_says_that_it_leaves_it_out():
+    paper = derive(spec(2), is_timed=False).paper
+    assert paper.undefined["traffic"] == (
+        "the paper gives no volume for the axis cp; it has no context axis: context parallelism, "
+        "it says, takes a model of what is sent within the attention operator, which it leaves to "
+        "future work"
+    )
+    assert not any("cp" in row.key.axes for row in paper.traffic)

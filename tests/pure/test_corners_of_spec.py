@@ -330,7 +330,7 @@ NAMED = {
     "attention drops what the model says": "Definition 1",
     "attention has a backward pass": INTEGRITY,
 }
-WAITING = """axes that are executed; replicas outside shards; keys and values go unrepeated;
+WAITING = """axes that are executed; replicas outside shards;
     ranks have as many stretches; models that cp knows; all tokens between the blocks;
     the naive plan has all tokens; equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;

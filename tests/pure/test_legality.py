@@ -14,7 +14,8 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.block import Positions, RopeScaling
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, SyncPolicy, UnitKind, UnitSize
-from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.function import UserFunction
+from ptrain.spec.job import DataSpec, OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.placement import MODES, Placement
 from ptrain.spec.precision import LAYOUTS, ZERO16
@@ -303,6 +304,19 @@ def test_a_batch_that_does_not_multiply_out_is_refused_with_the_product():
         place="batch.global",
         finding="7 samples are not micro 2 x accumulated 1 x data ranks 2 = 4",
         remedy="write global: 4, or leave accumulate out",
+    )
+
+
+def test_means_over_unequally_many_targets_are_refused_by_the_function_that_gives_them():
+    function = UserFunction(section="loss", target="a:c", arguments={})
+    spec = replace(make_spec({Axis.DP_SHARD: (2, ZERO_2)}), loss=LossSpec(function=function))
+    (fault,) = check(replace(spec, data=DataSpec(ignored=(0,))))
+    assert not check(spec)
+    assert fault == Fault(
+        place="data.ignored",
+        finding="a:c gives the mean of a micro-batch, of whose targets not as many count as of "
+        "another's: the mean of such means is not that of the global batch",
+        remedy="remove loss, whose place the built-in cross entropy takes, or remove ignored",
     )
 
 

@@ -54,3 +54,17 @@ def test_what_is_derived_once_for_two_candidates_is_so_of_each():
         mine, its = (derive(every).exact for every in (spec, other))
         assert (tuple(mine.memory), tuple(mine.peak)) == (tuple(its.memory), tuple(its.peak))
         assert (mine.traffic, mine.step) == (its.traffic, its.step)
+
+
+def test_of_one_micro_batch_it_is_nothing_to_the_closed_form_when_gradients_are_reduced():
+    searched = chooser("batch.global=8", "micro==1", "pp==1", "tp==1", "recompute==full")
+    compared = 0
+    for block in searched.search.blocks():
+        figures: dict[object, set[tuple[float, float]]] = {}
+        for place in range(len(block.rows)):
+            scored = block.scored(place)
+            alike = played_as(scored.candidate, scored.candidate.spec(searched.job.base))
+            figures.setdefault(repr(alike), set()).add((scored.peak, scored.seconds))
+            compared += 1
+        assert all(len(of_one) == 1 for of_one in figures.values())
+        assert len(figures) < compared

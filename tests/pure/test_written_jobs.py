@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ptrain.cli.main import main
+from ptrain.costs import PLACED
 from ptrain.errors import SpecError
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job
@@ -17,6 +18,7 @@ from ptrain.selection.words import words_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, Overlap, ReduceScatterVia
 from ptrain.spec.load import load
+from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 
 _OPEN = "mesh.dp_shard=auto"
@@ -97,6 +99,13 @@ def test_a_tuple_that_is_written_is_in_every_candidate(source, words, axis, expe
     assert tuples(specs, axis) == expected
 
 
+def test_what_is_tried_off_the_device_is_on_the_tier_that_is_written():
+    specs = candidates("nvme-offload", "placement=auto", "offload.tier=file", devices=2)
+    placed = {f.placement[state].tier for s in specs for f in s.factors for state in PLACED}
+    kept = {tier for spec in specs for tier in spec.activations.tiers}
+    assert placed == kept == {Tier.DEVICE, Tier.FILE}
+
+
 def test_auto_is_searched_wherever_it_stands():
     specs = candidates("hsdp", "placement=auto", "batch.micro=auto", "unit=auto")
     assert len(tuples(specs, Axis.DP_SHARD)) > 5
@@ -143,6 +152,13 @@ def test_what_stays_is_said(capsys):
     assert f"as written {stays}" in capsys.readouterr().out
 
 
+def test_a_tier_whose_rates_the_cluster_lacks_is_searched_all_the_same(capsys):
+    words = ["llama3-8b", "--cluster", "h100-8", "offload.tier=file", "batch.global=8"]
+    where = ["--where", "recompute=full", "--where", "pp=1", "--where", "tp=1", "--exact", "2"]
+    assert main(["select", *words, *where]) == 0
+    assert "as written offload.tier=file" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("word", ["mesh=auto", "placement=auto"])
 def test_a_run_of_an_open_spec_names_the_command_that_chooses(word, capsys):
     assert main(["predict", "zero3", word]) == 2
@@ -163,6 +179,7 @@ def test_a_schedule_that_is_written_is_that_of_every_pipeline_and_none_without_o
         ("zero3", [_OPEN, "unit=sub-block", "overlap=backward"]),
         ("checkpoint-selective", ["batch.micro=auto"]),
         ("nvme-offload", ["batch.micro=auto"]),
+        ("nvme-offload", ["placement=auto", "offload.tier=file"]),
         ("3d", ["mesh=auto", "batch.micro=auto"]),
         ("zero3", ["unit=auto", "activations=auto"]),
     ],

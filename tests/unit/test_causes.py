@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ptrain.spec.axis import Axis
+from ptrain.steps.context import ContextParallel
+from ptrain.verification.causes.attended import _any_of, _hidden
 from ptrain.verification.causes.order import order_of_slices
+from ptrain.verification.causes.positions import positions_text
 from ptrain.verification.causes.targets import _other
+from ptrain.verification.causes.token_layout import TokenLayout
 from ptrain.verification.masks import DIFFERENT, EVALUATES, Seen, _differing
 
 WHOLE = torch.randn(8, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -61,3 +66,41 @@ def test_the_rank_that_evaluates_alone_is_named() -> None:
     assert _told(("x", "a", True), ("y", "b", False)) == [(1, EVALUATES)]
     one_of_three = (("x", "a", False), ("y", "b", True), ("z", "c", True))
     assert {rank for rank, told in _told(*one_of_three) if told == EVALUATES} == {0}
+
+
+TABLE = torch.arange(16, dtype=torch.float64)[:, None].sin()
+
+
+def test_positions_are_read_off_the_rows_of_a_table() -> None:
+    own = ((0, 4), (12, 16))
+    rows = torch.cat([TABLE[:4], TABLE[12:]])
+    assert positions_text(TABLE[:8], TABLE, own) == "positions 0-7 for 0-3, 12-15"
+    assert positions_text(rows, TABLE, ((8, 16),)) == "positions 0-3, 12-15 for 8-15"
+    assert positions_text(rows, TABLE, own) == ""
+    assert positions_text(TABLE[:8] + 0.01, TABLE, own) == ""
+
+
+def _layout(ulysses: int, ring: int, *, is_balanced: bool) -> TokenLayout:
+    return TokenLayout.of(
+        ContextParallel(
+            axis=Axis.CP, ulysses=ulysses, ring=ring, sequence=8, is_balanced=is_balanced
+        )
+    )
+
+
+def test_a_token_has_an_owner_and_an_index_there() -> None:
+    layout = _layout(1, 2, is_balanced=True)
+    assert layout.owners.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert layout.places.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
+    (contiguous,) = layout.otherwise()
+    assert contiguous.tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
+    assert not list(_layout(2, 1, is_balanced=False).otherwise())
+
+
+def test_members_of_a_place_of_the_ring_see_the_same_keys() -> None:
+    place, rank = _layout(2, 2, is_balanced=True).rings()
+    assert (place.degree, rank.degree) == (2, 4)
+    assert list(_hidden(place)) == [(1,)]
+    assert list(_hidden(rank)) == [(1,), (1, 2), (1, 2, 3), (2,), (3,)]
+    assert not _any_of(place, (1,))[0, [0, 1, 6, 7]].any()
+    assert _any_of(place, (1,))[0, 2:6].all()

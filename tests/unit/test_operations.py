@@ -12,10 +12,13 @@ import torch
 
 from ptrain.algebra.legality import require
 from ptrain.costs import Phase
-from ptrain.data.sampler import LocalBatch
-from ptrain.derivation.estimate import derive
+from ptrain.data.sampler import LocalBatch, blank_batch
+from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.operations import operations
 from ptrain.interpreter.program import interpret
 from ptrain.models.chunked import can_fuse
+from ptrain.plan.lower import lower
+from ptrain.rooms.fake import fake_world
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -49,7 +52,7 @@ DEFAULT = {
 }
 
 
-def spec_of(model: str, attention: str, kept: str) -> Spec:
+def spec_of(model: str, attention: str, kept: str, **over: Any) -> Spec:
     shape = {"layers": 3, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 260}
     mapping = {
         "name": f"{model}-{attention}-{kept}",
@@ -61,7 +64,7 @@ def spec_of(model: str, attention: str, kept: str) -> Spec:
         "optimizer": {"name": "adamw", "lr": 1e-3},
         "data": {"corpus": "synthetic", "tokenizer": "bytes"},
     }
-    return require(load(mapping | KEPT[kept]))
+    return require(load(mapping | KEPT[kept] | over))
 
 
 def cases() -> Iterator[Any]:
@@ -82,6 +85,49 @@ def test_operations_are_those_that_are_predicted(model, attention, kept):
     assert found[Phase.FORWARD] == predicted.forward
     assert found[Phase.BACKWARD] == predicted.backward + predicted.again
     assert found[Phase.UPDATE] == 0
+
+
+VARIANTS: Mapping[str, tuple[Any, int]] = {
+    "ring": ("ring", 3),
+    "zigzag": ("zigzag", 3),
+    "all-gather": ("all-gather", 3),
+    "ulysses": ("ulysses", 2),
+    "hybrid": ({"ulysses": 2, "ring": 2}, 4),
+}
+SLICED = {("ring", "R"), ("zigzag", "full"), ("all-gather", "attention"), ("hybrid", "R")}
+
+
+def sliced_cases() -> Iterator[Any]:
+    kinds = ("R", "full", "selective", "attention", "mixture", "chunk")
+    for case in product(VARIANTS, kinds):
+        marks = [] if case in SLICED else [pytest.mark.nightly]
+        yield pytest.param(*case, marks=marks, id="-".join(case))
+
+
+@pytest.mark.parametrize(("variant", "kept"), list(sliced_cases()))
+def test_operations_of_ranks_with_slices_of_the_tokens_are_those_that_are_predicted(variant, kept):
+    attention, degree = VARIANTS[variant]
+    slices = "S*" if variant == "all-gather" else "S"
+    spec = spec_of(
+        "llama",
+        "sdpa",
+        kept,
+        mesh={"cp": degree},
+        placement={"cp": f"R,R,R,{slices}"},
+        context={"attention": attention},
+        batch={"accumulate": 2, "micro": 2, "sequence": 24},
+    )
+    facts = own_facts(spec)
+    rows = operations(spec, lower(spec, facts.unit_modules, facts.roles), ())
+    for predicted in (rows[0], rows[degree - 1]):
+        world = fake_world(predicted.rank, degree)
+        try:
+            program = interpret(spec, world=world)
+            found = counted(program, program.own_tokens(blank_batch(spec)))
+        finally:
+            world.close()
+        assert found[Phase.FORWARD] == predicted.forward
+        assert found[Phase.BACKWARD] == predicted.backward + predicted.again
 
 
 def test_only_matrix_products_that_backward_needs_run_again():

@@ -61,7 +61,7 @@ def test_without_its_patch_transformers_makes_a_mask_for_samples_that_may_be_pac
 ) -> None:
     spec = of_class()
     right = simulate(spec).course.peak.total
-    monkeypatch.setattr(patches, "_PACKED", "nothing")
+    monkeypatch.setattr(patches, "PACKED", "nothing")
     assert simulate(spec).course.peak.total > right
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 from typing import assert_never
 
 from ptrain.axes.context.tokens import Span, spans
@@ -59,11 +60,10 @@ def degrees(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int, int]
             assert_never(attention)
 
 
-def is_balanced(attention: ContextAttention | Hybrid) -> bool:
-    """Whether each of the ring's places has an early and a late chunk."""
-    if isinstance(attention, Hybrid):
-        return attention.ring > 1
-    return attention is ContextAttention.ZIGZAG
+def repeats(ulysses: int, kv_heads: int) -> int:
+    """Return how often the ranks of a Ulysses group need each of so many heads of keys and values
+    (those that tp leaves a rank), so that all have as many: once where they divide them."""
+    return ulysses // gcd(ulysses, kv_heads)
 
 
 def context_of(spec: Spec) -> ContextParallel | None:
@@ -78,7 +78,7 @@ def context_of(spec: Spec) -> ContextParallel | None:
         ulysses=ulysses,
         ring=ring,
         sequence=spec.batch.sequence,
-        is_balanced=is_balanced(attention),
+        is_balanced=attention.is_balanced,
         gathers=attention is ContextAttention.ALL_GATHER,
     )
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from ptrain.axes.context.attention import repeats
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
-from ptrain.spec.activations import Kept, Scope
+from ptrain.facts.attention import Attending, AttentionHeads
+from ptrain.facts.stages import is_within
+from ptrain.spec.activations import PLAIN, Kept, Operators, Scope
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import ModelShape
@@ -19,14 +22,48 @@ from ptrain.steps.step import Plan
 _ACTIVATIONS = State.ACTIVATIONS
 
 
-def sent(spec: Spec, plan: Plan, kept: tuple[Kept, ...]) -> Iterator[Traffic]:
+def sent(
+    spec: Spec, plan: Plan, kept: tuple[Kept, ...], own: tuple[AttentionHeads, ...] = ()
+) -> Iterator[Traffic]:
     """Yield what layers whose activations are `kept` so send over cp in a step; one that is
-    computed again sends again."""
+    computed again sends again, but for what arrived and is kept. `own`: the heads of each, of a
+    model that is not built in."""
     step = plan.context
     if step is None:
         return
-    exchange, times = _Exchange(spec, plan, step), plan.accumulate.micro_batches
-    scopes = Counter(mode.policy.scope for mode in kept if mode.policy is not None)
+    alike: dict[AttentionHeads, list[Kept]] = {}
+    for heads, mode in zip(own or (_heads_of(spec),) * len(kept), kept, strict=True):
+        alike.setdefault(heads, []).append(mode)
+    for heads, modes in alike.items():
+        exchange = _Exchange(spec, plan, step, heads)
+        yield from _of_layers(exchange, plan.accumulate.micro_batches, modes)
+
+
+def own_kept(
+    spec: Spec, blocks: Sequence[str], attending: Attending, within: Sequence[str] | None = None
+) -> tuple[tuple[Kept, ...], tuple[AttentionHeads, ...]]:
+    """Return how the activations of each module that attends are kept, of a model that is not built
+    in, and its heads; of those alone that are `within` these layers."""
+    modes = dict(zip(blocks, spec.activations.of(len(blocks)), strict=True))
+    kept, heads = [], []
+    for module in attending.modules:
+        if within is None or is_within(module.name, within):
+            around = (mode for block, mode in modes.items() if is_within(module.name, (block,)))
+            kept.append(next(around, PLAIN))
+            heads.append(module.heads)
+    return tuple(kept), tuple(heads)
+
+
+def _heads_of(spec: Spec) -> AttentionHeads:
+    shape = spec.model
+    assert isinstance(shape, ModelShape), "of another model its modules say it"
+    return AttentionHeads(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+
+
+def _of_layers(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterator[Traffic]:
+    """Of layers with the same heads, in so many micro-batches."""
+    policies = (mode.policy for mode in kept if mode.policy is not None)
+    scopes = Counter(policy.scope for policy in policies if Operators.COLLECTIVE not in policy.keep)
     attention = times * scopes[Scope.ATTENTION]
     again = times * scopes[Scope.BLOCK]
     yield from exchange.forward(Phase.FORWARD, times * len(kept))
@@ -38,15 +75,19 @@ def sent(spec: Spec, plan: Plan, kept: tuple[Kept, ...]) -> Iterator[Traffic]:
 
 class _Exchange:
     """A layer's attention, of so many `times`: `head` are bytes of one head of a rank's tokens,
-    `keys` those of its keys and values, `queries` those of its queries."""
+    `keys` those of its keys and values, as often as they are sent, `queries` those of its
+    queries."""
 
-    def __init__(self, spec: Spec, plan: Plan, step: ContextParallel) -> None:
-        shape, compute = spec.model, spec.precision.effective.parameters
-        assert isinstance(shape, ModelShape), "legality takes no others"
+    def __init__(
+        self, spec: Spec, plan: Plan, step: ContextParallel, heads: AttentionHeads
+    ) -> None:
+        compute = spec.precision.effective.parameters
         self.step, self.via = step, spec.reduce_scatter
         cut = spec.degree(Axis.TP)
-        head = spec.batch.micro * plan.tokens * shape.head_dim * compute.itemsize
-        self.queries, self.keys = head * shape.heads // cut, 2 * head * shape.kv_heads // cut
+        head = spec.batch.micro * plan.tokens * heads.head_dim * compute.itemsize
+        kv_heads = heads.kv_heads // cut
+        kv_heads *= repeats(step.ulysses, kv_heads)
+        self.queries, self.keys = head * heads.heads // cut, 2 * head * kv_heads
         wide = max(compute.itemsize, DType.FP32.itemsize)
         self.gradients = self.keys // compute.itemsize * wide  # of keys and values, as they travel
 

@@ -1,10 +1,13 @@
-"""Slices of the tokens as text: what the step of cp does, and which rank has which tokens."""
+"""Slices of the tokens as text: what the step of cp does, which rank has which tokens, and which of
+them has most to do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from ptrain.axes.context.attention import all_spans, why
+from ptrain.axes.context.blocks import balance
 from ptrain.axes.context.tokens import Span
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
@@ -36,21 +39,53 @@ def _exchange(step: ContextParallel) -> str:
 
 
 def token_lines(spec: Spec, step: ContextParallel) -> Iterator[str]:
-    """Yield why it is this attention, and the tokens of each rank of cp."""
-    name = "Ulysses and ring" if step.ulysses > 1 and step.ring > 1 else ""
-    kind = name or ("Ulysses" if step.ulysses > 1 else _ring_name(step))
-    yield f"context  {kind}: {why(spec)}"
-    for index, own in enumerate(all_spans(step)):
-        if index == _FEW_RANKS:
-            yield f"tokens   … {step.ulysses * step.ring} ranks of {step.axis}"
-            return
-        yield f"tokens   {step.axis} {index}: {', '.join(map(_span, own))}"
+    """Yield why it is this attention, the tokens of each rank of cp, and who has most to do."""
+    yield f"context  {kind_text(step)}: {why(spec)}"
+    for index, own in enumerate(islice(all_spans(step), _FEW_RANKS)):
+        yield f"tokens   {step.axis} {index}: {spans_text(own)}"
+    if step.ulysses * step.ring > _FEW_RANKS:
+        yield f"tokens   … {step.ulysses * step.ring} ranks of {step.axis}"
+    yield f"balance  {balance_text(step)}"
+
+
+def balance_text(step: ContextParallel) -> str:
+    """Return which rank computes most scores, in one sentence."""
+    of_mean = balance(step)
+    most, least = max(of_mean), min(of_mean)
+    if most == least:
+        return f"each rank of {step.axis} computes as many scores under the causal mask"
+    first, last = of_mean.index(most), of_mean.index(least)
+    return (
+        f"under the causal mask {step.axis} {first} computes {float(most):.3g} times the mean of "
+        f"scores, {step.axis} {last} {float(least):.3g}"
+    )
+
+
+def balance_rows(step: ContextParallel) -> list[dict[str, object]]:
+    """Return the same as plain data: of each rank of the axis its scores over the mean."""
+    axis = str(step.axis)
+    return [
+        {"axis": axis, "place": place, "scores_over_mean": float(share)}
+        for place, share in enumerate(balance(step))
+    ]
+
+
+def kind_text(step: ContextParallel) -> str:
+    """Return which attention it is."""
+    if step.ulysses > 1:
+        return "Ulysses and ring" if step.ring > 1 else "Ulysses"
+    return _ring_name(step)
 
 
 def _ring_name(step: ContextParallel) -> str:
     if step.gathers:
         return "all-gather"
     return "zigzag" if step.is_balanced else "ring"
+
+
+def spans_text(spans: Sequence[Span]) -> str:
+    """Return which tokens these are: `0-3, 12-15`."""
+    return ", ".join(map(_span, spans))
 
 
 def _span(span: Span) -> str:

@@ -18,6 +18,7 @@ from ptrain.steps.context import ContextParallel
 from ptrain.steps.step import Plan
 
 _TOLD_APART = 3  # hops
+_ALIKE = 2  # hops from which on each more computes the same
 
 
 class ContextKind(StrEnum):
@@ -52,10 +53,10 @@ class ContextPart:
 
     @property
     def place(self) -> str:
-        """The name of what it computes in a table: whether there are places before and behind."""
+        """The name of what it computes in a table."""
         if self.kind is ContextKind.GATHER:
             return "later" if self.before else "first"
-        return "-".join(str(min(hops, 1)) for hops in (self.before, self.behind))
+        return "-".join(str(min(hops, _ALIKE)) for hops in (self.before, self.behind))
 
     @property
     def ring(self) -> int:

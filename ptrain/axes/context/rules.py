@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ptrain.axes.context.attention import attention_of, degrees, factor_of, is_balanced
+from ptrain.axes.context.attention import attention_of, degrees, factor_of
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
@@ -20,7 +20,8 @@ from ptrain.spec.block import Positions
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import divisors
-from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
+from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
+from ptrain.spec.padding import PADDED, token_multiple
 from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S
 from ptrain.spec.spec import Spec
 
@@ -109,22 +110,28 @@ def _slices(spec: Spec) -> Iterator[Fault]:
     if factor is None or any(_product(spec)):
         return
     ulysses, ring = degrees(attention, factor.degree)
-    chunks = ulysses * ring * (2 if is_balanced(attention) else 1)
+    per_rank = 2 if attention.is_balanced else 1
+    chunks = ulysses * ring * per_rank
     if sequence % chunks == 0:
         return
-    near = sorted({max(1, sequence // chunks) * chunks, -(-sequence // chunks) * chunks})
-    per_rank = 2 if is_balanced(attention) else 1
+    near = _nearest(sequence, token_multiple(spec.factors, attention))
+    is_open = sequence % per_rank == 0 and not isinstance(attention, Hybrid)
     degrees_that_do = [d for d in divisors(sequence // per_rank) if d <= 4 * factor.degree]
-    is_odd = sequence % per_rank
-    fewer = f", or cp of {_listed(degrees_that_do)}" if degrees_that_do and not is_odd else ""
+    fewer = f", or cp of {_listed(degrees_that_do)}" if degrees_that_do and is_open else ""
     contiguous = ", or attention: ring" if per_rank > 1 and sequence % factor.degree == 0 else ""
     yield Fault(
         place="batch.sequence",
         finding=f"{sequence} tokens are not cut into {chunks} equal "
         + (f"chunks, two for each of {factor.degree} ranks" if per_rank > 1 else "slices")
         + f" of cp ({attention})",
-        remedy=f"write sequence: {' or '.join(map(str, near))}{fewer}{contiguous}",
+        remedy=f"write sequence: {near}{fewer}{contiguous}{PADDED}",
     )
+
+
+def _nearest(sequence: int, multiple: int) -> str:
+    """Return the lengths around a sequence that are such multiples."""
+    near = sorted({max(1, sequence // multiple) * multiple, -(-sequence // multiple) * multiple})
+    return " or ".join(map(str, near))
 
 
 def _listed(numbers: list[int]) -> str:
@@ -132,32 +139,20 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _heads(spec: Spec) -> Iterator[Fault]:
-    """Ulysses gives each rank as many query heads as the others."""
+    """Ulysses gives each rank as many query heads as the others; those of keys and values it
+    repeats."""
     ulysses, shape = _ulysses(spec), spec.model
     if not isinstance(shape, ModelShape) or ulysses == 1:
         return
     heads = shape.heads // spec.degree(Axis.TP)
     if heads % ulysses:
+        place = _place_of_ulysses(spec)
+        degree = "cp" if place == "mesh.cp" else "ulysses"
         yield Fault(
-            place=_place_of_ulysses(spec),
+            place=place,
             finding=f"ulysses over {ulysses} ranks does not divide {heads} heads"
             f"{' that tp leaves a rank' if spec.degree(Axis.TP) > 1 else ''}",
-            remedy=f"choose ulysses from {_listed(divisors(heads))}, or attention: zigzag",
-        )
-
-
-def _keys(spec: Spec) -> Iterator[Fault]:
-    ulysses, shape = _ulysses(spec), spec.model
-    if not isinstance(shape, ModelShape) or ulysses == 1 or any(_heads(spec)):
-        return
-    heads = shape.kv_heads // spec.degree(Axis.TP)
-    if heads % ulysses:
-        yield Fault(
-            place=_place_of_ulysses(spec),
-            finding=f"not yet: ulysses over {ulysses} ranks does not divide {heads} heads of keys "
-            "and values, which would have to be repeated",
-            remedy=f"what works today: ulysses of {_listed(divisors(heads))}, with a ring "
-            "around it where cp has more ranks, or attention: zigzag",
+            remedy=f"choose {degree} from {_listed(divisors(heads))}, or attention: zigzag",
         )
 
 
@@ -238,13 +233,12 @@ def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
         or not (sequence // factor.degree) % tp
     ):
         return
-    even = factor.degree * tp
-    near = sorted({max(1, sequence // even) * even, -(-sequence // even) * even})
+    near = _nearest(sequence, token_multiple(spec.factors, attention_of(spec)))
     yield Fault(
         place="batch.sequence",
         finding=f"{sequence // factor.degree} tokens of a rank of cp are not cut into {tp} equal "
         "slices of tp",
-        remedy=f"write sequence: {' or '.join(map(str, near))}, or activations: R on tp",
+        remedy=f"write sequence: {near}, or activations: R on tp{PADDED}",
     )
 
 
@@ -265,20 +259,25 @@ def _stretches(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _other_models(spec: Spec) -> Iterator[Fault]:
+def _own_kernels(spec: Spec) -> Iterator[Fault]:
+    """What else attention of a model that is not built in must be, the model itself shows."""
     model = spec.model
-    if factor_of(spec) is None or isinstance(model, ModelShape):
+    if factor_of(spec) is None or not isinstance(model, HuggingFaceModel):
         return
-    match model:
-        case HuggingFaceModel():
-            place, name = "model.hf", model.hf
-        case ExternalModel():
-            place, name = "model.target", model.target
-    yield Fault(
-        place=place,
-        finding=f"not yet: {name} on slices of the tokens, a model that is not built in",
-        remedy="what works today: a preset or a shape, or no cp",
-    )
+    if model.attention not in (None, Attention.SDPA):
+        yield Fault(
+            place="attention",
+            finding=f"{model.attention}: of {model.hf} attention over cp is what goes through "
+            "torch's scaled_dot_product_attention",
+            remedy="write attention: sdpa",
+        )
+    if spec.batch.sequence == spec.degree(Axis.CP):
+        yield Fault(
+            place="batch.sequence",
+            finding="a rank has one token, whose attention transformers takes for that of a last "
+            "token to all before",
+            remedy=f"write sequence: {2 * spec.batch.sequence} or more",
+        )
 
 
 CONTEXT = AxisRules(
@@ -300,12 +299,11 @@ CONTEXT = AxisRules(
         SpecRule(name="one mask for all parts", theorem=GRADIENT_INTEGRITY, faults=_dropout),
         SpecRule(name="parts of attention are joined", theorem="Definition 2", faults=_kernels),
         SpecRule(
+            name="attention is one that is reached", theorem="Definition 2", faults=_own_kernels
+        ),
+        SpecRule(
             name="the loss is a sum over tokens", theorem=GRADIENT_INTEGRITY, faults=_own_functions
         ),
     ),
-    not_yet=(
-        SpecRule(name="keys and values go unrepeated", theorem="", faults=_keys),
-        SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),
-        SpecRule(name="models that cp knows", theorem="", faults=_other_models),
-    ),
+    not_yet=(SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),),
 )

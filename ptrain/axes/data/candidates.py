@@ -4,6 +4,7 @@ are of use, and the dials by which the same tuple moves more or holds more."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Way, Written, divisors
 from ptrain.axes.data.form import Form, form_of
 from ptrain.axes.data.rules import DATA
+from ptrain.costs import PLACED
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.dials import GradientSync, Overlap, SyncPolicy, UnitKind, UnitSize
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, M, Mode, Placement, R, S, Tier
@@ -88,10 +90,12 @@ def _ways(axes: tuple[Axis, ...], spec: Spec, written: Written) -> tuple[Way, ..
 
 @lru_cache(maxsize=64)
 def _held(axes: tuple[Axis, ...], optimizer: Any, has_master: bool, written: Written) -> Any:
-    return written.held(axes, _of_axes(axes, optimizer, has_master), _FIXED)
+    return written.held(axes, _of_axes(axes, optimizer, has_master, written.away), _FIXED)
 
 
-def _of_axes(axes: tuple[Axis, ...], optimizer: Any, has_master: bool) -> tuple[Way, ...]:
+def _of_axes(
+    axes: tuple[Axis, ...], optimizer: Any, has_master: bool, away: Tier
+) -> tuple[Way, ...]:
     combinations: list[tuple[Placement, ...]]
     match axes:
         case (Axis.DP_REPLICATE,):
@@ -103,11 +107,20 @@ def _of_axes(axes: tuple[Axis, ...], optimizer: Any, has_master: bool) -> tuple[
             combinations += [(_SPREAD, gathered) for gathered in _GATHERED]
     ways = []
     for combination in combinations:
-        placements = tuple(DATA.nearest(placement, optimizer) for placement in combination)
+        placements = tuple(DATA.nearest(_on(away, p), optimizer) for p in combination)
         if not has_master and any(placement.parameters == M for placement in placements):
             continue
         ways += [(placements, changes) for changes in _dials(placements)]
     return tuple(dict.fromkeys(ways))
+
+
+def _on(away: Tier, placement: Placement) -> Placement:
+    """Return a tuple with what it has on the host on another tier."""
+    modes = {state.value: placement[state] for state in PLACED}
+    moved = {
+        name: replace(mode, tier=away) for name, mode in modes.items() if mode.tier is Tier.HOST
+    }
+    return replace(placement, **moved)
 
 
 def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:

@@ -148,6 +148,8 @@ def _reduce_scatter(spec: Spec) -> Iterator[Fault]:
     factors = data_factors(spec)
     if spec.reduce_scatter is ReduceScatterVia.NATIVE or not factors:
         return
+    if has(factors, State.ACTIVATIONS, Distribution.GATHERED):
+        return  # gradients of gathered keys and values go home in slices
     is_cut = has(factors, State.GRADIENTS, *CUT) or (
         has(factors, State.OPTIMIZER, Distribution.SHARDED)
         and form_of(spec) is not Form.SPREAD_UPDATE

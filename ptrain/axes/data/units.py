@@ -3,7 +3,7 @@ unit's gradients are complete."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Generic
 
@@ -154,6 +154,11 @@ class ModelLife(Generic[T]):
         for state, following in pairwise(states):
             state.following = following
 
+    def each(self, units: Iterable[UnitLife[T]], act: Callable[[UnitLife[T]], None]) -> None:
+        """Do the same to units, one after the other."""
+        for unit in units:
+            act(unit)
+
     def begin_pass(self, *, is_last: bool) -> None:
         """A backward pass is to come; the last one reduces and reshards whatever the policy."""
         for unit in self.all:
@@ -161,9 +166,7 @@ class ModelLife(Generic[T]):
 
     def end_pass(self, *, is_last: bool) -> None:
         """It is over."""
-        for unit in self.all:
-            if unit.pending:
-                unit.finish()
+        self.each((unit for unit in self.all if unit.pending), UnitLife.finish)
         self.flight.complete()
         if is_last:
             self.release()
@@ -171,28 +174,24 @@ class ModelLife(Generic[T]):
     def begin_half(self, kind: Kind, *, is_last: bool) -> None:
         """A half of a backward pass: of the gradients of inputs, or of weights."""
         if kind is Kind.WEIGHT:
-            for unit in self.all:
-                unit.is_last = is_last
-                unit.begin_weights()
+            self.begin_pass(is_last=is_last)
+            self.each(self.all, UnitLife.begin_weights)
 
     def end_half(self, kind: Kind, *, is_last: bool) -> None:
         """It is over."""
         if kind is Kind.WEIGHT:
-            for unit in self.all[::-1]:
-                unit.end_weights()
+            self.each(self.all[::-1], UnitLife.end_weights)
         self.flight.complete()
         if is_last:
             self.release()
 
     def release(self) -> None:
         """What was gathered and not used is stale after an update."""
-        for unit in self.all:
-            unit.parameters.release()
+        self.each(self.all, lambda unit: unit.parameters.release())
 
     def for_update(self) -> None:
         """Gradients into the layout of the update."""
-        for unit in self.all:
-            unit.gradients.for_update()
+        self.each(self.all, lambda unit: unit.gradients.for_update())
 
     def consume_with(self, update: Callable[[int], None]) -> None:
         """G = M: `update(i)` updates the i-th unit as soon as its gradients are complete."""
@@ -201,12 +200,10 @@ class ModelLife(Generic[T]):
 
     def finish_update(self) -> None:
         """Complete the gathers that the update left running."""
-        for unit in self.all:
-            unit.parameters.finish_update()
+        self.each(self.all, lambda unit: unit.parameters.finish_update())
 
     def clear_gradients(self) -> None:
-        for unit in self.all:
-            unit.gradients.clear()
+        self.each(self.all, lambda unit: unit.gradients.clear())
 
     def storages(self) -> Iterator[tuple[State, T]]:
         """Yield what is kept of Theta, and all that there is of G, each tensor with its state."""

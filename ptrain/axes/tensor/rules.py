@@ -18,6 +18,7 @@ from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
+from ptrain.spec.padding import PADDED
 from ptrain.spec.placement import S_STAR, Placement, R, S
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
@@ -129,7 +130,7 @@ def _tokens(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="batch.sequence",
             finding=f"{sequence} tokens are not cut into {degree} equal slices",
-            remedy=f"write a multiple of {degree}, or activations: R on tp",
+            remedy=f"write a multiple of {degree}, or activations: R on tp{PADDED}",
         )
 
 

@@ -6,17 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-from torch.func import functional_call
 
 from ptrain.report.finding import Moment, Subject
-from ptrain.verification.capture import watched
+from ptrain.verification.causes.context import context_cause
 from ptrain.verification.causes.order import order_of_slices
+from ptrain.verification.causes.rerun import output_with
 from ptrain.verification.causes.rounding import COARSER, rounded_to
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import factor_text, multiple, products, share_of_sum
-from ptrain.verification.outputs import Outputs
 from ptrain.verification.parts import held, relative
-from ptrain.verification.places import data_place
 
 
 def output_cause(scene: Investigation) -> Cause | None:
@@ -26,6 +24,7 @@ def output_cause(scene: Investigation) -> Cause | None:
         _other_weights,
         _multiple,
         _of_another_rank,
+        context_cause,
         _of_slices,
         _rounded,
     )
@@ -60,23 +59,23 @@ def _partial(scene: Investigation) -> Cause | None:
     votes: list[str] = []
     if (pair := _parts(scene)) is not None:
         _, expected = pair
-        for axis, ranks in scene.partial_over(parts):
+        for axes, ranks in scene.partial_over(parts):
             values = [parts[rank].values for rank in ranks]
             wanted = expected.reshape(-1)[: len(values[0])]
             fit = share_of_sum(values, wanted)
             is_own = relative(values[ranks.index(scene.rank)], wanted) <= EXACT
             if fit.holds(EXACT) and abs(fit.factor - 1.0) <= EXACT and not is_own:
-                votes.append(str(axis))
+                votes.append(" and ".join(axes))
     everyone = [axis for its in scene.exchange.gather(votes) for axis in its]
     if not everyone:
         return None
-    axis = Counter(everyone).most_common(1)[0][0]
+    axes = Counter(everyone).most_common(1)[0][0]
     what = "output" if scene.first.moment is Moment.FORWARD else "output's gradient"
     sentence = (
-        f"each rank of {axis} has its own addend of the {what} of {scene.first.place}: sum it over "
-        f"{axis}"
+        f"each rank of {axes} has its own addend of the {what} of {scene.first.place}: sum it over "
+        f"{axes}"
     )
-    return Cause(axis, f"missing all-reduce over {axis}", sentence)
+    return Cause(axes.partition(" ")[0], f"missing all-reduce over {axes}", sentence)
 
 
 def _other_weights(scene: Investigation) -> Cause | None:
@@ -86,12 +85,16 @@ def _other_weights(scene: Investigation) -> Cause | None:
     if scene.first.moment is Moment.FORWARD and pair is not None:
         tensor, _ = pair
         for text, weights in _candidates(scene):
-            output = _output_with(scene, weights)
+            output = output_with(scene, weights)
             whole = _own(scene)[1]
             if output is None or whole is None:
                 continue
             part = scene.own_part(_own(scene)[0], whole)
-            if part is not None and relative(tensor, part.of(output)) <= EXACT * 1e-3:
+            if (
+                part is not None
+                and relative(tensor, part.of(scene.as_held(scene.first.name, output)))
+                <= EXACT * 1e-3
+            ):
                 said.append(text)
                 break
     everyone = [text for its in scene.exchange.gather(said) for text in its]
@@ -132,21 +135,6 @@ def _candidates(scene: Investigation) -> list[tuple[str, dict[str, torch.Tensor]
                 for dtype in COARSER
             ]
     return [(text, weights) for text, weights in candidates if weights]
-
-
-def _output_with(scene: Investigation, weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the whole output of the departing module, with these in the place of its
-    parameters."""
-    evidence, spec = scene.evidence, scene.spec
-    module, path = scene.reference.module, scene.first.name
-    place = data_place(spec, scene.rank)
-    outputs = Outputs()
-    for micro_batch in scene.reference.micro_batches(evidence.step):
-        if (micro_batch.data_index, micro_batch.k) == (place, scene.first.index):
-            named = iter([(path, module.get_submodule(path))])
-            with torch.no_grad(), watched(named, outputs, lambda: scene.first.index):
-                functional_call(module, weights, (micro_batch.samples.inputs,))
-    return outputs.forward.get((path, scene.first.index))
 
 
 def _multiple(scene: Investigation) -> Cause | None:

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 
-from ptrain.spec.axis import DATA_AXES, REDUCED_AXES
+from ptrain.spec.axis import DATA_AXES, REDUCED_AXES, Axis
 from ptrain.verification.causes.common import (
     SUM_ONCE,
     chosen,
@@ -19,7 +19,7 @@ from ptrain.verification.causes.common import (
     raw,
 )
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.contributions import Source, contributions
+from ptrain.verification.contributions import Source, contributions, slices_of_tokens
 from ptrain.verification.factors import (
     absent,
     combination,
@@ -35,7 +35,8 @@ def of_samples(scene: Investigation, names: list[str]) -> Cause | None:
     """The gradient is a combination of the samples' gradients other than their sum."""
     evidence = scene.evidence
     samples = scene.spec.batch.global_samples
-    one = chosen(scene, names, least=2 * (samples + 1))
+    addends_each = len(slices_of_tokens(scene.spec)) or 1
+    one = chosen(scene, names, least=2 * (samples * addends_each + 1))
     addends = list(contributions(scene.reference, evidence.step, [one], evidence.scale))
     own = None
     if (pair := own_part_of(scene, one)) is not None:
@@ -80,16 +81,16 @@ def _coefficients(
 def _missing_ranks(
     scene: Investigation, sources: list[Source], present: dict[int, set[Source]]
 ) -> Cause | None:
-    """The sum lacks what the ranks along some data axes have."""
-    places = {source.data_place for source in sources}
-    seen = {rank: {source.data_place for source in its} for rank, its in present.items()}
+    """The sum lacks what the ranks along some of the axes have that gradients are summed over."""
+    places = {source.place for source in sources}
+    seen = {rank: {source.place for source in its} for rank, its in present.items()}
     if all(its == places for its in seen.values()):
         return None
-    data = [axis for axis in scene.axes if axis in DATA_AXES]
+    data = [axis for axis in scene.axes if axis in REDUCED_AXES]
     for number in range(len(data)):
         for kept in combinations(data, number):
             explains = all(
-                its == {data_place(scene.spec, other) for other in scene.line(rank, *kept)}
+                its == {_place(scene, other) for other in scene.line(rank, *kept)}
                 for rank, its in seen.items()
                 if its != places
             )
@@ -100,9 +101,19 @@ def _missing_ranks(
                 return Cause(missing[0], f"missing all-reduce over {text}", sentence)
     gone = sorted(places - {place for its in seen.values() for place in its})
     if gone:
-        sentence = f"nothing of data rank {gone[0]} is in the gradient: reduce over all data ranks"
+        data_rank, token_place = gone[0]
+        of_tokens = f"cp rank {token_place} of " if len(slices_of_tokens(scene.spec)) > 1 else ""
+        sentence = (
+            f"nothing of {of_tokens}data rank {data_rank} is in the gradient: reduce over all "
+            "ranks that have samples or tokens"
+        )
         return Cause(str(data[0]) if data else "", "missing rank", sentence)
     return None
+
+
+def _place(scene: Investigation, rank: int) -> tuple[int, int]:
+    """Return which sources are this rank's own."""
+    return data_place(scene.spec, rank), scene.place(rank).get(Axis.CP, 0)
 
 
 def _missing_micro_batches(sources: list[Source], present: dict[int, set[Source]]) -> Cause | None:
@@ -131,18 +142,29 @@ def _uneven(
     if not odd:
         return ratio_cause(scene, usual, names) if abs(usual - 1.0) > EXACT else None
     shares = {source: its[i] for its in by_rank.values() for i, source in enumerate(sources)}
-    for what, key in (
-        ("data rank", lambda source: source.data_place),
-        ("micro-batch", lambda source: (source.data_place, source.k)),
-    ):
+    for what, key in _DIVIDING.items():
         groups: dict[object, list[float]] = {}
         for source, share in shares.items():
             groups.setdefault(key(source), []).append(share)
         if len(groups) < len(shares) and all(is_even(group) for group in groups.values()):
             sentence = f"each {what} divides by its own number of tokens: divide by the global one"
-            axis = _data_axis(scene) if what == "data rank" else ""
-            return Cause(axis, f"normalised per {what}", sentence)
+            return Cause(_axis_of(scene, what), f"normalised per {what}", sentence)
     return _odd_samples(odd)
+
+
+_DIVIDING: dict[str, Callable[[Source], object]] = {
+    "data rank": lambda source: source.data_place,
+    "rank of cp": lambda source: source.place,
+    "micro-batch": lambda source: (source.data_place, source.k),
+    "micro-batch of a rank of cp": lambda source: (source.place, source.k),
+}
+
+
+def _axis_of(scene: Investigation, what: str) -> str:
+    """Return the axis that the word is about."""
+    if what.endswith("cp"):
+        return str(Axis.CP)
+    return _data_axis(scene) if what == "data rank" else ""
 
 
 def _odd_samples(odd: dict[int, float]) -> Cause:
@@ -167,11 +189,11 @@ def partial(scene: Investigation, names: list[str]) -> Cause | None:
     votes: list[tuple[str, str]] = []
     if own is not None:
         _, expected, _ = own
-        for axis, ranks in scene.partial_over(parts):
+        for axes, ranks in scene.partial_over(parts):
             values = [parts[rank].values / scene.evidence.clipped_by() for rank in ranks]
             fit = share_of_sum(values, expected.reshape(-1)[: len(values[0])])
             if fit.holds(EXACT):
-                votes.append((str(axis), factor_text(fit.factor, scene.degrees)))
+                votes.append((" and ".join(axes), factor_text(fit.factor, scene.degrees)))
     return _elected(scene, votes, names)
 
 
@@ -181,13 +203,13 @@ def _elected(
     everyone = [tuple(vote) for its in scene.exchange.gather(votes) for vote in its]
     if not everyone:
         return None
-    (axis, factor), _ = Counter(everyone).most_common(1)[0]
+    (axes, factor), _ = Counter(everyone).most_common(1)[0]
     besides = "" if factor == "× 1" else f" ({factor})"
     sentence = (
-        f"gradients of {family(names)} are each rank's own addend{besides}: sum them over {axis} "
+        f"gradients of {family(names)} are each rank's own addend{besides}: sum them over {axes} "
         "before the step"
     )
-    return Cause(axis, f"missing all-reduce over {axis}", sentence)
+    return Cause(axes.partition(" ")[0], f"missing all-reduce over {axes}", sentence)
 
 
 def of_other_ranks(scene: Investigation, names: list[str]) -> Cause | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ptrain.report.finding import Subject
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import factor_text, products
 from ptrain.verification.parts import TensorBox, held
@@ -60,8 +61,25 @@ def ratio_cause(scene: Investigation, ratio: float, names: Sequence[str]) -> Cau
     )
     where = "accumulated micro-batches" if axis == "K" else f"the ranks of {axis}"
     done = "summed once too often or not averaged" if ratio > 1 else "divided once too often"
-    sentence = f"gradients{some} are {candidates[0]} ({axes}): {done} over {where}; {SUM_ONCE}"
+    what = f"gradients{some}"
+    if _is_of_loss(scene, ratio):
+        what, done = "loss and gradients", _DIVIDED[ratio > 1]
+    sentence = f"{what} are {candidates[0]} ({axes}): {done} over {where}; {SUM_ONCE}"
     return Cause("" if axis == "K" else axis, str(candidates[0]), sentence)
+
+
+_DIVIDED = (
+    "the loss is divided once too often",
+    "each loss is divided by a share of the tokens, and all are summed",
+)
+
+
+def _is_of_loss(scene: Investigation, ratio: float) -> bool:
+    """Return whether the loss is the same multiple."""
+    evidence = scene.evidence
+    if scene.first.subject is not Subject.LOSS or not evidence.expected_loss:
+        return False
+    return abs(evidence.loss / evidence.expected_loss / ratio - 1.0) <= EXACT
 
 
 def _of_clipping_or_scale(scene: Investigation, ratio: float) -> Cause | None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations
 from typing import Any
 
 import torch
 
+from ptrain.axes.context.tokens import Span
 from ptrain.report.finding import Departure, Moment, Subject
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import REDUCED_AXES, Axis
 from ptrain.train.exchange import Exchange
+from ptrain.verification.capture import as_held
 from ptrain.verification.evidence import Evidence
+from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import TensorBox, held, part_of
 from ptrain.verification.places import coordinates, line
 from ptrain.verification.reference import ReferenceTraining
@@ -119,6 +123,14 @@ class Investigation:
     def place(self, rank: int) -> dict[Axis, int]:
         return coordinates(self.spec, rank)
 
+    def as_held(
+        self, path: str, whole: torch.Tensor, spans: Sequence[Span] | None = None
+    ) -> torch.Tensor:
+        """Return what a module of one device gives, as this rank holds it: its tokens, or those in
+        `spans`."""
+        tokens = TokensOfRank(self.spec, self.rank, spans)
+        return as_held(self.evidence.program, path, whole, tokens)
+
     def own_part(self, tensor: torch.Tensor, whole: torch.Tensor) -> TensorBox | None:
         return part_of(
             tensor,
@@ -146,10 +158,17 @@ class Investigation:
             if its is not None
         }
 
-    def partial_over(self, parts: dict[int, PartValues]) -> Iterator[tuple[Axis, list[int]]]:
-        """The axes along which ranks have the same part of a tensor, with this rank's line."""
-        for axis in self.axes:
-            ranks = [rank for rank in self.line(self.rank, axis) if rank in parts]
-            same = len({parts[rank].part for rank in ranks}) == 1
-            if len(ranks) == self.spec.degree(axis) and same:
-                yield axis, ranks
+    def partial_over(
+        self, parts: dict[int, PartValues]
+    ) -> Iterator[tuple[tuple[Axis, ...], list[int]]]:
+        """The axes along which ranks have the same part of a tensor, with this rank's line: single
+        ones, then several together of those that gradients are summed over."""
+        reduced = [axis for axis in self.axes if axis in REDUCED_AXES]
+        several = chain.from_iterable(
+            combinations(reduced, count) for count in range(2, len(reduced) + 1)
+        )
+        for axes in (*zip(self.axes, strict=True), *several):
+            line = self.line(self.rank, *axes)
+            ranks = [rank for rank in line if rank in parts]
+            if ranks == list(line) and len({parts[rank].part for rank in ranks}) == 1:
+                yield axes, ranks

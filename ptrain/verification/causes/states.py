@@ -10,14 +10,18 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ptrain.costs import State
+from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Departure, Moment, Subject
+from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Distribution
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.causes.order import order_of_slices
+from ptrain.verification.causes.positions import positions_text
 from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import combination, multiple
+from ptrain.verification.own_tokens import own_spans
 from ptrain.verification.parts import TensorBox, held, relative
 from ptrain.verification.states import of_program, of_reference
 
@@ -26,10 +30,11 @@ _FITS = 1e-4  # residual of a difference, of which the last digits alone are lef
 
 
 class Said(NamedTuple):
-    """What one rank says of its part."""
+    """What one rank says of its part; `axis` where the cause is one's."""
 
     factor: str
     sentence: str
+    axis: str = ""
 
 
 def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause:
@@ -49,7 +54,7 @@ def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause
             said = _said(scene, one, Sides(held(own), whole, part), its)
     wrong = Counter(Said(*its) for its in scene.exchange.gather(said) if its)
     agreed = wrong.most_common(1)[0][0] if wrong else _other(one)
-    return Cause(_axis(scene, one), agreed.factor, agreed.sentence)
+    return Cause(agreed.axis or _axis(scene, one), agreed.factor, agreed.sentence)
 
 
 def _axis(scene: Investigation, one: Departure) -> str:
@@ -99,7 +104,8 @@ def _said(
         if (known := cause(scene, one, sides)) is not None:
             return known
     return (
-        _of_another_rank(one, sides, places)
+        _of_positions(scene, one, sides)
+        or _of_another_rank(one, sides, places)
         or _of_slices(scene, one, sides)
         or _by_values(one, own, expected)
     )
@@ -233,6 +239,17 @@ def _moment(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
 
 _CAUSES = (_stale, _frozen, _decayed, _update, _moment)
 _POWERS = {"exp_avg": 1, "exp_avg_sq": 2}
+
+
+def _of_positions(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
+    """A table with a row for each token has those of other tokens."""
+    table = dict(scene.reference.module.named_buffers()).get(one.name)
+    spans = own_spans(scene.spec, scene.rank)
+    if one.subject is not Subject.BUFFERS or table is None or not spans:
+        return None
+    text = positions_text(sides.own, table, spans) if one.name.endswith(OF_TOKENS) else ""
+    sentence = f"{one.name} is of {text}: number tokens as in the whole sequence"
+    return Said(text, sentence, str(Axis.CP)) if text else None
 
 
 def _of_another_rank(one: Departure, sides: Sides, places: Mapping[int, TensorBox]) -> Said | None:

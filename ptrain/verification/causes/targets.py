@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ptrain.verification.causes.scene import Cause, Investigation
+from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import held
 from ptrain.verification.places import data_place
 
@@ -44,12 +45,13 @@ def _said(scene: Investigation) -> Iterator[str]:
 
 
 def _targets(scene: Investigation) -> dict[int, Tensor]:
-    """Return the targets of this rank, by micro-batch."""
+    """Return the targets of this rank's tokens, by micro-batch."""
     place = data_place(scene.spec, scene.rank)
     step = scene.evidence.step
     micro_batches = scene.reference.micro_batches(step)
+    own = TokensOfRank(scene.spec, scene.rank)
     return {
-        micro_batch.k: micro_batch.samples.targets
+        micro_batch.k: own.of_output(micro_batch.samples.targets)
         for micro_batch in micro_batches
         if micro_batch.data_index == place
     }

@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch.distributed as dist
 from torch import nn
 
 from ptrain.axes.context.attention import spans_at
 from ptrain.axes.context.run.cores import GatheredCore, RingCore
+from ptrain.axes.context.run.own_models import give_positions, reach
 from ptrain.axes.context.run.slices import sliced
 from ptrain.axes.context.run.ulysses import UlyssesCore
 from ptrain.axes.context.tokens import Span
+from ptrain.facts.attention import Attending
 from ptrain.models.attention import Core
 from ptrain.models.batch import StepBatch
 from ptrain.models.transformer import Transformer
@@ -34,9 +35,13 @@ def own_tokens(step: ContextParallel, mesh: Mesh) -> Callable[[StepBatch], StepB
 
 class ContextGroups:
     """The ranks that exchange tokens for heads, and those that keys and values go round; made once,
-    in the same order on every rank. None where there is one of them."""
+    in the same order on every rank. None where there is one of them. `attending`: the modules of a
+    model that is not built in whose attention goes over them."""
 
-    def __init__(self, step: ContextParallel, mesh: Mesh) -> None:
+    def __init__(
+        self, step: ContextParallel, mesh: Mesh, attending: Attending | None = None
+    ) -> None:
+        self.attending = attending
         self.ulysses = self.ring = None
         degree, lines = step.ulysses * step.ring, range(step.ulysses * step.ring)
         if step.ulysses == degree:
@@ -61,31 +66,37 @@ def parallelize_context(
 ) -> None:
     """Let the layers of `model`, or of a stage of it, attend over `step.axis`. Its tensors may be
     on meta."""
-    assert isinstance(model, Transformer), "legality takes no others"
-    model.place_tokens(own_spans(step, mesh))
-    for module in list(model.modules()):
-        core = getattr(module, "core", None)
-        if isinstance(core, Core):
-            module.core = _reaching(core, step, mesh, groups, via)
+    core_over = partial(_reaching, step=step, mesh=mesh, groups=groups, via=via)
+    spans = own_spans(step, mesh)
+    if isinstance(model, Transformer):
+        model.place_tokens(spans)
+        for module in list(model.modules()):
+            core = getattr(module, "core", None)
+            if isinstance(core, Core):
+                module.core = core_over(core, core.scores.scale)
+        return
+    attending, known = groups.attending, dict(model.named_modules())
+    assert attending is not None, "the facts of another model have what attends"
+    give_positions(model, attending.positions, spans)
+    for own in attending.modules:
+        if own.name in known:  # else it is another stage's
+            reach(known[own.name], core_over)
 
 
 def _reaching(
-    core: Core, step: ContextParallel, mesh: Mesh, groups: ContextGroups, via: ReduceScatterVia
-) -> nn.Module:
-    inner: nn.Module = core
-    if groups.ring is not None:
-        inner = _round(core, step, mesh, groups.ring, via)
-    return inner if groups.ulysses is None else UlyssesCore(groups.ulysses, inner)
-
-
-def _round(
-    core: Core,
+    core: nn.Module,
+    scale: float | None,
+    *,
     step: ContextParallel,
     mesh: Mesh,
-    group: dist.ProcessGroup,
+    groups: ContextGroups,
     via: ReduceScatterVia,
 ) -> nn.Module:
-    scale = core.scores.scale
-    if step.gathers:
-        return GatheredCore(group, scale, via, mesh.registry)
-    return RingCore(group, scale, is_balanced=step.is_balanced)
+    """Return what attends over cp; `core` attends to all tokens."""
+    inner = core
+    if groups.ring is not None:
+        if step.gathers:
+            inner = GatheredCore(groups.ring, scale, via, mesh.registry)
+        else:
+            inner = RingCore(groups.ring, scale, is_balanced=step.is_balanced)
+    return inner if groups.ulysses is None else UlyssesCore(groups.ulysses, inner)

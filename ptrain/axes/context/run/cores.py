@@ -9,16 +9,16 @@ Keys and values travel with as many heads as they have; a kernel repeats none.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptrain.axes.context.run.kernels import kernel_of
-from ptrain.costs import State
+from ptrain.costs import Collective, State
 from ptrain.internals.context_parallel import merged, ring_backward, ring_forward
-from ptrain.rooms.comm import all_gather, reduce_scatter
+from ptrain.internals.functional_collectives import all_gathered, exchanged, reduce_scattered
 from ptrain.rooms.registry import Registry
 from ptrain.spec.dials import ReduceScatterVia
 
@@ -106,10 +106,8 @@ class GatheredCore(nn.Module):
     def gathered(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, G, S, D] of all ranks, views of one tensor."""
         own = torch.stack((k_BGTD, v_BGTD))  # [2, B, G, T, D]
-        whole = own.new_empty(self.size * own.numel())
-        self.registry.tag(whole, State.ACTIVATIONS)
-        all_gather(whole, own.view(-1), self.group)
-        parts = whole.view(self.size, *own.shape)
+        self.registry.tag(own, State.ACTIVATIONS)
+        parts = all_gathered(own[None], self.group)  # [N, 2, B, G, T, D]
         k_BGSD, v_BGSD = parts.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # a copy, in their order
         return k_BGSD, v_BGSD
 
@@ -118,13 +116,20 @@ class GatheredCore(nn.Module):
         both = torch.stack((k_BGSD, v_BGSD)).unflatten(3, (self.size, -1))
         parts = both.permute(3, 0, 1, 2, 4, 5).contiguous()  # [N, 2, B, G, T, D]
         del both
-        own = parts.new_empty(parts.shape[1:])
-        self.registry.tag(parts, State.ACTIVATIONS)
-        self.registry.tag(own, State.ACTIVATIONS)
-        moved = reduce_scatter(own.view(-1), parts.view(-1), self.group, self.via, self.registry)
-        moved.wait()
-        k_BGTD, v_BGTD = own
+        k_BGTD, v_BGTD = self._own_sum(parts)
         return k_BGTD, v_BGTD
+
+    def _own_sum(self, parts: Tensor) -> Tensor:
+        """Return the ranks' sum of these parts [N, ...], of which each has one."""
+        match self.via:
+            case ReduceScatterVia.NATIVE:
+                self.registry.tag(parts, State.ACTIVATIONS)
+                return reduce_scattered(parts, self.group)[0]
+            case ReduceScatterVia.ALL_TO_ALL:
+                self.registry.tag(parts, State.ACTIVATIONS, Collective.REDUCE_SCATTER)
+                return exchanged(parts, self.group).sum(0)
+            case _:
+                assert_never(self.via)
 
 
 class _Gathered(torch.autograd.Function):

@@ -16,7 +16,7 @@ from ptrain.models.batch import SampleBatch, StepBatch, TokenPair
 class SlicedTokens:
     """Of every sample of a data rank's share of a step the tokens that one rank has: `inputs` and
     `targets` are int64 [K · micro, sequence / ranks]. Losses are divided by the targets of the
-    whole global batch, of all ranks."""
+    whole global batch that count, of all ranks."""
 
     inputs: Tensor
     targets: Tensor
@@ -42,9 +42,9 @@ class SlicedTokens:
 
 
 def sliced(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
-    """Return the tokens in these spans of a share [rows, sequence + 1] of tokens, copied."""
-    (tokens,) = batch.tensors
-    pair = token_slices(tokens, spans).data
+    """Return the tokens in these spans of a share of tokens, copied."""
+    (whole,) = batch.micro_batches(len(batch.tensors[0]))
+    pair = token_slices(whole, spans).data
     return SlicedTokens(
         inputs=pair.inputs,
         targets=pair.targets,
@@ -54,10 +54,10 @@ def sliced(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
     )
 
 
-def token_slices(tokens: Tensor, spans: Sequence[Span]) -> SampleBatch:
-    """Return inputs and targets in these spans of tokens [rows, sequence + 1], copied."""
-    return SampleBatch(TokenPair(_taken(tokens, spans, 0), _taken(tokens, spans, 1)))
+def token_slices(whole: SampleBatch, spans: Sequence[Span]) -> SampleBatch:
+    """Return inputs and targets in these spans of whole samples of tokens, copied."""
+    return SampleBatch(TokenPair(_taken(whole.inputs, spans), _taken(whole.targets, spans)))
 
 
-def _taken(tokens: Tensor, spans: Sequence[Span], ahead: int) -> Tensor:
-    return torch.cat([tokens[:, first + ahead : behind + ahead] for first, behind in spans], dim=1)
+def _taken(tokens: Tensor, spans: Sequence[Span]) -> Tensor:
+    return torch.cat([tokens[:, first:behind] for first, behind in spans], dim=1)

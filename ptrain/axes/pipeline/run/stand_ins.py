@@ -10,7 +10,6 @@ what is behind its layers runs on the last one alone.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
 from ptrain.internals.dispatch import without_modes
+from ptrain.models.meta import as_meta, on_meta
 
 
 class Crossing:
@@ -96,7 +96,7 @@ class InFront(nn.Identity):
     def forward(self, *given: Any, **named: Any) -> Any:
         (module,) = self._module
         with without_modes():  # no meter counts what has no memory
-            outputs = module(*tree_map(_as_meta, given), **tree_map(_as_meta, named))
+            outputs = module(*tree_map(as_meta, given), **tree_map(as_meta, named))
         return tree_map(self._like, outputs)
 
     def _like(self, output: object) -> object:
@@ -192,25 +192,9 @@ def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable
     vars(model).update(_crossing=crossing, _first=first, _front=shapes)
 
 
-@torch.no_grad()
-def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose tensors have no values."""
-    with without_modes():
-        tensors: dict[int, Any] = {id(buffer): _as_meta(buffer) for buffer in module.buffers()}
-        for parameter in module.parameters():
-            tensors[id(parameter)] = nn.Parameter(_as_meta(parameter), parameter.requires_grad)
-        return copy.deepcopy(module, tensors)
-
-
 def _first_real(values: Any) -> Tensor:
     """The hidden states that a layer is given: its first tensor of real numbers."""
     return next(x for x in tree_iter(values) if isinstance(x, Tensor) and x.is_floating_point())
-
-
-def _as_meta(value: object) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

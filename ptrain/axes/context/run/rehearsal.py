@@ -1,0 +1,190 @@
+"""Whether slices of the tokens through a model that is not built in are what the whole sequence is.
+
+A few tokens go through the model whole. Then a rank's slice of them goes through it alone, given
+its positions; what its modules that attend hand to attention must be the slice of what they did
+before, and they are given the slice of what they were given then. So nothing but attention may
+reach from token to token, and positions must be those that the model is given; no rank is needed,
+and a departure has the name of the first module where it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptrain.axes.context.attention import context_of, spans_at
+from ptrain.axes.context.run.own_models import positions_of
+from ptrain.axes.context.tokens import Span
+from ptrain.errors import SpecError, refused
+from ptrain.facts.attention import Attending
+from ptrain.internals.dispatch import without_modes
+from ptrain.internals.fakes import detect_fake_mode
+from ptrain.models.attending import POSITIONS, AttendingCall, AttentionWatch, logits_at, not_plain
+from ptrain.models.boundary import CodeRaised
+from ptrain.models.buffers import copied_buffers
+from ptrain.models.fake_values import READ
+from ptrain.models.generators import drawn_state, forked
+from ptrain.models.meta import on_meta
+from ptrain.models.modes import in_mode, without_dropout
+from ptrain.models.roles import named_in_spec
+from ptrain.spec.axis import Axis
+from ptrain.spec.misfits import divisors
+from ptrain.spec.spec import Spec
+from ptrain.steps.context import ContextParallel
+
+Spans = tuple[Span, ...]
+
+_TOKENS = 1  # the dimension of inputs and logits
+_OF_HEADS = 2  # that of heads [B, H, T, D]
+_CHUNK = 2  # tokens of a chunk, of as many chunks as the spec's
+
+
+def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) -> None:
+    """Raises SpecError for a model that is not on slices of the tokens what it is on all, and for
+    heads that Ulysses cannot divide. Costs forward passes of a few tokens: two of the whole, and
+    one for each of two ranks. On fake tensors, which have no values, nothing is compared."""
+    step = context_of(spec)
+    if step is None or attending is None:
+        return
+    _require_heads(model, spec, step, attending)
+    _require_plain(model, spec, attending)
+    if detect_fake_mode() is None:
+        chunks = step.ulysses * step.ring * (2 if step.is_balanced else 1)
+        per_chunk = min(_CHUNK, step.sequence // chunks)
+        few = replace(step, sequence=chunks * per_chunk)
+        _Rehearsal(model, spec, attending, few).require_alike()
+
+
+def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
+    """Raises SpecError where attention to all of a sample's tokens is more than plainly causal: a
+    rank's pass has fewer, of which that may not be so. Costs nothing: tensors have no values. Of
+    code that needs them a rank's own calls tell."""
+    place, name = named_in_spec(model, spec)
+
+    def meet(module: str, call: AttendingCall) -> Tensor:
+        if call.fault:
+            raise not_plain(place, module or name, call)
+        return call.query.new_empty(call.query.shape)
+
+    positions = positions_of(((0, spec.batch.sequence),), torch.device("meta"))
+    with without_modes(), forked(), suppress(CodeRaised, *READ):
+        bare = on_meta(model)
+        with AttentionWatch(bare, meet).watching():
+            logits_at(bare, positions, attending.positions, spec)
+
+
+def _require_heads(
+    model: nn.Module, spec: Spec, step: ContextParallel, attending: Attending
+) -> None:
+    place, tp = named_in_spec(model, spec)[0], spec.degree(Axis.TP)
+    for module in attending.modules:
+        counts = {"heads": module.heads.heads, "heads of keys": module.heads.kv_heads}
+        for what, heads in counts.items():
+            if heads % tp:
+                finding = f"{heads} {what} of {module.name} are not divided by tp {tp}, and cp "
+                finding += "exchanges as many on each rank"
+                raise refused("mesh.tp", finding, f"choose tp from {_listed(heads)}")
+        own = module.heads.heads // tp
+        if own % step.ulysses:
+            finding = f"ulysses over {step.ulysses} ranks does not divide {own} heads of "
+            finding += module.name
+            remedy = f"choose ulysses from {_listed(own)}, or attention: zigzag"
+            raise refused(place if not spec.context else "context.attention", finding, remedy)
+
+
+def _listed(number: int) -> str:
+    return ", ".join(map(str, divisors(number)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Attended:
+    """What a module handed to attention, and what it was given."""
+
+    call: AttendingCall
+    output: Tensor
+
+
+class _Rehearsal:
+    """A model's forward passes of the tokens of `step`, as few as they are."""
+
+    def __init__(
+        self, model: nn.Module, spec: Spec, attending: Attending, step: ContextParallel
+    ) -> None:
+        self.model, self.spec, self.step = model, spec, step
+        self.positions = attending.positions
+        self.place, self.name = named_in_spec(model, spec)
+        self.whole: dict[str, _Attended] = {}
+        self._torchs: Callable[..., Tensor] = F.scaled_dot_product_attention
+
+    def require_alike(self) -> None:
+        """Raises SpecError for the first departure: in training mode without dropout, or in
+        evaluation mode where the model still draws random numbers."""
+        ends, every = {0, self.step.ulysses * self.step.ring - 1}, ((0, self.step.sequence),)
+        with copied_buffers(self.model), forked(), without_dropout(self.model):
+            before = drawn_state()
+            with in_mode(self.model, training=True):
+                self._run(every, self._note)
+            with in_mode(self.model, training=drawn_state() == before):
+                whole = self._run(every, self._note)
+                for index in sorted(ends):
+                    self._require_rank(spans_at(self.step, index), whole)
+
+    def _run(self, spans: Spans, attend: Callable[[str, AttendingCall], Tensor]) -> Tensor:
+        device = next(self.model.parameters()).device
+        positions = positions_of(spans, device)
+        with AttentionWatch(self.model, attend).watching():
+            return logits_at(self.model, positions, self.positions, self.spec).detach()
+
+    def _note(self, module: str, call: AttendingCall) -> Tensor:
+        output = call.by_torch(self._torchs)
+        self.whole[module] = _Attended(call, output)
+        return output
+
+    def _require_rank(self, spans: Spans, whole: Tensor) -> None:
+        attend = partial(self._replayed, spans)
+        logits = self._run(spans, attend)
+        if not _is_alike(logits, _taken(whole, spans, _TOKENS)):
+            raise self._departs(spans, self.name, "gives other logits")
+
+    def _replayed(self, spans: Spans, module: str, call: AttendingCall) -> Tensor:
+        before = self.whole.get(module)
+        if before is None or call.fault:
+            raise self._departs(spans, module, call.fault or "attends, which it did not")
+        for what in ("query", "key", "value"):
+            given = _taken(getattr(before.call, what), spans, _OF_HEADS)
+            if not _is_alike(getattr(call, what), given):
+                raise self._departs(spans, module, f"attends with another {what}")
+        return _taken(before.output, spans, _OF_HEADS)
+
+    def _departs(self, spans: Spans, module: str, what: str) -> SpecError:
+        tokens = ", ".join(f"{first}-{behind - 1}" for first, behind in spans)
+        finding = f"{module or self.name}, given tokens {tokens} of {self.step.sequence} alone, "
+        finding += f"{what} than given all of them: "
+        if self.positions:
+            finding += f"{self.name} does not go by the {self.positions} that it is given"
+            remedy = "let it take positions from there alone"
+        else:
+            finding += f"the forward of {self.name} takes no positions"
+            remedy = f"give it an argument {POSITIONS[1]}, int64 [1, tokens], those in the whole "
+            remedy += "sequence"
+        finding += ", or tokens meet outside of attention"
+        return refused(self.place, finding, f"{remedy}; or write no cp")
+
+
+def _taken(x: Tensor, spans: Spans, dim: int) -> Tensor:
+    return torch.cat([x.narrow(dim, first, behind - first) for first, behind in spans], dim)
+
+
+def _is_alike(own: Tensor, whole: Tensor) -> bool:
+    """But for rounding: products of other sizes sum in another order. What is computed of other
+    positions differs by as much as the numbers themselves."""
+    if own.shape != whole.shape or own.dtype != whole.dtype:
+        return False
+    bound = torch.finfo(whole.dtype).eps ** 0.5 * whole.abs().nan_to_num().max().item()
+    return torch.allclose(own, whole, rtol=0.0, atol=bound, equal_nan=True)

@@ -1,0 +1,404 @@
+"""Wrong attention over cp: masks by other indices, keys and heads of other ranks, gradients of keys
+and values that do not come home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+from ptrain.axes.context.attention import context_of
+from ptrain.axes.context.run import cores
+from ptrain.axes.context.run.cores import GatheredCore, RingCore, _blocks, _Gathered, _Ring
+from ptrain.axes.context.run.ulysses import UlyssesCore
+from ptrain.interpreter.program import Program
+from ptrain.report.finding import Subject
+from tests.faults.fault import Fault
+from tests.faults.of_slices import GATHERED, HYBRID, RING, RING_OF_4, ULYSSES, ZIGZAG, ZIGZAG_OF_4
+from tests.faults.planting import exchanged, modules
+
+_RULE = "_is_causal_behavior"
+Around = Callable[[], AbstractContextManager[Any]]
+Heads = tuple[Tensor, Tensor, Tensor]
+
+CORES = r"blocks\.\d\.attention\.core"
+
+
+# masks and hops
+
+
+class _Sabotaged(torch.autograd.Function):
+    """A core's passes, run inside of something."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: nn.Module, fault: Any) -> Tensor:
+        ctx.fault, ctx.kind = fault, _Gathered if isinstance(core, GatheredCore) else _Ring
+        with fault.forward():
+            return ctx.kind.forward(ctx, q, k, v, core)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        with ctx.fault.backward():
+            queries, keys, values, _ = ctx.kind.backward(ctx, gradient)
+        return queries, *ctx.fault.gradients(ctx, gradient, (queries, keys, values)), None, None
+
+
+class _CoreFault:
+    """What is around a core's passes, and what becomes of its gradients of keys and values."""
+
+    forward: Around = staticmethod(nullcontext)
+    backward: Around = staticmethod(nullcontext)
+
+    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+        return heads[1], heads[2]
+
+
+def _sabotage(program: Program, fault: _CoreFault, pattern: str = CORES) -> None:
+    for core in modules(program, pattern):
+        inner = core.inner if isinstance(core, UlyssesCore) else core
+        assert isinstance(inner, (RingCore, GatheredCore))
+
+        def forward(
+            q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, of: nn.Module = inner
+        ) -> Tensor:
+            return _Sabotaged.apply(q, k, v, of, fault)
+
+        inner.forward = forward
+
+
+class _Ruled(_CoreFault):
+    """Blocks are masked by another rule: those of a module's function `name`."""
+
+    def __init__(self, module: Any, name: str, rule: Callable[..., Any]) -> None:
+        self.forward = self.backward = lambda: patch.object(module, name, rule)
+
+
+def masked_by_local_index(program: Program) -> None:
+    """Every block of scores is masked as if its keys began where its queries do."""
+    _sabotage(program, _Ruled(ring, _RULE, lambda **_: ring._CausalBehavior.IS_CAUSAL))
+
+
+def gathered_by_local_index(program: Program) -> None:
+    """The keys before a rank's own are masked as its own are."""
+
+    def blocks(num_before: int, num_own: int) -> Iterator[tuple[slice, bool]]:
+        for part, _ in _blocks(num_before, num_own):
+            yield part, True
+
+    _sabotage(program, _Ruled(cores, "_blocks", blocks))
+
+
+def not_masked(program: Program) -> None:
+    """Queries attend to all keys, also those that are still to come."""
+    _sabotage(program, _Ruled(ring, _RULE, lambda **_: ring._CausalBehavior.NOT_IS_CAUSAL))
+
+
+class _HopMissing(_CoreFault):
+    """The last hop's block is in no output; torch's backward pass takes part in it or not by the
+    same rule, but for early and late chunks, of which it wants a block in any case."""
+
+    def __init__(self, is_balanced: bool) -> None:
+        usual = ring._is_causal_behavior
+
+        def rule(*, rank: int, world_size: int, i: int, is_causal: bool) -> Any:
+            if i == world_size - 1:
+                return ring._CausalBehavior.SKIP
+            return usual(rank=rank, world_size=world_size, i=i, is_causal=is_causal)
+
+        self.forward = lambda: patch.object(ring, _RULE, rule)
+        self.backward = nullcontext if is_balanced else self.forward
+
+
+def hop_missing(program: Program) -> None:
+    """Keys and values go round one hop less than they should."""
+    step = context_of(program.spec)
+    assert step is not None, "cp has ranks"
+    _sabotage(program, _HopMissing(step.is_balanced))
+
+
+def own_keys_alone(program: Program) -> None:
+    """Nothing is exchanged: a rank attends to the keys that it has."""
+
+    class Alone(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+            more = q.shape[1] // k.shape[1]
+            keys, values = (x.repeat_interleave(more, 1) for x in (k, v))
+            return nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
+
+    for core in modules(program, CORES):
+        core.forward = Alone().forward
+
+
+def taken_for_contiguous(program: Program) -> None:
+    """The ring takes early and late chunks for contiguous slices."""
+    for core in modules(program, CORES):
+        assert isinstance(core, RingCore)
+        core.is_balanced = False
+
+
+class _NotHome(_CoreFault):
+    """The last hop of the gradients of keys and values is missing: a rank keeps its neighbour's."""
+
+    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+        keys, values = (exchanged(tensor, ctx.core.group) for tensor in heads[1:])
+        return keys, values
+
+
+class _OwnAlone(_CoreFault):
+    """No gradients of keys and values travel: a rank keeps those that its own queries gave."""
+
+    def __init__(self, alone: dist.ProcessGroup) -> None:
+        self.alone = alone
+
+    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+        with patch.object(ctx.core, "group", self.alone):
+            _, keys, values, _ = _Ring.backward(ctx, gradient)
+        return keys, values
+
+
+def not_sent_home(program: Program) -> None:
+    _sabotage(program, _NotHome(), r"blocks\.1\.attention\.core")
+
+
+def not_sent_at_all(program: Program) -> None:
+    alone = [dist.new_group([rank]) for rank in range(program.world.size)]
+    _sabotage(program, _OwnAlone(alone[program.world.rank]), r"blocks\.1\.attention\.core")
+
+
+def not_reduced(program: Program) -> None:
+    """Gradients of gathered keys and values are cut, and not summed before."""
+    for core in modules(program, r"blocks\.1\.attention\.core"):
+        assert isinstance(core, GatheredCore)
+
+        def cut(keys: Tensor, values: Tensor, of: GatheredCore = core) -> tuple[Tensor, ...]:
+            return tuple(x.chunk(of.size, 2)[of.rank].contiguous() for x in (keys, values))
+
+        core.summed = cut
+
+
+class _GatheredByTorch(nn.Module):
+    """Keys and values of all ranks by `torch.distributed.nn.functional.all_gather`, whose backward
+    pass sends gradients as they lie in memory and takes what it is sent for contiguous; a mask by
+    hand, as torch's fused attention has none for fewer queries than keys. What it gives back to
+    `all_gather` has permuted strides, as from projections whose heads are moved to the front."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+        more, count = q.shape[1] // k.shape[1], q.shape[2]
+        whole = [
+            _Permuted.apply(torch.cat(all_gather(x, self.group), 2)).repeat_interleave(more, 1)
+            for x in (k, v)
+        ]
+        first = self.group.rank() * count
+        queries = torch.arange(first, first + count)[:, None]
+        seen = queries >= torch.arange(whole[0].shape[2])
+        return nn.functional.scaled_dot_product_attention(q, *whole, seen)
+
+
+class _Permuted(torch.autograd.Function):
+    """The identity whose gradient has tokens in front of heads in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def gathered_by_torch(program: Program) -> None:
+    """As written by hand with torch's functional collectives of old."""
+    for attention in modules(program, r"blocks\.1\.attention"):
+        assert isinstance(attention.core, GatheredCore)
+        attention.core.forward = _GatheredByTorch(attention.core.group).forward
+
+
+# heads
+
+
+def heads_swapped(program: Program) -> None:
+    """What comes back of the ranks' heads is put together in another order."""
+    for core in modules(program, CORES):
+        assert isinstance(core, UlyssesCore)
+
+        def turned(x_BhSD: Tensor, of: UlyssesCore = core) -> Tensor:
+            x_NBhTD = x_BhSD.unflatten(2, (of.group.size(), -1)).movedim(2, 0).contiguous()
+            return of._exchanged(x_NBhTD).flip(0).movedim(0, 1).flatten(1, 2)
+
+        core._heads_for_tokens = turned
+
+
+def keys_of_other_heads(program: Program) -> None:
+    """A rank is given the keys and values of another rank's heads."""
+    count = program.spec.model.heads
+    for core in modules(program, CORES):
+        assert isinstance(core, UlyssesCore)
+        usual = core._tokens_for_heads
+
+        def turned(
+            x_BHTD: Tensor, of: UlyssesCore = core, usual: Callable[[Tensor], Tensor] = usual
+        ) -> Tensor:
+            if x_BHTD.shape[1] == count:
+                return usual(x_BHTD)
+            return usual(x_BHTD.unflatten(1, (of.group.size(), -1)).flip(1).flatten(1, 2))
+
+        core._tokens_for_heads = turned
+
+
+FAULTS = (
+    Fault(
+        name="causal mask by local index",
+        setting=RING,
+        plant=masked_by_local_index,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="mask by local index",
+        place=r"blocks\.0\.attention\.core",
+    ),
+    Fault(
+        name="causal mask by local index: all-gather",
+        setting=GATHERED,
+        plant=gathered_by_local_index,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="mask by local index",
+        place=r"blocks\.0\.attention\.core",
+    ),
+    Fault(
+        name="no causal mask between blocks",
+        setting=RING_OF_4,
+        plant=not_masked,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="no causal mask",
+        place=r"blocks\.0\.attention\.core",
+    ),
+    Fault(
+        name="a hop missing: ring",
+        setting=RING_OF_4,
+        plant=hop_missing,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="missing keys",
+        place=r"blocks\.0\.attention\.core",
+    ),
+    Fault(
+        name="a hop missing: zigzag",
+        setting=ZIGZAG_OF_4,
+        plant=hop_missing,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="missing keys",
+        place=r"blocks\.0\.attention\.core",
+    ),
+    Fault(
+        name="a hop missing: hybrid",
+        setting=HYBRID,
+        plant=hop_missing,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="missing keys",
+        place=r"blocks\.0\.attention\.core",
+    ),
+    Fault(
+        name="keys and values are not gathered",
+        setting=GATHERED,
+        plant=own_keys_alone,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="missing keys",
+        place=r"blocks\.0\.attention\.core",
+    ),
+    Fault(
+        name="zigzag tokens in a ring that takes them for contiguous",
+        setting=ZIGZAG,
+        plant=taken_for_contiguous,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="mask of contiguous slices",
+        place=r"blocks\.0\.attention\.core",
+    ),
+    Fault(
+        name="dK and dV a hop from home",
+        setting=RING_OF_4,
+        plant=not_sent_home,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="cp",
+        factor="dK and dV of cp rank 1",
+        place=r"blocks\.1\.attention",
+    ),
+    Fault(
+        name="dK and dV of own queries alone: zigzag",
+        setting=ZIGZAG,
+        plant=not_sent_at_all,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="cp",
+        factor="missing dK and dV",
+        place=r"blocks\.1\.attention",
+    ),
+    Fault(
+        name="dK and dV of own queries alone: hybrid",
+        setting=HYBRID,
+        plant=not_sent_at_all,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="cp",
+        factor="missing dK and dV",
+        place=r"blocks\.1\.attention",
+    ),
+    Fault(
+        name="dK and dV of gathered keys not summed",
+        setting=GATHERED,
+        plant=not_reduced,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="cp",
+        factor="missing dK and dV",
+        place=r"blocks\.1\.attention",
+    ),
+    Fault(
+        name="dK and dV by torch's all_gather, with permuted strides",
+        setting=GATHERED,
+        plant=gathered_by_torch,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="cp",
+        factor="dK and dV in the order of other strides",
+        place=r"blocks\.1\.attention",
+    ),
+    Fault(
+        name="Ulysses heads swapped on their way back",
+        setting=ULYSSES,
+        plant=heads_swapped,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="heads|slices in another order",
+        place=r"blocks\.0\.attention\.core",
+    ),
+    Fault(
+        name="Ulysses heads swapped on their way back: hybrid",
+        setting=HYBRID,
+        plant=heads_swapped,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="heads|slices in another order",
+        place=r"blocks\.0\.attention\.core",
+    ),
+    Fault(
+        name="Ulysses keys of other heads",
+        setting=ULYSSES,
+        plant=keys_of_other_heads,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="keys of other heads",
+        place=r"blocks\.0\.attention\.core",
+    ),
+)

@@ -1,0 +1,299 @@
+"""Wrong slices of the tokens over cp: tokens and positions of other ranks, losses that are divided
+by a rank's own tokens, sums over cp that are missing or twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ptrain.axes.context.attention import context_of, spans_at
+from ptrain.axes.context.run.slices import SlicedTokens, sliced, token_slices
+from ptrain.axes.context.tokens import Span
+from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
+from ptrain.interpreter.program import Program
+from ptrain.report.finding import Subject
+from ptrain.spec.axis import Axis
+from tests.faults.fault import Fault, Setting
+from tests.faults.of_batches import batch_of
+from tests.faults.planting import after_reduction, given, modules
+
+
+def _setting(attention: Any, degree: int = 2, **others: Any) -> Setting:
+    return Setting(mesh={"cp": degree}, sections={"context": {"attention": attention}}, **others)
+
+
+RING, ZIGZAG, ULYSSES = map(_setting, ("ring", "zigzag", "ulysses"))
+GATHERED = _setting("all-gather", placement={"cp": "R,R,R,S*"})
+HYBRID = _setting({"ulysses": 2, "ring": 2}, 4)
+VARIANTS = {
+    "ring": RING, "zigzag": ZIGZAG, "all-gather": GATHERED, "ulysses": ULYSSES, "hybrid": HYBRID,
+}  # fmt: skip
+RING_OF_4, ZIGZAG_OF_4 = _setting("ring", 4), _setting("zigzag", 4)
+GPT = _setting("zigzag", model="gpt")
+SHARDED = _setting("zigzag", placement={"cp": "S*,S,S,S"})
+WITH_DATA = Setting(
+    mesh={"dp_replicate": 2, "cp": 2}, sections={"context": {"attention": "zigzag"}}
+)
+
+
+def _group(program: Program) -> dist.ProcessGroup:
+    return program.mesh.group((Axis.CP,))
+
+
+def _spans(program: Program, *, is_contiguous: bool = False) -> tuple[Span, ...]:
+    """A rank's own tokens, or those that it would have if slices were contiguous."""
+    step = context_of(program.spec)
+    assert step is not None, "cp has ranks"
+    step = replace(step, is_balanced=False) if is_contiguous else step
+    return spans_at(step, program.mesh.coordinate(Axis.CP))
+
+
+# losses and gradients
+
+
+def divided_locally(program: Program) -> None:
+    """Each rank divides by the number of its own tokens, and gradients are summed over cp."""
+    given(program, lambda _, own: replace(own, global_tokens=own.targets.numel()))
+
+
+SPACE = ord(" ")
+
+
+def divided_by_own_count(program: Program) -> None:
+    """Each rank divides by a count of its own tokens, which differ, and gradients are averaged over
+    cp: as with targets that do not count, of which a rank has more than another."""
+
+    def change(_: int, own: SlicedTokens) -> SlicedTokens:
+        counted = int((own.targets != SPACE).sum())
+        return replace(own, global_tokens=counted * _group(program).size())
+
+    given(program, change)
+
+
+def summed_twice(program: Program) -> None:
+    """Gradients that are sums over cp are summed over it again."""
+
+    def again(_: int) -> None:
+        for gradient in program.gradients():
+            dist.all_reduce(gradient, group=_group(program))
+
+    after_reduction(program, again)
+
+
+def averaged(program: Program) -> None:
+    """Losses are divided by the tokens of all ranks, and fully_shard averages over cp."""
+    assert isinstance(program.wrapped, FullyShardedWrap)
+    for module in program.wrapped.sharded:
+        module.set_gradient_divide_factor(float(_group(program).size()))
+
+
+def never_summed(program: Program) -> None:
+    """Each rank keeps the gradients of its own tokens: cp is taken for an axis like tp."""
+    micro_batch = program.wrapped.micro_batch
+    program.wrapped.micro_batch = lambda is_last: micro_batch(False)
+
+
+# tokens
+
+
+def other_samples(program: Program) -> None:
+    """The ranks of a cp group read other samples: one is steps ahead."""
+
+    def change(step: int, own: SlicedTokens) -> SlicedTokens:
+        if not program.mesh.coordinate(Axis.CP):
+            return own
+        return sliced(batch_of(program, step + 7), _spans(program))
+
+    given(program, change)
+
+
+def samples_swapped(program: Program) -> None:
+    """The ranks of a cp group have the micro-batches in different orders."""
+
+    def change(_: int, own: SlicedTokens) -> SlicedTokens:
+        if not program.mesh.coordinate(Axis.CP):
+            return own
+        order = [1, 0, *range(2, len(own.inputs))]
+        return replace(own, inputs=own.inputs[order], targets=own.targets[order])
+
+    given(program, change)
+
+
+def contiguous_tokens(program: Program) -> None:
+    """The loader cuts contiguous slices, and attention expects early and late chunks."""
+    given(
+        program,
+        lambda step, _: sliced(batch_of(program, step), _spans(program, is_contiguous=True)),
+    )
+
+
+def contiguous_targets(program: Program) -> None:
+    """Inputs are permuted to early and late chunks, and targets are not."""
+
+    def change(step: int, own: SlicedTokens) -> SlicedTokens:
+        (tokens,) = batch_of(program, step).tensors
+        whole = token_slices(tokens, _spans(program, is_contiguous=True)).data
+        return replace(own, targets=whole.targets)
+
+    given(program, change)
+
+
+# positions
+
+
+def positions_from_0(program: Program) -> None:
+    """Each rank's tables of angles are those of the first positions."""
+    count = program.spec.batch.sequence // _group(program).size()
+    program.model.place_tokens(((0, count),))
+
+
+def learned_from_0(program: Program) -> None:
+    """Each rank adds the vectors of the first positions."""
+    for module in modules(program, "positions"):
+        module.spans = ()
+
+
+def contiguous_positions(program: Program) -> None:
+    """The ranks' angles are those of contiguous slices, and their tokens are not."""
+    program.model.place_tokens(_spans(program, is_contiguous=True))
+
+
+def turned_from_0(program: Program) -> None:
+    """Sub-blocks turn queries and keys by the index of a token on its rank."""
+    whole = type(program.model)(program.spec.model, sequence=program.spec.batch.sequence)
+    tables = dict(whole.named_buffers())
+
+    def turned(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, cos, _, *more = args
+        count = x.shape[1]
+        return (x, *(tables[name][:count].to(cos) for name in ("cos_TK", "sin_TK")), *more)
+
+    for attention in modules(program, r"blocks\.\d\.attention"):
+        attention.register_forward_pre_hook(turned)
+
+
+def _of_each_variant(
+    name: str,
+    plant: Callable[[Program], None],
+    factor: str,
+    *,
+    subjects: tuple[Subject, ...] = (Subject.LOSS, Subject.GRADIENTS),
+    place: str = "",
+) -> Iterator[Fault]:
+    """Yield the fault in every variant; `factor` may name the degree."""
+    for variant, setting in VARIANTS.items():
+        yield Fault(
+            name=f"{name}: {variant}",
+            setting=setting,
+            plant=plant,
+            subjects=subjects,
+            axis="cp",
+            factor=factor.format(degree=setting.world),
+            place=place,
+        )
+
+
+FAULTS = (
+    *_of_each_variant("loss divided by a rank's own tokens", divided_locally, "× {degree}"),
+    *_of_each_variant("gradient times cp, summed twice", summed_twice, "× {degree}"),
+    *_of_each_variant(
+        "ranks of cp read different samples",
+        other_samples,
+        "tokens of no sample",
+        subjects=(Subject.BATCH,),
+    ),
+    *_of_each_variant(
+        "angles of positions from 0 on each rank",
+        positions_from_0,
+        r"positions 0-\d for",
+        subjects=(Subject.BUFFERS,),
+        place="_TK",
+    ),
+    Fault(
+        name="loss divided by a rank's own count, unequal over cp",
+        setting=ZIGZAG,
+        plant=divided_by_own_count,
+        subjects=(Subject.LOSS, Subject.GRADIENTS),
+        axis="cp",
+        factor="normalised per rank of cp",
+    ),
+    Fault(
+        name="gradient divided by cp: averaged sums",
+        setting=SHARDED,
+        plant=averaged,
+        subjects=(Subject.GRADIENTS,),
+        axis="cp",
+        factor="÷ 2",
+    ),
+    Fault(
+        name="gradients not summed over cp",
+        setting=ULYSSES,
+        plant=never_summed,
+        subjects=(Subject.GRADIENTS,),
+        axis="cp",
+        factor="missing all-reduce over cp",
+    ),
+    Fault(
+        name="gradients summed over neither cp nor data ranks",
+        setting=WITH_DATA,
+        plant=never_summed,
+        subjects=(Subject.GRADIENTS,),
+        axis="cp|dp_replicate",
+        factor="missing all-reduce over (dp_replicate and cp|cp and dp_replicate)",
+    ),
+    Fault(
+        name="ranks of cp have samples in different orders",
+        setting=GATHERED,
+        plant=samples_swapped,
+        subjects=(Subject.BATCH,),
+        axis="cp",
+        factor="order",
+    ),
+    Fault(
+        name="contiguous tokens for a zigzag ring",
+        setting=ZIGZAG,
+        plant=contiguous_tokens,
+        subjects=(Subject.BATCH,),
+        axis="cp",
+        factor="tokens 0-7 of its samples for 0-3, 12-15",
+    ),
+    Fault(
+        name="contiguous targets for zigzag tokens",
+        setting=ZIGZAG,
+        plant=contiguous_targets,
+        subjects=(Subject.BATCH,),
+        axis="cp",
+        factor="targets 0-7 of its samples for inputs 0-3, 12-15",
+    ),
+    Fault(
+        name="angles of contiguous positions for zigzag tokens",
+        setting=ZIGZAG,
+        plant=contiguous_positions,
+        subjects=(Subject.BUFFERS,),
+        axis="cp",
+        factor="positions 0-7 for 0-3, 12-15",
+        place="_TK",
+    ),
+    Fault(
+        name="learned positions from 0 on each rank",
+        setting=GPT,
+        plant=learned_from_0,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="positions 0-7",
+        place="positions",
+    ),
+    Fault(
+        name="queries and keys turned by local positions",
+        setting=ZIGZAG,
+        plant=turned_from_0,
+        subjects=(Subject.ACTIVATIONS,),
+        axis="cp",
+        factor="positions 0-7",
+        place=r"blocks\.0\.attention\.core",
+    ),
+)

@@ -1,0 +1,143 @@
+"""Models of a user's own that are given slices of the tokens, or would be."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.models_external import Mixing, Pairs
+
+HIDDEN, VOCAB, LONGEST = 16, 260, 64
+
+
+class Placed(Pairs):
+    """Positions have vectors, which it reads at those that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, 2, VOCAB, tied=False)
+        self.positions = nn.Embedding(LONGEST, HIDDEN)
+
+    def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).unsqueeze(0)
+        x_BTC = self.table(tokens_BT) + self.positions(positions)
+        for layer in self.layers:
+            x_BTC = layer(x_BTC)
+        logits: Tensor = self.head(x_BTC)
+        return logits
+
+
+class Deaf(Placed):
+    """It takes positions, and counts tokens itself."""
+
+    def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
+        return super().forward(tokens_BT)
+
+
+class Counting(Placed):
+    """It is given no positions."""
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return super().forward(tokens_BT)
+
+
+class ByLength(Placed):
+    """Logits that depend on how many tokens there are."""
+
+    def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
+        return super().forward(tokens_BT, positions) * math.log(tokens_BT.shape[1] + 1)
+
+
+class Shifted(Mixing):
+    """A token meets the one before it outside of attention."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return super().forward(x_BTC + F.pad(x_BTC, (0, 0, 1, -1)))
+
+
+class Otherwise(Mixing):
+    """Attention by a function that `attend` gives."""
+
+    attend = staticmethod(partial(F.scaled_dot_product_attention, is_causal=True))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        query, key, value = (
+            layer(x_BTC).view(*x_BTC.shape[:2], -1, self.head_dim).transpose(1, 2)
+            for layer in (self.query, *self.key_value)
+        )
+        mixed = self.attend(query, key, value)
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class Bound(Otherwise):
+    """Attention by a name of the module's own, which nobody can put another in the place of."""
+
+    attend = staticmethod(partial(scaled_dot_product_attention, is_causal=True))
+
+
+class Open(Otherwise):
+    """Attention to all tokens, later ones too."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+class Dropping(Otherwise):
+    """Attention that drops scores."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True)
+
+
+class Windowed(Otherwise):
+    """Attention to the last twelve tokens, by a mask where there are more."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        length = query.shape[-2]
+        if length <= 12:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        return F.scaled_dot_product_attention(query, key, value, ones.tril().triu(-11))
+
+
+ATTENTION = {
+    "shifted": Shifted,
+    "bound": Bound,
+    "open": Open,
+    "dropping": Dropping,
+    "windowed": Windowed,
+}
+
+
+def placed() -> Placed:
+    """A target whose forward takes positions."""
+    return Placed()
+
+
+def deaf() -> Placed:
+    """A target whose forward takes positions and does not read them."""
+    return Deaf()
+
+
+def counting() -> Placed:
+    """A target whose forward takes tokens alone."""
+    return Counting()
+
+
+def by_length() -> Placed:
+    """A target that depends on the number of tokens."""
+    return ByLength()
+
+
+def with_attention(kind: str) -> Placed:
+    """A target with attention of this kind."""
+    model = Placed()
+    for layer in model.layers:
+        layer.mixing = ATTENTION[kind](HIDDEN, 4)
+    return model

@@ -1,0 +1,83 @@
+"""What a pass sends beside its operators: how long it is on its way, and how long a rank waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.costs import Collective, Spent
+from ptrain.derivation.beside import messages
+from ptrain.derivation.clock import Clock
+from ptrain.derivation.network import Network
+from ptrain.facts.operators import InnerCollective, PassWork
+from ptrain.spec.axis import Axis
+from ptrain.spec.rates import Hook
+from tests.pure.build import make_spec, tuple_of
+from tests.pure.paces import HandPace, seconds
+
+PACE = HandPace(sent=1.0)
+
+
+def hop(payload: int, beside: int) -> InnerCollective:
+    return InnerCollective(Collective.SEND, payload, axis="cp", beside=beside)
+
+
+def waits(work: PassWork) -> list[tuple[float, float]]:
+    played = messages(work, PACE.operator_seconds, lambda item: float(item.payload))
+    return [(moving, waited) for _, moving, waited in played]
+
+
+def test_a_message_that_takes_less_than_the_product_beside_it_is_hidden():
+    assert waits((hop(6, 1), *seconds(10), *seconds(4))) == [(6.0, 0.0)]
+
+
+def test_of_a_longer_message_the_rest_is_awaited():
+    assert waits((hop(13, 1), *seconds(10), *seconds(4))) == [(13.0, 3.0)]
+
+
+def test_one_that_nothing_runs_beside_is_no_message_but_awaited_at_once():
+    assert waits((hop(6, 0), *seconds(10))) == []
+
+
+def test_messages_over_one_axis_follow_each_other():
+    # both set out at 0: the second arrives at 10, when 4 seconds of operators are over
+    assert waits((hop(4, 2), hop(6, 1), *seconds(4))) == [(4.0, 0.0), (6.0, 6.0)]
+
+
+def test_what_is_awaited_late_finds_the_rank_later():
+    # the first makes the rank wait until 8, so that the second one's product ends at 18
+    work = (hop(8, 1), *seconds(2), hop(4, 1), *seconds(10))
+    assert waits(work) == [(8.0, 6.0), (4.0, 0.0)]
+
+
+def clock(**pace: object) -> Clock:
+    spec = make_spec({Axis.CP: (4, tuple_of("R,R,R,S"))})
+    return Clock(HandPace(sent=1.0, **pace), Network(spec))
+
+
+def spent(clock: Clock) -> tuple[float, float]:
+    (row,) = (row for row in clock.step_time().rows if row.key.spent is Spent.COLLECTIVES)
+    assert row.key.axes == ("cp",) and row.key.collective is Collective.SEND
+    return row.seconds, row.moving
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_the_clock_waits_for_what_is_not_hidden_and_counts_all_that_moves(share: float):
+    timed = clock()
+    work = timed.pass_seconds((hop(13, 1), *seconds(10)), Hook.FORWARD_OPERATOR)
+    timed.compute(work, share)
+    assert spent(timed) == (share * 3.0, share * 13.0)
+    assert timed.now == share * 13.0
+
+
+def test_cores_that_compute_and_send_hide_nothing():
+    timed = clock(overlaps=False)
+    timed.compute(timed.pass_seconds((hop(6, 1), *seconds(10)), Hook.FORWARD_OPERATOR))
+    assert spent(timed) == (6.0, 6.0)
+
+
+def test_who_has_the_lane_holds_a_message_up():
+    timed = clock()
+    timed.send(Collective.ALL_REDUCE, (Axis.CP,), 8)
+    timed.compute(timed.pass_seconds((hop(6, 1), *seconds(10)), Hook.FORWARD_OPERATOR))
+    rows = {row.key.collective: row for row in timed.step_time().rows}
+    assert rows[Collective.SEND].seconds == 6.0  # at least 8 too late, of which it moves 6

@@ -1,0 +1,147 @@
+"""Which models that are not built in run on slices of the tokens over cp, and what is said of the
+others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.axes.context.run.rehearsal import require_slices
+from ptrain.errors import SpecError
+from ptrain.facts.attention import Attending
+from ptrain.models.attending import attending_of
+from ptrain.models.build import build
+from ptrain.models.initialize import cast
+from ptrain.spec.spec import Spec
+from tests.gloo.context_cases import HYBRID, spec_of
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 260,
+}
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 260}
+MASKED = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 260}
+
+
+def hf(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    pytest.importorskip("transformers")
+    return {"hf": name, "config": config}
+
+
+def own(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"target": f"tests.models_sliced:{name}", "arguments": arguments}
+
+
+def looked_at(spec: Spec) -> Attending:
+    """What slices need of a spec's model, where it is on slices what it is on all tokens."""
+    model = build(spec.model, sequence=spec.batch.sequence, allow_import=True)
+    cast(model, torch.float64)
+    attending = attending_of(model, spec)
+    assert attending is not None
+    require_slices(model, spec, attending)
+    return attending
+
+
+def refusal(spec: Spec) -> tuple[str, str, str]:
+    with pytest.raises(SpecError) as raised:
+        looked_at(spec)
+    (fault,) = raised.value.faults
+    return fault.place, fault.finding, fault.remedy
+
+
+@pytest.mark.parametrize("attention", ["ring", "zigzag", "ulysses"])
+def test_models_of_transformers_go_by_the_positions_that_they_are_given(attention: str) -> None:
+    attending = looked_at(spec_of(attention, own=hf("llama", TINY)))
+    assert [module.name for module in attending.modules] == [
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+    ]
+    assert {(own.heads, own.kv_heads, own.head_dim) for own in attending.heads} == {(4, 2, 8)}
+    assert attending.positions == "position_ids"
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("qwen2", TINY),
+        ("qwen3", TINY | {"head_dim": 8}),
+        ("gpt2", GPT2 | {"attn_pdrop": 0.0}),
+        ("gpt_neox", {k: v for k, v in TINY.items() if k != "num_key_value_heads"}),
+        ("opt", {"hidden_size": 32, "ffn_dim": 40, "num_hidden_layers": 2, "vocab_size": 260,
+                 "num_attention_heads": 4, "word_embed_proj_dim": 32}),
+        ("gemma3_text", TINY | {"head_dim": 8}),
+    ],
+)  # fmt: skip
+def test_other_families_do_too(name: str, config: dict[str, Any]) -> None:
+    assert len(looked_at(spec_of("zigzag", own=hf(name, config))).modules) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("gemma2", TINY | {"head_dim": 8}, "no module of gemma2 attends by torch.nn.functional."),
+        ("gpt2", GPT2, "transformer.h.0.attn drops out 0.1 of its scores"),
+        ("falcon", MASKED, "transformer.h.0.self_attention is given a mask"),
+        ("mistral", TINY | {"sliding_window": 8}, "sliding_window of mistral is 8, and a sample"),
+        ("llama", TINY | {"max_position_embeddings": 8}, "max_position_embeddings is 8, and a"),
+        (
+            "llama",
+            TINY | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
+                                        "original_max_position_embeddings": 8}},
+            "rotations of llama are dynamic",
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_of_transformers_that_does_not_is_refused_by_name(
+    name: str, config: dict[str, Any], words: str
+) -> None:
+    _, finding, remedy = refusal(spec_of("ring", own=hf(name, config)))
+    assert words in finding and remedy
+
+
+def test_a_window_that_holds_the_whole_sample_hides_nothing() -> None:
+    assert looked_at(spec_of("ring", own=hf("mistral", TINY | {"sliding_window": 17})))
+
+
+@pytest.mark.parametrize("attention", ["ring", "zigzag", "all-gather", "ulysses"])
+def test_a_users_model_is_given_positions_by_an_argument(attention: str) -> None:
+    assert looked_at(spec_of(attention, own=own("placed"))).positions == "positions"
+
+
+def test_a_model_without_positions_needs_none() -> None:
+    pairs = {"target": "tests.models_external:pairs"}
+    assert looked_at(spec_of("zigzag", own=pairs)).positions == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (own("counting"), "the forward of tests.models_sliced:counting takes no positions"),
+        (own("deaf"), "does not go by the positions that it is given"),
+        (own("by_length"), "gives other logits than given all of them"),
+        (own("with_attention", kind="shifted"), "layers.0.mixing, given tokens 2-3 of 4 alone"),
+        (own("with_attention", kind="bound"), "no module of tests.models_sliced:with_attention"),
+        (own("with_attention", kind="open"), "layers.0.mixing is not causal"),
+        (own("with_attention", kind="dropping"), "layers.0.mixing drops out 0.1 of its scores"),
+        (own("with_attention", kind="windowed"), "layers.0.mixing is given a mask"),
+    ],
+)
+def test_a_users_model_that_is_another_on_slices_is_refused_by_name(
+    model: dict[str, Any], words: str
+) -> None:
+    place, finding, remedy = refusal(spec_of("ring", degree=2, own=model))
+    assert place == "model.target" and words in finding and "cp" in remedy
+
+
+def test_heads_that_ulysses_cannot_divide_are_named() -> None:
+    three = TINY | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}
+    place, finding, remedy = refusal(spec_of(HYBRID, degree=4, own=hf("llama", three)))
+    assert place == "context.attention"
+    assert finding == ("ulysses over 2 ranks does not divide 3 heads of model.layers.0.self_attn")
+    assert remedy == "choose ulysses from 1, 3, or attention: zigzag"
