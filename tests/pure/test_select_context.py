@@ -22,7 +22,7 @@ LONG = ("batch.sequence=32768", "batch.global=16")
 
 def ranking(*words, where=(), count=20):
     return select(
-        "llama-10m", (*LONG, *words), cluster="h100-8", devices=8, where=where, count=count
+        "llama-tiny", (*LONG, *words), cluster="h100-8", devices=8, where=where, count=count
     )
 
 
