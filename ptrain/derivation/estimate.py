@@ -326,8 +326,7 @@ def _exact_part(
     spec: Spec, plan: Plan, facts: ModelFacts, index: int, machine: Machine | None
 ) -> Estimate:
     """Of the ranks that have this part of the model, among them those at this place along the
-    cutting axes,
-    without what its operators send."""
+    cutting axes, without what its operators send."""
     ghost = wrapping(spec, plan, facts)
     memory, traffic = resident(ghost), sent(ghost)
     estimate = Estimate(

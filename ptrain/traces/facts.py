@@ -48,7 +48,7 @@ Around = Callable[[], AbstractContextManager[None]]
 _TOO_LARGE = "it is too large to be traced on real tensors, and on fake ones its code ends:"
 _READS = "it is too large to be traced on real tensors, and its code reads values, which fakes lack"
 _TRACED_BY_NAME = (
-    "processes of their own trace what each rank of tp has, and they build the model by its name: "
+    "processes of their own trace what each rank has, and they build the model by its name: "
     "write model: {target: package.module:function}"
 )
 _TO_TRAIN = (

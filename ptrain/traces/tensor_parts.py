@@ -159,7 +159,7 @@ def _answers(requests: tuple[_Asked, ...], seconds: float) -> list[Traced]:
             process.stdin = None  # so that `communicate` does not write
         return [_answer(process, ends) for process in processes]
     except TimeoutExpired as error:
-        finding = f"{seconds:g} s did not suffice to trace what each rank of tp has of the model"
+        finding = f"{seconds:g} s did not suffice to trace what each rank has of the model"
         remedy = "raise it, or lower batch.micro or batch.sequence"
         raise refused("timeout.init", finding, remedy) from error
     finally:

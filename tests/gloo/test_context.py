@@ -172,6 +172,11 @@ def test_with_two_other_axes(
     assert not MATRIX.differences(ranks, spec)
 
 
+@pytest.mark.nightly
+def test_gradients_of_gathered_keys_are_exchanged_where_the_spec_says_so(ranks: Ranks) -> None:
+    assert not MATRIX.differences(ranks, spec_of("all-gather", reduce_scatter="all_to_all"))
+
+
 @pytest.mark.parametrize(
     ("attention", "layout"),
     some([*product(ATTENTIONS, ("fp32", "bf16", "zero16"))], {("ring", "zero16")}),
