@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
@@ -54,14 +55,17 @@ LegalWay = tuple[DataWay, Spec]  # and the base with its choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inner:
-    """How blocks are cut: by `ranks` ranks together. The `number` is that of a way to cut."""
+    """How blocks are cut: by `ranks` ranks together, over `shared` of which go states of the data
+    axes too. The `number` is that of a way to cut."""
 
     number: int
     ranks: int
     within: tuple[AxisChoice, ...]
     spec: Spec
     sizes: Sizes
-    shape: tuple[tuple[Axis, int], ...]  # axes and degrees, whatever their tuples are
+    shape: tuple[tuple[Axis, int], ...]  # what cuts operators, whatever its tuples are
+    axes: tuple[Axis, ...]  # all of them
+    shared: int
 
 
 class Search:
@@ -80,7 +84,7 @@ class Search:
         # by numbers and identities (of `ways_to_keep`): values of a spec are slow to compare
         self.staged: dict[int, list[PipelineFlow]] = {}
         self.running: dict[tuple[int, int], dict[Through, list[PipelineFlow]]] = {}
-        self.cuttable: dict[tuple[int, int, Through], bool] = {}
+        self.cuttable: dict[tuple[int, int, Through, bool], bool] = {}
         self.gathered: dict[tuple[int, int], frozenset[UnitSize]] = {}
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.legal: dict[tuple[object, ...], list[LegalWay]] = {}
@@ -140,7 +144,14 @@ class Search:
                     within=within,
                     spec=spec,
                     sizes=sizes_of(spec, self.facts),
-                    shape=tuple((f.axis, f.degree) for choice in within for f in choice.factors),
+                    shape=tuple(
+                        (factor.axis, factor.degree)
+                        for choice in within
+                        if choice.shared == 1
+                        for factor in choice.factors
+                    ),
+                    axes=tuple(f.axis for choice in within for f in choice.factors),
+                    shared=prod(choice.shared for choice in within),
                 )
 
     def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
@@ -166,7 +177,7 @@ class Search:
             if not self.task.where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
                 continue
             for through, flows in running.items():
-                if not self._is_legal(inner, kept, through):
+                if not self._is_legal(inner, kept, through, several=micro > 1):
                     continue
                 if self._activity(inner, micro, kept).least > self.task.room * SLACK:
                     self.too_large.append((inner, left, through, kept, number))
@@ -185,11 +196,13 @@ class Search:
                     by_through.setdefault(through_of(flow.choice), []).append(flow)
         return self.running[key]
 
-    def _is_legal(self, inner: _Inner, kept: Kept, through: Through) -> bool:
-        """Whether blocks that are cut and kept so may be in such a flow."""
-        key = (inner.number, id(kept), through)
+    def _is_legal(self, inner: _Inner, kept: Kept, through: Through, *, several: bool) -> bool:
+        """Whether blocks that are cut and kept so may be in such a flow, of one sample or
+        several."""
+        key = (inner.number, id(kept), through, several)
         if key not in self.cuttable:
-            self.cuttable[key] = self.legality.within(inner.within, kept, through)
+            within = self.legality.within(inner.within, kept, through, several=several)
+            self.cuttable[key] = within
         return self.cuttable[key]
 
     @property
@@ -316,21 +329,22 @@ class Search:
         self, inner: _Inner, left: int, through: Through, units: frozenset[UnitSize], *, many: bool
     ) -> DataTable:
         """The legal choices of the data axes beside others."""
-        key = (inner.shape, left, through, units, many)
+        key = (inner.shape, inner.shared, left, through, units, many)
         if key in self.tables:
             return self.tables[key]
         parts = []
         stages = self.task.devices // (left * inner.ranks)
         layers = max(1, self.flows.num_layers // stages)
         for axes in self.choices:
-            for degrees in degrees_over(len(axes), left):
-                if not self._are_admitted(axes, degrees):
+            for degrees in degrees_over(len(axes), left * inner.shared):
+                own = _without_shared(degrees, inner.shared)
+                if own is None or not self._are_admitted(axes, own):
                     continue
                 ways = self._ways(axes, inner, through, many=many)
                 indices = self._indices(ways, degrees, inner, units)
                 if len(indices):
                     columns = self._columns(ways, degrees, inner, layers)
-                    parts.append((ways, degrees, indices, columns))
+                    parts.append((ways, own, indices, columns))
         self.tables[key] = DataTable(parts)
         return self.tables[key]
 
@@ -345,9 +359,10 @@ class Search:
 
     def _columns(self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, layers: int) -> Columns:
         """Those of all ways, whichever of them are legal with a way to keep activations."""
-        key = (id(ways), degrees, inner.shape, layers)  # `ways` keeps them
+        key = (id(ways), degrees, inner.shape, inner.shared, layers)  # `ways` keeps them
         if key not in self.columns:
-            self.columns[key] = ways.columns(degrees, inner.sizes, inner.ranks, layers)
+            within = inner.ranks // inner.shared
+            self.columns[key] = ways.columns(degrees, inner.sizes, within, layers)
         return self.columns[key]
 
     def _indices(
@@ -366,7 +381,7 @@ class Search:
         return np.flatnonzero(fine)
 
     def _ways(self, axes: tuple[Axis, ...], inner: _Inner, through: Through, *, many: bool) -> Ways:
-        key = (axes, bool(inner.shape), through, many)
+        key = (axes, inner.axes, through, many)
         if key not in self.ways:
             admits = partial(self.task.where.admits, Aspect.DATA)
             legal = self._legal_ways(axes, inner, through, many=many)
@@ -377,7 +392,7 @@ class Search:
         self, axes: tuple[Axis, ...], inner: _Inner, through: Through, *, many: bool
     ) -> list[LegalWay]:
         """The legal choices of the data axes, whatever is asked of them."""
-        key = (axes, bool(inner.shape), through, many)
+        key = (axes, inner.axes, through, many)
         if key not in self.legal:
             beside, base = (THROUGH[through], *inner.within), self.task.base
             # What is legal with several micro-batches is so with one: no rule asks for more of them
@@ -391,6 +406,15 @@ class Search:
                 or self.legality.data(choice, inner.within, through, many=many)
             ]
         return self.legal[key]
+
+
+def _without_shared(degrees: tuple[int, ...], shared: int) -> tuple[int, ...] | None:
+    """Return the degrees of the data axes themselves, where the innermost has all the ranks that
+    are shared; None where it has not."""
+    if shared == 1:
+        return degrees
+    *outer, last = degrees or (1,)
+    return None if last % shared else (*outer, last // shared)
 
 
 def batched(spec: Spec, micro: int, number: int) -> Spec:
