@@ -15,7 +15,7 @@ from ptrain.axes.context.attention import context_of
 from ptrain.axes.context.cost import keys_and_values
 from ptrain.axes.context.tokens import balance, blocks_of
 from ptrain.costs import Collective, Phase, State
-from ptrain.derivation.beside import messages
+from ptrain.derivation.beside import messages_of
 from ptrain.facts.operators import InnerCollective, Operator
 from ptrain.rates.measured import pace_of
 from ptrain.rates.pace import Pace
@@ -95,9 +95,9 @@ def _beside(tokens: int) -> tuple[float, dict[str, tuple[float, float]]]:
 
     hops = {}
     for nodes, where in ((1, "in a node"), (2, "between nodes")):
-        played = messages((hop, product), pace.operator_seconds, partial(on, nodes))
-        ((_, moving, waited),) = played
-        hops[where] = moving, waited
+        played = messages_of((hop, product), pace.operator_seconds, partial(on, nodes))
+        ((_, message),) = played
+        hops[where] = message.moving, message.waited
     return pace.operator_seconds(product), hops
 
 
