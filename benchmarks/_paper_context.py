@@ -150,9 +150,9 @@ CONTEXT = (
         "length that can be trained scales with the devices",
         find=_hidden,
         why="Llama 3 8B, bf16. A block's operations grow with the square of a rank's tokens, what "
-        "travels with their number: of long sequences it is hidden. What is not: the last hop "
-        "of backward, which brings gradients home behind the last product, and the exchanges of "
-        "Ulysses and of all-gather, which are awaited.",
+        "travels with their number: of long sequences it is hidden. The last hop of backward, "
+        "which brings gradients home, has only a sum beside it; the exchanges of Ulysses and of "
+        "all-gather are awaited.",
     ),
     Claim(
         title="Zigzag balances what contiguous slices do not",
