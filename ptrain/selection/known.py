@@ -51,13 +51,16 @@ KNOWN = (
             "mesh.dp_shard=8",
             "mesh.pp=1",
             "mesh.tp=1",
+            "mesh.cp=1",
             f"placement.dp_shard={_ALL_SHARDED}",
             f"placement.dp_replicate={_WHOLE}",
         ),
         least=16,
     ),
     KnownChoice(name="tp=8 with data parallelism", rules=("mesh.tp=8", "mesh.pp=1"), least=8),
-    KnownChoice(name="a pipeline with data parallelism", rules=("mesh.tp=1", "mesh.pp>1")),
+    KnownChoice(
+        name="a pipeline with data parallelism", rules=("mesh.tp=1", "mesh.cp=1", "mesh.pp>1")
+    ),
 )
 
 _ROUNDED = 1e-9  # of a step: so far apart are sums of the same seconds in another order

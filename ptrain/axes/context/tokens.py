@@ -99,6 +99,8 @@ def multiplied(step: ContextParallel) -> tuple[int, ...]:
 
 
 def _multiplied(step: ContextParallel, place: int) -> int:
+    if step.gathers and step.has_documents:  # the mask is given to one call, of all keys
+        return _total(set(_spans(step, place))) * step.sequence
     calls: dict[int, tuple[set[Span], set[Span]]] = {}
     for block in blocks_of(step, place):
         queries, keys = calls.setdefault(block.source, (set(), set()))
