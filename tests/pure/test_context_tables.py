@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from ptrain.axes.context.blocks import multiplied
 
 from ptrain.axes.context.attention import context_of
-from ptrain.axes.context.blocks import multiplied
 from ptrain.axes.context.cost import exchanged, gathered_bytes, keys_and_values
 from ptrain.axes.context.part import ContextPart, part_at
 from ptrain.costs import Collective, Phase
