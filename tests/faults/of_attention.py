@@ -88,8 +88,8 @@ def masked_by_local_index(program: Program) -> None:
 def gathered_by_local_index(program: Program) -> None:
     """The keys before a rank's own are masked as its own are."""
 
-    def blocks(num_before: int, num_own: int) -> Iterator[tuple[slice, bool]]:
-        for part, _ in _blocks(num_before, num_own):
+    def blocks(*sizes: Any) -> Iterator[tuple[slice, bool]]:
+        for part, _ in _blocks(*sizes):
             yield part, True
 
     sabotage(program, _Ruled(cores, "_blocks", blocks))
