@@ -155,8 +155,15 @@ def table_of_alarms(results: Alarms) -> Iterator[str]:
         yield f"| {strategy} | {', '.join(layouts)} | {len(own)} | {'; '.join(alarms) or '0'} |"
 
 
-def _rest() -> list[str]:
-    return [layout for layout in LAYOUTS if layout not in ALL_SEEDS]
+def _seeds_text(layouts: Sequence[str]) -> str:
+    """Which seeds the strategies have in these layouts."""
+    with_all = [layout for layout in layouts if layout in ALL_SEEDS]
+    rest = [layout for layout in layouts if layout not in ALL_SEEDS]
+    parts = (
+        f"{' and '.join(with_all)} layout with seeds {SEEDS.start} to {SEEDS.stop - 1}",
+        f"{' and '.join(rest)} with seed {SEEDS.start}",
+    )
+    return ", in ".join(part for part, of in zip(parts, (with_all, rest), strict=True) if of)
 
 
 def page(
@@ -165,8 +172,10 @@ def page(
     wanted: int,
     names: Collection[str] = FAULTS,
     axis: str | None = None,
+    layouts: Sequence[str] = LAYOUTS,
 ) -> list[str]:
-    """Claims, tables, totals: of the faults `names`, and of strategies with this axis."""
+    """Claims, tables, totals: of the faults `names`, and of strategies with this axis, in these
+    layouts."""
     below = list(below_the_band(faults))
     every = [*faults.values(), *alarms.values()]
     commits = ", ".join(dict.fromkeys(found["commit"] for found in every))
@@ -191,9 +200,7 @@ def page(
         "",
         f"Every strategy in specs/strategies/{f' with {axis}' if axis else ''} on llama with "
         f"hidden 32, sequence 16 and {ACCUMULATED[0]} micro-batches a rank ({ACCUMULATED[1]} where "
-        "gradients do not outlive backward), where they are legal in "
-        f"{' and '.join(ALL_SEEDS)} layout with seeds {SEEDS.start} to {SEEDS.stop - 1}, in "
-        f"{' and '.join(_rest())} with seed {SEEDS.start}: "
+        f"gradients do not outlive backward), where they are legal in {_seeds_text(layouts)}: "
         f"the same protocol, {STEPS} steps.",
         "",
         *table_of_alarms(alarms),
@@ -207,6 +214,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="where results are kept meanwhile")
     parser.add_argument("--only", choices=("faults", "alarms", "page"))
     parser.add_argument("--axis", help="faults and strategies with this axis alone, e.g. cp")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     head = header("faults: planted, caught, localised and named", this_command())
@@ -215,7 +223,8 @@ def main() -> int:
     asked = [
         (strategy, layout, seed)
         for strategy, layout in cases()
-        if args.axis is None or args.axis in axes_of(load(strategy).spec)
+        if layout in args.layouts
+        and (args.axis is None or args.axis in axes_of(load(strategy).spec))
         for seed in seeds(layout)
     ]
     asked.sort(key=lambda key: (LAYOUTS.index(key[1]), load(key[0]).spec.world_size, key[2]))
@@ -225,7 +234,7 @@ def main() -> int:
     ranks.ranks.close()
     return conclude(
         f"faults_{args.axis}" if args.axis else "faults",
-        [head, *page(faults, alarms, len(asked), names, args.axis)],
+        [head, *page(faults, alarms, len(asked), names, args.axis, args.layouts)],
         failed=[*_failed(faults, alarms, asked, names)],
         not_covered="faults of other models, of NCCL and of several machines; other batches than "
         "these; and strategies at their own size (benchmarks/verify.py).",

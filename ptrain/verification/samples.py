@@ -43,9 +43,9 @@ def sample_departures(
     own = [names[key] for _, key in expected[data_place(spec, rank)]]
     if seen == own:
         return
-    whole = _own_samples(reference, step, rank)
-    elsewhere = other_tokens(given, whole, spec, rank) if UNKNOWN in seen else ""
-    if not elsewhere and _are_at(spec, own_spans(spec, rank), _sides(given, whole, 0)):
+    samples = _own_samples(reference, step, rank)
+    elsewhere = other_tokens(given, samples, spec, rank) if UNKNOWN in seen else ""
+    if not elsewhere and _are_at(spec, own_spans(spec, rank), _sides(given, samples, 0)):
         return  # targets alone are others, which the loss tells
     once: dict[int, list[int]] = {}  # of ranks that share samples, one that knows all of its own
     for other, its in enumerate(everyone):

@@ -36,16 +36,17 @@ class _Sabotaged(torch.autograd.Function):
     """A core's passes, run inside of something."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: nn.Module, fault: Any) -> Tensor:
-        ctx.fault, ctx.kind = fault, _Gathered if isinstance(core, GatheredCore) else _Ring
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, fault: Any, *others: Any) -> Tensor:
+        ctx.fault, ctx.kind = fault, _Gathered if isinstance(others[-1], GatheredCore) else _Ring
         with fault.forward():
-            return ctx.kind.forward(ctx, q, k, v, core)
+            return ctx.kind.forward(ctx, q, k, v, *others)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         with ctx.fault.backward():
-            queries, keys, values, _ = ctx.kind.backward(ctx, gradient)
-        return queries, *ctx.fault.gradients(ctx, gradient, (queries, keys, values)), None, None
+            queries, keys, values, *others = ctx.kind.backward(ctx, gradient)
+        gradients = ctx.fault.gradients(ctx, gradient, (queries, keys, values))
+        return queries, *gradients, None, *others
 
 
 class CoreFault:
@@ -66,7 +67,8 @@ def sabotage(program: Program, fault: CoreFault, pattern: str = CORES) -> None:
         def forward(
             q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, of: nn.Module = inner
         ) -> Tensor:
-            return _Sabotaged.apply(q, k, v, of, fault)
+            others = (mask, of) if isinstance(of, GatheredCore) else (of,)
+            return _Sabotaged.apply(q, k, v, fault, *others)
 
         inner.forward = forward
 
@@ -86,8 +88,8 @@ def masked_by_local_index(program: Program) -> None:
 def gathered_by_local_index(program: Program) -> None:
     """The keys before a rank's own are masked as its own are."""
 
-    def blocks(num_before: int, num_own: int) -> Iterator[tuple[slice, bool]]:
-        for part, _ in _blocks(num_before, num_own):
+    def blocks(*sizes: Any) -> Iterator[tuple[slice, bool]]:
+        for part, _ in _blocks(*sizes):
             yield part, True
 
     sabotage(program, _Ruled(cores, "_blocks", blocks))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.axes.context.attention import context_of, spans_at
-from ptrain.axes.context.run.slices import SlicedTokens, sliced, token_slices
+from ptrain.axes.context.run.slices import SlicedTokens, sliced
 from ptrain.axes.context.tokens import Span
 from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
 from ptrain.interpreter.program import Program
@@ -134,10 +134,10 @@ def contiguous_tokens(program: Program) -> None:
 def contiguous_targets(program: Program) -> None:
     """Inputs are permuted to early and late chunks, and targets are not."""
 
+    spans = _spans(program, is_contiguous=True)
+
     def change(step: int, own: SlicedTokens) -> SlicedTokens:
-        (tokens,) = batch_of(program, step).tensors
-        whole = token_slices(tokens, _spans(program, is_contiguous=True)).data
-        return replace(own, targets=whole.targets)
+        return replace(own, targets=sliced(batch_of(program, step), spans).targets)
 
     given(program, change)
 

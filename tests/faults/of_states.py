@@ -72,7 +72,7 @@ def not_gathered(program: Program) -> None:
         if next(calls) != FAULTY_STEP:
             spread(part, cut, missing, when)
             return
-        found.layout.put(found.stored, part, found.cut, cut)
+        found.cuts.put(found.stored, part, found.cut, cut)
 
     found.spread = kept
 

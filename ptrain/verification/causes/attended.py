@@ -110,7 +110,10 @@ def other_keys(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[
     heads, window = inputs
     for seen, explanation in _other_masks(scene, layout):
         mask = torch.zeros_like(seen, dtype=heads[0].dtype).masked_fill_(~seen, -torch.inf)
-        mask = mask if window is None else mask + window[: len(mask), : len(mask)]
+        if window is not None:
+            own_window = window[..., : len(seen), : len(seen)]
+            is_bool = own_window.dtype is torch.bool
+            mask = mask.masked_fill(~own_window, -torch.inf) if is_bool else mask + own_window
         if own.fits(_attended(scene, heads, mask)):
             yield explanation
 
