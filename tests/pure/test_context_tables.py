@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from ptrain.axes.context.blocks import multiplied
 
 from ptrain.axes.context.attention import context_of
 from ptrain.axes.context.cost import exchanged, gathered_bytes, keys_and_values
