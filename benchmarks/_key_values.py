@@ -41,6 +41,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "model.head_dim": (1, 32),
     "model.window": (1, 48),
     "model.global_every": (2, 6),
+    "model.document_start": (0, 258),
     "mesh.pp": (1, 4),
     "mesh.dp_replicate": (1, 4096),
     "mesh.dp_shard": (1, 4096),
@@ -54,6 +55,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "pipeline.stages": (1, 8),
     "pipeline.split": (1, 6),
     "loss.chunk": (1, 64),
+    "context.attention": (1, 2),
 }
 
 _OUTSIDE = "a model of somebody's own code: tests/unit/test_external.py and test_huggingface.py"
@@ -80,7 +82,6 @@ _NOT_DRAWN: Mapping[tuple[str, str], str] = {
     ("tensor.plan", "object"): _ROLES,
     ("pipeline.schedule", "array"): "lists of one's own: tests/pure/test_listed_schedules.py",
     ("pipeline.schedule", "string"): "files of them",
-    ("context.attention", "object"): "degrees whose product is cp's",
 }
 
 _SIZE, _RATE = r"^[0-9.]+ *([kKMGT]i?B|B)?$", r"^[0-9.]+ *([kKMGT]i?B|B)?(/s)?$"
@@ -186,6 +187,8 @@ def of_shape(place: str, shape: Shape) -> Iterator[Value]:
         case {"type": "object", "patternProperties": patterns}:
             (inner,) = patterns.values()
             yield _mapping(place, inner)
+        case {"type": "object", "properties": properties}:
+            yield _record(place, properties)
         case _:
             raise LookupError(f"{place}: nobody knows how to draw {dict(shape)}")
 
@@ -265,3 +268,13 @@ def _mapping(place: str, inner: Shape) -> Value:
         return {name: draw.choice(kinds).draw(draw) for name in chosen}
 
     return Value(label="a mapping", draw=draw_mapping, holds=lambda value: isinstance(value, dict))
+
+
+def _record(place: str, properties: Mapping[str, Shape]) -> Value:
+    """All of some keys."""
+    kinds = {name: tuple(of_shape(place, inner)) for name, inner in properties.items()}
+
+    def draw_record(draw: Random) -> dict[str, object]:
+        return {name: draw.choice(of).draw(draw) for name, of in kinds.items()}
+
+    return Value(label="a record", draw=draw_record, holds=lambda value: isinstance(value, dict))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,19 @@ def _bases(draw: Random, refused: Counter[str], most_ranks: int) -> Iterator[Wri
             if draw.random() < 0.6:
                 written[section] = {key: _value(draw, f"{section}.{key}")}
         if _is_accepted(written, refused):
-            yield written
+            yield _with_attention(draw, written, refused) or written
+
+
+def _with_attention(draw: Random, written: Written, refused: Counter[str]) -> Written | None:
+    """The spec with a word on how attention goes over cp, in most draws that have cp; of a hybrid,
+    with as many ranks. None where it is no legal one."""
+    if "cp" not in written["mesh"] or draw.random() > 0.6:
+        return None
+    attention = _value(draw, "context.attention")
+    changed = copy.deepcopy(written) | {"context": {"attention": attention}}
+    if isinstance(attention, dict):
+        changed["mesh"]["cp"] = math.prod(attention.values())
+    return changed if _is_accepted(changed, refused) else None
 
 
 def _named_axes(draw: Random) -> str:

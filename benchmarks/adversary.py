@@ -152,6 +152,11 @@ def examine(seed: int, account: Account, *, is_one: bool = False, tries: int = M
     account.failures.append(failure)
 
 
+def has_axis(draw: Drawn, axis: str) -> bool:
+    """Return whether the mesh has this axis, of two ranks or more."""
+    return axis in [factor.axis for factor in load(dict(draw.written)).spec.factors]
+
+
 def seeds(text: str) -> range:
     """Return the range that `3-7` means, both included, or `3` alone."""
     span = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
@@ -165,6 +170,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=seeds, default=range(100), metavar="A-B")
     parser.add_argument("--one", action="store_true", help="one rank of each spec")
     parser.add_argument("--tries", type=int, default=MOST_TRIES, help="to make a spec smaller")
+    parser.add_argument("--axis", help="specs alone whose mesh has this axis, e.g. cp")
     parser.add_argument("--minutes", type=float, default=0.0, help="no seed begins after so many")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
@@ -173,9 +179,10 @@ def main() -> int:
     for seed in args.seeds:
         if args.minutes and time.monotonic() - began > 60 * args.minutes:
             break
-        examine(seed, account, is_one=args.one, tries=args.tries)
+        if args.axis is None or has_axis(drawn(seed), args.axis):
+            examine(seed, account, is_one=args.one, tries=args.tries)
     return conclude(
-        "adversary",
+        f"adversary_{args.axis}" if args.axis else "adversary",
         [head, CLAIM, *account.page()],
         failed=[
             f"seed {failure.seed}: {row}"

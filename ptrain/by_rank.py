@@ -98,9 +98,9 @@ class ByRank(Sequence[RowT]):
 
 def rows_by_rank(keys: Iterable[KeyT], rows: Callable[[KeyT], Sequence[RowT]]) -> ByRank[RowT]:
     """The rows of every rank, made once for all ranks with the same of the `keys`, one a rank."""
-    kinds: dict[KeyT, int] = {}
-    kind_of = [kinds.setdefault(key, len(kinds)) for key in keys]
-    return ByRank(([rows(key) for key in kinds], kind_of))
+    keys = [*keys]
+    kinds = {key: kind for kind, key in enumerate(dict.fromkeys(keys))}
+    return ByRank(([rows(key) for key in kinds], [*map(kinds.__getitem__, keys)]))
 
 
 def of_own(columns: Sequence[Sequence[RowT]], column_of: Sequence[int]) -> Sequence[RowT]:

@@ -20,9 +20,10 @@ from ptrain.axes.tensor.dials import DIALS as TENSOR_DIALS
 from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import EXECUTED_AXES, Factor
+from ptrain.spec.batch import token_multiple
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import misfits
-from ptrain.spec.model import ModelShape
+from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 
 ROOMS: tuple[AxisRules, ...] = (DATA, CONTEXT, TENSOR, PIPELINE)
@@ -130,16 +131,37 @@ def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
 def _ignored_faults(spec: Spec) -> Iterator[Fault]:
     """A mean over the targets of a micro-batch that count is no addend of the global batch's."""
     function, data = spec.loss.user_function, spec.data
-    if function is None or data.function is not None or not data.ignores_targets:
+    if function is None or data.function is not None or not spec.ignores_targets:
         return
-    key = "ignored" if data.ignored is not None else "loss_mask"
+    section, key = "data", "ignored" if data.ignored is not None else "loss_mask"
+    if not data.ignores_targets:
+        section, key = "batch", "pad"
     yield Fault(
-        place=f"data.{key}",
+        place=f"{section}.{key}",
         finding=f"{function.target} gives the mean of a micro-batch, of whose targets not as many "
         "count as of another's: the mean of such means is not that of the global batch",
         remedy=f"remove {function.section}, whose place the built-in cross entropy takes, or "
         f"remove {key}",
     )
+
+
+def _padding_faults(spec: Spec) -> Iterator[Fault]:
+    """Tokens that are added behind a sample change nothing in front of them, where each attends to
+    those before it."""
+    if not spec.batch.pads:
+        return
+    if token_multiple(spec.factors, None) == 1 and spec.world_size > 1:
+        yield Fault(
+            place="batch.pad",
+            finding="nothing obeys it: no axis cuts the tokens of a sample",
+            remedy="remove it",
+        )
+    elif isinstance(spec.model, ExternalModel):
+        yield Fault(
+            place="batch.pad",
+            finding=f"{spec.model.target}: nothing says that its tokens attend to none behind them",
+            remedy="write a sequence that divides",
+        )
 
 
 def _batch_faults(spec: Spec) -> Iterator[Fault]:
@@ -192,8 +214,13 @@ _PRODUCT_RULES = (
     SpecRule(name="every token has a row", theorem="Definition 1", faults=_vocabulary_faults),
     SpecRule(
         name="the loss is a mean over all targets that count",
-        theorem="Theorem 3",
+        theorem="Theorem 3 (gradient integrity)",
         faults=_ignored_faults,
+    ),
+    SpecRule(
+        name="padding counts for nothing",
+        theorem="Theorem 3 (gradient integrity)",
+        faults=_padding_faults,
     ),
     SpecRule(
         name="the batch is the sum of its parts",

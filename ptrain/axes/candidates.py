@@ -6,12 +6,13 @@ knows none of them. A new axis brings a space of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.spec import Spec
@@ -87,14 +88,27 @@ NOTHING = Written()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisChoice:
-    """Factors of some axes, and what else a spec says then: `changes` are its fields."""
+    """Factors of some axes, and what else a spec says then: `changes` are its fields. `follows`:
+    the factors place Theta, Omega and G as the innermost data axis does, whatever its degree."""
 
     factors: tuple[Factor, ...] = ()
     changes: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
+    follows: bool = False
 
     def degree(self, axis: Axis) -> int:
         """Return the ranks along one axis, 1 without it."""
         return next((factor.degree for factor in self.factors if factor.axis is axis), 1)
+
+    @property
+    def shared(self) -> int:
+        """Return over how many ranks more the states of a data axis go."""
+        return prod(factor.degree for factor in self.factors) if self.follows else 1
+
+    def following(self, states: Placement) -> Iterator[Factor]:
+        """Yield its factors, where it `follows` with these states."""
+        for factor in self.factors:
+            own = replace(states, activations=factor.placement.activations)
+            yield replace(factor, placement=own) if self.follows else factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +131,20 @@ def chosen(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None
     with another batch."""
     factors: list[Factor] = []
     changes: dict[str, Any] = {"batch": batch or spec.batch}
+    choices = tuple(choices)
+    states = _states(choices) if any(choice.follows for choice in choices) else None
     for choice in choices:
-        factors += [factor for factor in choice.factors if factor.degree > 1]
+        own = choice.factors if states is None else choice.following(states)
+        factors += [factor for factor in own if factor.degree > 1]
         changes |= choice.changes
     factors.sort(key=lambda factor: _ORDER[factor.axis])
     return replace(spec, factors=tuple(factors), trivial_factors=(), **changes)
+
+
+def _states(choices: Iterable[AxisChoice]) -> Placement | None:
+    """The placement on the innermost data axis, of whatever degree."""
+    data = [f for choice in choices for f in choice.factors if f.axis in DATA_AXES]
+    return max(data, key=lambda factor: _ORDER[factor.axis]).placement if data else None
 
 
 def divisors(number: int) -> tuple[int, ...]:

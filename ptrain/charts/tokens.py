@@ -9,13 +9,11 @@ each of its own heads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from itertools import pairwise
 
 from ptrain.axes.context.attention import all_spans
-from ptrain.axes.context.blocks import MetBlock, blocks_of, source_at
 from ptrain.axes.context.draw import balance_text, kind_text
-from ptrain.axes.context.tokens import Span
+from ptrain.axes.context.tokens import MetBlock, Span, blocks_of, source_at
 from ptrain.charts.colours import ink_on, of_place
 from ptrain.charts.sheet import GREY, LIGHT, WHITE, Label, Rectangle, Sheet, width_of
 from ptrain.steps.context import ContextParallel
@@ -24,8 +22,8 @@ _EDGE, _WIDTH = 14.0, 560.0
 _TITLE, _HEAD, _SMALL = 12.0, 9.0, 8.0
 _BAND, _GAP = 26.0, 12.0  # a band of heads; between two parts of the sheet
 _SQUARE = 420.0  # the scores
-_ROW, _LEAST_ROW, _TALLEST = 30.0, 8.0, 1400.0  # a place of the ring; all of them
-_STAIRS = 8  # of a causal block
+_ROW, _LEAST_ROW, _TALLEST = 30.0, 8.0, 840.0  # a place of the ring; all of them
+_STAIR = 5.0  # of a causal block, at least
 _AIR = 3.0
 
 
@@ -118,9 +116,9 @@ def _add_ticks(sheet: Sheet, step: ContextParallel, left: float) -> None:
 
 
 def _add_scores(sheet: Sheet, step: ContextParallel, left: float) -> None:
-    whose = "group" if step.ulysses > 1 else "rank"
-    number = "hop" if step.ring > 1 and not step.gathers else "no hop"
-    _add_part(sheet, f"who computes which scores, queries (down) × keys (right): colour: {whose}")
+    has_hops = step.ring > 1 and not step.gathers
+    whose = "group of ranks" if step.ulysses > 1 else "rank"
+    _add_part(sheet, f"which {whose} computes which scores: queries downwards, keys to the right")
     unit = _SQUARE / step.sequence
     top = sheet.height
     sheet.rectangles.append(
@@ -131,13 +129,15 @@ def _add_scores(sheet: Sheet, step: ContextParallel, left: float) -> None:
         colour = of_place(place * step.ulysses)
         for block in blocks_of(step, place):
             sheet.rectangles += _drawn(block, left, top, unit, colour)
-            if number == "hop":
+            if has_hops:
                 sheet.texts += _hop(block, left, top, unit, colour)
     for place in range(step.ring):
         _name_rows(sheet, step, place, left, top)
     sheet.height += _SQUARE + 4
-    note = "number: hops that the keys have come" if number == "hop" else "no number: no hops"
-    sheet.write([Label(text=note, x=left, y=0, size=_SMALL, colour=GREY)])
+    notes = ["number: hops that the keys have come"] if has_hops else []
+    notes += ["each rank of a group: of its own heads"] if step.ulysses > 1 else []
+    note = " · ".join(notes)
+    sheet.write([Label(text=note, x=left, y=0, size=_SMALL, colour=GREY)] if notes else [])
 
 
 def _drawn(
@@ -145,21 +145,19 @@ def _drawn(
 ) -> Iterator[Rectangle]:
     """Yield a block: whole, or as stairs what a causal mask leaves."""
     (first_row, last_row), (first, behind) = block.queries, block.keys
-    if not block.is_causal:
-        stretches = [(first_row, last_row, behind)]
-    else:
-        size = Fraction(last_row - first_row, _STAIRS)
-        edges = [first_row + stair * size for stair in range(_STAIRS + 1)]
-        stretches = [(above, below, below) for above, below in pairwise(edges)]
-    for above, below, end in stretches:
+    rows = last_row - first_row
+    stairs = max(2, int(rows * unit / _STAIR)) if block.is_causal else 1
+    edges = [first_row + rows * stair / stairs for stair in range(stairs + 1)]
+    for above, below in pairwise(edges):
+        end = below if block.is_causal else behind
         yield Rectangle(
             x=left + first * unit,
-            y=top + float(above) * unit,
-            width=float(end - first) * unit,
-            height=float(below - above) * unit,
+            y=top + above * unit,
+            width=(end - first) * unit,
+            height=(below - above) * unit,
             colour=colour,
             edge=colour if block.is_causal else WHITE,
-            edge_width=0 if block.is_causal else 0.6,
+            edge_width=0 if block.is_causal else min(0.6, 0.06 * (behind - first) * unit),
         )
 
 
@@ -242,15 +240,15 @@ def _add_cell(
         Rectangle(x=x, y=y + height * (1 - share), width=width, height=height * share,
                   colour=colour, edge=LIGHT, edge_width=0.6),
     ]  # fmt: skip
-    text = f"of {_place_name(step, source)}"
-    if width_of(text, _SMALL) + _AIR <= width and height >= _SMALL * 1.2:
-        low = share > 0.5
+    text, high = f"of {_place_name(step, source)}", height * max(share, 1 - share)
+    if width_of(text, _SMALL) + _AIR <= width and high >= _SMALL * 1.2:
+        is_within = share >= 0.5  # the larger part has the text
         label = Label(
             text=text,
             x=x + width / 2,
-            y=y + height / 2,
+            y=y + (height - high / 2 if is_within else high / 2),
             size=_SMALL,
-            colour=ink_on(colour) if low else GREY,
+            colour=ink_on(colour) if is_within else GREY,
             align="center",
         )
         sheet.texts.append(label)

@@ -18,13 +18,14 @@ from ptrain.charts.sheet import Sheet
 from ptrain.charts.tokens import tokens_sheet
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
-from ptrain.derivation.estimate import Derivation, derive
+from ptrain.derivation.estimate import Derivation, derive, own_facts
 from ptrain.errors import PtrainError, refused
 from ptrain.plan.composition import all_conditions
 from ptrain.plan.show import show
 from ptrain.selection.recompute import settled
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
 from ptrain.spec.overrides import split_arguments
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -110,5 +111,8 @@ def _sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:
 
 
 def _derived(source: str, overrides: list[str], allow_import: bool) -> tuple[Spec, Derivation]:
+    """A plan of a built-in model is of its shape: what its ranks allocate is not traced for it."""
     spec = settled(load(source, overrides))
-    return spec, derive(spec, facts_of(spec, allow_import=allow_import))
+    is_of_shape = isinstance(spec.model, ModelShape) and spec.data.function is None
+    facts = own_facts(spec) if is_of_shape else facts_of(spec, allow_import=allow_import)
+    return spec, derive(spec, facts, is_timed=False)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ptrain.data.sampler import LocalBatch
+from ptrain.data.sampler import LocalBatch, local_batch
 from ptrain.data.source import SampleSource, Split
 from ptrain.data.tokenizer import VOCAB, encode
 from ptrain.data.tokens import open_mask, open_tokens
@@ -65,20 +65,14 @@ class Corpus:
         self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
     ) -> LocalBatch:
         """Return the windows at these places."""
-        tokens, sequence = self.split(split), spec.batch.sequence
-        rows = np.stack([tokens[_window(place, sequence)] for place in places])
+        tokens, window = self.split(split), spec.batch.window
+        rows = np.stack([tokens[_window(place, window)] for place in places])
         self._require_vocab(spec, int(rows.max()))
-        ids = torch.from_numpy(rows.astype(np.int64))
-        labels = None
-        if spec.data.ignores_targets:
+        ids, labels = torch.from_numpy(rows.astype(np.int64)), None
+        if spec.ignores_targets:
             counts = np.stack([self._counts(place, spec, split) for place in places])
             labels = ids.masked_fill(torch.from_numpy(~counts), IGNORED)
-        return LocalBatch(
-            tokens=ids,
-            global_tokens=spec.batch.global_samples * sequence,
-            sample_ids=sample_ids,
-            labels=labels,
-        )
+        return local_batch(ids, labels, sample_ids, spec.batch)
 
     def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
         """Return how many targets of the windows at these places count."""
@@ -86,7 +80,7 @@ class Corpus:
 
     def _counts(self, place: int, spec: Spec, split: Split) -> NDArray[np.bool_]:
         """Whether each token of a window is a target that counts [sequence + 1]."""
-        window, ignored = _window(place, spec.batch.sequence), spec.data.ignored or ()
+        window, ignored = _window(place, spec.batch.window), spec.data.ignored or ()
         counts = np.ones(window.stop - window.start, dtype=np.bool_)
         if self.masks is not None:
             counts &= self.masks[split is not Split.TRAIN][window].astype(np.bool_)

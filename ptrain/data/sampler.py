@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
@@ -27,6 +28,7 @@ from ptrain.errors import SpecError, refused
 from ptrain.models.batch import SampleBatch, StepBatch, in_dtype_of, of_tokens, sample_batch
 from ptrain.models.described import kind_of
 from ptrain.models.loss import IGNORED
+from ptrain.spec.batch import Batch
 from ptrain.spec.spec import Spec
 
 _ROUNDS = 6
@@ -79,6 +81,19 @@ class LocalBatch:
         return replace(self, tokens=self.tokens.to(device), labels=labels)
 
 
+def local_batch(
+    tokens: Tensor, labels: Tensor | None, sample_ids: tuple[int, ...], batch: Batch
+) -> LocalBatch:
+    """Return a share of tokens and labels [rows, window + 1], padded behind them. What is added is
+    token 0, which stands in every vocabulary, and to which no token before it attends."""
+    if batch.padding:
+        assert labels is not None, "what is added is no target"
+        tokens = F.pad(tokens, (0, batch.padding))
+        labels = F.pad(labels, (0, batch.padding), value=IGNORED)
+    every = batch.global_samples * batch.sequence
+    return LocalBatch(tokens=tokens, global_tokens=every, sample_ids=sample_ids, labels=labels)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetBatch:
     """One data rank's share of a step's global batch of other samples: `samples` are they,
@@ -120,7 +135,7 @@ def batch(
     split: Split = Split.TRAIN,
 ) -> StepBatch:
     """The samples that data rank `data_index` of `data_degree` takes in `step` (from 0)."""
-    windows = source.num_samples(spec.batch.sequence, split)
+    windows = source.num_samples(spec.batch.window, split)
     first = step * spec.batch.global_samples
 
     def at(position: int) -> int:
@@ -128,7 +143,7 @@ def batch(
 
     samples = tuple(map(at, positions(spec, data_index=data_index, data_degree=data_degree)))
     local = source.read([sample_id % windows for sample_id in samples], samples, spec, split)
-    if not isinstance(local, LocalBatch) or not spec.data.ignores_targets:
+    if not isinstance(local, LocalBatch) or not spec.ignores_targets:
         return local
     everyone = [at(position) % windows for position in range(spec.batch.global_samples)]
     return local.counting(source.num_targets(everyone, spec, split))
@@ -139,7 +154,7 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
     data are a function of the user's, of its samples, collated, in the dtypes of a dataset's.
     Raises SpecError where these are not as the spec says."""
     ids = tuple(positions(spec, data_index=data_index, data_degree=spec.data_degree))
-    size, sequence = spec.batch.global_samples, spec.batch.sequence
+    size, sequence = spec.batch.global_samples, spec.batch.window
     if spec.data.function is not None:
         _require_samples(samples, size)
         own = in_dtype_of(spec, SampleBatch(samples).of(list(ids)).data)
@@ -149,17 +164,15 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
         if tuple(tensor.shape) != (size, sequence + 1):
             wanted = f"[batch.global, sequence + 1] = {[size, sequence + 1]}"
             raise _not_as_said(f"tokens {list(tensor.shape)}", wanted)
-    share = LocalBatch(
-        tokens=tokens[list(ids)].long(), global_tokens=spec.batch.tokens, sample_ids=ids
-    )
-    if not spec.data.ignores_targets:
-        if others:
-            finding = "got tokens and labels, and by the spec all targets count"
-            raise refused("batch", finding, "write data.ignored: [], or the ids that do not")
-        return share
+    if others and not spec.data.ignores_targets:
+        finding = "got tokens and labels, and by the spec all targets count"
+        raise refused("batch", finding, "write data.ignored: [], or the ids that do not")
+    own = tokens[list(ids)].long()
+    if not spec.ignores_targets:
+        return local_batch(own, None, ids, spec.batch)
     labels = _labels(others[0] if others else tokens, spec)
     counted = int((labels[:, 1:] != IGNORED).sum())
-    return replace(share, labels=labels[list(ids)]).counting(counted)
+    return local_batch(own, labels[list(ids)], ids, spec.batch).counting(counted)
 
 
 def _labels(tokens: Tensor, spec: Spec) -> Tensor:
@@ -191,9 +204,9 @@ def blank_batch(spec: Spec) -> StepBatch:
     if spec.data.function is not None:
         samples = sample_batch(spec, rows=rows)
         return DatasetBatch(samples=samples, global_samples=size, sample_ids=())
-    tokens = torch.zeros(rows, spec.batch.sequence + 1, dtype=torch.int64)
-    labels = tokens.clone() if spec.data.ignores_targets else None
-    return LocalBatch(tokens=tokens, global_tokens=spec.batch.tokens, sample_ids=(), labels=labels)
+    tokens = torch.zeros(rows, spec.batch.window + 1, dtype=torch.int64)
+    labels = tokens.clone() if spec.ignores_targets else None
+    return local_batch(tokens, labels, (), spec.batch)
 
 
 def positions(spec: Spec, *, data_index: int, data_degree: int) -> Iterator[int]:
@@ -213,9 +226,9 @@ def sample(index: int, *, windows: int, seed: int) -> int:
 def require(source: SampleSource, spec: Spec, logits: int | None = None) -> None:
     """Refuse, before any rank starts, samples that the spec cannot train on (or evaluate with).
     `logits`: of a token, where a model's own code says how many."""
-    source.num_samples(spec.batch.sequence, Split.TRAIN)
+    source.num_samples(spec.batch.window, Split.TRAIN)
     if spec.eval.every:
-        source.num_samples(spec.batch.sequence, Split.HELD_OUT)
+        source.num_samples(spec.batch.window, Split.HELD_OUT)
     source.require_known(spec, logits)
 
 

@@ -6,14 +6,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ptrain.derivation import blocks, loss_chunks
+from ptrain.axes.context.attention import context_of
+from ptrain.axes.context.part import part_at
+from ptrain.derivation import archive, blocks, loss_chunks
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.attention import is_by_operators
 from ptrain.derivation.layers import LayerPasses, Units
 from ptrain.derivation.repeats import Representatives, Turns
-from ptrain.derivation.tables import Monomial, Place, Setting, content, sizes
+from ptrain.derivation.tables import (
+    Monomial,
+    Place,
+    RankCut,
+    Setting,
+    content,
+    setting_of,
+    sizes,
+)
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import TOKEN_AXES, Axis
 from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -70,7 +80,9 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     if _is_column(spec.batch) or drops_in_parts(spec) or is_by_operators(spec):
         return False
-    if spec.loss.user_function is not None or has_token_slices(spec):
+    if spec.loss.user_function is not None:
+        return False
+    if has_token_slices(spec) and not _are_slices_known(spec, shape):
         return False
     kept = spec.activations.of(shape.layers)
     is_in_chunks = spec.loss.chunk is not None
@@ -92,7 +104,25 @@ def drops_in_parts(spec: Spec) -> bool:
 
 def has_token_slices(spec: Spec) -> bool:
     """Return whether ranks attend to tokens that others have."""
-    return spec.degree(Axis.CP) > 1
+    return spec.is_cut_over(TOKEN_AXES)
+
+
+def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
+    """Return whether tables tell what ranks allocate that attend to the tokens of others: of one
+    sample, whose operators are whole, and which fall into even slices."""
+    tokens = spec.batch.sequence // spec.degree(Axis.CP)
+    is_whole = spec.degree(Axis.TP) == 1 and not spec.pipeline.is_in_halves
+    kept = spec.activations.of(shape.layers)
+    is_known = all(blocks.is_known_over_context(shape, mode) for mode in kept)
+    is_even = tokens % 2 == 0 and not spec.batch.padding
+    if not (is_known and is_whole and spec.batch.micro == 1 and is_even):
+        return False
+    step = context_of(spec)
+    assert step is not None, "ranks have slices"
+    if shape.kv_heads % step.ulysses:  # heads of keys are repeated ahead of the exchange
+        return False
+    setting = setting_of(spec, RankCut(context=part_at(step, 0)))
+    return setting.name(TablePart.CONTEXT) in archive.names(TablePart.CONTEXT)
 
 
 def _is_column(batch: Batch) -> bool:

@@ -25,6 +25,7 @@ class TablePart(StrEnum):
     PASSES = "passes"  # of a whole model and of its stages
     BLOCK = "block"  # by how its activations are kept
     LOSS = "loss"  # in chunks
+    CONTEXT = "context"  # of a block over cp, and what it computes there
     BLOCK_WORK = "block-work"  # what a block computes, by how its activations are kept
     END_WORK = "end-work"  # what is computed in front of the blocks and behind them
     LOSS_WORK = "loss-work"  # the same behind them of a loss in chunks

@@ -6,7 +6,7 @@ the version of torch, which `traces.attention_kernels` asks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -163,8 +163,10 @@ def leaves_device(spec: Spec) -> bool:
     return any(kept.tier is not Tier.DEVICE for kept in spec.activations.modes)
 
 
-def statistics_of(spec: Spec) -> Statistics | None:
-    """Return what a built-in model's attention keeps on a spec's GPUs; None where they are a CPU's
-    or nobody knows."""
+def statistics_of(spec: Spec, tokens: int) -> Statistics | None:
+    """Return what a built-in model's attention of so many tokens keeps on a spec's GPUs; None where
+    they are a CPU's or nobody knows."""
     attention = attention_of(spec)
-    return attention.statistics(capability(spec)) if attention else None
+    if attention is None:
+        return None
+    return replace(attention, sequence=tokens).statistics(capability(spec))

@@ -9,16 +9,17 @@ the place adds of its own (a stage's input belongs to the schedule) stays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import starmap
 from typing import Any
 
+from ptrain.axes.context.part import ContextPart
 from ptrain.costs import Collective
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.tables import Monomial, Setting, content, sizes, table
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
-from ptrain.spec.model import Attention, ModelShape
+from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Mark, Run
@@ -32,6 +33,9 @@ VARIANTS = (
     ("offload", Kept(tier=Tier.HOST)),
     ("full-offload", Kept(policy=FULL, tier=Tier.HOST)),
 )
+
+# Those that have tables over cp.
+OVER_CONTEXT = VARIANTS[:2]
 
 _NAMES = {kept: name for name, kept in VARIANTS}
 _BLOCK = "blocks.*"
@@ -69,6 +73,13 @@ def are_known(spec: Spec) -> bool:
     return all(mode.is_plain or is_known(shape, mode) for mode in kept)
 
 
+def is_known_over_context(shape: ModelShape, kept: Kept) -> bool:
+    """Return whether a table tells what such a block allocates that attends to the tokens of other
+    ranks: of llama's, with fused attention."""
+    is_llama = shape.tabulated is Family.LLAMA and shape.attention is Attention.SDPA
+    return is_llama and any(kept == known for _, known in OVER_CONTEXT)
+
+
 def is_as_usual(shape: ModelShape, kept: Sequence[Kept]) -> bool:
     """Return whether the tables of whole models and stages tell it all."""
     is_usual = shape.tabulated is not None and shape.attention is Attention.SDPA
@@ -88,6 +99,8 @@ def _on_host(kept: Kept) -> Kept:
 @cache
 def block(setting: Setting, kept: Kept, attention: Attention) -> BlockPasses:
     """Return what one block does in its passes. Raises KeyError for what has no table."""
+    if setting.context is not None:
+        return _over_context(setting, setting.context, kept)
     evaluated = table(TablePart.BLOCK, setting)
     parts, entry = evaluated.content["parts"], _entry(setting, kept, attention)
     return BlockPasses(
@@ -99,6 +112,25 @@ def block(setting: Setting, kept: Kept, attention: Attention) -> BlockPasses:
             (Collective(name), evaluated.sizes[index])
             for name, index in parts[entry["work"]][0]["sent"]
         ),
+    )
+
+
+def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasses:
+    """The same where the rank attends to the tokens of others. What it sends is no part of it
+    (`axes.context.costs`)."""
+    evaluated = table(TablePart.CONTEXT, setting)
+    entry = evaluated.content[variant(kept)]
+    own = entry["places"][part.name]
+    forward, backward = (
+        tuple(
+            evaluated.events_of(
+                own[name].get(str(at), number) for at, number in enumerate(entry[name])
+            )
+        )
+        for name in ("forward", "backward")
+    )
+    return BlockPasses(
+        forward=forward, backward=backward, frees_input=entry["frees_input"], moved=(), sent=()
     )
 
 
@@ -119,6 +151,7 @@ def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
     """Return the floating-point operations of one block's matrix products: `forward`, `backward`,
     and those of forward that backward repeats (`again`). `scores` are those of a sample and head,
     in the place of all tokens times all tokens."""
+    setting = replace(setting, context=None)
     written = content(TablePart.BLOCK, setting)
     work = written["parts"][_entry(setting, kept, setting.shape.attention)["work"]][0]
     dimensions = setting.values
@@ -170,7 +203,7 @@ def backward_part(base: Sequence[Any], setting: Setting, kept: Kept, held: int =
 def _replaced(
     base: Sequence[Any], setting: Setting, kept: Kept, *, is_forward: bool, held: int
 ) -> list[Any]:
-    plain = block(setting, PLAIN, Attention.SDPA)
+    plain = block(replace(setting, context=None), PLAIN, Attention.SDPA)
     other = block(setting, kept, setting.shape.attention)
     first, last = (
         (Mark.ENTER, Mark.LEAVE) if is_forward else (Mark.PRE_BACKWARD, Mark.POST_BACKWARD)

@@ -218,7 +218,7 @@ def exact(
         return _exact_stages(spec, plan, facts, stages or stages_of(spec, facts), machine)
     of_parts = [
         (indices, _exact_part(spec, plan, part, indices[0], machine))
-        for part, indices in tensor.parts(spec, plan, facts).items()
+        for part, indices in tensor.parts(spec, plan, facts)
     ]
     operators = add_traffic((*tensor.sent(spec, plan, facts), *_over_context(spec, plan, facts)))
     estimate = _joined(spec, plan, of_parts)
@@ -326,8 +326,7 @@ def _exact_part(
     spec: Spec, plan: Plan, facts: ModelFacts, index: int, machine: Machine | None
 ) -> Estimate:
     """Of the ranks that have this part of the model, among them those at this place along the
-    cutting axes,
-    without what its operators send."""
+    cutting axes, without what its operators send."""
     ghost = wrapping(spec, plan, facts)
     memory, traffic = resident(ghost), sent(ghost)
     estimate = Estimate(

@@ -7,26 +7,24 @@ it over, or (`cloned`) copies it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
-from itertools import groupby, product
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any
 
-from ptrain.algebra.layout import place_of
-from ptrain.axes.data.costs import shard_runs
-from ptrain.axes.data.cuts import Axes, Cuts
+from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.units import ModelLife, UnitLife
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import Collective, State
 from ptrain.derivation.differing import differing_axes, within_tp
 from ptrain.derivation.ghosts import autograd
+from ptrain.derivation.normed_views import NormedViews
 from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
-from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import FlatUnits
@@ -84,13 +82,6 @@ class GhostMembers:
             self._gradients[index] = kept
 
 
-Views = tuple[tuple[int, bool], ...]  # elements, and whether their operators are cut
-Places = tuple[int, ...]
-# Of equal units: elements and flag of each tensor, the axes that cut their G, the size of their
-# buffers, and the axes that cut anything, with their degrees.
-Cut = tuple[Views, Axes, int, Axes, tuple[int, ...]]
-
-
 class RepeatedLife(ModelLife[Ghost]):
     """The units that are played, each of which stands for so many: what is done to all of them is
     counted as often."""
@@ -120,62 +111,6 @@ class RepeatedUpdate(TargetsUpdate[Ghost, Target[Ghost]]):
     def each(self, act: Callable[[UpdateGroup[Ghost, Target[Ghost]]], None]) -> None:
         assert self.is_by_unit, "a flat unit is updated by itself"
         self.repeat(enumerate(self.groups), act)
-
-
-class NormedViews:
-    """The views of a rank's part of G of which there is a norm each, where tp has those of tensors
-    that it cuts apart; equal units have equal ones."""
-
-    def __init__(self, states: Iterable[tuple[UnitState[Ghost], int]]) -> None:
-        """`states`: each with how many units are like it."""
-        numbers: dict[Cut, int] = {}
-        self._number_of: list[int] = []  # by unit
-        degrees: dict[Axis, int] = {}
-        for state, times in states:
-            members, gradients, cuts = state.members, state.gradients, state.cuts
-            if gradients.kept is None:
-                continue
-            tensors = tuple(zip(map(math.prod, members.shapes), members.are_cut, strict=True))
-            kind = tensors, gradients.now, cuts.padded, cuts.axes, cuts.degrees
-            self._number_of += [numbers.setdefault(kind, len(numbers))] * times
-            degrees |= {axis: cuts.room.degree(axis) for axis in gradients.now}
-        self._axes = tuple(degrees)
-        self._kind_at, self._views = _views_by_place(tuple(numbers), tuple(degrees.items()))
-
-    def kind_at(self, places: Mapping[Axis, int]) -> int:
-        """Return a number that ranks share which have the same views, by where they stand along
-        the axes on which they differ."""
-        return self._kind_at[tuple([places.get(axis, 0) for axis in self._axes])]
-
-    def by_operator(self, places: Mapping[Axis, int]) -> list[list[int]]:
-        """Return the elements of all: of tensors that are cut, then of those that ranks have
-        alike."""
-        of_kinds = self._views[self.kind_at(places)]
-        views = [view for number in self._number_of for view in of_kinds[number]]
-        return [[numel for numel, is_cut in views if is_cut is cut] for cut in (True, False)]
-
-
-@lru_cache(maxsize=2**8)
-def _views_by_place(
-    kinds: tuple[Cut, ...], degrees: tuple[tuple[Axis, int], ...]
-) -> tuple[dict[Places, int], list[tuple[Views, ...]]]:
-    """Return the number of the views at each place along the axes that cut G, and by number those
-    in a unit of each kind. A search asks of the same units hundreds of times."""
-    numbers: dict[tuple[Views, ...], int] = {}
-    kind_at: dict[Places, int] = {}
-    for places in product(*(range(degree) for _, degree in degrees)):
-        at = dict(zip((axis for axis, _ in degrees), places, strict=True))
-        views = tuple(_views(kind, at) for kind in kinds)
-        kind_at[places] = numbers.setdefault(views, len(numbers))
-    return kind_at, [*numbers]
-
-
-def _views(kind: Cut, at: Mapping[Axis, int]) -> Views:
-    """Return the runs of elements of equal flags in a unit's shard at a place."""
-    tensors, cut, padded, axes, degrees = kind
-    places = tuple([at[axis] if axis in cut else None for axis in axes])
-    runs = shard_runs(tensors, padded, degrees, places)
-    return tuple([(end - start, is_cut) for start, end, is_cut in runs])
 
 
 class Flat:
@@ -336,6 +271,10 @@ class Flat:
         self.units.for_update()
         if self._is_by_view and self.tape.is_reading:
             self.views = NormedViews(self._counted())
+            differing = differing_axes(self.scene.plan)
+            self.kinds = self.views.kinds(
+                tuple((f.axis, f.degree) for f in self.scene.spec.factors if f.axis in differing)
+            )
         if self.scene.plan.update.layout.scales_loss and self._on_device:
             self.tape.spike(SCALE_BYTES)
 
@@ -343,14 +282,14 @@ class Flat:
         """The pieces of tensors in its shards: all else is alike."""
         if self.step.consumed or not self._is_by_view:
             return 0
-        return self.views.kind_at(self._places_of(shard))
+        return self.kinds[shard]
 
     def clipped(self, shard: int) -> list[list[int]] | None:
         """On the gradients' tier, but for the scalar that is reduced."""
         if self.step.consumed:
             return None
         if self._is_by_view:
-            return self.views.by_operator(self._places_of(shard))
+            return self.views.by_operator(self.kinds[shard])
         if self._on_device:
             kept = [(state.gradients.kept, times) for state, times in self._counted()]
             return [[ghost.numel for ghost, times in kept if ghost for _ in range(times)]]
@@ -359,9 +298,6 @@ class Flat:
             size = max(SCALE_BYTES, self.scene.plan.update.layout.gradients.itemsize)
             self.tape.spike(size)
         return None
-
-    def _places_of(self, shard: int) -> dict[Axis, int]:
-        return place_of(self.scene.spec, differing_axes(self.scene.plan), shard)
 
     def _counted(self) -> Iterator[tuple[UnitState[Ghost], int]]:
         """Yield the units of which this rank has norms, with how many each stands for: what it has

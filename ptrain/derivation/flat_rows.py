@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import padded_flat
@@ -27,14 +28,28 @@ _NOTHING = Timeline(forward=(), backward=())  # what a unit sends depends on no 
 _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
-def flat_footprints(
-    spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts
-) -> Iterator[Footprint]:
-    """Theta, Omega and G of rank 0, and so of every rank: flat buffers are cut alike for all."""
-    sizes = Sizes()
+@dataclass(frozen=True, slots=True)
+class FlatRows:
+    """What flat units keep on rank 0, and so on every rank, for flat buffers are cut alike for all;
+    and what they send and copy between tiers."""
+
+    footprints: tuple[Footprint, ...]
+    sent: tuple[Traffic, ...]
+
+
+def flat_rows(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> FlatRows:
+    """Return them of all units, one of each kind of which is played."""
+    sizes, sent = Sizes(), list[Traffic]()
     for unit, times in _kinds(spec, facts):
-        for key, size in _play(spec, plan, wrap, facts, unit, None).items():
+        account = Account(spec, times)
+        for key, size in _play(spec, plan, wrap, facts, unit, account).items():
             sizes[key] += times * size
+        sent += account.rows
+    return FlatRows(tuple(_footprints(sizes)), tuple(sent))
+
+
+def _footprints(sizes: Sizes) -> Iterator[Footprint]:
+    """Theta, Omega and G."""
     for state in _STATES:
         yield Footprint(
             state=state,
@@ -43,14 +58,6 @@ def flat_footprints(
             host_bytes=sizes[state, Tier.HOST],
             file_bytes=sizes[state, Tier.FILE],
         )
-
-
-def flat_sent(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> Iterator[Traffic]:
-    """Collectives and copies between tiers of all units."""
-    for unit, times in _kinds(spec, facts):
-        account = Account(spec, times)
-        _play(spec, plan, wrap, facts, unit, account)
-        yield from account.rows
 
 
 def _kinds(spec: Spec, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
@@ -74,16 +81,15 @@ def _play(
     wrap: FlatUnits,
     facts: ModelFacts,
     unit: UnitFacts,
-    account: Account | None,
+    account: Account,
 ) -> Sizes:
     """What a unit keeps: G when the last backward pass is over, the rest when the step is."""
     tape = Tape(account=account)
     scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=_NOTHING)
     flat = Flat(scene, wrap, chosen=[unit])
-    times = account.times if account else 1
+    times = account.times
     for is_first, is_last, repeated in micro_batches(plan.accumulate.micro_batches):
-        if account is not None:
-            account.times = times * repeated
+        account.times = times * repeated
         flat.begin(is_first=is_first, is_last=is_last)
         tape.enter(Phase.FORWARD)
         flat.enter(0)
@@ -91,8 +97,7 @@ def _play(
         tape.enter(Phase.BACKWARD)
         flat.before_backward(0)
         flat.end()
-    if account is not None:
-        account.times = times
+    account.times = times
     gradients = _sizes(pair for pair in flat.storages() if pair[0] is State.GRADIENTS)
     tape.enter(Phase.UPDATE)
     flat.reduce()

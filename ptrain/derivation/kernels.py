@@ -70,6 +70,13 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
     return of_offloaded | dict.fromkeys(("activations", "peak", *moved), why)
 
 
+def takes_peak_of(spec: Spec, facts: ModelFacts) -> bool:
+    """Return whether a search goes by the peak on GPUs: it is claimed, or what a processor's kernel
+    keeps of attention over cp stands for it, as no GPU has shown another."""
+    why = unclaimed(spec, facts).get("peak", "")
+    return why in ("", _OVER_CONTEXT)
+
+
 def _is_confirmed(spec: Spec) -> bool:
     """Return whether a device has shown what dropout keeps: an H100, of whole built-in models with
     fused attention (benchmarks/gpu.sh; tests/cuda)."""

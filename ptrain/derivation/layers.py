@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import blocks, loss_chunks
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.loss_chunks import LossHead
 from ptrain.derivation.repeats import Representatives, Turns
-from ptrain.derivation.tables import EvaluatedTable, Place, Setting, setting_of, table
+from ptrain.derivation.tables import EvaluatedTable, Place, RankCut, Setting, setting_of, table
 from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
 from ptrain.facts.stages import Stage
 from ptrain.spec.activations import PLAIN, Kept
@@ -56,8 +55,9 @@ class LayerPasses:
 
     @property
     def is_plain(self) -> bool:
-        """Whether autograd keeps what it keeps of fused attention."""
-        return blocks.is_as_usual(self.setting.shape, self.kept)
+        """Whether autograd keeps what it keeps of fused attention to a rank's own tokens."""
+        is_alone = self.setting.context is None
+        return is_alone and blocks.is_as_usual(self.setting.shape, self.kept)
 
     @property
     def moved(self) -> Pairs:
@@ -124,7 +124,7 @@ class LayerPasses:
 
 @cache
 def _evaluated(setting: Setting) -> EvaluatedTable:
-    return table(TablePart.PASSES, setting)
+    return table(TablePart.PASSES, replace(setting, context=None))
 
 
 def places_of(units: Units) -> Places:
@@ -167,9 +167,7 @@ def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterato
 # -- stages
 
 
-def passes(
-    spec: Spec, stage: Stage, stages: int, played: Representatives, cut: Cut | None
-) -> Passes:
+def passes(spec: Spec, stage: Stage, stages: int, played: Representatives, cut: RankCut) -> Passes:
     """Return the passes of a built-in model's stage, of those units of it that are `played`; of one
     rank's part of it, where operators are `cut`."""
     ends = {0: Place.FIRST, stages - 1: Place.LAST}
@@ -194,14 +192,14 @@ def _passes(layers: LayerPasses, items: Mapping[Kind, tuple[Item, ...]]) -> Pass
     return replace(of_stage, moved=layers.moved, repeated=layers.repeated)
 
 
-def moved_and_repeated(spec: Spec, stage: Stage, cut: Cut | None) -> tuple[Pairs, Pairs]:
+def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, Pairs]:
     """Return what goes off the device and comes back in one micro-batch on a built-in model's
     stage, and the collectives that backward runs again, as a timeline has them."""
     layers = _layers(spec, stage, cut, Place.MIDDLE)
     return layers.moved, layers.repeated
 
 
-def _layers(spec: Spec, stage: Stage, cut: Cut | None, place: Place) -> LayerPasses:
+def _layers(spec: Spec, stage: Stage, cut: RankCut, place: Place) -> LayerPasses:
     setting, shape = setting_of(spec, cut), spec.model
     assert isinstance(shape, ModelShape), "a built-in model"
     kept = spec.activations.of(shape.layers)
@@ -237,6 +235,6 @@ def _head(setting: Setting, layers: int) -> LossHead | None:
     head = loss_chunks.head_of(setting, Place.LAST)
     if head is None or layers == 1:
         return head
-    if not blocks.block(setting, PLAIN, Attention.SDPA).frees_input:
+    if not blocks.block(replace(setting, context=None), PLAIN, Attention.SDPA).frees_input:
         return head
     return replace(head, forward=(Run(0, -_hidden_bytes(setting)), *head.forward))

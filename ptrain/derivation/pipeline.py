@@ -24,7 +24,6 @@ from ptrain.axes.pipeline.holdings import Transfer, transfers
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles
 from ptrain.axes.ring import Calls
-from ptrain.axes.tensor.costs import Cut
 from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.costs import Footprint, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
@@ -37,6 +36,7 @@ from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.layers import Pairs, moved_and_repeated
 from ptrain.derivation.memory import by_shard, other_bytes
 from ptrain.derivation.repeats import alike
+from ptrain.derivation.tables import RankCut
 from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.facts.attention import AttentionHeads
 from ptrain.facts.model import ModelFacts
@@ -50,11 +50,12 @@ from ptrain.steps.step import Plan
 _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
-def parts(spec: Spec, plan: Plan, part: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
-    """Return what the ranks have of one stage's part, each with the places along the cutting axes
+def parts(spec: Spec, plan: Plan, part: ModelFacts) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:
+    """Yield what the ranks have of one stage's part, each with the places along the cutting axes
     that have it; `plan` is the stage's."""
-    alike = tensor.units_by_place(spec, plan, part)
-    return {replace(part, units=units): indices for units, indices in alike}
+    for units, indices in tensor.units_by_place(spec, plan, part):
+        local = replace(part, units=units)
+        yield from ((local, own) for own in tensor.alike_in_context(spec, plan, indices))
 
 
 def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
@@ -79,8 +80,8 @@ class StageParts:
     parts: Sequence[tuple[Wrapping, tuple[int, ...]]]
     passes: tuple[Passes, ...] = ()
 
-    def cut(self, spec: Spec, index: int) -> Cut | None:
-        """Return how the operators of the rank at this place along tp are cut, if they are."""
+    def cut(self, spec: Spec, index: int) -> RankCut:
+        """Return what the rank at this place along the cutting axes has of a layer."""
         return tensor.cut_of(spec, self.plan, index)
 
     def tied(self, index: int) -> Rows:
@@ -113,7 +114,7 @@ def staged(
                 facts=part,
                 parts=[
                     (wrapping(spec, narrowed, local), alike)
-                    for local, indices in parts(spec, narrowed, part).items()
+                    for local, indices in parts(spec, narrowed, part)
                     for alike in _of_equal_passes(indices, passes)
                 ],
                 passes=passes,

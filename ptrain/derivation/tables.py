@@ -12,10 +12,12 @@ from enum import StrEnum
 from functools import cache
 from typing import Any
 
+from ptrain.axes.context.part import ContextPart
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.attention import Statistics, statistics_of
+from ptrain.spec.axis import Axis
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec, Spec
@@ -33,6 +35,7 @@ _GATHERED = "-gathered"
 _CUT, _SAVED, _NAIVE, _WHOLE = "cut", "saved", "naive", "whole"
 
 _WHOLE_LOSS = LossSpec()
+_OF_A_BLOCK = (TablePart.BLOCK, TablePart.BLOCK_WORK, TablePart.CONTEXT)
 
 
 class Place(StrEnum):
@@ -46,15 +49,17 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A built-in model and how it runs; `sequence`: all tokens of a sample. Where operators are
-    `cut` it is one rank's part. `is_for_cuda`: a GPU drops out; `statistics`: what its attention
-    keeps beside its output."""
+    """A built-in model and how it runs; `sequence`: the tokens of a sample that a rank has between
+    its blocks, or all of them where tp cuts these. Where operators are `cut` it is one rank's part;
+    `context`: it attends to the tokens of others. `is_for_cuda`: a GPU drops out; `statistics`:
+    what its attention keeps beside its output."""
 
     shape: ModelShape
     batch: int
     sequence: int
     compute: DType
     cut: Cut | None = None
+    context: ContextPart | None = None
     loss: LossSpec = _WHOLE_LOSS
     is_for_cuda: bool = False
     statistics: Statistics | None = None
@@ -84,13 +89,15 @@ class Setting:
     def values(self) -> dict[str, int]:
         """The value of every dimension that sizes are products of."""
         dimensions_of = self.cut.dimensions if self.cut else dimensions
-        return dimensions_of(self.shape, batch=self.batch, sequence=self.sequence)
+        values = dimensions_of(self.shape, batch=self.batch, sequence=self.sequence)
+        is_whole = self.context is None
+        return values if is_whole else self.context.values(values)
 
     def name(self, part: TablePart) -> str:
         """Return the name of its table. To a block and to what a loss computes it is nothing
         whether embedding and head are tied, to a loss what the blocks do, and to what is around the
         blocks how many heads keys have; one sample's targets need no copy."""
-        is_of_either = part in (TablePart.BLOCK, TablePart.BLOCK_WORK, TablePart.LOSS_WORK)
+        is_of_either = part in _OF_A_BLOCK or part is TablePart.LOSS_WORK
         is_of_loss = part in (TablePart.LOSS, TablePart.LOSS_WORK)
         is_of_llama = part is TablePart.END_WORK and self.family is Family.LLAMA
         words = [
@@ -99,6 +106,7 @@ class Setting:
             *(() if is_of_loss or is_of_llama else (self.operators,)),
             "full" if self.is_full else "bf16",
             *(("one",) if self.batch == 1 else ()),
+            *((self.context.kind,) if self.context and part is TablePart.CONTEXT else ()),
         ]
         return "-".join(words)
 
@@ -119,18 +127,30 @@ class Setting:
                 return kind
 
 
-def setting_of(spec: Spec, cut: Cut | None) -> Setting:
-    """Return the setting of a spec's built-in model, on a rank whose operators are cut so."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCut:
+    """What a rank has of a layer, and of a sample: `tensor` of its operators, `context` of its
+    tokens; None of all of them."""
+
+    tensor: Cut | None = None
+    context: ContextPart | None = None
+
+
+def setting_of(spec: Spec, cut: RankCut) -> Setting:
+    """Return the setting of a spec's built-in model, on a rank that has so much of it."""
     assert isinstance(spec.model, ModelShape), "a built-in model"
+    tokens = spec.batch.sequence // spec.degree(Axis.CP)
+    attended = tokens * (cut.context.ulysses if cut.context else 1)  # by one call of a kernel
     return Setting(
         shape=spec.model,
         batch=spec.batch.micro,
-        sequence=spec.batch.sequence,
+        sequence=tokens,
         compute=spec.precision.effective.parameters,
-        cut=cut,
+        cut=cut.tensor,
+        context=cut.context,
         loss=spec.loss,
         is_for_cuda=spec.is_for_cuda,
-        statistics=statistics_of(spec),
+        statistics=statistics_of(spec, attended),
     )
 
 
@@ -232,7 +252,12 @@ class EvaluatedTable:
 
     def events(self, part: int) -> list[Any]:
         """Return the events of the part with this number."""
-        return list(merged(self.content["parts"][part], self.sizes))
+        return self.events_of([part])
+
+    def events_of(self, parts: Iterable[int]) -> list[Any]:
+        """Return the events of several parts, one after the other."""
+        written = self.content["parts"]
+        return list(merged((event for part in parts for event in written[part]), self.sizes))
 
 
 def content(part: TablePart, setting: Setting) -> archive.Table:

@@ -12,11 +12,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ptrain.algebra.layout import place_of, ranks_over
+from ptrain.axes.context.part import part_of as context_part
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.costs import Cut, ModuleRoles, cut_dims, slices
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation import activations
+from ptrain.derivation.tables import RankCut
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
 from ptrain.spec.precision import DType
 from ptrain.spec.role import Role
@@ -30,28 +32,63 @@ Units = tuple[UnitFacts, ...]
 _LOSS_SUMS = 3  # of a loss on cut logits: their maximum, their sum, the targets' logits
 
 
-def cut_of(spec: Spec, plan: Plan, index: int) -> Cut | None:
-    """Return how the operators of the rank at this place along the cutting axes are cut, if they
-    are."""
+def cut_of(spec: Spec, plan: Plan, index: int) -> RankCut:
+    """Return what the rank at this place along the cutting axes has of a layer and of a sample."""
     step = plan.tensor
-    if step is None:
-        return None
-    own = place_of(spec, plan.cutting_axes, index)[step.axis]
-    return Cut(step=step, degree=spec.degree(step.axis), index=own)
+    tensor = None
+    if step is not None:
+        own = place_of(spec, plan.cutting_axes, index)[step.axis]
+        tensor = Cut(step=step, degree=spec.degree(step.axis), index=own)
+    return RankCut(tensor=tensor, context=context_part(spec, plan, index))
 
 
-def parts(spec: Spec, plan: Plan, facts: ModelFacts) -> dict[ModelFacts, tuple[int, ...]]:
-    """Return what the ranks have of the model by their places along the cutting axes, and of each
+def fullest_place(spec: Spec, plan: Plan) -> int:
+    """Return the place along the cutting axes of a rank that none has more of or more to do than:
+    the first slices of operators, and of slices of the tokens the last."""
+    if plan.context is None:
+        return 0
+    places = range(ranks_over(spec, plan.cutting_axes))
+    return max(places, key=lambda place: (_before(spec, plan, place), -place))
+
+
+def _before(spec: Spec, plan: Plan, place: int) -> int:
+    part = context_part(spec, plan, place)
+    return part.before if part else 0
+
+
+def parts(
+    spec: Spec, plan: Plan, facts: ModelFacts
+) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:
+    """Yield what the ranks have of the model by their places along the cutting axes, and of each
     such part which of them have it."""
     if not plan.cutting_axes:
-        return {facts: (0,)}
-    indices_of: dict[ModelFacts, tuple[int, ...]] = {}
+        yield facts, (0,)
+        return
+    indices_of: dict[tuple[ModelFacts, str], tuple[int, ...]] = {}
     for units, indices in units_by_place(spec, plan, facts):
         traced = [(index,) for index in indices] if facts.part_timelines else [indices]
-        for alike in traced:
+        for alike in (own for group in traced for own in alike_in_context(spec, plan, group)):
             part = _local_facts(spec, facts, units, alike[0])
-            indices_of[part] = (*indices_of.get(part, ()), *alike)
-    return indices_of
+            name = "" if facts.part_timelines else _context_name(spec, plan, alike[0])
+            indices_of[part, name] = (*indices_of.get((part, name), ()), *alike)
+    yield from ((part, indices) for (part, _), indices in indices_of.items())
+
+
+def alike_in_context(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield these places along the cutting axes by what they do in attention over cp, of places
+    that do alike first that which has most to do: the one with most tokens before its own."""
+    if plan.context is None:
+        yield indices
+        return
+    by_name: dict[str, list[int]] = {}
+    for index in reversed(indices):
+        by_name.setdefault(_context_name(spec, plan, index), []).append(index)
+    yield from map(tuple, reversed(by_name.values()))
+
+
+def _context_name(spec: Spec, plan: Plan, index: int) -> str:
+    part = context_part(spec, plan, index)
+    return part.name if part else ""
 
 
 def units_by_place(

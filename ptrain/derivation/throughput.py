@@ -34,7 +34,7 @@ def throughput(spec: Spec, facts: ModelFacts, step: StepTime) -> Throughput | No
     step takes no time."""
     if facts.sample_bytes is not None or not step.seconds:
         return None
-    tokens = spec.batch.global_samples * spec.batch.sequence / step.seconds
+    tokens = spec.batch.tokens / step.seconds
     flops = spec.cluster.flops * spec.world_size if spec.cluster else 0.0
     if not flops or not isinstance(spec.model, ModelShape):
         return Throughput(tokens_per_second=tokens)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import assert_never
 
 from ptrain.algebra.layout import positions
-from ptrain.axes.tensor.costs import Cut
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.costs import Footprint, Peak, Phase, State, StepTime
 from ptrain.derivation import activations
@@ -21,7 +20,7 @@ from ptrain.derivation.ghosts.clipping import clip, norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
 from ptrain.derivation.memory import resident
 from ptrain.derivation.repeats import Representatives, represent
-from ptrain.derivation.tables import setting_of
+from ptrain.derivation.tables import RankCut, setting_of
 from ptrain.derivation.tape import Marks, Scene, Tape, Wrap
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
@@ -32,6 +31,7 @@ from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run,
 
 Phases = Mapping[Phase, int]
 
+_WHOLE = RankCut()
 _BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # what lives for the whole step
 
 
@@ -51,11 +51,11 @@ class Replay:
 def replay(
     ghost: Wrapping,
     base: ByRank[Footprint] | None = None,
-    cut: Cut | None = None,
+    cut: RankCut = _WHOLE,
     timing: Timing | None = None,
 ) -> Replay:
     """One steady step. `base` are the resident rows, if they are known already; `cut` is how the
-    operators of a built-in model are; where `timing` is given its clock goes along."""
+    layers of a built-in model are; where `timing` is given its clock goes along."""
     spec, facts, plan = ghost.wrapped.spec, ghost.wrapped.facts, ghost.wrapped.plan
     tape = Tape(clock=timing.clock if timing else None)
     reach = None if timing and timing.plays_all else ghost.reach
@@ -110,7 +110,7 @@ def _represent(spec: Spec, facts: ModelFacts, reach: int | None) -> Representati
 
 
 def model_timeline(
-    spec: Spec, facts: ModelFacts, played: Representatives | None, cut: Cut | None
+    spec: Spec, facts: ModelFacts, played: Representatives | None, cut: RankCut
 ) -> Timeline:
     """One micro-batch of those units of the model that are played: from the facts where they were
     traced, else from a table."""
@@ -166,8 +166,10 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     for wrap in wraps:
         wrap.reduce()
     alike: dict[Hashable, list[int]] = {}
-    for shard in shards:
-        alike.setdefault(tuple(wrap.kind_of_shard(shard) for wrap in wraps), []).append(shard)
+    shards = [*shards]
+    kinds = zip(*(map(wrap.kind_of_shard, shards) for wrap in wraps), strict=True)
+    for shard, kind in zip(shards, kinds, strict=True):
+        alike.setdefault(kind, []).append(shard)
     clipped = {shard: [wrap.clipped(shard) for wrap in wraps] for shard, *_ in alike.values()}
     clips = {shard: norm_bytes(scene, groups) for shard, groups in clipped.items()}
     before, reduced = tape.level, tape.peak
@@ -214,5 +216,5 @@ def _peaks(scene: Scene, wrap: Wrap, base: ByRank[Footprint]) -> ByRank[Peak]:
     tape = scene.tape
     of_rank = positions(scene.spec, differing_axes(scene.plan))
     updates = play_update([wrap], sorted({*of_rank}))
-    above = {shard: {**tape.peaks, Phase.UPDATE: update} for shard, update in updates.items()}
-    return peaks(always(base), of_rank, above)
+    above = {update: {**tape.peaks, Phase.UPDATE: update} for update in updates.values()}
+    return peaks(always(base), [updates[shard] for shard in of_rank], above)

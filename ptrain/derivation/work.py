@@ -6,14 +6,16 @@ Layers that are alike share one work, so that who adds up times adds up by kind 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
 
+from ptrain.axes.context.part import ContextKind, ContextPart
 from ptrain.costs import Collective
 from ptrain.derivation import archive, blocks, loss_chunks
+from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.operations import setting_at
 from ptrain.derivation.tables import Monomial, Setting, monomials
@@ -52,7 +54,7 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
     kept = spec.activations.of(spec.model.layers)
     # copies between tiers are no operators: whatever the tier, the layer computes the same
     of_layer = {mode: _layer(setting, Kept(policy=mode.policy)) for mode in {*kept}}
-    front, behind = _ends(setting, is_staged=plan.pipeline is not None)
+    front, behind = _ends(replace(setting, context=None), is_staged=plan.pipeline is not None)
     return ModelWork(front=front, layers=tuple(of_layer[mode] for mode in kept), behind=behind)
 
 
@@ -61,8 +63,8 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     if _traced(plan, facts, 0) is not None:
         return ""
     shape = spec.model
-    is_whole = plan.tokens == spec.batch.sequence
-    if not isinstance(shape, ModelShape) or spec.loss.user_function or not is_whole:
+    is_known = plan.context is None or is_tabulated(spec)
+    if not isinstance(shape, ModelShape) or spec.loss.user_function or not is_known:
         return _NO_TABLE
     if spec.loss.fused:
         return _FUSED_LOSS
@@ -85,19 +87,21 @@ def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
 @dataclass(frozen=True, slots=True)
 class _Listed:
     """An operator or a collective as a table has it: `sizes` are numbers; no dtype means that in
-    which the model computes."""
+    which the model computes; `axis` and `is_whole` as of these."""
 
     kind: OperatorKind | Collective
     dtype: DType | None
     sizes: tuple[int, ...]
+    axis: str = ""
+    is_whole: bool = False
 
     def at(self, sizes: Sequence[int], compute: DType) -> Operator | InnerCollective:
         """Return it where a table's sizes are these."""
         own = tuple([sizes[number] for number in self.sizes])
         if isinstance(self.kind, Collective):
-            return InnerCollective(self.kind, own[0])
+            return InnerCollective(self.kind, own[0], axis=self.axis)
         dimensions = (sum(own),) if self.kind.is_of_bytes else own
-        return Operator(self.kind, self.dtype or compute, dimensions)
+        return Operator(self.kind, self.dtype or compute, dimensions, is_whole=self.is_whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +124,18 @@ class _WorkTable:
                     Collective(name) if name in _COLLECTIVES else OperatorKind(name),
                     DType(dtype) if dtype else None,
                     tuple(sizes),
+                    *more,
                 )
-                for name, dtype, sizes in content["operators"]
+                for name, dtype, sizes, *more in content["operators"]
             ),
-            tuple(map(tuple, content["parts"])),
+            tuple(map(tuple, content.get("parts", ()))),
         )
 
 
 @cache
 def _table(part: TablePart, name: str, way: str) -> _WorkTable:
-    return _WorkTable.read(archive.table(part, name)[way])
+    content = archive.table(part, name)[way]
+    return _WorkTable.read(content["work"] if part is TablePart.CONTEXT else content)
 
 
 class _Evaluated:
@@ -154,6 +160,19 @@ class _Evaluated:
         of_pass = (self._operators[operator] for part in parts for operator in part)
         return tuple([_times(operator, len([*alike])) for operator, alike in groupby(of_pass)])
 
+    def of_groups(self, groups: Iterable[Sequence[int]], ranks: int) -> PassWork:
+        """Return operators by number, how often each runs in a row and how many behind it run
+        before it is awaited; what is sent over an axis is so over so many neighbours."""
+
+        def entry(number: int, times: int, beside: int) -> Operator | InnerCollective:
+            what = self._operators[number]
+            if isinstance(what, Operator):
+                return _times(what, times)
+            own = ranks if what.collective is not Collective.SEND else 0
+            return replace(what, times=times, beside=beside, ranks=own)
+
+        return tuple([entry(*group) for group in groups])
+
 
 def _times(operator: Operator | InnerCollective, times: int) -> Operator | InnerCollective:
     return operator if times == 1 else replace(operator, times=times)
@@ -166,6 +185,8 @@ def _block_table(setting: Setting) -> _Evaluated:
 
 @cache
 def _layer(setting: Setting, kept: Kept) -> LayerWork:
+    if setting.context is not None:
+        return _over_context(setting, setting.context, kept)
     evaluated = _block_table(setting)
     content, attention = evaluated.table.content, setting.shape.attention
     entry = content[attention.value][blocks.variant(kept)]
@@ -174,6 +195,32 @@ def _layer(setting: Setting, kept: Kept) -> LayerWork:
     in_parts = {name: halves[name] for name in ("inputs", "weights") if name in halves}
     work = evaluated.work({**entry, **in_parts})
     return _each_by_itself(work, setting) if setting.cut and setting.cut.step.is_naive else work
+
+
+def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
+    """A layer of a rank that attends to the tokens of others."""
+    evaluated = _Evaluated(TablePart.CONTEXT, setting, setting.values)
+    entry = evaluated.table.content[blocks.variant(kept)]
+    ranks = part.ring if part.kind is ContextKind.GATHER else part.ulysses
+    passes = (unrolled(entry[name][part.place], part) for name in ("forward", "backward"))
+    forward, backward = (evaluated.of_groups(groups, ranks) for groups in passes)
+    return LayerWork(forward=forward, backward=backward)
+
+
+def unrolled(written: Mapping[str, Any], part: ContextPart) -> Iterator[list[int]]:
+    """Yield a pass with as many hops as there are places before its own and behind it: a table has
+    the fewest, and what each more puts in where; behind all others what only looks."""
+    before, behind = (
+        own - least for own, least in zip((part.before, part.behind), written["least"], strict=True)
+    )
+    own_before, own_behind = dict(written["before"]), dict(written["behind"])
+    for at, group in enumerate([*written["base"], None]):
+        yield from own_before.get(at, []) * before
+        yield from own_behind.get(at, []) * behind
+        if group is not None:
+            yield group
+    number, views, more_before, more_behind = written["views"]
+    yield [number, views + before * more_before + behind * more_behind, 0]
 
 
 def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:

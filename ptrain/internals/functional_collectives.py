@@ -4,6 +4,7 @@ wrapped until they are awaited."""
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch.distributed import _functional_collectives
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor,
@@ -12,7 +13,14 @@ from torch.distributed._functional_collectives import (
 
 from ptrain.internals.part import PrivatePart
 
-__all__ = ["AsyncCollectiveTensor", "all_to_all_single_autograd", "awaited"]
+__all__ = [
+    "AsyncCollectiveTensor",
+    "all_gathered",
+    "all_to_all_single_autograd",
+    "awaited",
+    "exchanged",
+    "reduce_scattered",
+]
 
 RESULTS = _functional_collectives, "_wrap_tensor_autograd"
 
@@ -23,8 +31,27 @@ PARTS = (
     ),
 )
 
+_OPERATORS = torch.ops._c10d_functional
+
+
+def all_gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the shards [n, ...] of all ranks, one after the other along the first dimension."""
+    return awaited(_OPERATORS.all_gather_into_tensor(shard, group.size(), group.group_name))
+
+
+def reduce_scattered(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's part of the ranks' sum of `parts` [ranks, ...], as [1, ...]."""
+    operator = _OPERATORS.reduce_scatter_tensor
+    return awaited(operator(parts, "sum", group.size(), group.group_name))
+
+
+def exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return what each rank has for this one, of `parts` [ranks, ...] that have one for each."""
+    singles = [1] * group.size()
+    return awaited(_OPERATORS.all_to_all_single(parts, singles, singles, group.group_name))
+
 
 def awaited(result: torch.Tensor) -> torch.Tensor:
     """Return a result that is there."""
-    tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor(result)
+    tensor: torch.Tensor = _OPERATORS.wait_tensor(result)
     return tensor

@@ -21,9 +21,10 @@ from ptrain.internals import process_groups
 from ptrain.models.ledger import OperatorMode, storage_of
 from ptrain.models.tags import is_tagged, tier_of
 from ptrain.rooms.registry import Registry
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import TOKEN_AXES, Axis
 from ptrain.spec.placement import Tier
 
+_OF_TOKENS = {(axis.value,) for axis in TOKEN_AXES}
 _NAMESPACES = ("c10d", "_c10d_functional")
 
 # Operator -> collective, and which argument holds the full tensor of the call: the operators'
@@ -138,7 +139,7 @@ class TrafficMeter(OperatorMode):
     def _untagged(self, collective: Collective, axes: tuple[str, ...]) -> State:
         if self._guess is not None:
             return self._guess(collective, self._phase)
-        is_exchange = collective is Collective.ALL_TO_ALL and axes == (Axis.CP.value,)
+        is_exchange = collective is Collective.ALL_TO_ALL and axes in _OF_TOKENS
         return State.ACTIVATIONS if is_exchange or axes == (Axis.TP.value,) else State.OTHER
 
     def _count_moves(self, function: Any, args: tuple[Any, ...], result: Any) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ptrain.errors import SpecError, refused
 from ptrain.facts.attention import Attending, AttendingModule, AttentionHeads
 from ptrain.models.buffers import copied_buffers
-from ptrain.models.chain import sample
-from ptrain.models.contract import logits_of
+from ptrain.models.chain import TOKENS
+from ptrain.models.contract import forward_of, require_logits
 from ptrain.models.generators import forked
 from ptrain.models.modes import in_mode
 from ptrain.models.roles import named_in_spec
@@ -32,6 +32,7 @@ from ptrain.spec.spec import Spec
 _NAME = "torch.nn.functional.scaled_dot_product_attention"
 POSITIONS = ("position_ids", "positions")  # what an argument for them is called
 _NO_CP = "or write no cp"
+_KINDS = 29  # of tokens, which every vocabulary has
 _OF_HEADS = 4  # dimensions: samples, heads, tokens, features
 # By the name of a config's field: attention to fewer tokens than all before, which transformers
 # writes as a mask only where a pass has more tokens than that.
@@ -179,16 +180,24 @@ def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
         return call.by_torch(torchs)
 
     watch = AttentionWatch(model, note)
-    around = in_mode(model, training=True), copied_buffers(model), forked(), watch.watching()
-    with ExitStack() as stack, torch.enable_grad():  # logits without a gradient are refused
-        for context in around:
-            stack.enter_context(context)
-        logits_of(model, sample(model, spec), spec)
+    count, argument = min(TOKENS, spec.batch.sequence), _positions(model)
+    positions = torch.arange(count, device=next(model.parameters()).device).unsqueeze(0)
+    with in_mode(model, training=True), copied_buffers(model), forked(), watch.watching():
+        logits_at(model, positions, argument, spec)
     if not known:
         finding = f"no module of {name} attends by {_NAME}, the way to tokens of other ranks"
         raise refused(place, finding, f"let its attention call it by this name, {_NO_CP}")
     modules = tuple(AttendingModule(name=module, heads=heads) for module, heads in known.items())
-    return Attending(modules=modules, positions=_positions(model))
+    return Attending(modules=modules, positions=argument)
+
+
+def logits_at(model: nn.Module, positions: Tensor, argument: str, spec: Spec) -> Tensor:
+    """Return the logits that `model` gives of some tokens at these positions [1, T], with which it
+    is called by an argument of this name, if it has one. Raises SpecError as `logits_of`."""
+    tokens = 1 + positions % _KINDS
+    with forward_of(model, tokens, spec), torch.enable_grad():  # without a gradient they are none
+        output = model(tokens, **({argument: positions} if argument else {}))
+    return require_logits(output, model, tokens, spec)
 
 
 def _positions(model: nn.Module) -> str:

@@ -16,7 +16,7 @@ from ptrain.facts.operators import InnerCollective, Operator
 from ptrain.internals import process_groups
 from ptrain.models.ledger import tensors_of
 from ptrain.models.operator_kinds import is_free, kind_of
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import TOKEN_AXES
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 
@@ -290,7 +290,7 @@ def sent(function: Any, args: Any, result: Any) -> SentTensor | None:
     size = whole.numel() * whole.itemsize
     axis = process_groups.axis_of(args)
     is_exchange = collective is Collective.ALL_TO_ALL
-    is_named = axis == Axis.CP
+    is_named = axis in TOKEN_AXES
     return SentTensor(
         collective,
         size,

@@ -21,6 +21,9 @@ from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.units import format_bytes, format_count
 
+_OVER_CONTEXT = (
+    "peaks over cp are those of a processor's kernels: no GPU has shown them, and none is claimed"
+)
 TOP, _BILLION = 10, 10**9
 _MARKED = {
     SearchGoal.DEVICES: "the fewest devices that meet the demand",
@@ -85,8 +88,11 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
         yield from _nothing_fits(selection)
         return
     yield from _by_number(selection)
-    yield render(_columns(selection), _rows(selection.ranking[:top], selection), left=(1,))
+    shown = selection.ranking[:top]
+    yield render(_columns(selection), _rows(shown, selection), left=(1,))
     yield from _untimed(selection, top)
+    if any(row.spec.degree(Axis.CP) > 1 and row.spec.is_for_cuda for row in shown):
+        yield _OVER_CONTEXT
     if len(selection.front) > 1:
         yield ""
         yield "no other is faster and needs less memory:"
@@ -225,6 +231,8 @@ def described(spec: Spec) -> str:
     """Return what is chosen of a spec, in few words: axes with degrees and tuples, schedule,
     micro-batches, recomputation and dials that are not the default."""
     words = [_axis(spec, axis) for axis in Axis if spec.degree(axis) > 1]
+    if spec.context is not None and spec.degree(Axis.CP) > 1:
+        words.append(str(spec.context.attention))
     words.append(f"{spec.batch.micro}×{spec.batch.accumulate}")
     if spec.activations.default != PLAIN:
         words.append(recompute_of(spec))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from ptrain.derivation import activations
 from ptrain.derivation.layers import passes_at
 from ptrain.derivation.tables import Place, Setting, setting_of
-from ptrain.derivation.tensor import cut_of
+from ptrain.derivation.tensor import cut_of, fullest_place
 from ptrain.facts.passes import Items, Passes, net
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept
@@ -80,7 +80,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
     shape = spec.model
     assert isinstance(shape, ModelShape), "a built-in model"
     facts_plan = lower(spec, (*((f"blocks.{i}",) for i in range(_LAYERS)), ("",)))
-    setting = setting_of(spec, cut_of(spec, facts_plan, 0))
+    setting = setting_of(spec, cut_of(spec, facts_plan, fullest_place(spec, facts_plan)))
     setting = replace(setting, shape=replace(shape, layers=_LAYERS))
     ways = (kept,) * _LAYERS
     timeline = activations.timeline(setting, None, ways)

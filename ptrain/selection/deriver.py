@@ -10,8 +10,10 @@ from functools import cached_property
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
 from ptrain.axes.pipeline.stage_facts import stages_of
+from ptrain.derivation.activations import has_token_slices
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.machine import Machine, machine_of
+from ptrain.derivation.tensor import fullest_place
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
@@ -106,16 +108,17 @@ class Deriver:
     def _scored_work(self, spec: Spec) -> ModelWork:
         if self.unknown:
             plan, facts = self._plan(spec), self._facts(spec)
-            work = model_work(spec, plan, facts)
+            work = model_work(spec, plan, facts, fullest_place(spec, plan))
             if work is None:
                 raise UnknownRate(why_unknown(spec, plan, facts))
             return work
-        return self._work(spec, self._machine(spec), 0)
+        return self._work(spec, self._machine(spec), fullest_place(spec, self._plan(spec)))
 
     def _work(self, spec: Spec, machine: Machine, index: int) -> ModelWork:
         inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)
         staged = spec.degree(Axis.PP) > 1
-        key = (spec.model, inner, spec.batch.micro, spec.activations, staged, index)
+        context = spec.context if Axis.CP in [factor.axis for factor in inner] else None
+        key = (spec.model, inner, context, spec.batch.micro, spec.activations, staged, index)
         if key not in self.works:
             self.works[key] = machine.work(index)
         return self.works[key]
@@ -183,7 +186,8 @@ class Deriver:
 
     def _fits(self, spec: Spec) -> bool:
         """Whether a spec fits, or nobody knows its peak."""
-        memory = fit(spec, derive(spec, self._facts(spec), is_timed=False).exact)
+        exact = derive(spec, self._facts(spec), is_timed=False).exact
+        memory = fit(spec, exact, takes_unclaimed=has_token_slices(spec))
         return memory.fits or memory.peak_bytes is None
 
     def _named(self, row: Ranked) -> Ranked:

@@ -99,10 +99,12 @@ def resident_bytes(estimate: Estimate) -> int:
     return max(totals(estimate.memory, resident), default=0)
 
 
-def fit(spec: Spec, exact: Estimate) -> Fit:
-    """The peak of `exact` and what rests on the host, against the memory of the spec's cluster."""
+def fit(spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False) -> Fit:
+    """The peak of `exact` and what rests on the host, against the memory of the spec's cluster.
+    `takes_unclaimed`: the peak stands for one that nobody has confirmed."""
     cluster = spec.cluster
-    why = exact.undefined.get("peak") or exact.unclaimed.get("peak", "")
+    unclaimed = "" if takes_unclaimed else exact.unclaimed.get("peak", "")
+    why = exact.undefined.get("peak") or unclaimed
     peak, lower = (None, None) if why else (exact.peak_bytes(), exact.lower_peak_bytes())
     nodes_ranks = min(spec.world_size, cluster.devices_per_node) if cluster else 0
     return Fit(

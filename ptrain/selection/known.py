@@ -51,14 +51,19 @@ KNOWN = (
             "mesh.dp_shard=8",
             "mesh.pp=1",
             "mesh.tp=1",
+            "mesh.cp=1",
             f"placement.dp_shard={_ALL_SHARDED}",
             f"placement.dp_replicate={_WHOLE}",
         ),
         least=16,
     ),
     KnownChoice(name="tp=8 with data parallelism", rules=("mesh.tp=8", "mesh.pp=1"), least=8),
-    KnownChoice(name="a pipeline with data parallelism", rules=("mesh.tp=1", "mesh.pp>1")),
+    KnownChoice(
+        name="a pipeline with data parallelism", rules=("mesh.tp=1", "mesh.cp=1", "mesh.pp>1")
+    ),
 )
+
+_ROUNDED = 1e-9  # of a step: so far apart are sums of the same seconds in another order
 
 
 def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
@@ -113,5 +118,6 @@ def _more(step: StepTime, best: StepTime) -> str:
     """The two things on which it spends most more than the best one."""
     more = {spent: step.spent(spent) - best.spent(spent) for spent in Spent}
     largest = sorted(more, key=lambda spent: -more[spent])[:2]
-    said = [f"{spent} {more[spent]:+.3g} s" for spent in largest if more[spent] > 0]
+    least = _ROUNDED * best.seconds
+    said = [f"{spent} {more[spent]:+.3g} s" for spent in largest if more[spent] > least]
     return ", ".join(said) or "in all"

@@ -14,6 +14,7 @@ from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, SELECTIVE, Kept
 from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.dials import GradientSync, Overlap
 from ptrain.spec.leaf import nearest
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
@@ -25,6 +26,8 @@ from ptrain.spec.text import Tree
 
 FLAG = "--where"
 RESULTS = ("memory", "time")
+_HYBRID = "hybrid"
+_ATTENTIONS = (*ContextAttention, _HYBRID)
 _STOCK = "stock"  # what the wrapper does by itself
 
 
@@ -77,6 +80,14 @@ def _part(axis: Axis, of_data: Aspect) -> Aspect:
     return of_data if axis in DATA_AXES else Aspect.WITHIN
 
 
+def _attention(spec: Spec) -> str:
+    """How attention reaches the tokens of other ranks, in a word; "" without them."""
+    if spec.degree(Axis.CP) == 1 or spec.context is None:
+        return ""
+    attention = spec.context.attention
+    return _HYBRID if isinstance(attention, Hybrid) else str(attention)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
     """Something that a candidate says: `part` is what of it says it, `of` reads it off a spec.
@@ -103,6 +114,7 @@ _OF_AXES = {
             part=_part(axis, Aspect.DATA), of=_placement(axis), is_placement=True
         )
         for axis in SEARCHED_AXES
+        if axis is not Axis.CP  # as on the innermost data axis
     },
 }
 QUANTITIES: dict[str, Quantity] = {
@@ -117,6 +129,7 @@ QUANTITIES: dict[str, Quantity] = {
         part=Aspect.PIPELINE,
         of=lambda spec: spec.pipeline.stages_over(spec.degree(Axis.PP)),
     ),
+    "context.attention": Quantity(part=Aspect.WITHIN, of=_attention, words=_ATTENTIONS),
     "unit": Quantity(
         part=Aspect.DATA, of=lambda spec: str(spec.unit), words=tuple(map(str, UNITS))
     ),

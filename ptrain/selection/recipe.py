@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ptrain.axes.context.attention import attention_of
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.simulate import simulate
@@ -19,13 +20,15 @@ from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.interconnect import link
 from ptrain.derivation.paper import reconstruction_unit, state_sizes
 from ptrain.selection.fit import Fit, fit, host_bytes
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.cluster import Cluster
+from ptrain.spec.placement import R
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 
 DATA_LIMIT = 512  # data ranks, about which the notes see throughput per device fall
+_SHARDING, _OF_STATES = (Axis.DP_SHARD, Axis.CP), (*DATA_AXES, Axis.CP)
 _MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
@@ -95,17 +98,23 @@ def _bubble(spec: Spec) -> str:
 def axis_reasons(derivation: Derivation) -> list[str]:
     """Return a sentence for each axis in the order in which to reach for it: why it is there, or
     why it need not be, with what it sends per rank and step."""
-    return [_sharding_reason(derivation), _tensor_reason(derivation), _stages_reason(derivation)]
+    return [
+        _sharding_reason(derivation),
+        _tensor_reason(derivation),
+        _stages_reason(derivation),
+        *_context_reason(derivation),
+    ]
 
 
 def _sharding_reason(derivation: Derivation) -> str:
-    spec, ranks = derivation.spec, derivation.spec.degree(Axis.DP_SHARD)
+    spec = derivation.spec
     whole = sum(state_sizes(spec, derivation.facts).values())
-    states, sent = f"states of {format_bytes(whole)}", _sent(derivation, *DATA_AXES)
-    if ranks > 1:
+    states, sent = f"states of {format_bytes(whole)}", _sent(derivation, *_OF_STATES)
+    over = [f"{f.axis} {f.degree}" for f in spec.factors if f.axis in _SHARDING and _cuts(f)]
+    if over:
         return (
-            f"1. dp_shard {ranks}, the first to reach for: of {states} a rank has "
-            f"{_states(derivation)}; {sent}{_waits(derivation, *DATA_AXES)}"
+            f"1. {' × '.join(over)}, the first to reach for: of {states} a rank has "
+            f"{_states(derivation)}; {sent}{_waits(derivation, *_OF_STATES, is_of_states=True)}"
         )
     room = spec.cluster.device_memory if spec.cluster else 0
     if whole < room:
@@ -148,23 +157,54 @@ def _stages_reason(derivation: Derivation) -> str:
     )
 
 
-def _sent(derivation: Derivation, *axes: Axis) -> str:
+def _context_reason(derivation: Derivation) -> Iterator[str]:
+    """Why there are slices of the tokens; nothing without them."""
+    spec, ranks = derivation.spec, derivation.spec.degree(Axis.CP)
+    step = derivation.plan.context
+    if step is None:
+        return
+    yield (
+        f"4. cp {ranks}, {attention_of(spec)}: of {step.sequence} tokens of a sample a rank has "
+        f"{derivation.plan.tokens}; attention has "
+        f"{_sent(derivation, Axis.CP, of_activations=True)}, "
+        f"{_where(derivation, Axis.CP, spec.cluster)}{_waits(derivation, Axis.CP)}"
+    )
+
+
+def _sent(derivation: Derivation, *axes: Axis, of_activations: bool | None = None) -> str:
+    """Return what is sent over some of the axes; of activations alone, or of all but these, where
+    both are."""
     names = {axis.value for axis in axes}
+    is_told = of_activations is not None or Axis.CP in axes
     sent = sum(
         row.sent_bytes
         for row in busiest(derivation.exact.traffic)
-        if row.key.phase is not Phase.SETUP and {*row.key.axes} <= names
+        if row.key.phase is not Phase.SETUP
+        and {*row.key.axes} <= names
+        and not (is_told and (row.key.state is State.ACTIVATIONS) is not bool(of_activations))
     )
     return f"{format_bytes(sent)} sent a step"
 
 
-def _waits(derivation: Derivation, *axes: Axis) -> str:
-    """Return how much of a step waits for what moves over the axes; empty where no rates say it."""
+def _cuts(factor: Factor) -> bool:
+    """Whether an axis cuts some of the states."""
+    placement = factor.placement
+    return {placement.parameters, placement.optimizer, placement.gradients} != {R}
+
+
+def _waits(derivation: Derivation, *axes: Axis, is_of_states: bool = False) -> str:
+    """Return how much of a step waits for what moves over the axes; empty where no rates say it.
+    What moves over cp alone is attention's more than that of states."""
     step = derivation.exact.step
     if step is None:
         return ""
     names = {axis.value for axis in axes}
-    waited = sum(seconds for over, seconds in step.exposed().items() if {*over} <= names)
+    others = {Axis.CP.value} if is_of_states else None
+    waited = sum(
+        seconds
+        for over, seconds in step.exposed().items()
+        if {*over} <= names and {*over} != others
+    )
     return f", for which {waited / step.seconds:.1%} of the step waits"
 
 

@@ -15,13 +15,14 @@ from math import prod
 
 from ptrain.algebra.legality import check, executed, is_sound
 from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
+from ptrain.axes.context.candidates import SPACE as CONTEXT_SPACE
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.axes.data.candidates import says_the_usual
 from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import own_facts
-from ptrain.derivation.kernels import unclaimed
+from ptrain.derivation.kernels import takes_peak_of
 from ptrain.errors import Fault
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.axis import Axis, Factor
@@ -34,7 +35,7 @@ from ptrain.spec.spec import ActivationSpec, Spec
 
 # Rooms whose axes cut what a block computes; whatever they choose, a block's bytes and operators
 # are derived with it, and the search knows nothing of it.
-WITHIN: tuple[AxisSpace, ...] = (TENSOR_SPACE,)
+WITHIN: tuple[AxisSpace, ...] = (TENSOR_SPACE, CONTEXT_SPACE)
 SPACES = (DATA_SPACE, PIPELINE_SPACE, *WITHIN)
 SEARCHED_AXES = tuple(axis for axis in Axis if any(axis in space.axes for space in SPACES))
 
@@ -137,14 +138,18 @@ class Legality:
             key, lambda: chosen(self.base, (choice,), _batch(self.base, micro_batches, 1))
         )
 
-    def within(self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through) -> bool:
-        """Of how blocks are cut and kept; false too where no table tells what that allocates on the
-        devices."""
+    def within(
+        self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through, *, several: bool
+    ) -> bool:
+        """Of how blocks are cut and kept, of one sample or `several`; false too where no table
+        tells what that allocates on the devices."""
 
         def spec() -> Spec:
-            return kept_so(self._tall((THROUGH[through], *choices), _ENOUGH), kept)
+            tall = kept_so(self._tall((THROUGH[through], *choices), _ENOUGH), kept)
+            return with_batch(tall, 2) if several else tall
 
-        return self._is_legal(("within", choices, kept, through), spec, is_predicted=True)
+        key = ("within", choices, kept, through, several)
+        return self._is_legal(key, spec, is_predicted=True)
 
     def data(
         self, choice: AxisChoice, within: tuple[AxisChoice, ...], through: Through, *, many: bool
@@ -152,7 +157,7 @@ class Legality:
         """Of tuples and dials, whatever the degrees are: beside axes within a block or none, and of
         one micro-batch or several. False too of a dial that says what goes without saying."""
         spec = self._tall((THROUGH[through], choice, *within), _ENOUGH if many else 1, self._even)
-        return is_sound(spec) and not says_the_usual(spec, self.written)
+        return not says_the_usual(spec, self.written) and is_sound(spec)
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it
@@ -216,7 +221,7 @@ class Legality:
                 like = replace(probe, cluster=self.base.cluster)
                 self.known[key] = self.known[key] and is_tabulated(like)
                 if self.known[key] and like.is_for_cuda:
-                    self.known[key] = "peak" not in unclaimed(like, own_facts(like))
+                    self.known[key] = takes_peak_of(like, own_facts(like))
         return self.known[key]
 
 

@@ -23,8 +23,8 @@ _BATCH = ("batch.micro", "batch.accumulate")
 # Sections that say something of a candidate.
 OF_CANDIDATES = (
     *("placement", *_BATCH, "activations", "recompute", "offload"),
-    *("sync", "reshard", "pipeline", "unit", "overlap", "prefetch", "gather_after_update"),
-    *("bucket", "reduce_scatter"),
+    *("sync", "reshard", "pipeline", "context", "unit", "overlap", "prefetch"),
+    *("gather_after_update", "bucket", "reduce_scatter"),
 )
 _HOW = ("policy", "keep")  # of recompute, what is computed again
 
@@ -133,6 +133,8 @@ def _values(said: Said, probe: Spec) -> Iterator[tuple[str, Any]]:
     for dial in dials():
         if len(dial.path) == 1 and _is_said(said, dial.place):
             yield dial.path[0], dial.of(probe)
+    if probe.context is not None:
+        yield "context", probe.context
     if _is_said(said, "offload.tier"):
         yield "offload.tier", _away(said)
     if probe.offload != Offload():

@@ -19,8 +19,11 @@ class Axis(Word):
 
 EXECUTED_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
 DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)  # along which ranks have samples of their own
+TOKEN_AXES = (Axis.CP,)  # along which they have tokens of their own of the same samples
 # along which gradients are summed, as every rank has addends of them: outermost first
-REDUCED_AXES = (*DATA_AXES, Axis.CP)
+REDUCED_AXES = (*DATA_AXES, *TOKEN_AXES)
+# along which they run other parts of a layer, or it on other tokens
+CUTTING_AXES = (*TOKEN_AXES, Axis.TP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,21 @@
-"""How many samples a step takes, and how they are split over micro-batches and data ranks."""
+"""How many samples a step takes, of how many tokens, and how they are split over micro-batches and
+data ranks."""
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated
 
-from ptrain.spec.leaf import Choice, Either, Text, Whole, declared
+from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
+from ptrain.spec.leaf import Choice, Either, Text, Truth, Whole, declared
+from ptrain.spec.placement import S_STAR, R
 from ptrain.units import parse_count
 
 MAX_SAMPLES = 2**31 - 1
 AUTO = "auto"
+PADDED = ", or batch.pad: true, which adds ignored targets"  # a remedy beside others
 
 
 class Rounding(StrEnum):
@@ -31,7 +38,8 @@ class WrittenTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Resolved: `global_samples == micro * accumulate * data_degree`. `sequence` in tokens.
+    """Resolved: `global_samples == micro * accumulate * data_degree`. `sequence` in tokens, the
+    last `padding` of which are none of the data's; `pads`: there may be such.
     `written`: tokens that stood for the samples. `micro_is_open`: it is `auto` and not chosen yet,
     and 1 stands for it; `micro_choice`: why it was
     chosen as it is, where it was."""
@@ -43,11 +51,18 @@ class Batch:
     written: WrittenTokens | None = field(default=None, compare=False)
     micro_is_open: bool = False
     micro_choice: str = field(default="", compare=False)
+    pads: bool = False
+    padding: int = 0
+
+    @property
+    def window(self) -> int:
+        """Tokens of a sample that are the data's."""
+        return self.sequence - self.padding
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step over the whole mesh."""
-        return self.global_samples * self.sequence
+        """Tokens of one step over the whole mesh, without padding."""
+        return self.global_samples * self.window
 
 
 @declared
@@ -110,6 +125,14 @@ class BatchRaw:
             ),
         ),
     ]
+    pad: Annotated[
+        bool,
+        Truth(
+            "whether samples become longer, by ignored targets, until cp and tp cut them into "
+            "slices of one size",
+            aka=("pad_to_multiple_of", "padding"),
+        ),
+    ] = False
     accumulate: Annotated[
         int | None,
         Whole(
@@ -144,10 +167,41 @@ def nearest_power_of_two(number: int) -> int:
     return 2 * below if 2 * number >= 3 * below else below
 
 
+def token_multiple(factors: Sequence[Factor], attention: ContextAttention | Hybrid | None) -> int:
+    """Return what the tokens of a sample must be a multiple of: of cp's chunks, and of tp's slices
+    of what cp leaves a rank. Where no attention over cp is written it is the one that follows: two
+    chunks a rank, but where keys and values are gathered."""
+    ranks = chunks = slices = 1
+    for factor in factors:
+        if factor.axis is Axis.CP and factor.degree > 1:
+            ranks = factor.degree
+            is_balanced = factor.placement.activations != S_STAR
+            if attention is not None:
+                is_balanced = attention.is_balanced
+            chunks = ranks * (2 if is_balanced else 1)
+        if factor.axis is Axis.TP and factor.placement.activations != R:
+            slices = factor.degree
+    return math.lcm(chunks, ranks * slices)
+
+
+def padded(batch: Batch, factors: Sequence[Factor], context: ContextSpec | None) -> Batch:
+    """Return a batch of samples as long as the next such multiple, where it says that it pads."""
+    if not batch.pads:
+        return batch
+    multiple = token_multiple(factors, context.attention if context else None)
+    padding = -batch.sequence % multiple
+    return replace(batch, sequence=batch.sequence + padding, padding=padding)
+
+
 def batch_lines(batch: Batch, data_degree: int) -> list[str]:
-    """Return what became of a batch that is written in tokens, and of a micro-batch that is `auto`;
-    nothing of what stands as it is written."""
+    """Return what became of a batch that is written in tokens, of a micro-batch that is `auto` and
+    of samples that are padded; nothing of what stands as it is written."""
     lines = [] if batch.written is None else [_tokens_line(batch, batch.written, data_degree)]
+    if batch.padding:
+        lines.append(
+            f"batch.sequence: {batch.window} tokens are padded to {batch.sequence}; "
+            f"{batch.padding / batch.sequence:.1%} of what is computed counts for nothing"
+        )
     if batch.micro_choice:
         lines.append(f"batch.micro: auto is {batch.micro}, {batch.micro_choice}")
     return lines
@@ -155,7 +209,7 @@ def batch_lines(batch: Batch, data_degree: int) -> list[str]:
 
 def _tokens_line(batch: Batch, written: WrittenTokens, data_degree: int) -> str:
     samples, step = batch.global_samples, batch.micro * data_degree
-    said = f"batch.global: {written.text} are {written.samples} samples of {batch.sequence}: "
+    said = f"batch.global: {written.text} are {written.samples} samples of {batch.window}: "
     if samples == written.samples:
         return f"{said}{samples} are taken"
     off = f"{samples / written.samples - 1:+.1%}"

@@ -17,6 +17,11 @@ class ContextAttention(Word):
     ALL_GATHER = "all-gather"  # keys and values of all ranks, kept until backward
     ULYSSES = "ulysses"  # Jacobs et al. 2023: all tokens of some of the heads
 
+    @property
+    def is_balanced(self) -> bool:
+        """Whether each of the ring's places has an early and a late chunk."""
+        return self is ContextAttention.ZIGZAG
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hybrid:
@@ -25,6 +30,11 @@ class Hybrid:
 
     ulysses: int
     ring: int
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether each of the ring's places has an early and a late chunk."""
+        return self.ring > 1
 
     def __str__(self) -> str:
         return f"{{ulysses: {self.ulysses}, ring: {self.ring}}}"

@@ -118,7 +118,7 @@ class DataSpec:
 
     @property
     def ignores_targets(self) -> bool:
-        """Whether samples have targets that may count for nothing."""
+        """Whether it says of targets that they count for nothing."""
         return self.ignored is not None or self.loss_mask is not None
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, REDUCED_AXES, Axis, Factor
+from ptrain.spec.batch import padded
 from ptrain.spec.dials import (
     GradientSync,
     SyncPolicy,
@@ -78,6 +79,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     if factors is not None:
         data_degree = math.prod(factor.degree for factor in factors if factor.axis in DATA_AXES)
         batch = resolve_batch(raw.batch, data_degree, findings)
+        batch = batch and padded(batch, factors, raw.context)
     model = resolve_model(raw.model, resolve_attention(raw.attention), findings)
     activations = resolve_activations(raw, tree, findings)
     degrees = {f.axis: f.degree for f in factors or ()}

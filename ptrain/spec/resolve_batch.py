@@ -54,6 +54,7 @@ def _batch(raw: BatchRaw, micro: int, data_degree: int, report: Report) -> Batch
             sequence=raw.sequence,
             accumulate=accumulate,
             written=written,
+            pads=raw.pad,
         )
     below, above = samples // step * step, -(-samples // step) * step
     valid = [step] if raw.accumulate else sorted({max(below, step), above})

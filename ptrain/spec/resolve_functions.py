@@ -32,6 +32,9 @@ def resolve_data(raw: SpecRaw, tree: Tree, report: Report) -> DataSpec | None:
             return None
     if _ignores_targets("target gives samples that are no tokens", data, report):
         return None
+    if raw.batch.pad:
+        report.add("batch.pad", "data.target gives samples that are no tokens", "remove pad")
+        return None
     if not tree.has("step") and not tree.has("loss", "target"):
         finding = "of samples that are not tokens no loss is known"
         remedy = "write loss: {target: package.module:function}, of the model's output and the "

@@ -15,7 +15,7 @@ from pathlib import Path
 from ptrain.costs import PLACED
 from ptrain.errors import Fault
 from ptrain.spec import schedule_file, slips
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, TOKEN_AXES, Axis
 from ptrain.spec.dials import Reshard
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
@@ -174,7 +174,7 @@ def _usual(axis: str) -> list[str]:
     """Return a legal tuple of the axis, as an example."""
     if axis == Axis.DP_REPLICATE:
         return ["R"] * len(PLACED)
-    if axis == Axis.CP:
+    if axis in TOKEN_AXES:
         return ["R", "R", "R", "S"]
     return ["S*" if axis == Axis.DP_SHARD else "S", "S", "S", "R"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ptrain.costs import State
@@ -107,6 +108,11 @@ class Spec(Keys, Worded):
         return tuple(function for function in functions if function is not None)
 
     @property
+    def ignores_targets(self) -> bool:
+        """Whether samples have targets that may count for nothing."""
+        return self.data.ignores_targets or self.batch.padding > 0
+
+    @property
     def world_size(self) -> int:
         return math.prod(factor.degree for factor in self.factors)
 
@@ -136,6 +142,10 @@ class Spec(Keys, Worded):
 
     def degree(self, axis: Axis) -> int:
         return next((factor.degree for factor in self.factors if factor.axis is axis), 1)
+
+    def is_cut_over(self, axes: Sequence[Axis]) -> bool:
+        """Whether the mesh has two ranks along any of these axes."""
+        return any(self.degree(axis) > 1 for axis in axes)
 
     def axes_where(self, state: State, *distributions: Distribution) -> tuple[Axis, ...]:
         """The mesh axes, outermost first, on which `state` has one of these distributions."""

@@ -52,7 +52,8 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         "batch": {
             "global": spec.batch.global_samples,
             "micro": AUTO if spec.batch.micro_is_open else spec.batch.micro,
-            "sequence": spec.batch.sequence,
+            "sequence": spec.batch.window,
+            **({"pad": True} if spec.batch.pads else {}),
         },
     }
     cluster = {"cluster": section(spec.cluster)} if spec.cluster else {}

@@ -65,7 +65,7 @@ class BlockTable:
             "backward": self.writer.part(alike(trace.layers("backward")[1:-1])),
             "saved": self.writer.part(_saved(trace)),
             "moved": self.writer.part(_moved(trace)),
-            "frees_input": _frees_input(trace),
+            "frees_input": frees_input(trace),
             "work": self.writer.part([self._work(trace)]),
         }
 
@@ -164,7 +164,7 @@ def _saved(trace: CodedTrace) -> Coded:
     ]
 
 
-def _frees_input(trace: CodedTrace) -> bool:
+def frees_input(trace: CodedTrace) -> bool:
     """Whether a block's input is gone when the next block begins: what the second one frees of what
     was there before it."""
     events, start, end = trace.recording.forward, _entered(trace, 1), _entered(trace, 2)

@@ -26,7 +26,7 @@ from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.kernels import UnknownKernels
 from ptrain.models.selection import Extent
 from ptrain.rooms.fake import fake_tensors
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import CUTTING_AXES
 from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
@@ -48,7 +48,7 @@ Around = Callable[[], AbstractContextManager[None]]
 _TOO_LARGE = "it is too large to be traced on real tensors, and on fake ones its code ends:"
 _READS = "it is too large to be traced on real tensors, and its code reads values, which fakes lack"
 _TRACED_BY_NAME = (
-    "processes of their own trace what each rank of tp has, and they build the model by its name: "
+    "processes of their own trace what each rank has, and they build the model by its name: "
     "write model: {target: package.module:function}"
 )
 _TO_TRAIN = (
@@ -135,7 +135,7 @@ def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
     require_fresh(module)
     copied = deepcopy(module)
     spec = accept(copied, spec)
-    if spec.degree(Axis.TP) > 1 or spec.degree(Axis.CP) > 1:
+    if spec.is_cut_over(CUTTING_AXES):
         facts = replace(untraced_facts(copied, spec), untraced=_TRACED_BY_NAME)
     else:
         facts = _Reader(spec=spec, share=lambda trace: trace(), allow_import=True).read(copied)
@@ -171,7 +171,7 @@ class _Reader:
             has_stages = stages_of_module(spec, model, facts) is not None
         if is_tabulated(spec):
             return facts
-        is_within = spec.degree(Axis.TP) == spec.degree(Axis.CP) == 1  # ranks run whole layers
+        is_within = not spec.is_cut_over(CUTTING_AXES)  # ranks run whole layers
         if not has_stages and is_within:
             return facts
         of_parts: Callable[[ModelFacts, Extent], Traced] = self._of_ranks

@@ -114,28 +114,49 @@ def _layer_work(whole: dict[str, Computed], halves: dict[str, Computed]) -> Laye
 
 def pass_work(computed: Computed) -> PassWork:
     """Return the operators of a pass, equal ones in a row as one, and behind them all that only
-    look. What is on its way beside some of them parts those ahead of its arrival from those behind
-    it."""
+    look."""
+
+    def entry(group: Group) -> Operator | InnerCollective:
+        operator = group.what.operator
+        if isinstance(operator, InnerCollective) and group.beside:
+            return replace(operator, beside=group.beside)
+        return replace(operator, times=group.times)
+
+    return tuple([entry(group) for group in grouped(computed)])
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What was computed so many `times` in a row. `beside`: of what is sent, how many groups behind
+    it run before it is awaited."""
+
+    what: OperatorSizes | SentTensor
+    times: int = 1
+    beside: int = 0
+
+
+def grouped(computed: Computed) -> list[Group]:
+    """Return what was computed, alike in a row as one. What is on its way beside some of it parts
+    what is ahead of its arrival from what is behind it."""
     awaited = _arrivals(computed)
     edges = sorted(awaited.values())
 
-    def alike(entry: tuple[int, Operator | InnerCollective]) -> tuple[object, ...]:
-        place, operator = entry
-        return operator, awaited.get(place), bisect_right(edges, place)
+    def alike(entry: tuple[int, OperatorSizes | SentTensor]) -> tuple[object, ...]:
+        place, what = entry
+        return what.operator, awaited.get(place), bisect_right(edges, place)
 
-    operators = enumerate(what.operator for what in views_last(computed))
-    groups = [[*entries] for _, entries in groupby(operators, key=alike)]
+    entries = enumerate(views_last(computed))
+    groups = [[*group] for _, group in groupby(entries, key=alike)]
     number_of = {place: number for number, group in enumerate(groups) for place, _ in group}
 
-    def merged(number: int) -> Operator | InnerCollective:
-        place, operator = groups[number][0]
-        if place in awaited:
-            assert isinstance(operator, InnerCollective), "a message"
-            behind = number_of.get(awaited[place], len(groups))
-            return replace(operator, beside=behind - number - 1)
-        return replace(operator, times=len(groups[number]))
+    def merged(number: int) -> Group:
+        place, what = groups[number][0]
+        if place not in awaited:
+            return Group(what, times=len(groups[number]))
+        behind = number_of.get(awaited[place], len(groups))
+        return Group(what, beside=behind - number - 1)
 
-    return tuple([merged(number) for number in range(len(groups))])
+    return [merged(number) for number in range(len(groups))]
 
 
 def _arrivals(computed: Computed) -> dict[int, int]:

@@ -26,7 +26,7 @@ from ptrain.models.objective import objective_of
 from ptrain.models.other_samples import other_samples
 from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
 from ptrain.traces.by_data import facts_by_data
@@ -100,7 +100,7 @@ class _ChunkedLoss(_Loss):
 
 
 def _is_cut(spec: Spec) -> bool:
-    return any(spec.degree(axis) > 1 for axis in (Axis.TP, Axis.PP, Axis.CP))
+    return spec.is_cut_over((*CUTTING_AXES, Axis.PP))
 
 
 @contextmanager

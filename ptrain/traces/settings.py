@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ptrain.axes.context.part import ContextKind
 from ptrain.axes.pipeline.stage_facts import TIED
 from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation.tables import Setting
@@ -35,6 +36,11 @@ TP, BATCH, SEQUENCE, FFN, VOCAB, UNEVEN = 3, 13, 17, 19, 23, 67
 HEADS = {
     Family.LLAMA: {"repeats": 7, "kv_heads": 5, "pairs": 11},
     Family.GPT: {"heads": 5, "head_dim": 7},
+}
+_OVER_CONTEXT = {
+    ContextKind.GATHER: ("ring", "before"),
+    ContextKind.ULYSSES: ("ulysses",),
+    ContextKind.HYBRID: ("ulysses",),
 }
 SMALLEST = UnitSize(kind=UnitKind.SUB_BLOCK)  # its boundaries serve units of any size
 # A size that doubles from the first dtype to the second counts in elements of the compute dtype.
@@ -126,6 +132,8 @@ def symbols(setting: Setting) -> Mapping[str, int]:
     names = (*HEADS[setting.family], "batch", "sequence", "ffn", "vocab")
     if own is not None:
         names += ("tp", "vocab_all") if own.step.loss_parallel else ("tp",)
+    if setting.context is not None:
+        names += _OVER_CONTEXT.get(setting.context.kind, ())
     values = setting.values
     return {name: values[name] for name in names if values[name] > 1}
 

@@ -36,7 +36,7 @@ from ptrain.models.selection import Extent
 from ptrain.models.trace import to_timeline
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.mesh import Mesh
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import CUTTING_AXES, TOKEN_AXES, Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
@@ -57,7 +57,7 @@ sys.exit(main(sys.stdin.readlines()))
 
 Traced = dict[
     str, Any
-]  # JSON: `timelines` and works by index on tp, or the `problem` that there is
+]  # JSON: `timelines` and works by place along the cutting axes, or the `problem` that there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +100,19 @@ def _as_text(spec: Spec) -> str:
 
 
 def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
-    """Return the timelines by index on tp. Raises PtrainError for a problem."""
+    """Return the timelines by place along the cutting axes. Raises PtrainError for a problem."""
     return tuple(from_plain(plain, Timeline) for plain, _ in by_place(traces))
 
 
 def works_of(traces: Traced) -> tuple[WorkByKind, ...]:
-    """Return what the ranks compute by index on tp; nothing where an operator does not say it.
-    Raises PtrainError for a problem."""
+    """Return what the ranks compute by place along the cutting axes; nothing where an operator does
+    not say it. Raises PtrainError for a problem."""
     works = [from_plain(plain, WorkByKind) for _, plain in by_place(traces)]
     return () if None in works else tuple(works)
 
 
 def by_place(traces: Traced) -> list[Any]:
-    """Return the answers by index on tp. Raises PtrainError for a problem."""
+    """Return the answers by place along the cutting axes. Raises PtrainError for a problem."""
     if "problem" in traces:
         raise PtrainError(traces["problem"])
     rows: list[Any] = traces["timelines"]
@@ -126,11 +126,12 @@ def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
     alike = {
         place: indices[0] for _, indices in units_by_place(spec, plan, facts) for place in indices
     }
-    first: dict[tuple[int, int], int] = {}
+    first: dict[tuple[int, ...], int] = {}
     players = []
     for place in range(ranks_over(spec, axes)):
-        tokens = place_of(spec, axes, place).get(Axis.CP, 0)
-        players.append(first.setdefault((alike[place], tokens), place))
+        own = place_of(spec, axes, place)
+        tokens = (own.get(axis, 0) for axis in TOKEN_AXES)
+        players.append(first.setdefault((alike[place], *tokens), place))
     return players
 
 
@@ -158,7 +159,7 @@ def _answers(requests: tuple[_Asked, ...], seconds: float) -> list[Traced]:
             process.stdin = None  # so that `communicate` does not write
         return [_answer(process, ends) for process in processes]
     except TimeoutExpired as error:
-        finding = f"{seconds:g} s did not suffice to trace what each rank of tp has of the model"
+        finding = f"{seconds:g} s did not suffice to trace what each rank has of the model"
         remedy = "raise it, or lower batch.micro or batch.sequence"
         raise refused("timeout.init", finding, remedy) from error
     finally:
@@ -201,7 +202,7 @@ def _play(spec: Spec, index: int, *, allow_import: bool, extent: Extent) -> list
 
 
 def _mesh(spec: Spec, index: int) -> Mesh:
-    axes = tuple(factor.axis for factor in spec.factors if factor.axis in (Axis.CP, Axis.TP))
+    axes = tuple(factor.axis for factor in spec.factors if factor.axis in CUTTING_AXES)
     degrees = tuple(spec.degree(axis) for axis in axes)
     # Two of them: an axis that is all of the world has its group, which says of no axis.
     step = CreateMesh(axes=(Axis.DP_REPLICATE, *axes), degrees=(2, *degrees))

@@ -55,16 +55,19 @@ class WorkWriter:
         }
 
     def coded(self, computed: Computed) -> Coded:
-        """Return a list of operators as numbers."""
-        return [self._number(what) for what in computed]
+        """Return a list of operators as their numbers."""
+        return [self.number(what) for what in computed]
 
-    def _number(self, what: OperatorSizes | SentTensor) -> int:
+    def number(self, what: OperatorSizes | SentTensor) -> int:
+        """Return the number of an operator, or of what is sent."""
         if isinstance(what, SentTensor):
             row = [what.collective, "", [self._size(what.payload, what.dtype)]]
+            row = row if not what.axis else [what.operator.collective, *row[1:], what.axis]
         else:
             dtype = "" if what.dtype is self.compute else what.dtype
             dtypes = what.dtypes or (None,) * len(what.sizes)
             row = [what.kind, dtype, [*map(self._size, what.sizes, dtypes)]]
+            row += ["", True] if what.is_whole else []
         text = json.dumps(row, separators=(",", ":"))
         return self._operators.setdefault(text, len(self._operators))
 

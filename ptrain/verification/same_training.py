@@ -12,7 +12,7 @@ from ptrain.spec.spec import Spec
 def common(spec: Spec) -> dict[str, str]:
     """Return what another spec must have in common with this one, as text, by key of the spec."""
     shape = {"model": spec.model, "optimizer": spec.optimizer, "data": spec.data}
-    batch = {"batch.global": spec.batch.global_samples, "batch.sequence": spec.batch.sequence}
+    batch = {"batch.global": spec.batch.global_samples, "batch.sequence": spec.batch.window}
     rest = {"train.seed": spec.train.seed}
     return {key: str(value) for key, value in (shape | batch | rest).items()}
 

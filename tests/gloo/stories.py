@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
 from ptrain.verification.jobs.verdict import OwnVerdict
+from tests.gloo.context_loop import attentive, over_context
 from tests.gloo.own_loops import batches, built, mean_loss, whole_batch
 from tests.gloo.sequence_parallel import SequenceParallelNet
 
@@ -215,6 +216,32 @@ def accelerated(fault: bool) -> OwnVerdict:
     )  # fmt: skip
 
 
+def gathered_context(fault: bool) -> OwnVerdict:
+    """Context parallelism by hand: keys and values are gathered by
+    torch.distributed.nn.functional.all_gather, gradients summed over cp. The fault is torch's: on
+    gloo its backward pass takes gradients for contiguous, and those of fused attention have the
+    strides of its operands, tokens in front of heads. No error says so, and the loss is right. The
+    cure makes them contiguous."""
+    plain = attentive()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = over_context(plain, is_contiguous=not fault)
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        inputs, targets = (each.chunk(mesh.size(), 1)[mesh.get_local_rank()] for each in
+                           (tokens[:, :-1], tokens[:, 1:]))  # fmt: skip
+        logits = model(inputs).flatten(0, 1)
+        total = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+        return total / tokens[:, 1:].numel()
+
+    def add_up(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=mesh.get_group("cp"))
+
+    job = whole_batch(model, loss_of, between=add_up)
+    terms = ptrain.Terms(mesh=mesh, loss="sum")
+    return ptrain.verify(on_one_device(plain), job, batches(), terms=terms)
+
+
 class _as_launched:
     """What a launcher tells accelerate through the environment, and none of its own state of
     before."""
@@ -246,6 +273,7 @@ STORIES: dict[str, Story] = {
         fsdp2_twice,
         fsdp2_optimizer,
         accelerated,
+        gathered_context,
     )
 }
 

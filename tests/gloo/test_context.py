@@ -45,6 +45,7 @@ KEPT: tuple[dict[str, Any], ...] = (
     {"activations": "M"},
     {"activations": "M", "recompute": "selective"},
     {"activations": "M", "recompute": "attention"},
+    {"activations": "M", "recompute": {"keep": ["matmul", "collective"]}},
     {"activations": "O"},
     {"loss": {"chunk": 4}},
 )
@@ -77,6 +78,17 @@ def test_slices_alone_are_exact_and_equal_one_device(
     ranks: Ranks, attention: str, model: str, degree: int
 ) -> None:
     assert not MATRIX.differences(ranks, spec_of(attention, model, degree=degree))
+
+
+@pytest.mark.parametrize(
+    ("attention", "kv_heads", "degree"),
+    [("ulysses", 1, 2), nightly("ulysses", 2, 4), nightly("ulysses", 1, 4), nightly(HYBRID, 1, 4)],
+)
+def test_fewer_heads_of_keys_than_ranks_are_repeated(
+    ranks: Ranks, attention: Any, kv_heads: int, degree: int
+) -> None:
+    spec = spec_of(attention, degree=degree, shape={"kv_heads": kv_heads})
+    assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
@@ -158,6 +170,11 @@ def test_with_two_other_axes(
 ) -> None:
     spec = spec_of(attention, model, states=states, other=others, accumulate=2)
     assert not MATRIX.differences(ranks, spec)
+
+
+@pytest.mark.nightly
+def test_gradients_of_gathered_keys_are_exchanged_where_the_spec_says_so(ranks: Ranks) -> None:
+    assert not MATRIX.differences(ranks, spec_of("all-gather", reduce_scatter="all_to_all"))
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,17 @@ NAMED = {
     "fsdp2_clip": ("gradient norm", "dp", "clipped by the local norm", "embed.weight"),
     "fsdp2_twice": ("gradients", "dp", "÷ 2", "embed.weight"),
     "fsdp2_optimizer": ("parameters", "", "not updated", "embed.weight"),
+    "gathered_context": (
+        "gradients",
+        "cp",
+        "other gradients from the ranks' other slices",
+        "blocks.1.value",
+    ),
     "accelerated": ("loss", "", "÷ 4 (micro-batches)", "embed.weight"),
 }
 MARKS = {
     "accelerated": (needs_accelerate, nightly),
+    "gathered_context": (nightly,),
     "fsdp2_twice": (nightly,),
     "fsdp2_optimizer": (nightly,),
 }

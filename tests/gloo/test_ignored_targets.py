@@ -22,6 +22,8 @@ nightly = partial(pytest.param, marks=pytest.mark.nightly)
 IGNORED = tuple(b" etaoin")
 DATA = {"data": {"ignored": [*IGNORED]}}
 
+PADDED = {"batch": {"global": 4, "micro": 1, "sequence": 13, "pad": True}}
+
 CONTEXT: tuple[dict[str, Any], ...] = (
     {"other": {"dp_replicate": "ddp"}},
     {"other": {"dp_shard": "zero3"}, "states": "S*,S,S"},
@@ -69,3 +71,35 @@ def test_over_stages(ranks: Ranks, schedule: str) -> None:
     mesh = {"pp": 2, "dp_shard": 2}
     spec = pipeline_cases.spec_of(schedule=schedule, mesh=mesh, data="zero2")
     assert not MATRIX.differences(ranks, ignoring(spec))
+
+
+@pytest.mark.parametrize(
+    ("variant", "model"),
+    [
+        nightly("ring", "gpt"),
+        ("zigzag", "gqa"),
+        nightly("zigzag", "gpt"),
+        nightly("all-gather", "gqa"),
+        nightly("ulysses", "gpt"),
+    ],
+)
+def test_samples_that_are_padded(ranks: Ranks, variant: str, model: str) -> None:
+    spec = context_cases.spec_of(variant, model, **PADDED)
+    assert spec.batch.padding in (1, 3)
+    assert not MATRIX.differences(ranks, spec)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", [CONTEXT[1], CONTEXT[2], CONTEXT[4]], ids=str)
+def test_padded_samples_and_what_they_are_multiplied_with(
+    ranks: Ranks, case: dict[str, Any]
+) -> None:
+    spec = context_cases.spec_of("zigzag", **case, **PADDED, **DATA)
+    assert not MATRIX.differences(ranks, spec)
+
+
+@pytest.mark.nightly
+def test_samples_that_are_padded_for_tp_alone(ranks: Ranks) -> None:
+    spec = tensor_cases.spec_of("gqa", activations="S", **PADDED)
+    assert spec.batch.padding == 1
+    assert not MATRIX.differences(ranks, spec)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ptrain.costs import Footprint, Phase, Traffic, add_traffic
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.flat_rows import flat_footprints
+from ptrain.derivation.flat_rows import flat_rows
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts
 from ptrain.rooms.ghost import Ghost
@@ -83,4 +83,4 @@ class StepOfUnits(Life):
 def residents(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Footprint]:
     """Yield the bytes that live from step to step, by state and tier."""
     assert isinstance(plan.wrap, FlatUnits)
-    yield from flat_footprints(spec, plan, plan.wrap, facts)
+    yield from flat_rows(spec, plan, plan.wrap, facts).footprints

@@ -40,6 +40,7 @@ TORCH_FREE = (
     ["predict", "zero3", "ddp"],
     ["predict", "8b-tp-sp", "8b-tp-zero3"],
     ["plan", "hsdp"],
+    ["plan", "cp-hybrid"],
     ["specs"],
     ["specs", "show", "zero1"],
     ["schema"],

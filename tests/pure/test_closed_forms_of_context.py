@@ -12,7 +12,6 @@ from random import Random
 import pytest
 
 from ptrain.axes.context.attention import all_spans, context_of
-from ptrain.axes.context.blocks import balance, blocks_of, multiplied
 from ptrain.axes.context.cost import (
     exchanged,
     gathered_bytes,
@@ -23,9 +22,10 @@ from ptrain.axes.context.cost import (
 )
 from ptrain.axes.context.costs import sent
 from ptrain.axes.context.draw import balance_text
+from ptrain.axes.context.tokens import balance, blocks_of, multiplied
 from ptrain.costs import Collective, Phase
 from ptrain.plan.lower import lower
-from ptrain.spec.activations import Kept, Policy
+from ptrain.spec.activations import Kept, Operators, Policy
 from ptrain.spec.axis import Axis
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ExternalModel, Family, ModelShape
@@ -37,13 +37,14 @@ from tests.pure.build import make_spec, tuple_of
 ATTENTIONS = (*ContextAttention, Hybrid(ulysses=2, ring=2), Hybrid(ulysses=2, ring=3))
 PLAIN = Kept(policy=None, tier=Tier.DEVICE)
 AGAIN = Kept(policy=Policy(), tier=Tier.DEVICE)
+ARRIVED = Kept(policy=Policy(keep=(Operators.COLLECTIVE,)), tier=Tier.DEVICE)
 
 
 def drawn(attention, ranks: int, tp: int, layout: str) -> Spec:
     """Heads and tokens that the ranks divide; the rest as it comes."""
     draw = Random(f"{attention} {ranks} {tp} {layout}")
-    kv_heads = ranks * tp * draw.choice((1, 2))
-    heads = kv_heads * draw.choice((1, 3))
+    kv_heads = tp * draw.choice((1, 2, 3, 4))  # which Ulysses repeats where it does not divide them
+    heads = kv_heads * ranks * draw.choice((1, 3))
     shape = ModelShape(
         family=Family.LLAMA, layers=3, hidden=heads * draw.choice((4, 8)), heads=heads,
         kv_heads=kv_heads, ffn=tp * 20, vocab=tp * 130,
@@ -69,7 +70,11 @@ def settings():
 UNITS = (("blocks.0",), ("blocks.1",), ("blocks.2",), ("",))
 
 
-@pytest.mark.parametrize("kept", [(PLAIN,) * 3, (PLAIN, AGAIN, AGAIN)], ids=["plain", "again"])
+@pytest.mark.parametrize(
+    "kept",
+    [(PLAIN,) * 3, (PLAIN, AGAIN, AGAIN), (ARRIVED, AGAIN, ARRIVED)],
+    ids=["plain", "again", "again but for what arrived"],
+)
 def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
     for spec in settings():
         plan = lower(spec, UNITS)
@@ -91,7 +96,7 @@ def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
 
 def _again(phase: Phase, kept: tuple[Kept, ...]) -> int:
     """Layers that are computed again in backward, of what is sent in forward."""
-    return sum(mode.policy is not None for mode in kept) if phase is Phase.FORWARD else 0
+    return kept.count(AGAIN) if phase is Phase.FORWARD else 0
 
 
 def spec_of(attention, ranks: int, sequence: int, *, kv_heads: int = 2, layout: str = "bf16"):
@@ -141,6 +146,14 @@ def test_gathered_keys_and_values_are_kept_and_those_of_a_ring_are_not():
     assert gathered_bytes(spec, spec.model, step) == 4 * keys_and_values(spec, spec.model, step)
     ring = spec_of(ContextAttention.RING, 4, 64)
     assert gathered_bytes(ring, ring.model, context_of(ring)) == 0
+
+
+def test_ulysses_sends_keys_as_often_as_ranks_need_them():
+    few, many = (spec_of(ContextAttention.ULYSSES, 4, 64, kv_heads=heads) for heads in (2, 4))
+    assert exchanged(few, context_of(few)) == exchanged(many, context_of(many))
+    ring = (spec_of(ContextAttention.RING, 4, 64, kv_heads=heads) for heads in (2, 4))
+    once, twice = (keys_and_values(each, each.model, context_of(each)) for each in ring)
+    assert twice == 2 * once
 
 
 def test_of_another_model_nothing_is_known():

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from ptrain.algebra.legality import check, executed
-from ptrain.axes.context.attention import attention_of, context_of, why
+from ptrain.axes.context.attention import attention_of, context_of, repeats, why
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
 from ptrain.derivation.estimate import derive
@@ -16,6 +16,7 @@ from ptrain.plan.composition import theorem_3
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import PADDED
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.function import UserFunction
@@ -215,7 +216,7 @@ def test_a_sequence_that_does_not_divide_is_refused_with_what_would_do(
     attention, sequence, finding, remedy
 ):
     refused = refusal(spec(4, attention, sequence=sequence))
-    assert refused == ("batch.sequence", finding, remedy)
+    assert refused == ("batch.sequence", finding, remedy + PADDED)
 
 
 def test_a_hybrid_of_other_ranks_is_refused_once():
@@ -226,17 +227,23 @@ def test_a_hybrid_of_other_ranks_is_refused_once():
 def test_ulysses_divides_the_heads_that_tp_leaves():
     place, finding, remedy = refusal(spec(5, ULYSSES, sequence=40))
     assert (place, finding) == ("mesh.cp", "ulysses over 5 ranks does not divide 12 heads")
-    assert remedy == "choose ulysses from 1, 2, 3, 4, 6, 12, or attention: zigzag"
+    assert remedy == "choose cp from 1, 2, 3, 4, 6, 12, or attention: zigzag"
     cut = spec(4, Hybrid(ulysses=4, ring=1), inside={Axis.TP: (2, TP)})
     place, finding, _ = refusal(cut)
     assert place == "context.attention"
     assert finding == "ulysses over 4 ranks does not divide 6 heads that tp leaves a rank"
 
 
-def test_keys_and_values_that_would_be_repeated_wait():
-    place, finding, remedy = refusal(spec(6, ULYSSES, sequence=48))
-    assert place == "mesh.cp" and finding.startswith("not yet: ulysses over 6 ranks")
-    assert "ulysses of 1, 2, 4" in remedy
+def test_of_keys_and_values_ulysses_takes_any_number_of_heads():
+    assert faultless(spec(6, ULYSSES, sequence=48))  # of 4 heads, each three times
+    assert [repeats(6, heads) for heads in (1, 2, 3, 4, 6, 12)] == [6, 3, 2, 3, 1, 1]
+
+
+def test_how_slices_are_reduced_is_obeyed_where_gradients_of_gathered_keys_are():
+    exchanged = {"reduce_scatter": ReduceScatterVia.ALL_TO_ALL}
+    assert not [*check(replace(spec(2, GATHER, "R,R,R,S*"), **exchanged))]
+    place, finding, _ = refusal(replace(spec(2, RING), **exchanged))
+    assert place == "reduce_scatter" and "nothing is reduced to slices here" in finding
 
 
 def test_dropout_within_attention_is_refused_and_elsewhere_it_is_not():

@@ -11,7 +11,7 @@ from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, Tr
 from ptrain.derivation import wire
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.derivation.flat_rows import flat_footprints
+from ptrain.derivation.flat_rows import flat_rows
 from ptrain.derivation.ghosts.clipping import clipping
 from ptrain.derivation.ghosts.wrapping import micro_batches
 from ptrain.derivation.tape import Scene, Tape
@@ -112,7 +112,7 @@ def test_norms_of_long_tensors_take_whole_bytes():
 def test_flat_buffers_are_those_of_rank_0():
     spec = make_spec({SHARD: (2, tuple_of("R,S,S"))})
     plan = lower(spec, FACTS.unit_modules)
-    rows = list(flat_footprints(spec, plan, plan.wrap, FACTS))
+    rows = list(flat_rows(spec, plan, plan.wrap, FACTS).footprints)
     assert [(row.rank, row.state.value) for row in rows] == [
         (0, "parameters"),
         (0, "optimizer"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.flat_rows import flat_footprints
+from ptrain.derivation.flat_rows import flat_rows
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import resident
 from ptrain.derivation.tape import Scene, Tape
@@ -300,7 +300,7 @@ def test_a_step_frees_what_it_allocates(drawn: tuple[Spec, Plan]):
 def test_what_lives_after_backward_are_the_gradients(drawn: tuple[Spec, Plan]):
     spec, plan = drawn
     assert isinstance(plan.wrap, FlatUnits)
-    rows = flat_footprints(spec, plan, plan.wrap, FACTS)
+    rows = flat_rows(spec, plan, plan.wrap, FACTS).footprints
     gradients = next(row for row in rows if row.state is G)
     assert life(spec, plan)[0] == gradients.device_bytes
 

@@ -196,3 +196,10 @@ def test_a_claim_of_seconds_that_nobody_predicts_is_undefined_with_the_reason(
     assert {right for right, _ in found} == {None}
     assert (None, "8b-tp has no rates") in found
     assert seconds.section().count("| undefined |") == len(seconds.SECONDS)
+
+
+def test_what_they_claim_of_long_sequences_is_worked_out(paper):
+    verdicts = verdicts_under(paper, "## What they say of sequences cut over ranks")
+    assert verdicts["A ring takes N − 1 steps"].startswith("N blocks and N − 1 hops forward")
+    assert verdicts["Zigzag balances what contiguous slices do not"] == "holds"
+    assert len(verdicts) == 4

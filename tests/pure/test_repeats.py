@@ -22,8 +22,9 @@ from ptrain.spec.spec import Spec
 from tests.pure.work import calls_of
 
 SPECS = [
-    "zero3", "zero3-keep", "hsdp", "fsdp-mixed", "zero2", "tp", "tp-zero3", "pp-zero3", "3d",
+    "zero3", "zero3-keep", "hsdp", "fsdp-mixed", "zero2", "zero1", "tp", "tp-zero3", "pp-zero3",
     "pp-1f1b", "pp-interleaved", "pp-zero-bubble", "checkpoint-selective", "activation-offload",
+    "zero-offload", "3d",
 ]  # fmt: skip
 # Deep and with few tokens, so that what reductions leave decides the peak.
 IN_HALVES = {
@@ -80,6 +81,27 @@ def test_a_block_that_stands_for_its_equals_comes_to_what_they_come_to(name):
     specs = [legal(name, *overrides) for overrides in DIALS.values()]
     assert sum(spec is not None for spec in specs) >= 3
     assert not any(difference(spec) for spec in specs if spec is not None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["placement.dp_shard=[R, S, R, R]", "gather_after_update=during-update"],
+        ["placement.dp_shard=[S*, S, S, R]", "activations=O", "prefetch=1", "sync.gradients=every"],
+        ["placement.dp_shard=[M, S, S, R]", "overlap=backward", "prefetch=2"],
+        ["placement.dp_shard=[R, S, S, R]", "sync.gradients=last", "unit=sub-block"],
+    ],
+    ids=lambda words: words[-1],
+)
+def test_what_moves_beside_falls_as_far_behind_with_every_block_as_with_all(words):
+    mesh = ["mesh={dp_shard: 2}", "model.layers=12", "cluster.preset=h100-64"]
+    batch = ["batch={global: 16, micro: 2, sequence: 1024}"]
+    spec = require(load("70b-zero3", [*mesh, *batch, *words]))
+    once = derive(spec).exact.step
+    with patch.object(timeline, "represent", every_block):
+        every = derive(spec).exact.step
+    assert once is not None and every is not None
+    assert once.seconds == pytest.approx(every.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", IN_HALVES)

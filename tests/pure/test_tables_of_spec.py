@@ -24,7 +24,7 @@ from ptrain.spec import (
     tensor,
     text,
 )
-from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, REDUCED_AXES, Axis
+from ptrain.spec.axis import CUTTING_AXES, DATA_AXES, EXECUTED_AXES, REDUCED_AXES, TOKEN_AXES, Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole
 from ptrain.spec.names import SPEC_FOLDERS, root
@@ -86,6 +86,8 @@ def test_axes_that_run_and_axes_of_data():
     assert [axis.value for axis in EXECUTED_AXES] == ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
     assert [axis.value for axis in DATA_AXES] == ["dp_replicate", "dp_shard"]
     assert [axis.value for axis in REDUCED_AXES] == ["dp_replicate", "dp_shard", "cp"]
+    assert [axis.value for axis in TOKEN_AXES] == ["cp"]
+    assert [axis.value for axis in CUTTING_AXES] == ["cp", "tp"]
 
 
 def test_the_five_modes_and_how_far_each_tier_is():
@@ -153,6 +155,8 @@ SECTIONS = {
     job.DataSpec: {
         "corpus": "python-docs",
         "path": None,
+        "loss_mask": None,
+        "ignored": None,
         "tokenizer": "bytes",
         "target": None,
         "arguments": None,

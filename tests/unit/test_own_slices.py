@@ -114,6 +114,14 @@ def test_a_users_model_is_given_positions_by_an_argument(attention: str) -> None
     assert looked_at(spec_of(attention, own=own("placed"))).positions == "positions"
 
 
+def test_torchs_module_of_attention_is_one_too() -> None:
+    attending = looked_at(spec_of("zigzag", own=own("with_attention", kind="multihead")))
+    assert [module.name for module in attending.modules] == [
+        "layers.0.mixing.inner",
+        "layers.1.mixing.inner",
+    ]
+
+
 def test_a_model_without_positions_needs_none() -> None:
     pairs = {"target": "tests.models_external:pairs"}
     assert looked_at(spec_of("zigzag", own=pairs)).positions == ""
@@ -129,6 +137,7 @@ def test_a_model_without_positions_needs_none() -> None:
         (own("with_attention", kind="bound"), "no module of tests.models_sliced:with_attention"),
         (own("with_attention", kind="open"), "layers.0.mixing is not causal"),
         (own("with_attention", kind="dropping"), "layers.0.mixing drops out 0.1 of its scores"),
+        (own("with_attention", kind="twice"), "layers.0.mixing attends twice in a forward pass"),
         (own("with_attention", kind="windowed"), "layers.0.mixing is given a mask"),
     ],
 )
@@ -140,10 +149,8 @@ def test_a_users_model_that_is_another_on_slices_is_refused_by_name(
 
 
 def test_heads_that_ulysses_cannot_divide_are_named() -> None:
-    place, finding, remedy = refusal(spec_of(HYBRID, degree=4, own=hf(
-        "llama", TINY | {"num_key_value_heads": 1})))  # fmt: skip
+    three = TINY | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}
+    place, finding, remedy = refusal(spec_of(HYBRID, degree=4, own=hf("llama", three)))
     assert place == "context.attention"
-    assert finding == (
-        "ulysses over 2 ranks does not divide 1 heads of keys of model.layers.0.self_attn"
-    )
-    assert remedy == "choose ulysses from 1, or attention: zigzag"
+    assert finding == ("ulysses over 2 ranks does not divide 3 heads of model.layers.0.self_attn")
+    assert remedy == "choose ulysses from 1, 3, or attention: zigzag"

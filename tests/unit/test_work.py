@@ -4,6 +4,7 @@ fresh recordings of what the tables tell."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ptrain.axes.context.run.cores import RingCore
+from ptrain.axes.context.run.cores import GatheredCore, RingCore
+from ptrain.costs import Collective
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work
 from ptrain.facts.model import ModelFacts
@@ -29,6 +31,8 @@ from ptrain.models.ledger import OperatorMode
 from ptrain.models.recorder import Recorder
 from ptrain.models.work import OperatorSizes, is_opaque, sizes_of
 from ptrain.rooms.fake import fake_world
+from ptrain.rooms.registry import Registry
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
@@ -257,12 +261,13 @@ def test_of_a_model_whose_layers_are_no_units_the_first_one_bears_it_all():
     assert first.forward and not any(layer.forward for layer in others)
 
 
-def ring_passes() -> tuple[PassWork, PassWork]:
-    """Forward and backward of a ring on the second of two places, with the sum that follows."""
+def passes_over_context(
+    core_of: Callable[[dist.ProcessGroup], nn.Module],
+) -> tuple[PassWork, PassWork]:
+    """Forward and backward of a core on the second of two places, with the sum that follows."""
     world = fake_world(1, 2)
     try:
-        group = dist.new_group([0, 1], group_desc="mesh_cp")
-        core = RingCore(group, None, is_balanced=False)
+        core = core_of(dist.new_group([0, 1], group_desc="mesh_cp"))
         heads = [torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3)]
         with Recorder(core, heads) as recorder:
             attended = core(*heads).sum()
@@ -279,9 +284,8 @@ def ring_passes() -> tuple[PassWork, PassWork]:
 
 
 def test_a_hop_of_a_ring_is_awaited_behind_the_product_that_it_runs_beside():
-    for work, kind, hops in zip(
-        ring_passes(), (K.ATTENTION, K.ATTENTION_BACKWARD), (1, 3), strict=True
-    ):
+    passes = passes_over_context(partial(RingCore, scale=None, is_balanced=False))
+    for work, kind, hops in zip(passes, (K.ATTENTION, K.ATTENTION_BACKWARD), (1, 3), strict=True):
         sent = [place for place, item in enumerate(work) if isinstance(item, InnerCollective)]
         assert len(sent) == hops and all(work[place].axis == "cp" for place in sent)
         products = [place for place, item in enumerate(work) if is_of(item, kind)]
@@ -292,6 +296,24 @@ def test_a_hop_of_a_ring_is_awaited_behind_the_product_that_it_runs_beside():
         assert [work[place].is_whole for place in products] == [False, True]
     *_, home = (work[place] for place in sent)
     assert home.beside < 4  # nothing but what ends the pass
+
+
+@pytest.mark.parametrize(
+    ("via", "home"),
+    [
+        (ReduceScatterVia.NATIVE, Collective.REDUCE_SCATTER),
+        (ReduceScatterVia.ALL_TO_ALL, Collective.ALL_TO_ALL),
+    ],
+)
+def test_gathered_keys_and_their_gradients_take_the_time_of_a_collective_over_cp(
+    via: ReduceScatterVia, home: Collective
+) -> None:
+    core_of = partial(GatheredCore, scale=None, via=via, registry=Registry())
+    passes = passes_over_context(core_of)
+    for work, collective in zip(passes, (Collective.ALL_GATHER, home), strict=True):
+        (sent,) = (item for item in work if isinstance(item, InnerCollective))
+        assert (sent.collective, sent.axis) == (collective, "cp")
+        assert sent.payload == 2 * 2 * (1 * 2 * 8 * 4) * 4  # ranks x K and V x elements x fp32
 
 
 def is_of(item: Operator | InnerCollective, kind: OperatorKind) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 from typing import assert_never
 
 from ptrain.axes.context.tokens import Span, spans
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.context import ContextAttention, Hybrid
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
@@ -59,11 +61,10 @@ def degrees(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int, int]
             assert_never(attention)
 
 
-def is_balanced(attention: ContextAttention | Hybrid) -> bool:
-    """Whether each of the ring's places has an early and a late chunk."""
-    if isinstance(attention, Hybrid):
-        return attention.ring > 1
-    return attention is ContextAttention.ZIGZAG
+def repeats(ulysses: int, kv_heads: int) -> int:
+    """Return how often the ranks of a Ulysses group need each of so many heads of keys and values
+    (those that tp leaves a rank), so that all have as many: once where they divide them."""
+    return ulysses // gcd(ulysses, kv_heads)
 
 
 def context_of(spec: Spec) -> ContextParallel | None:
@@ -71,15 +72,16 @@ def context_of(spec: Spec) -> ContextParallel | None:
     factor = factor_of(spec)
     if factor is None:
         return None
-    attention = attention_of(spec)
+    attention, shape = attention_of(spec), spec.model
     ulysses, ring = degrees(attention, factor.degree)
     return ContextParallel(
         axis=factor.axis,
         ulysses=ulysses,
         ring=ring,
         sequence=spec.batch.sequence,
-        is_balanced=is_balanced(attention),
+        is_balanced=attention.is_balanced,
         gathers=attention is ContextAttention.ALL_GATHER,
+        has_documents=isinstance(shape, ModelShape) and shape.document_start is not None,
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from math import lcm
 
 from ptrain.costs import Collective, Phase
 from ptrain.spec.axis import Axis
@@ -71,8 +72,10 @@ def _exchanges(
 
 
 def keys_and_values(spec: Spec, shape: ModelShape, step: ContextParallel) -> int:
-    """Return kappa, the bytes of a rank's keys and values in a layer, grouped heads as they are."""
-    return 2 * _features(spec, step) * shape.kv_heads // spec.degree(Axis.TP) * shape.head_dim
+    """Return kappa, the bytes of a rank's keys and values in a layer, of grouped heads as they are:
+    but the ranks of Ulysses have whole heads, and there are as many as both divide."""
+    heads = lcm(shape.kv_heads // spec.degree(Axis.TP), step.ulysses)
+    return 2 * _features(spec, step) * heads * shape.head_dim
 
 
 def queries(spec: Spec, shape: ModelShape, step: ContextParallel) -> int:

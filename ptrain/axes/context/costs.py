@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from ptrain.axes.context.attention import repeats
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.facts.attention import Attending, AttentionHeads
 from ptrain.facts.stages import is_within
-from ptrain.spec.activations import PLAIN, Kept, Scope
+from ptrain.spec.activations import PLAIN, Kept, Operators, Scope
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import ModelShape
@@ -25,16 +26,28 @@ def sent(
     spec: Spec, plan: Plan, kept: tuple[Kept, ...], own: tuple[AttentionHeads, ...] = ()
 ) -> Iterator[Traffic]:
     """Yield what layers whose activations are `kept` so send over cp in a step; one that is
-    computed again sends again. `own`: the heads of each, of a model that is not built in."""
+    computed again sends again, but for what arrived and is kept. `own`: the heads of each, of a
+    model that is not built in."""
     step = plan.context
     if step is None:
         return
+    times = plan.accumulate.micro_batches
+    yield from _documents(spec, step, times)
     alike: dict[AttentionHeads, list[Kept]] = {}
     for heads, mode in zip(own or (_heads_of(spec),) * len(kept), kept, strict=True):
         alike.setdefault(heads, []).append(mode)
     for heads, modes in alike.items():
         exchange = _Exchange(spec, plan, step, heads)
-        yield from _of_layers(exchange, plan.accumulate.micro_batches, modes)
+        yield from _of_layers(exchange, times, modes)
+
+
+def _documents(spec: Spec, step: ContextParallel, times: int) -> Iterator[Traffic]:
+    """A byte a token says whether a document begins with it."""
+    shape = spec.model
+    if isinstance(shape, ModelShape) and shape.document_start is not None:
+        calls = Calls(Collective.ALL_GATHER, _ACTIVATIONS, Phase.FORWARD, times, None)
+        ranks = step.ulysses * step.ring
+        yield calls.over(Group((step.axis,), ranks), spec.batch.micro * step.sequence)
 
 
 def own_kept(
@@ -60,7 +73,8 @@ def _heads_of(spec: Spec) -> AttentionHeads:
 
 def _of_layers(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterator[Traffic]:
     """Of layers with the same heads, in so many micro-batches."""
-    scopes = Counter(mode.policy.scope for mode in kept if mode.policy is not None)
+    policies = (mode.policy for mode in kept if mode.policy is not None)
+    scopes = Counter(policy.scope for policy in policies if Operators.COLLECTIVE not in policy.keep)
     attention = times * scopes[Scope.ATTENTION]
     again = times * scopes[Scope.BLOCK]
     yield from exchange.forward(Phase.FORWARD, times * len(kept))
@@ -72,7 +86,8 @@ def _of_layers(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterato
 
 class _Exchange:
     """A layer's attention, of so many `times`: `head` are bytes of one head of a rank's tokens,
-    `keys` those of its keys and values, `queries` those of its queries."""
+    `keys` those of its keys and values, as often as they are sent, `queries` those of its
+    queries."""
 
     def __init__(
         self, spec: Spec, plan: Plan, step: ContextParallel, heads: AttentionHeads
@@ -81,7 +96,9 @@ class _Exchange:
         self.step, self.via = step, spec.reduce_scatter
         cut = spec.degree(Axis.TP)
         head = spec.batch.micro * plan.tokens * heads.head_dim * compute.itemsize
-        self.queries, self.keys = head * heads.heads // cut, 2 * head * heads.kv_heads // cut
+        kv_heads = heads.kv_heads // cut
+        kv_heads *= repeats(step.ulysses, kv_heads)
+        self.queries, self.keys = head * heads.heads // cut, 2 * head * kv_heads
         wide = max(compute.itemsize, DType.FP32.itemsize)
         self.gradients = self.keys // compute.itemsize * wide  # of keys and values, as they travel
 

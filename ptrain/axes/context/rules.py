@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ptrain.axes.context.attention import attention_of, degrees, factor_of, is_balanced
+from ptrain.axes.context.attention import attention_of, degrees, factor_of
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import PADDED, token_multiple
 from ptrain.spec.block import Positions
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.job import OptimizerSpec
@@ -109,22 +110,28 @@ def _slices(spec: Spec) -> Iterator[Fault]:
     if factor is None or any(_product(spec)):
         return
     ulysses, ring = degrees(attention, factor.degree)
-    chunks = ulysses * ring * (2 if is_balanced(attention) else 1)
+    per_rank = 2 if attention.is_balanced else 1
+    chunks = ulysses * ring * per_rank
     if sequence % chunks == 0:
         return
-    near = sorted({max(1, sequence // chunks) * chunks, -(-sequence // chunks) * chunks})
-    per_rank = 2 if is_balanced(attention) else 1
+    near = _nearest(sequence, token_multiple(spec.factors, attention))
+    is_open = sequence % per_rank == 0 and not isinstance(attention, Hybrid)
     degrees_that_do = [d for d in divisors(sequence // per_rank) if d <= 4 * factor.degree]
-    is_odd = sequence % per_rank
-    fewer = f", or cp of {_listed(degrees_that_do)}" if degrees_that_do and not is_odd else ""
+    fewer = f", or cp of {_listed(degrees_that_do)}" if degrees_that_do and is_open else ""
     contiguous = ", or attention: ring" if per_rank > 1 and sequence % factor.degree == 0 else ""
     yield Fault(
         place="batch.sequence",
         finding=f"{sequence} tokens are not cut into {chunks} equal "
         + (f"chunks, two for each of {factor.degree} ranks" if per_rank > 1 else "slices")
         + f" of cp ({attention})",
-        remedy=f"write sequence: {' or '.join(map(str, near))}{fewer}{contiguous}",
+        remedy=f"write sequence: {near}{fewer}{contiguous}{PADDED}",
     )
+
+
+def _nearest(sequence: int, multiple: int) -> str:
+    """Return the lengths around a sequence that are such multiples."""
+    near = sorted({max(1, sequence // multiple) * multiple, -(-sequence // multiple) * multiple})
+    return " or ".join(map(str, near))
 
 
 def _listed(numbers: list[int]) -> str:
@@ -132,32 +139,20 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _heads(spec: Spec) -> Iterator[Fault]:
-    """Ulysses gives each rank as many query heads as the others."""
+    """Ulysses gives each rank as many query heads as the others; those of keys and values it
+    repeats."""
     ulysses, shape = _ulysses(spec), spec.model
     if not isinstance(shape, ModelShape) or ulysses == 1:
         return
     heads = shape.heads // spec.degree(Axis.TP)
     if heads % ulysses:
+        place = _place_of_ulysses(spec)
+        degree = "cp" if place == "mesh.cp" else "ulysses"
         yield Fault(
-            place=_place_of_ulysses(spec),
+            place=place,
             finding=f"ulysses over {ulysses} ranks does not divide {heads} heads"
             f"{' that tp leaves a rank' if spec.degree(Axis.TP) > 1 else ''}",
-            remedy=f"choose ulysses from {_listed(divisors(heads))}, or attention: zigzag",
-        )
-
-
-def _keys(spec: Spec) -> Iterator[Fault]:
-    ulysses, shape = _ulysses(spec), spec.model
-    if not isinstance(shape, ModelShape) or ulysses == 1 or any(_heads(spec)):
-        return
-    heads = shape.kv_heads // spec.degree(Axis.TP)
-    if heads % ulysses:
-        yield Fault(
-            place=_place_of_ulysses(spec),
-            finding=f"not yet: ulysses over {ulysses} ranks does not divide {heads} heads of keys "
-            "and values, which would have to be repeated",
-            remedy=f"what works today: ulysses of {_listed(divisors(heads))}, with a ring "
-            "around it where cp has more ranks, or attention: zigzag",
+            remedy=f"choose {degree} from {_listed(divisors(heads))}, or attention: zigzag",
         )
 
 
@@ -214,6 +209,19 @@ def _kernels(spec: Spec) -> Iterator[Fault]:
             )
 
 
+def _documents(spec: Spec) -> Iterator[Fault]:
+    factor, shape, attention = factor_of(spec), spec.model, attention_of(spec)
+    if factor is None or not isinstance(shape, ModelShape) or shape.document_start is None:
+        return
+    if attention is not ContextAttention.ALL_GATHER and degrees(attention, factor.degree)[1] > 1:
+        yield Fault(
+            place="model.document_start",
+            finding=f"not yet: documents with {attention}, whose hops know of no mask",
+            remedy="what works today: attention: ulysses, or attention: all-gather with "
+            "placement.cp.activations=S*",
+        )
+
+
 def _own_functions(spec: Spec) -> Iterator[Fault]:
     if factor_of(spec) is None:
         return
@@ -238,13 +246,12 @@ def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
         or not (sequence // factor.degree) % tp
     ):
         return
-    even = factor.degree * tp
-    near = sorted({max(1, sequence // even) * even, -(-sequence // even) * even})
+    near = _nearest(sequence, token_multiple(spec.factors, attention_of(spec)))
     yield Fault(
         place="batch.sequence",
         finding=f"{sequence // factor.degree} tokens of a rank of cp are not cut into {tp} equal "
         "slices of tp",
-        remedy=f"write sequence: {' or '.join(map(str, near))}, or activations: R on tp",
+        remedy=f"write sequence: {near}, or activations: R on tp{PADDED}",
     )
 
 
@@ -312,7 +319,7 @@ CONTEXT = AxisRules(
         ),
     ),
     not_yet=(
-        SpecRule(name="keys and values go unrepeated", theorem="", faults=_keys),
+        SpecRule(name="hops know of no mask", theorem="", faults=_documents),
         SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),
     ),
 )

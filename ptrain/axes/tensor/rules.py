@@ -16,6 +16,7 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.axes.tensor.costs import shards_differ, slices
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import PADDED
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Placement, R, S
@@ -129,7 +130,7 @@ def _tokens(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="batch.sequence",
             finding=f"{sequence} tokens are not cut into {degree} equal slices",
-            remedy=f"write a multiple of {degree}, or activations: R on tp",
+            remedy=f"write a multiple of {degree}, or activations: R on tp{PADDED}",
         )
 
 

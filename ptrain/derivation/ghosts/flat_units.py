@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import cached_property
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.costs import Footprint, Traffic
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.flat_rows import flat_buffers, flat_footprints, flat_sent, scalars
+from ptrain.derivation.flat_rows import FlatRows, flat_buffers, flat_rows, scalars
 from ptrain.derivation.ghosts.unit_notes import accumulation, kept_root
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped
 from ptrain.derivation.tape import Scene
@@ -26,6 +27,11 @@ class Units:
         # the reduction of the unit before, and who is gathered ahead or, of files, read
         self.reach = 1 + step.prefetch + (step.parameters_tier is Tier.FILE)
 
+    @cached_property
+    def _rows(self) -> FlatRows:
+        wrapped = self.wrapped
+        return flat_rows(wrapped.spec, wrapped.plan, self.step, wrapped.facts)
+
     def player(self, scene: Scene) -> Flat:
         return Flat(scene, self.step)
 
@@ -34,14 +40,12 @@ class Units:
         return 0
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
-        wrapped = self.wrapped
-        return flat_footprints(wrapped.spec, wrapped.plan, self.step, wrapped.facts)
+        yield from self._rows.footprints
 
     def sent(self, times: Times | None) -> Iterator[Traffic]:
         """`times` adds nothing: in a pipeline units are given back after every pass or after none
         (`axes.pipeline.rules`), so that the order of passes does not count."""
-        wrapped = self.wrapped
-        return flat_sent(wrapped.spec, wrapped.plan, self.step, wrapped.facts)
+        yield from self._rows.sent
 
     def scalars(self) -> Iterator[Traffic]:
         return scalars(self.wrapped.plan, self.step)

@@ -292,7 +292,9 @@ def compare_states(
     limit: Tolerance,
 ) -> None:
     """Compare what the optimizers keep beside each parameter, where both keep something of that
-    name."""
+    name: what is noise beside that of the other parameters (a key's bias has no gradient) relative
+    to theirs."""
+    scales = _scales_of(reference)
     for name, tensors in run.items():
         for key, state in tensors.items():
             whole = reference.get(name, {}).get(key)
@@ -302,11 +304,21 @@ def compare_states(
             if row is None:
                 continue
             part = holds[name].of(whole)
-            size = difference(row, part, max(_norm(part), _QUIET * _norm(whole)))
+            length = max(scales[key].length(whole, part), _QUIET * _norm(whole))
+            size = difference(row, part, length)
             differences.compare(
                 Moment.UPDATE, Subject.OPTIMIZER, f"{name} · {key}", difference=size,
                 tolerance=max(limit.updates, 10 * limit.gradients),
             )  # fmt: skip
+
+
+def _scales_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Magnitude]:
+    """Return how large each kind of state is, over all parameters."""
+    kinds: dict[str, dict[str, Tensor]] = {}
+    for name, tensors in states.items():
+        for key, state in tensors.items():
+            kinds.setdefault(key, {})[name] = state
+    return {key: Magnitude.of(tensors) for key, tensors in kinds.items()}
 
 
 def compare_buffers(

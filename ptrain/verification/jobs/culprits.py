@@ -3,7 +3,7 @@ something else for the same inputs, updates, optimizer state, replicas, losses."
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -95,6 +95,30 @@ def explain_outputs(
         here, ranks, state=Subject.ACTIVATIONS, axis=axis or None,
         factor=factor or f"differs by {first.difference:.3g}", sentence=f"{what} {cure}",
     )  # fmt: skip
+
+
+def explain_slices(
+    unclear: Culprit, names: Collection[str], parameters: Sequence[str], axis: str
+) -> Culprit | None:
+    """Say of gradients that depart where ranks have slices of a sequence down to which module the
+    backward pass is right; `names` depart of all `parameters`, which are in the order in which
+    their modules run forward. None where none is right that runs later."""
+    last = max((parameters.index(name) for name in names if name in parameters), default=-1)
+    later = parameters[last + 1 :]
+    if last < 0 or not later:
+        return None
+    module = parameters[last].rpartition(".")[0]
+    return replace(
+        unclear,
+        axis=axis,
+        factor="other gradients from the ranks' other slices",
+        place=module,
+        sentence=f"Backward is right down to {module}: parameters that are used after it "
+        f"({families(later)}) have one device's gradients. So the gradient of what {module} "
+        f"returns is wrong, of which the ranks of {axis} have shares: look at the backward pass of "
+        "what exchanges it, which must sum them. torch.distributed.nn.functional.all_gather takes "
+        "gradients for contiguous on gloo: make them so.",
+    )
 
 
 def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Culprit:

@@ -26,6 +26,7 @@ from ptrain.verification.jobs.culprits import (
     explain_loss,
     explain_outputs,
     explain_precision,
+    explain_slices,
     explain_start,
     explain_update,
     reference_not_finite,
@@ -197,7 +198,8 @@ class Examiner:
                 return explain_update(first, self.ranks, dict(enumerate(moves)))
 
     def _explain_gradients(self, step: StepComparison, first: Sequence[Departure]) -> Culprit:
-        if not any(axis in _CONTEXT for axis in self.ranks.axes):
+        context = next((axis for axis in self.ranks.axes if axis in _CONTEXT), "")
+        if not context:
             mine = [departure.plain() for departure in output_departures(step, self.limit)]
             outputs = [
                 Departure.of(departure) for rank in self.ranks.gather(mine) for departure in rank
@@ -213,6 +215,10 @@ class Examiner:
             before=self.before,
         )  # fmt: skip
         explanation = explain_gradients(first, job_evidence, self.ranks, self.limit.gradients)
+        if context and explanation.factor.startswith("differs by"):
+            names = {departure.name for departure in first}
+            order = _in_order(step.expected)
+            explanation = explain_slices(explanation, names, order, context) or explanation
         return batch_statistics(explanation, self.pair.reference.model) or explanation
 
     def _explain_outputs(self, step: StepComparison, outputs: Sequence[Departure]) -> Culprit:
@@ -335,6 +341,13 @@ class Examiner:
             yield self.worst_loss.check()
         for liveness in life:
             yield from liveness.checks()
+
+
+def _in_order(run: StepRecorder) -> list[str]:
+    """Return the parameters that have a gradient, as the modules that have them first return."""
+    order = [path for path, _ in run.outputs.forward]
+    known = [name for name in run.gradients if name.rpartition(".")[0] in order]
+    return sorted(known, key=lambda name: order.index(name.rpartition(".")[0]))
 
 
 def _autocast(run: StepRecorder) -> str:

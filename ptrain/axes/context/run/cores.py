@@ -9,16 +9,16 @@ Keys and values travel with as many heads as they have; a kernel repeats none.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptrain.axes.context.run.kernels import kernel_of
-from ptrain.costs import State
+from ptrain.costs import Collective, State
 from ptrain.internals.context_parallel import merged, ring_backward, ring_forward
-from ptrain.rooms.comm import all_gather, reduce_scatter
+from ptrain.internals.functional_collectives import all_gathered, exchanged, reduce_scattered
 from ptrain.rooms.registry import Registry
 from ptrain.spec.dials import ReduceScatterVia
 
@@ -91,8 +91,8 @@ class GatheredCore(nn.Module):
     def forward(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
-        assert mask_TT is None, "legality keeps windows out of gathered keys"
-        y_BHTD: Tensor = _Gathered.apply(q_BHTD, k_BGTD, v_BGTD, self)
+        """`mask_TT`: that of documents, of the rank's queries and all keys [B, 1, T, S]."""
+        y_BHTD: Tensor = _Gathered.apply(q_BHTD, k_BGTD, v_BGTD, mask_TT, self)
         return y_BHTD
 
     @property
@@ -106,10 +106,8 @@ class GatheredCore(nn.Module):
     def gathered(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, G, S, D] of all ranks, views of one tensor."""
         own = torch.stack((k_BGTD, v_BGTD))  # [2, B, G, T, D]
-        whole = own.new_empty(self.size * own.numel())
-        self.registry.tag(whole, State.ACTIVATIONS)
-        all_gather(whole, own.view(-1), self.group)
-        parts = whole.view(self.size, *own.shape)
+        self.registry.tag(own, State.ACTIVATIONS)
+        parts = all_gathered(own[None], self.group)  # [N, 2, B, G, T, D]
         k_BGSD, v_BGSD = parts.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # a copy, in their order
         return k_BGSD, v_BGSD
 
@@ -118,26 +116,38 @@ class GatheredCore(nn.Module):
         both = torch.stack((k_BGSD, v_BGSD)).unflatten(3, (self.size, -1))
         parts = both.permute(3, 0, 1, 2, 4, 5).contiguous()  # [N, 2, B, G, T, D]
         del both
-        own = parts.new_empty(parts.shape[1:])
-        self.registry.tag(parts, State.ACTIVATIONS)
-        self.registry.tag(own, State.ACTIVATIONS)
-        moved = reduce_scatter(own.view(-1), parts.view(-1), self.group, self.via, self.registry)
-        moved.wait()
-        k_BGTD, v_BGTD = own
+        k_BGTD, v_BGTD = self._own_sum(parts)
         return k_BGTD, v_BGTD
+
+    def _own_sum(self, parts: Tensor) -> Tensor:
+        """Return the ranks' sum of these parts [N, ...], of which each has one."""
+        match self.via:
+            case ReduceScatterVia.NATIVE:
+                self.registry.tag(parts, State.ACTIVATIONS)
+                return reduce_scattered(parts, self.group)[0]
+            case ReduceScatterVia.ALL_TO_ALL:
+                self.registry.tag(parts, State.ACTIVATIONS, Collective.REDUCE_SCATTER)
+                return exchanged(parts, self.group).sum(0)
+            case _:
+                assert_never(self.via)
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, core: GatheredCore
+        ctx: Any,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        mask_B1TS: Tensor | None,
+        core: GatheredCore,
     ) -> Tensor:
-        kernel, num_before = kernel_of(q_BHTD, core.scale), core.rank * q_BHTD.shape[-2]
+        kernel, num_before = kernel_of(q_BHTD, core.scale, mask_B1TS), core.rank * q_BHTD.shape[-2]
         k_BGSD, v_BGSD = core.gathered(k_BGTD, v_BGTD)
         others: list[dict[str, Any]] = []
 
         def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-            for part, is_causal in _blocks(num_before, q_BHTD.shape[-2]):
+            for part, is_causal in _blocks(num_before, q_BHTD.shape[-2], mask_B1TS):
                 y_BHTD, sums_BHT, *rest = kernel.forward(
                     q_BHTD, k_BGSD[..., part, :], v_BGSD[..., part, :], is_causal=is_causal,
                     **kernel.given,
@@ -146,17 +156,17 @@ class _Gathered(torch.autograd.Function):
                 yield y_BHTD, sums_BHT
 
         y_BHTD, sums_BHT = merged(blocks(), q_BHTD.dtype)
-        ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT)
+        ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT, mask_B1TS)
         ctx.core, ctx.others, ctx.num_before = core, others, num_before
         return y_BHTD
 
     @staticmethod
     def backward(ctx: Any, gradient_BHTD: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT = ctx.saved_tensors
-        core, kernel = ctx.core, kernel_of(q_BHTD, ctx.core.scale)
+        q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT, mask_B1TS = ctx.saved_tensors
+        core, kernel = ctx.core, kernel_of(q_BHTD, ctx.core.scale, mask_B1TS)
         k_sum, v_sum = torch.zeros_like(k_BGSD), torch.zeros_like(v_BGSD)
         q_sum = torch.zeros_like(q_BHTD)
-        blocks = _blocks(ctx.num_before, q_BHTD.shape[-2])
+        blocks = _blocks(ctx.num_before, q_BHTD.shape[-2], mask_B1TS)
         for (part, is_causal), others in zip(blocks, ctx.others, strict=True):
             q_part, k_part, v_part, *_ = kernel.backward(
                 grad_out=gradient_BHTD, query=q_BHTD, key=k_BGSD[..., part, :],
@@ -166,12 +176,17 @@ class _Gathered(torch.autograd.Function):
             q_sum += q_part
             k_sum[..., part, :] = k_part
             v_sum[..., part, :] = v_part
-        return q_sum, *core.summed(k_sum, v_sum), None
+        return q_sum, *core.summed(k_sum, v_sum), None, None
 
 
-def _blocks(num_before: int, num_own: int) -> Iterator[tuple[slice, bool]]:
+def _blocks(
+    num_before: int, num_own: int, mask_B1TS: Tensor | None
+) -> Iterator[tuple[slice, bool]]:
     """Yield the keys that a rank's queries attend to, and whether causally: its own, and those
-    before."""
+    before; all at once where a mask says which."""
+    if mask_B1TS is not None:
+        yield slice(None), False
+        return
     yield slice(num_before, num_before + num_own), True
     if num_before:
         yield slice(0, num_before), False

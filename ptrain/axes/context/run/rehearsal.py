@@ -25,7 +25,7 @@ from ptrain.errors import SpecError, refused
 from ptrain.facts.attention import Attending
 from ptrain.internals.dispatch import without_modes
 from ptrain.internals.fakes import detect_fake_mode
-from ptrain.models.attending import POSITIONS, AttendingCall, AttentionWatch, not_plain
+from ptrain.models.attending import POSITIONS, AttendingCall, AttentionWatch, logits_at, not_plain
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.buffers import copied_buffers
 from ptrain.models.contract import forward_of
@@ -44,7 +44,6 @@ Spans = tuple[Span, ...]
 _TOKENS = 1  # the dimension of inputs and logits
 _OF_HEADS = 2  # that of heads [B, H, T, D]
 _CHUNK = 2  # tokens of a chunk, of as many chunks as the spec's
-_KINDS = 29  # tokens of so many kinds, which every vocabulary has
 
 
 def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) -> None:
@@ -74,13 +73,12 @@ def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
             raise not_plain(place, module or name, call)
         return call.query.new_empty(call.query.shape)
 
-    tokens = torch.zeros(1, spec.batch.sequence, dtype=torch.int64, device="meta")
-    positions = positions_of(((0, spec.batch.sequence),), tokens.device)
-    named = {attending.positions: positions} if attending.positions else {}
+    positions = positions_of(((0, spec.batch.sequence),), torch.device("meta"))
     with without_modes(), forked(), suppress(CodeRaised, *READ):
-        bare = on_meta(model)
-        with AttentionWatch(bare, meet).watching(), forward_of(bare, tokens, spec), torch.no_grad():
-            bare(tokens, **named)
+        with forward_of(model, positions, spec):  # its own code may not be copied
+            bare = on_meta(model)
+        with AttentionWatch(bare, meet).watching():
+            logits_at(bare, positions, attending.positions, spec)
 
 
 def _require_heads(
@@ -94,11 +92,12 @@ def _require_heads(
                 finding = f"{heads} {what} of {module.name} are not divided by tp {tp}, and cp "
                 finding += "exchanges as many on each rank"
                 raise refused("mesh.tp", finding, f"choose tp from {_listed(heads)}")
-            if heads // tp % step.ulysses:
-                finding = f"ulysses over {step.ulysses} ranks does not divide {heads // tp} {what} "
-                finding += f"of {module.name}"
-                remedy = f"choose ulysses from {_listed(heads // tp)}, or attention: zigzag"
-                raise refused(place if not spec.context else "context.attention", finding, remedy)
+        own = module.heads.heads // tp
+        if own % step.ulysses:
+            finding = f"ulysses over {step.ulysses} ranks does not divide {own} heads of "
+            finding += module.name
+            remedy = f"choose ulysses from {_listed(own)}, or attention: zigzag"
+            raise refused(place if not spec.context else "context.attention", finding, remedy)
 
 
 def _listed(number: int) -> str:
@@ -129,7 +128,7 @@ class _Rehearsal:
         """Raises SpecError for the first departure: in training mode without dropout, or in
         evaluation mode where the model still draws random numbers."""
         ends, every = {0, self.step.ulysses * self.step.ring - 1}, ((0, self.step.sequence),)
-        with copied_buffers(self.model), forked(), torch.no_grad(), without_dropout(self.model):
+        with copied_buffers(self.model), forked(), without_dropout(self.model):
             before = drawn_state()
             with in_mode(self.model, training=True):
                 self._run(every, self._note)
@@ -141,12 +140,8 @@ class _Rehearsal:
     def _run(self, spans: Spans, attend: Callable[[str, AttendingCall], Tensor]) -> Tensor:
         device = next(self.model.parameters()).device
         positions = positions_of(spans, device)
-        tokens = 1 + positions % _KINDS
-        named = {self.positions: positions} if self.positions else {}
-        watch = AttentionWatch(self.model, attend)
-        with watch.watching(), forward_of(self.model, tokens, self.spec):
-            logits: Tensor = self.model(tokens, **named)
-        return logits
+        with AttentionWatch(self.model, attend).watching():
+            return logits_at(self.model, positions, self.positions, self.spec).detach()
 
     def _note(self, module: str, call: AttendingCall) -> Tensor:
         output = call.by_torch(self._torchs)

@@ -1,5 +1,6 @@
 """Ulysses (Jacobs et al. 2023): ranks exchange their tokens of all heads for all tokens of their
-heads, attend, and exchange back.
+heads, attend, and exchange back. Where they do not divide the heads of keys and values these are
+repeated first, as often as each rank then has as many: to the degree, where it is a multiple.
 
 Legend of shape suffixes: B samples, H heads of all ranks, T tokens of a rank, D elements per head,
 N ranks, h heads of a rank, S tokens of all of them.
@@ -10,7 +11,9 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ptrain.axes.context.attention import repeats
 from ptrain.internals.functional_collectives import all_to_all_single_autograd, awaited
+from ptrain.models.attention import repeated
 
 
 class UlyssesCore(nn.Module):
@@ -23,7 +26,10 @@ class UlyssesCore(nn.Module):
     def forward(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_SS: Tensor | None = None
     ) -> Tensor:
+        times = repeats(self.group.size(), k_BGTD.shape[1])
+        k_BGTD, v_BGTD = repeated(k_BGTD, times), repeated(v_BGTD, times)
         heads = [self._tokens_for_heads(x_BHTD) for x_BHTD in (q_BHTD, k_BGTD, v_BGTD)]
+        del k_BGTD, v_BGTD
         y_BhSD = self.inner(*heads, mask_SS)
         del heads
         return self._heads_for_tokens(y_BhSD)

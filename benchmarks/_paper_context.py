@@ -1,0 +1,189 @@
+"""What a blog and the lecture say of sequences that are cut over ranks. Each claim is worked out
+from the blocks of scores that ranks meet, from predicted calls and from the rates of an H100;
+nothing is run."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from _paper_composition import Claim, Said, table
+from _paper_digest import exact
+from _paper_seconds import HIDDEN
+
+from ptrain.algebra.legality import require
+from ptrain.axes.context.attention import context_of
+from ptrain.axes.context.cost import keys_and_values
+from ptrain.axes.context.tokens import balance, blocks_of
+from ptrain.costs import Collective, Phase, State
+from ptrain.derivation.beside import messages
+from ptrain.facts.operators import InnerCollective, Operator
+from ptrain.rates.measured import pace_of
+from ptrain.rates.pace import Pace
+from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
+from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
+from ptrain.spec.spec import Spec
+from ptrain.steps.context import ContextParallel
+
+RANKS, TOKENS = 8, 131_072
+_FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
+
+
+def words(attention: str, tokens: int = TOKENS, states: str = "R,R,R") -> tuple[str, ...]:
+    """The 8B on a node, its sequence cut over all of it."""
+    return (
+        f"mesh={{cp: {RANKS}}}",
+        f"placement={{cp: '{states},S'}}",
+        f"context.attention={attention}",
+        "batch.global=1",
+        f"batch.sequence={tokens}",
+    )
+
+
+def planned(*overrides: str) -> tuple[Spec, ContextParallel]:
+    spec = require(load("8b-zero3", overrides))
+    step = context_of(spec)
+    assert step is not None, "the sequence is cut"
+    return spec, step
+
+
+def _steps() -> Said:
+    spec, step = planned(*words("ring"))
+    assert isinstance(spec.model, ModelShape), "a built-in model"
+    hops = {
+        phase: sum(
+            row.calls
+            for row in exact("8b-zero3", *words("ring")).traffic
+            if row.key.collective is Collective.ALL_TO_ALL and row.key.phase is phase
+        )
+        // spec.model.layers
+        for phase in (_FORWARD, _BACKWARD)
+    }
+    blocks = [len([*blocks_of(step, place)]) for place in range(RANKS)]
+    text = (
+        f"{min(blocks)} … {max(blocks)} products; {hops[_FORWARD]} hops forward, "
+        f"{hops[_BACKWARD]} backward a layer on cp {RANKS}"
+    )
+    return hops == dict.fromkeys(hops, RANKS - 1), text
+
+
+def _hidden() -> Said:
+    texts, shares = [], []
+    for tokens in (1024, TOKENS // RANKS):
+        product, hops = _beside(tokens)
+        shares += [waited / moving for moving, waited in hops.values()]
+        ways = ", ".join(f"{1e3 * moving:.2g} ms {where}" for where, (moving, _) in hops.items())
+        texts.append(f"{tokens:,} tokens a rank: {1e3 * product:.2g} ms a block, a hop {ways}")
+    return all(share < HIDDEN for share in shares), "; ".join(texts)
+
+
+def _beside(tokens: int) -> tuple[float, dict[str, tuple[float, float]]]:
+    """The seconds of a whole block of so many queries and keys and, by where the next rank is, how
+    long a forward hop beside it moves and how long it is waited for."""
+    spec, step = planned(*words("ring", RANKS * tokens))
+    shape, pace = spec.model, pace_of(spec.cluster, RANKS)
+    assert isinstance(shape, ModelShape) and pace is not None, "rates of an H100"
+    hop = InnerCollective(
+        Collective.SEND, keys_and_values(spec, shape, step), axis=str(step.axis), beside=1
+    )
+    sizes = spec.batch.micro, shape.heads, tokens, tokens, shape.head_dim
+    product = Operator(OperatorKind.ATTENTION, DType.BF16, sizes, is_whole=True)
+
+    def on(nodes: int, item: InnerCollective, pace: Pace = pace) -> float:
+        return pace.collective_seconds(item.collective, ranks=2, nodes=nodes, payload=item.payload)
+
+    hops = {}
+    for nodes, where in ((1, "in a node"), (2, "between nodes")):
+        played = messages((hop, product), pace.operator_seconds, partial(on, nodes))
+        ((_, moving, waited),) = played
+        hops[where] = moving, waited
+    return pace.operator_seconds(product), hops
+
+
+def _uneven() -> Said:
+    of_ring, of_zigzag = (balance(planned(*words(name))[1]) for name in ("ring", "zigzag"))
+    text = (
+        f"scores over their mean: contiguous {float(min(of_ring)):.3g} on the first rank to "
+        f"{float(max(of_ring)):.4g} on the last, zigzag {float(max(of_zigzag)):.4g} on all"
+    )
+    is_even = min(of_zigzag) == max(of_zigzag)
+    return of_ring == tuple(sorted(of_ring)) and of_ring[0] < of_ring[-1] and is_even, text
+
+
+def _summed() -> Said:
+    estimate = exact("8b-zero3", *words("zigzag"))
+    rows = [row for row in estimate.traffic if row.key.state is State.GRADIENTS]
+    reduced = [row for row in rows if row.key.phase is _BACKWARD]
+    size = sum(row.payload_bytes for row in reduced)
+    gradients = estimate.bytes_of(State.GRADIENTS)
+    names = {f"{row.key.collective} over {'+'.join(row.key.axes)}" for row in reduced}
+    cut = exact("8b-zero3", *words("zigzag", states="S*,S,S"))
+    others = {
+        f"{row.key.collective} over {'+'.join(row.key.axes)}"
+        for row in cut.traffic
+        if row.key.state is State.GRADIENTS and row.key.phase is _BACKWARD
+    }
+    text = (
+        f"{size / 1e9:.4g} GB by {', '.join(sorted(names))}; where cp shards Θ by "
+        f"{', '.join(sorted(others))}"
+    )
+    return size == gradients and names == {"all_reduce over cp"}, text
+
+
+CONTEXT = (
+    Claim(
+        title="A ring takes N − 1 steps",
+        where="lecture 6.5",
+        printed="the computation proceeds in N − 1 steps, in each of which a rank computes with "
+        "the keys and values it has and sends them on",
+        find=_steps,
+        otherwise="N blocks and N − 1 hops forward, N − 1 and N backward",
+        why="A rank computes with its own keys too, so that N blocks take N − 1 hops. In backward "
+        "keys and values go round again, and their gradients with them and once more, home. A "
+        "causal mask leaves the first of contiguous slices one block.",
+    ),
+    Claim(
+        title="Hops are hidden by attention",
+        where="lecture 6.5; blog, sequences",
+        printed="K/V travel while a rank computes, which hides much of the latency, so that the "
+        "length that can be trained scales with the devices",
+        find=_hidden,
+        why="Llama 3 8B, bf16. A block's operations grow with the square of a rank's tokens, what "
+        "travels with their number: of long sequences it is hidden. What is not: the last hop "
+        "of backward, which brings gradients home behind the last product, and the exchanges of "
+        "Ulysses and of all-gather, which are awaited.",
+    ),
+    Claim(
+        title="Zigzag balances what contiguous slices do not",
+        where="lecture 6.5, figure 21",
+        printed="with sequential chunks workers that hold early ones have less computation; zigzag "
+        "assigns them non-contiguously and balances all",
+        find=_uneven,
+        why="Token t meets t + 1. The last of N slices has (2N − 1)/N of the mean, and a step "
+        "waits for it; of 2N chunks the n-th and the n-th from the end have as much as any two.",
+    ),
+    Claim(
+        title="Gradients are all-reduced over cp",
+        where="lecture 6.5",
+        printed="an AllReduce over the ranks of cp after the backward pass averages the gradients",
+        find=_summed,
+        why="They are added up and not averaged: each rank's loss is a sum over its tokens divided "
+        "by the global count. As on a data axis, G may be sharded in place of summed.",
+    ),
+)
+
+
+def section() -> str:
+    """The page's part about long sequences: a table, why, and what is not judged."""
+    lines = [
+        "## What they say of sequences cut over ranks",
+        "",
+        f"Llama 3 8B, a sample of {TOKENS:,} tokens on {RANKS} devices.",
+        "",
+        *table(CONTEXT),
+        "",
+        "Not judged here: that activations are cut along the sequence, which takes a trace of each "
+        "rank and not the tables alone (`ptrain predict` makes it, and runs hold it to the byte).",
+    ]
+    return "\n".join(lines)

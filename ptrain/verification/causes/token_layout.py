@@ -1,0 +1,91 @@
+"""Which rank of cp has which tokens, and what a rank has and says of a tensor of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ptrain.axes.context.attention import all_spans, context_of
+from ptrain.axes.context.tokens import Span
+from ptrain.steps.context import ContextParallel
+from ptrain.verification.causes.scene import EXACT, Investigation
+from ptrain.verification.own_tokens import tokens_in
+from ptrain.verification.parts import TensorBox, relative
+
+
+class Explanation(NamedTuple):
+    """What one rank says: the factor, of which ranks that is, and what to do."""
+
+    factor: str
+    sentence: str
+    whose: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What this rank has of the departing tensor, and should have: the part `box` of its tokens."""
+
+    scene: Investigation
+    tensor: Tensor
+    expected: Tensor
+    box: TensorBox
+
+    def part(self, whole: Tensor, spans: Sequence[Span] | None = None) -> Tensor:
+        """Return this rank's part of a whole tensor, of its tokens or of those in `spans`."""
+        return self.box.of(self.scene.as_held(self.scene.first.name, whole, spans))
+
+    def fits(self, whole: Tensor | None) -> bool:
+        """Return whether what the rank has is its part of this."""
+        return whole is not None and relative(self.tensor, self.part(whole)) <= EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLayout:
+    """Whose the tokens of a sample are: `owners` and `places`, int64 [S], are the rank of cp that
+    has a token, and its index there."""
+
+    step: ContextParallel
+    spans: tuple[tuple[Span, ...], ...]
+    owners: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, step: ContextParallel) -> TokenLayout:
+        spans = tuple(all_spans(step))
+        owners, places = (torch.empty(step.sequence, dtype=torch.long) for _ in range(2))
+        for owner, its in enumerate(spans):
+            tokens = tokens_in(its)
+            owners[tokens], places[tokens] = owner, torch.arange(len(tokens))
+        return cls(step, spans, owners, places)
+
+    @property
+    def degree(self) -> int:
+        return len(self.spans)
+
+    def rings(self) -> Iterator[TokenLayout]:
+        """Yield the layout over the ring's places, each of which several ranks may be, and this."""
+        if self.step.ulysses > 1:
+            yield TokenLayout.of(replace(self.step, ulysses=1))
+        yield self
+
+    def otherwise(self) -> Iterator[Tensor]:
+        """Yield the number of each token, int64 [S], if contiguous slices were early and late
+        chunks, or the reverse; nothing where there is no such way."""
+        step = self.step
+        if step.ring == 1 or step.sequence % (2 * self.degree):
+            return
+        numbers = torch.empty_like(self.places)
+        claimed = all_spans(replace(step, is_balanced=not step.is_balanced))
+        for own, claims in zip(self.spans, claimed, strict=True):
+            numbers[tokens_in(own)] = tokens_in(claims)
+        yield numbers
+
+
+def ranks_text(scene: Investigation, ranks: Sequence[int]) -> str:
+    step = context_of(scene.spec)
+    assert step is not None, "there are slices"
+    return f"{step.axis} rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"

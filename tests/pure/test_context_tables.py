@@ -1,0 +1,119 @@
+"""What tables tell of a block over cp, against the closed forms of what is sent and multiplied."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from ptrain.axes.context.attention import context_of
+from ptrain.axes.context.cost import exchanged, gathered_bytes, keys_and_values
+from ptrain.axes.context.part import ContextPart, part_at
+from ptrain.axes.context.tokens import multiplied
+from ptrain.costs import Collective, Phase
+from ptrain.derivation import archive
+from ptrain.derivation.activations import is_tabulated, timeline
+from ptrain.derivation.archive import TablePart
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.tables import RankCut, setting_of
+from ptrain.derivation.work import model_work
+from ptrain.facts.operators import InnerCollective, Operator
+from ptrain.spec.load import load
+from ptrain.spec.rates import OperatorKind
+
+HYBRID = {"ulysses": 2, "ring": 4}
+WAYS = ("ring", "zigzag", "all-gather", "ulysses", HYBRID)
+
+
+def spec_of(attention, ranks=8, **more):
+    mode = "S*" if attention == "all-gather" else "S"
+    words = {
+        "name": "long",
+        "model": {"preset": "llama-tiny", "layers": 2, "heads": 16, "kv_heads": 8, "hidden": 256},
+        "mesh": {"cp": ranks},
+        "placement": {"cp": f"R,R,R,{mode}"},
+        "precision": {"layout": "zero16"},
+        "batch": {"global": 1, "micro": 1, "sequence": 2048},
+        "context": {"attention": attention},
+        **more,
+    }
+    return load(words).spec
+
+
+def works(spec):
+    derivation = derive(spec)
+    return [
+        model_work(spec, derivation.plan, derivation.facts, index).layers[0]
+        for index in range(spec.world_size)
+    ]
+
+
+@pytest.mark.parametrize("attention", WAYS, ids=str)
+def test_a_layers_messages_are_those_of_the_closed_form(attention):
+    spec = spec_of(attention)
+    assert is_tabulated(spec)
+    step = context_of(spec)
+    expected = dict(exchanged(spec, step))
+    for layer in works(spec):
+        calls, sizes = Counter(), Counter()
+        for phase, work in ((Phase.FORWARD, layer.forward), (Phase.BACKWARD, layer.backward)):
+            for item in work:
+                if isinstance(item, InnerCollective):
+                    is_hop = item.collective is Collective.SEND
+                    key = (Collective.ALL_TO_ALL if is_hop else item.collective), phase
+                    ranks = item.ranks or spec.world_size
+                    sent = item.payload if is_hop else item.payload * (ranks - 1) // ranks
+                    calls[key] += item.times
+                    sizes[key] += item.times * sent
+        assert {key: (calls[key], sizes[key]) for key in calls} == expected
+
+
+@pytest.mark.parametrize("attention", WAYS, ids=str)
+def test_kernels_are_given_the_scores_of_the_blocks_that_meet(attention):
+    spec = spec_of(attention)
+    of_rank = []
+    for layer in works(spec):
+        scores = [
+            item.times * item.dimensions[1] * item.dimensions[2] * item.dimensions[3]
+            for item in layer.forward
+            if isinstance(item, Operator) and item.kind is OperatorKind.ATTENTION
+        ]
+        of_rank.append(sum(scores) // spec.model.heads)
+    assert tuple(of_rank) == multiplied(context_of(spec))
+
+
+def test_gathered_keys_are_kept_beside_what_is_kept_of_a_ring():
+    rings, gathered = spec_of("ring"), spec_of("all-gather")
+    step = context_of(gathered)
+    kept = [
+        timeline(setting_of(spec, RankCut(context=part_at(context_of(spec), 3)))).saved_bytes
+        for spec in (rings, gathered)
+    ]
+    own = keys_and_values(gathered, gathered.model, step)
+    more = gathered_bytes(gathered, gathered.model, step) - own
+    assert kept[1] - kept[0] == gathered.model.layers * more
+
+
+def test_of_many_places_a_table_has_what_few_do():
+    part = ContextPart(kind="zigzag", before=40, behind=23)
+    assert (part.name, part.place, part.ring) == ("3-3", "2-2", 64)
+    assert part_at(context_of(spec_of("zigzag")), 7).name == "3-0"
+
+
+@pytest.mark.parametrize(
+    "more",
+    (
+        {"batch": {"global": 2, "micro": 2, "sequence": 2048}},
+        {"precision": {"layout": "fp32"}},
+        {"recompute": "selective", "activations": "M"},
+    ),
+    ids=("samples", "fp32", "selective"),
+)
+def test_what_no_table_tells_is_traced(more):
+    assert not is_tabulated(spec_of("zigzag", **more))
+
+
+def test_every_kind_has_a_table():
+    names = archive.names(TablePart.CONTEXT)
+    kinds = {name.rpartition("-")[2] for name in names if name.startswith("llama-gqa-bf16-one")}
+    assert kinds == {"ring", "zigzag", "gather", "ulysses", "hybrid"}

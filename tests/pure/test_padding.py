@@ -1,0 +1,114 @@
+"""How long a sample becomes so that its slices are of one size, and who refuses to pad."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.algebra.legality import check, executed
+from ptrain.axes.context.attention import attention_of
+from ptrain.errors import SpecError
+from ptrain.spec.batch import batch_lines
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+
+TP = "placement={cp: [R, R, R, S], tp: [S, S, S, %s]}"
+
+
+def padded(name: str, *changes: str, sequence: int = 100) -> Spec:
+    return load(name, [f"batch={{global: 8, sequence: {sequence}, pad: true}}", *changes]).spec
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "tokens"),
+    [
+        ("cp-ring", ("mesh.cp=8",), 104),
+        ("cp-zigzag", ("mesh.cp=8",), 112),
+        ("cp-all-gather", ("mesh.cp=8",), 104),
+        ("cp-ulysses", ("mesh.cp=8", "model.heads=8", "model.kv_heads=8"), 104),
+        ("cp-hybrid", ("context.attention={ulysses: 2, ring: 4}", "mesh.cp=8"), 112),
+        ("cp-hybrid", ("context.attention={ulysses: 8, ring: 1}", "mesh.cp=8",
+                       "model.heads=8", "model.kv_heads=8"), 104),
+        ("cp-zigzag", ("mesh={cp: 2, tp: 4}", "model.kv_heads=4", TP % "R"), 100),
+        ("cp-zigzag", ("mesh={cp: 2, tp: 4}", "model.kv_heads=4", TP % "S"), 104),
+        ("tp-sp", ("mesh={tp: 8}", "model.heads=8", "model.kv_heads=8"), 104),
+    ],
+)  # fmt: skip
+def test_a_sample_becomes_as_long_as_the_next_multiple_of_what_its_slices_need(
+    name, changes, tokens
+):
+    spec = padded(name, *changes)
+    assert not check(spec) and not executed(spec)
+    assert (spec.batch.sequence, spec.batch.window) == (tokens, 100)
+    assert spec.batch.tokens == 8 * 100
+
+
+def test_zigzag_is_what_follows_where_nothing_else_is_written():
+    spec = load(
+        {
+            "name": "a",
+            "model": {"preset": "llama-tiny"},
+            "mesh": {"cp": 2},
+            "placement": {"cp": "R,R,R,S"},
+            "batch": {"sequence": 98, "pad": True},
+        }
+    ).spec
+    assert str(attention_of(spec)) == "zigzag" and spec.batch.sequence == 100
+
+
+def test_a_padded_spec_is_written_as_it_was_and_pads_for_another_mesh():
+    spec = padded("cp-zigzag", "mesh.cp=8")
+    assert load(spec.resolved).spec == spec
+    assert load(spec.resolved, ["mesh.cp=2"]).spec.batch.sequence == 100
+
+
+def test_what_is_padded_is_said_aloud():
+    batch = padded("cp-zigzag", "mesh.cp=8").batch
+    assert batch_lines(batch, 1) == [
+        "batch.sequence: 100 tokens are padded to 112; 10.7% of what is computed counts for nothing"
+    ]
+
+
+def test_padding_that_nothing_needs_is_refused():
+    (fault,) = check(padded("zero2"))
+    assert fault.place == "batch.pad"
+    assert fault.finding == "nothing obeys it: no axis cuts the tokens of a sample"
+    assert check(load("zero2", ["mesh={dp_shard: 1}", "batch.pad=true"]).spec) == ()
+
+
+def test_one_that_is_cut_is_named_where_it_is_not_asked_to_be_padded():
+    (fault,) = check(load("cp-zigzag", ["batch.sequence=99"]).spec)
+    assert fault.remedy == (
+        "write sequence: 96 or 100, or batch.pad: true, which adds ignored targets"
+    )
+
+
+def test_a_length_that_is_named_does_for_slices_of_tp_too():
+    changes = ["mesh={cp: 2, tp: 4}", "model.kv_heads=4", TP % "S", "batch.sequence=102"]
+    of_cp = next(f for f in check(load("cp-zigzag", changes).spec) if "of cp" in f.finding)
+    assert of_cp.remedy.startswith("write sequence: 96 or 104,")
+    for sequence in (96, 104):
+        assert not check(load("cp-zigzag", [*changes, f"batch.sequence={sequence}"]).spec)
+
+
+def test_a_hybrid_is_not_given_degrees_that_it_does_not_have():
+    (fault,) = check(load("cp-hybrid", ["batch.sequence=36"]).spec)
+    assert fault.remedy.startswith("write sequence: 32 or 40, or attention: ring, or batch.pad")
+
+
+def test_samples_that_are_no_tokens_are_not_padded():
+    changes = ["data={target: 'a:b'}", "step={target: 'a:c'}"]
+    with pytest.raises(SpecError) as caught:
+        padded("tp-sp", *changes)
+    (fault,) = caught.value.faults
+    assert fault.place == "batch.pad"
+
+
+def test_a_model_whose_attention_nobody_knows_is_not_padded():
+    changes = ["model={target: 'a:b'}", "mesh={tp: 8}", "batch.sequence=100"]
+    places = [fault.place for fault in check(padded("tp-sp", *changes))]
+    assert places == ["batch.pad"]
+
+
+def test_a_mean_by_micro_batch_is_not_padded():
+    (fault,) = check(padded("tp-sp", "loss={target: 'a:c'}", "mesh={tp: 2}", sequence=101))
+    assert fault.place == "batch.pad" and fault.finding.startswith("a:c gives the mean")
