@@ -168,7 +168,7 @@ def test_with_activations_kept_otherwise(
 def test_with_two_other_axes(
     ranks: Ranks, attention: str, model: str, states: str, others: dict[str, str]
 ) -> None:
-    spec = spec_of(attention, model, states=states, other=others)
+    spec = spec_of(attention, model, states=states, other=others, accumulate=2)
     assert not MATRIX.differences(ranks, spec)
 
 
