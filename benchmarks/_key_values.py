@@ -41,6 +41,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "model.head_dim": (1, 32),
     "model.window": (1, 48),
     "model.global_every": (2, 6),
+    "model.document_start": (0, 258),
     "mesh.pp": (1, 4),
     "mesh.dp_replicate": (1, 4096),
     "mesh.dp_shard": (1, 4096),

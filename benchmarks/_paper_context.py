@@ -12,8 +12,8 @@ from _paper_seconds import HIDDEN
 
 from ptrain.algebra.legality import require
 from ptrain.axes.context.attention import context_of
-from ptrain.axes.context.blocks import balance, blocks_of
 from ptrain.axes.context.cost import keys_and_values
+from ptrain.axes.context.tokens import balance, blocks_of
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.beside import messages
 from ptrain.facts.operators import InnerCollective, Operator

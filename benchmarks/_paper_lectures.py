@@ -4,6 +4,7 @@ worked out from predictions and schedules; nothing is run, and seconds are not j
 from __future__ import annotations
 
 from _paper_composition import Claim, Said, table
+from _paper_context import section as long_sequences
 from _paper_digest import NEAR, exact, is_near, states
 
 from ptrain.algebra.legality import require
@@ -346,7 +347,8 @@ LECTURES = (
 
 
 def section() -> str:
-    """The page's part about the blog and the lecture: a table, why, and what is not judged."""
+    """The page's parts about the blog and the lecture, that about long sequences last: tables, why,
+    and what is not judged."""
     lines = [
         "## What the blog and the lecture say of tp, sp, activations, micro-batches and bubbles",
         "",
@@ -356,5 +358,7 @@ def section() -> str:
         *table(LECTURES),
         "",
         "Not judged: the two all-to-alls of a layer of experts, since ep is not executed yet.",
+        "",
+        long_sequences(),
     ]
     return "\n".join(lines)

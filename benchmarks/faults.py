@@ -218,7 +218,7 @@ def main() -> int:
         if args.axis is None or args.axis in axes_of(load(strategy).spec)
         for seed in seeds(layout)
     ]
-    asked.sort(key=lambda key: (LAYOUTS.index(key[1]), key[2], load(key[0]).spec.world_size))
+    asked.sort(key=lambda key: (LAYOUTS.index(key[1]), load(key[0]).spec.world_size, key[2]))
     names = [name for name, its in FAULTS.items() if args.axis in (None, *its.setting.mesh)]
     faults = {name: found for name in names if (found := _of_fault(ranks, name, args))}
     alarms = {key: found for key in asked if (found := _of_strategy(ranks, key, args))}

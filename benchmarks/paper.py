@@ -25,7 +25,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, in the ranks
 from _claims import FIGURES, Case, Claim, Figures, Form, Source, View
 from _machine import RESULTS, ROOT, header
 from _paper_composition import section as composition
-from _paper_context import section as context
 from _paper_digest import section as digest
 from _paper_lectures import section as lectures
 from _paper_memory import MEMORY
@@ -164,8 +163,7 @@ def apart(source: Source, measured: Figures) -> list[str]:
 def page(measured: Measured, machine: str) -> str:
     found = {case: find(case, measured) for claim in CLAIMS for case in claim.cases}
     parts = [_introduction(found), _table(found), *_sections(found)]
-    parts += [digest(), lectures(), context(), seconds(), composition()]
-    parts += [_MACHINE, machine, _runs(measured)]
+    parts += [digest(), lectures(), seconds(), composition(), _MACHINE, machine, _runs(measured)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 

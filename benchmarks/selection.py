@@ -20,9 +20,10 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from _machine import commit, conclude, header, this_command
@@ -78,7 +79,7 @@ CASES = (
     Case("llama3-405b", "h100-1024", 4096, WIDE, process=10.0),
 )
 # Of a model that fits eight devices in every way, in a batch that few micro-batches divide.
-SMALL = Case("gpt3-125m", "h100-8", 8, ("batch.sequence=1024", "batch.global=16"))
+SMALL = Case("gpt3-125m", "h100-8", 8, ("batch.sequence=1024", "batch.global=8"))
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
@@ -201,8 +202,9 @@ def of_best(case: Case, count: int) -> Outcome:
     return Outcome([f"| {case.name} | {figures} |"], failed)
 
 
-def exhaustive(case: Case, most: int | None) -> Outcome:
-    """Derive every candidate; return what is said of it, and what fails."""
+def exhaustive(case: Case, most: int | None, share: tuple[int, int]) -> Outcome:
+    """Derive every candidate, or a share of them (which, of how many shares); return what is said
+    of it, and what fails."""
     chooser = Chooser(case.job())
     best = chooser.choose().best
     assert best is not None and best.seconds is not None, "a small model fits, and has rates"
@@ -214,7 +216,8 @@ def exhaustive(case: Case, most: int | None) -> Outcome:
         for block in everything.search.blocks()
         for place in range(len(block.rows))
     )
-    for scored in candidates:
+    which, shares = share
+    for scored in islice(candidates, which - 1, None, shares):
         if number == most:
             break
         number += 1
@@ -224,8 +227,9 @@ def exhaustive(case: Case, most: int | None) -> Outcome:
         if fastest is None or row.seconds < (fastest.seconds or 0.0):
             fastest = row
     assert fastest is not None and fastest.seconds is not None, "something fits"
+    part = "" if shares == 1 else f", share {which} of {shares}"
     line = (
-        f"Exhaustive: {number} candidates of {case.name} derived; the fastest takes "
+        f"Exhaustive{part}: {number} candidates of {case.name} derived; the fastest takes "
         f"{fastest.seconds * 1e3:.4f} ms, the search's best {best.seconds * 1e3:.4f} ms."
     )
     worse = best.seconds > fastest.seconds * (1 + 1e-12)
@@ -272,23 +276,42 @@ def parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], Out
         "time": partial(of_time, with_process=not args.quick),
         "order": partial(of_order, number=args.drawn),
         "best": partial(of_best, count=args.best),
-        "exhaustive": partial(exhaustive, most=args.most),
+        "exhaustive": partial(exhaustive, most=args.most, share=args.share),
     }
     cases = CASES[:1] if args.quick else CASES
     of_cases = of_parts(cases)
     for part, measure in of_part.items():
         for case in of_cases[part]:
             if args.part in (None, part) and args.case in (None, case.word):
-                yield part, case.word, partial(measure, case)
+                which, shares = args.share if part == "exhaustive" else (1, 1)
+                word = case.word if shares == 1 else f"{case.word} {which}/{shares}"
+                yield part, word, partial(measure, case)
 
 
 def missing(known: dict[str, dict[str, list[str]]]) -> str:
     """Return which parts, and of which cases, were not run."""
     lacking: dict[str, list[str]] = defaultdict(list)
     for part, cases in of_parts(CASES).items():
-        lacking[part] += [case.word for case in cases if f"{part} {case.word}" not in known]
+        lacking[part] += [case.word for case in cases if not _has(known, part, case)]
     texts = [f"{part} of {', '.join(words)}" for part, words in lacking.items() if words]
     return f"; not run: {'; '.join(texts)}" if texts else ""
+
+
+def _keys(known: Iterable[str], part: str, case: Case) -> list[str]:
+    """Return the key of a part of a case, or those of its shares, in their order."""
+    word = f"{part} {case.word}"
+    return [key for key in sorted(known) if key == word or key.startswith(f"{word} ")]
+
+
+def _has(known: Iterable[str], part: str, case: Case) -> bool:
+    """Return whether a part of a case was run, with all its shares."""
+    keys = _keys(known, part, case)
+    return f"{part} {case.word}" in keys or (bool(keys) and keys[0].endswith(f"/{len(keys)}"))
+
+
+def _share(text: str) -> tuple[int, int]:
+    which, _, shares = text.partition("/")
+    return int(which), int(shares)
 
 
 def page(known: dict[str, dict[str, list[str]]]) -> list[str]:
@@ -298,8 +321,8 @@ def page(known: dict[str, dict[str, list[str]]]) -> list[str]:
     if commits != [commit()]:
         lines += [f"Rows of commit {', '.join(commits)}.", ""]
     for part in PARTS:
-        words = [f"{part} {case.word}" for case in (*CASES, SMALL)]
-        rows = [line for word in words if word in known for line in known[word]["lines"]]
+        keys = [key for case in (*CASES, SMALL) for key in _keys(known, part, case)]
+        rows = [line for key in keys for line in known[key]["lines"]]
         if rows:
             lines += [*_ABOUT[part], *rows, ""]
     return lines
@@ -310,6 +333,9 @@ def main() -> int:
     parser.add_argument("--drawn", type=int, default=300, help="candidates of a correlation")
     parser.add_argument("--best", type=int, default=100, help="of the ranking that are checked")
     parser.add_argument("--most", type=int, help="at most so many of the exhaustive search")
+    parser.add_argument(
+        "--share", type=_share, default=(1, 1), metavar="I/N", help="of the exhaustive search"
+    )
     parser.add_argument("--quick", action="store_true", help="64 devices only, and no process")
     parser.add_argument("--part", choices=PARTS, help="this part only")
     words = [case.word for case in (*CASES, SMALL)]

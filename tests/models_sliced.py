@@ -106,7 +106,34 @@ class Windowed(Otherwise):
         return F.scaled_dot_product_attention(query, key, value, ones.tril().triu(-11))
 
 
+class Multihead(nn.Module):
+    """torch's own module."""
+
+    def __init__(self, hidden: int, head_dim: int) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(hidden, hidden // head_dim, batch_first=True)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        mask_TT = nn.Transformer.generate_square_subsequent_mask(
+            x_BTC.shape[1], device=x_BTC.device, dtype=x_BTC.dtype
+        )
+        output: Tensor
+        output, _ = self.inner(
+            x_BTC, x_BTC, x_BTC, attn_mask=mask_TT, need_weights=False, is_causal=True
+        )
+        return output
+
+
+class Twice(Mixing):
+    """Attention to what it attended to."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return super().forward(super().forward(x_BTC))
+
+
 ATTENTION = {
+    "multihead": Multihead,
+    "twice": Twice,
     "shifted": Shifted,
     "bound": Bound,
     "open": Open,

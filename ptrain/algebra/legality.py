@@ -20,10 +20,10 @@ from ptrain.axes.tensor.dials import DIALS as TENSOR_DIALS
 from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import EXECUTED_AXES, Factor
+from ptrain.spec.batch import token_multiple
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import misfits
 from ptrain.spec.model import ExternalModel, ModelShape
-from ptrain.spec.padding import token_multiple
 from ptrain.spec.spec import Spec
 
 ROOMS: tuple[AxisRules, ...] = (DATA, CONTEXT, TENSOR, PIPELINE)
@@ -214,10 +214,14 @@ _PRODUCT_RULES = (
     SpecRule(name="every token has a row", theorem="Definition 1", faults=_vocabulary_faults),
     SpecRule(
         name="the loss is a mean over all targets that count",
-        theorem="Theorem 3",
+        theorem="Theorem 3 (gradient integrity)",
         faults=_ignored_faults,
     ),
-    SpecRule(name="padding counts for nothing", theorem="Theorem 3", faults=_padding_faults),
+    SpecRule(
+        name="padding counts for nothing",
+        theorem="Theorem 3 (gradient integrity)",
+        faults=_padding_faults,
+    ),
     SpecRule(
         name="the batch is the sum of its parts",
         theorem="Theorem 3 (gradient integrity)",

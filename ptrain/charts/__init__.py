@@ -1,1 +1,1 @@
-"""A schedule, or a step's memory, as a picture, by matplotlib (the extra `report`)."""
+"""A schedule, a step's memory, or who has which tokens, as a picture (the extra `report`)."""

@@ -1,5 +1,6 @@
-"""What a pass sends beside its operators: a message sets out where the pass sends it and is awaited
-where the pass reads it, and of the way between the two the operators hide what they take.
+"""What a pass takes, and what it sends beside its operators: a message sets out where the pass
+sends it and is awaited where the pass reads it, and of its way the operators between the two hide
+what they take.
 
 Messages over one axis move one after the other. A ring's hop sets out ahead of the block's product
 and is read behind it (Liu et al. 2023).
@@ -8,11 +9,34 @@ and is read behind it (Liu et al. 2023).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 
+from ptrain.costs import Collective
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
+from ptrain.rates.pace import Pace
 
 Message = tuple[InnerCollective, float, float]
+Sent = tuple[str, Collective]  # over an axis
+
+
+@dataclass(frozen=True, slots=True)
+class PassSeconds:
+    """What a pass takes of a layer's operators, of the collectives between them that are awaited at
+    once, by axis, and of the hooks of these. `messages`: those that are awaited later, how long
+    they are on their way and how long of that the operators beside them leave the rank waiting."""
+
+    compute: float = 0.0
+    sums: tuple[tuple[Sent, float], ...] = ()
+    hooks: float = 0.0
+    messages: tuple[tuple[Sent, float, float], ...] = ()
+
+    def in_a_row(self, pace: Pace) -> float:
+        """Return the seconds of all this, one thing after the other. Where the device computes by
+        itself the host is ahead with its hooks."""
+        sums = sum(seconds for _, seconds in self.sums)
+        waited = sum(seconds for *_, seconds in self.messages)
+        return self.compute + sums + waited + (0.0 if pace.overlaps else self.hooks)
 
 
 def messages(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
-from ptrain.derivation.beside import messages
+from ptrain.derivation.beside import PassSeconds, Sent, messages
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
@@ -30,28 +30,8 @@ from ptrain.spec.rates import Hook, OperatorKind
 
 Seconds = dict[TimeKey, float]
 
-_Sent = tuple[str, Collective]  # over an axis
-
 _AGREED = 64  # bytes: a few numbers of 8
 _COMPUTES = {phase: TimeKey(Spent.COMPUTE, phase) for phase in Phase}
-
-
-@dataclass(frozen=True, slots=True)
-class PassSeconds:
-    """What a pass takes of a layer's operators, of the collectives between them that are awaited at
-    once, by axis, and of the hooks of these. `messages`: those that are awaited later, how long
-    they are on their way and how long of that the operators beside them leave the rank waiting."""
-
-    compute: float = 0.0
-    sums: tuple[tuple[_Sent, float], ...] = ()
-    hooks: float = 0.0
-    messages: tuple[tuple[_Sent, float, float], ...] = ()
-
-    def in_a_row(self, pace: Pace) -> float:
-        """Return the seconds of all this, one thing after the other. Where the device computes by
-        itself the host is ahead with its hooks."""
-        sums = sum(seconds for _, seconds in self.sums)
-        return self.compute + sums + (0.0 if pace.overlaps else self.hooks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +315,7 @@ class Clock:
         return self._passes[key][1]
 
     def _pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
-        sums = dict[_Sent, float]()
+        sums = dict[Sent, float]()
         for item in work:
             if isinstance(item, InnerCollective) and not item.beside:
                 sent = self._sent(item)
@@ -344,14 +324,14 @@ class Clock:
         hooks = cut_seconds(self.pace, work) if self.tensor_axis else 0.0
         return PassSeconds(compute, tuple(sums.items()), hooks, tuple(self._messages(work)))
 
-    def _messages(self, work: PassWork) -> Iterator[tuple[_Sent, float, float]]:
+    def _messages(self, work: PassWork) -> Iterator[tuple[Sent, float, float]]:
         for item, seconds, waited in messages(work, self._operator_seconds, self._inner_seconds):
             yield self._sent(item), seconds, waited if self.pace.overlaps else seconds
 
     def _operator_seconds(self, operator: Operator) -> float:
         return self._once(operator, self.pace.operator_seconds, operator)
 
-    def _sent(self, item: InnerCollective) -> _Sent:
+    def _sent(self, item: InnerCollective) -> Sent:
         return item.axis or str(self.tensor_axis or ""), item.collective
 
     def _inner_seconds(self, item: InnerCollective) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ptrain.algebra.layout import positions, ranks_over
-from ptrain.axes.context.blocks import multiplied
+from ptrain.axes.context.tokens import multiplied
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
 from ptrain.costs import Operations

@@ -3,7 +3,8 @@
 Legend of shape suffixes: B samples, H heads, G key-value heads, R heads per key-value head, T
 tokens, D elements per head. A core has no parameters; it is given keys and values of as many heads
 as they have, and repeats them by an explicit copy: not every kernel takes fewer. Where a layer has
-a window it is given a mask too, whose elements are added to scores: 0, or -inf.
+a window it is given a mask too, whose elements are added to scores: 0, or -inf; where samples are
+of documents one of each sample [B, 1, T, T].
 
 Note: of eager attention every tensor that is saved for the backward pass has a size that is one
 product of shape fields, and none is changed in place, so that a policy may keep any of them.
@@ -49,7 +50,7 @@ class Core(nn.Module):
     ) -> Tensor:
         repeats, num_tokens = q_BHTD.shape[1] // k_BGTD.shape[1], q_BHTD.shape[-2]
         if mask_TT is not None:
-            mask_TT = mask_TT[:num_tokens, :num_tokens]
+            mask_TT = mask_TT[..., :num_tokens, :num_tokens]
         return self.attend(q_BHTD, repeated(k_BGTD, repeats), repeated(v_BGTD, repeats), mask_TT)
 
     def attend(

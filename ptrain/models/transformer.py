@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ptrain.facts.parameters import LOCAL, tables_of
 from ptrain.models.block import Block
+from ptrain.models.documents import Documents
 from ptrain.models.norm import norm_of
 from ptrain.models.numerics import capped
 from ptrain.models.rotary import fill_tables
@@ -73,6 +74,8 @@ class Transformer(nn.Module):
         self.scale = nn.Identity() if scale is None else EmbeddingScale(scale)
         self.positions = LearnedPositions(sequence, shape.hidden) if is_learned else nn.Identity()
         self.dropout = nn.Dropout(rate) if rate else nn.Identity()
+        start = shape.document_start
+        self.documents = None if start is None else Documents(start)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = norm_of(shape, shape.hidden)
         self.head = None if shape.tied else self.new_head()
@@ -119,7 +122,9 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTC = self.dropout(self.positions(self.scale(self.embed(tokens_BT))))
-        tables = self._tables(x_BTC)
+        documents = self.documents
+        mask_B1TT = None if documents is None else documents(tokens_BT, x_BTC.dtype)
+        tables = self._tables(x_BTC, mask_B1TT)
         for layer, block in enumerate(self.blocks):
             x_BTC = block(x_BTC, *tables[self.shape.is_local(layer)])
         x_BTC = self.norm(x_BTC)
@@ -132,15 +137,23 @@ class Transformer(nn.Module):
         logits_BTV: Tensor = self.head(x_BTC)
         return logits_BTV
 
-    def _tables(self, x_BTC: Tensor) -> tuple[tuple[Tensor | None, ...], ...]:
+    def _tables(
+        self, x_BTC: Tensor, mask_B1TT: Tensor | None = None
+    ) -> tuple[tuple[Tensor | None, ...], ...]:
         """Return what blocks take beside the stream: those without a window, and those with one.
-        One mask, in the dtype of what attends, is there for all of them."""
+        One mask each, in the dtype of what attends, is there for all of them; `mask_B1TT` is that
+        of documents."""
         own = dict(self.named_buffers(recurse=False))
         everywhere = (own["cos_TK"], own["sin_TK"]) if "cos_TK" in own else ()
         local = everywhere
         if f"{LOCAL}cos_TK" in own:
             local = (own[f"{LOCAL}cos_TK"], own[f"{LOCAL}sin_TK"])
-        if f"{LOCAL}TT" not in own:
-            return everywhere, local
-        mask_TT = own[f"{LOCAL}TT"].to(x_BTC.dtype)
-        return everywhere, (*(local or (None, None)), mask_TT)
+        mask = mask_B1TT
+        if f"{LOCAL}TT" in own:
+            mask_TT = own[f"{LOCAL}TT"].to(x_BTC.dtype)
+            mask = mask_TT if mask_B1TT is None else mask_TT + mask_B1TT
+        return _with_mask(everywhere, mask_B1TT), _with_mask(local, mask)
+
+
+def _with_mask(tables: tuple[Tensor, ...], mask: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tables if mask is None else (*(tables or (None, None)), mask)

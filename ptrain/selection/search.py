@@ -56,27 +56,16 @@ LegalWay = tuple[DataWay, Spec]  # and the base with its choice
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inner:
     """How blocks are cut: by `ranks` ranks together, over `shared` of which go states of the data
-    axes too."""
+    axes too. The `number` is that of a way to cut."""
 
+    number: int
     ranks: int
     within: tuple[AxisChoice, ...]
     spec: Spec
     sizes: Sizes
-
-    @property
-    def shape(self) -> tuple[tuple[Axis, int], ...]:
-        """Return the axes that cut operators and their degrees, whatever their tuples are."""
-        cutting = (choice for choice in self.within if choice.shared == 1)
-        return tuple((f.axis, f.degree) for choice in cutting for f in choice.factors)
-
-    @property
-    def shared(self) -> int:
-        return prod(choice.shared for choice in self.within)
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """Return all of its axes."""
-        return tuple(f.axis for choice in self.within for f in choice.factors)
+    shape: tuple[tuple[Axis, int], ...]  # what cuts operators, whatever its tuples are
+    axes: tuple[Axis, ...]  # all of them
+    shared: int
 
 
 class Search:
@@ -92,6 +81,11 @@ class Search:
         self.units = units_of(task.written)
         self.ways_to_keep = task.written.kept or ways_to_keep(task.written.away)
         self.too_large: list[tuple[_Inner, int, Through, Kept, int]] = []
+        # by numbers and identities (of `ways_to_keep`): values of a spec are slow to compare
+        self.staged: dict[int, list[PipelineFlow]] = {}
+        self.running: dict[tuple[int, int], dict[Through, list[PipelineFlow]]] = {}
+        self.cuttable: dict[tuple[int, int, Through, bool], bool] = {}
+        self.gathered: dict[tuple[int, int], frozenset[UnitSize]] = {}
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.legal: dict[tuple[object, ...], list[LegalWay]] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
@@ -120,6 +114,8 @@ class Search:
         self.too_large.clear()
         if where != self.task.where:
             self.task = replace(self.task, where=where)
+            self.staged.clear()
+            self.running.clear()
             self.ways.clear()
             self.tables.clear()
             self.columns.clear()
@@ -127,15 +123,36 @@ class Search:
     def blocks(self) -> Iterator[CandidateBlock]:
         """Yield the space, a block at a time."""
         task = self.task
-        for ranks, within in inner_products(task.base, task.devices, task.written):
+        for inner in self._inners():
+            for left, choices in pipelines(task.base, task.devices // inner.ranks, task.written):
+                stages = task.devices // inner.ranks // left
+                if stages not in self.staged:
+                    self.staged[stages] = self._flows(choices)
+                for micro, number in apart(self._batches(left)) if self.staged[stages] else ():
+                    yield from self._of_batch(inner, left, stages, micro, number)
+
+    def _inners(self) -> Iterator[_Inner]:
+        """The ways to cut blocks that obey constraints."""
+        task = self.task
+        products = inner_products(task.base, task.devices, task.written)
+        for number, (ranks, within) in enumerate(products):
             spec = chosen(task.base, within)
-            if not task.where.admits(Aspect.WITHIN, spec):
-                continue
-            inner = _Inner(ranks=ranks, within=within, spec=spec, sizes=sizes_of(spec, self.facts))
-            for left, choices in pipelines(task.base, task.devices // ranks, task.written):
-                flows = self._flows(choices)
-                for micro, number in apart(self._batches(left)) if flows else ():
-                    yield from self._of_batch(inner, left, flows, micro, number)
+            if task.where.admits(Aspect.WITHIN, spec):
+                yield _Inner(
+                    number=number,
+                    ranks=ranks,
+                    within=within,
+                    spec=spec,
+                    sizes=sizes_of(spec, self.facts),
+                    shape=tuple(
+                        (factor.axis, factor.degree)
+                        for choice in within
+                        if choice.shared == 1
+                        for factor in choice.factors
+                    ),
+                    axes=tuple(f.axis for choice in within for f in choice.factors),
+                    shared=prod(choice.shared for choice in within),
+                )
 
     def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
         """The micro-batches that obey constraints."""
@@ -153,25 +170,40 @@ class Search:
         ]
 
     def _of_batch(
-        self, inner: _Inner, left: int, flows: Sequence[PipelineFlow], micro: int, number: int
+        self, inner: _Inner, left: int, stages: int, micro: int, number: int
     ) -> Iterator[CandidateBlock]:
-        legality = self.legality
-        flows = [flow for flow in flows if legality.pipeline(flow.choice, number)]
+        running = self._running(stages, number)
         for kept in self.ways_to_keep:
             if not self.task.where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
                 continue
-            by_through: dict[Through, list[PipelineFlow]] = {}
-            for flow in flows:
-                by_through.setdefault(through_of(flow.choice), []).append(flow)
-            for through, alike in by_through.items():
-                if not legality.within(inner.within, kept, through, several=micro > 1):
+            for through, flows in running.items():
+                if not self._is_legal(inner, kept, through, several=micro > 1):
                     continue
                 if self._activity(inner, micro, kept).least > self.task.room * SLACK:
                     self.too_large.append((inner, left, through, kept, number))
                     continue
                 table = self._legal(inner, left, through, kept, number)
                 if len(table):
-                    yield self._block(inner, table, alike, (micro, number, kept))
+                    yield self._block(inner, table, flows, (micro, number, kept))
+
+    def _running(self, stages: int, number: int) -> dict[Through, list[PipelineFlow]]:
+        """The flows over so many ranks that take so many micro-batches."""
+        key = (stages, number)
+        if key not in self.running:
+            by_through = self.running[key] = {}
+            for flow in self.staged[stages]:
+                if self.legality.pipeline(flow.choice, number):
+                    by_through.setdefault(through_of(flow.choice), []).append(flow)
+        return self.running[key]
+
+    def _is_legal(self, inner: _Inner, kept: Kept, through: Through, *, several: bool) -> bool:
+        """Whether blocks that are cut and kept so may be in such a flow, of one sample or
+        several."""
+        key = (inner.number, id(kept), through, several)
+        if key not in self.cuttable:
+            within = self.legality.within(inner.within, kept, through, several=several)
+            self.cuttable[key] = within
+        return self.cuttable[key]
 
     @property
     def has_too_large(self) -> bool:
@@ -262,15 +294,17 @@ class Search:
     def _activity(self, inner: _Inner, micro: int, kept: Kept) -> Activity:
         """Sizes grow with the samples from two on; one alone saves less."""
         least = min(micro, 2)
-        key = (inner.within, least, kept)
-        if key not in self.activities:
+        key = (inner.number, micro, id(kept))
+        if key not in self.activities and micro > least:
+            self.activities[key] = self._activity(inner, least, kept).of_samples(micro, least)
+        elif key not in self.activities:
             sized = replace(inner.spec, batch=replace(inner.spec.batch, micro=least))
             self.activities[key] = activity_of(sized, kept)
-        return self.activities[key].of_samples(micro, least)
+        return self.activities[key]
 
     def _seconds(self, inner: _Inner, micro: int, kept: Kept) -> Seconds | None:
         """None where nobody knows what is computed, or how long that takes."""
-        key = (inner.within, micro, kept)
+        key = (inner.number, micro, id(kept))
         if key not in self.seconds:
             spec = kept_so(batched(inner.spec, micro, 1), kept)
             try:
@@ -284,10 +318,12 @@ class Search:
         self, inner: _Inner, left: int, through: Through, kept: Kept, number: int
     ) -> DataTable:
         """The choices of the data axes that are legal with so many micro-batches."""
-        units = frozenset(
-            unit for unit in self.units if self.legality.unit(inner.within, unit, kept)
-        )
-        return self._table(inner, left, through, units, many=number > 1)
+        key = (inner.number, id(kept))
+        if key not in self.gathered:
+            self.gathered[key] = frozenset(
+                unit for unit in self.units if self.legality.unit(inner.within, unit, kept)
+            )
+        return self._table(inner, left, through, self.gathered[key], many=number > 1)
 
     def _table(
         self, inner: _Inner, left: int, through: Through, units: frozenset[UnitSize], *, many: bool

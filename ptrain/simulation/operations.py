@@ -54,9 +54,11 @@ class OperationsMeter(OperatorMode):
         if _ATTENTION in function._schema.name and self._phase is Phase.FORWARD:
             self._attention[function._schema.name.removeprefix(_ATTENTION)] = None
         if formula is not None:
-            if _ATTENTION in function._schema.name:
-                args = _with_equal_heads(args, is_backward="backward" in function._schema.name)
-            self._add(int(formula(*args, **kwargs, out_val=result)))
+            name, attends = function._schema.name, False
+            if _ATTENTION in name:
+                attends = "backward" not in name
+                args = _with_equal_heads(args, is_backward=not attends)
+            self._add(int(formula(*args, **kwargs, out_val=result)), attends=attends)
         elif function._schema.name == _GROUPED:  # torch has no formula of it
             self._add(2 * sum(map(math.prod, products(_GROUPED.removeprefix("aten::"), args))))
         elif function._schema.name == _FUSED:
@@ -71,10 +73,12 @@ class OperationsMeter(OperatorMode):
         self._again += number
         self._backward -= number
 
-    def _add(self, number: int) -> None:
-        if runs_again() and torch.is_grad_enabled():
-            # A recomputation records its graph; the operators of a backward pass record none. Of
-            # a chunk of the loss no module's hooks run again, so that modules cannot tell.
+    def _add(self, number: int, *, attends: bool = False) -> None:
+        """`attends`: by a forward kernel of attention."""
+        if runs_again() and (attends or torch.is_grad_enabled()):
+            # A recomputation records its graph; the operators of a backward pass record none, nor
+            # do those in a function with a backward pass of its own, as attention over cp is. Of a
+            # chunk of the loss no module's hooks run again, so that modules cannot tell.
             self._again += number
         elif self._phase is Phase.FORWARD:
             self._forward += number

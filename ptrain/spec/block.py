@@ -187,6 +187,17 @@ class BlockOptions:
             null=True,
         ),
     ] = None
+    document_start: Annotated[
+        int | None,
+        Whole(
+            "token that a document begins with, or that stands between two: tokens attend to those "
+            "of their own document alone; without: to all before them in the sample",
+            0,
+            10**9,
+            aka=("reset_attention_mask", "document_mask", "block_diagonal_mask", "bos_token_id"),
+            null=True,
+        ),
+    ] = None
     global_every: Annotated[
         int | None,
         Whole(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ptrain.errors import Fault
 from ptrain.spec.block import BlockOptions, Positions, RopeScaling
-from ptrain.spec.model import ModelShape
+from ptrain.spec.model import Attention, ModelShape
 
 _DEFAULTS = {option.name: option.default for option in fields(BlockOptions)}
 _OF_ROPE = ("rope_base", "rotary", "window_rope_base", "rope_scaling")
@@ -20,6 +20,8 @@ def misfits(shape: ModelShape) -> Iterator[Fault]:
     yield from _heads(shape)
     for void in voids(shape):
         yield Fault(place=f"model.{void.name}", finding=void.finding, remedy=void.remedy)
+    if shape.document_start is not None:
+        yield from _documents(shape, shape.document_start)
     if shape.rope_scaling is not RopeScaling.NONE and shape.rope_factor == 1.0:
         yield Fault(
             place="model.rope_scaling",
@@ -33,6 +35,16 @@ def misfits(shape: ModelShape) -> Iterator[Fault]:
             f"{shape.rope_low_factor:g}",
             remedy="write a larger one",
         )
+
+
+def _documents(shape: ModelShape, start: int) -> Iterator[Fault]:
+    place = "model.document_start"
+    if start >= shape.vocab:
+        finding = f"no document begins with token {start}, of a vocabulary of {shape.vocab}"
+        yield Fault(place=place, finding=finding, remedy=f"write one below {shape.vocab}")
+    if shape.attention is Attention.FLEX:
+        finding = "not yet: documents by flex_attention, whose blocks would depend on the tokens"
+        yield Fault(place=place, finding=finding, remedy="write attention: sdpa or eager")
 
 
 def _heads(shape: ModelShape) -> Iterator[Fault]:

@@ -15,6 +15,7 @@ from typing import Any
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, REDUCED_AXES, Axis, Factor
+from ptrain.spec.batch import padded
 from ptrain.spec.dials import (
     GradientSync,
     SyncPolicy,
@@ -22,7 +23,6 @@ from ptrain.spec.dials import (
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
 from ptrain.spec.keys import Keys
 from ptrain.spec.names import root
-from ptrain.spec.padding import padded
 from ptrain.spec.placement import Distribution, Mode, Placement, R
 from ptrain.spec.resolve_activations import (
     on_tier,

@@ -17,6 +17,7 @@ class ContextParallel(PlanStep):
     on (`ulysses * ring` is the degree). `is_balanced`: zigzag, each of the ring's places has an
     early and a late chunk; else slices are contiguous. `gathers`: A is S*, keys and values of the
     ring's places are gathered, in place of passed on. `sequence`: tokens of a sample.
+    `has_documents`: samples are of several, and a mask says who attends to whom.
     """
 
     axis: Axis
@@ -25,6 +26,7 @@ class ContextParallel(PlanStep):
     sequence: int
     is_balanced: bool = False
     gathers: bool = False
+    has_documents: bool = False
 
     @property
     def chunks(self) -> int:

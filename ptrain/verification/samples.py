@@ -41,9 +41,12 @@ def sample_departures(
     seen = [names.get(_key(row), UNKNOWN) for row in given.micro_batches(1)]
     everyone: list[list[int]] = exchange.gather(seen)
     own = [names[key] for _, key in expected[data_place(spec, rank)]]
-    elsewhere = other_tokens(given, reference, step, rank) if UNKNOWN in seen else ""
     if seen == own:
         return
+    whole = _own_samples(reference, step, rank)
+    elsewhere = other_tokens(given, whole, spec, rank) if UNKNOWN in seen else ""
+    if not elsewhere and _are_at(spec, own_spans(spec, rank), _sides(given, whole, 0)):
+        return  # targets alone are others, which the loss tells
     once: dict[int, list[int]] = {}  # of ranks that share samples, one that knows all of its own
     for other, its in enumerate(everyone):
         place = data_place(spec, other)
@@ -80,30 +83,19 @@ def _expected(
     return samples
 
 
-def other_tokens(given: StepBatch, reference: ReferenceTraining, step: int, rank: int) -> str:
+def other_tokens(given: StepBatch, wanted: Sequence[SampleBatch], spec: Spec, rank: int) -> str:
     """Return which tokens of its samples a rank of cp has in the place of its own, in words; ""
     where they are not another rank's, nor those that other slices would give one."""
-    spec = reference.spec
     context = context_of(spec)
     if context is None:
         return ""
-    wanted = [
-        micro_batch.row(row).samples
-        for micro_batch in reference.micro_batches(step)
-        if micro_batch.data_index == data_place(spec, rank)
-        for row in range(len(micro_batch.sample_ids))
-    ]
     otherwise = replace(context, is_balanced=not context.is_balanced)
     is_even = spec.batch.sequence % (2 * spec.degree(context.axis)) == 0
     own = own_spans(spec, rank)
     candidates = [own, *all_spans(context), *(all_spans(otherwise) if is_even else ())]
-    rows = list(given.micro_batches(1))
-    if len(rows) != len(wanted):
-        return ""
-    sides = [(row.tensors, sample.tensors) for row, sample in zip(rows, wanted, strict=True)]
     matches = [
         next((spans for spans in candidates if _are_at(spec, spans, pairs)), None)
-        for pairs in ([(row[side], sample[side]) for row, sample in sides] for side in range(2))
+        for pairs in (_sides(given, wanted, side) for side in range(2))
     ]
     if None in matches:
         return ""
@@ -113,10 +105,35 @@ def other_tokens(given: StepBatch, reference: ReferenceTraining, step: int, rank
     return f"targets {targets} {OF_ITS_SAMPLES} for inputs {inputs}"
 
 
+def _own_samples(reference: ReferenceTraining, step: int, rank: int) -> list[SampleBatch]:
+    """Return the samples that a rank should have, whole, each by itself."""
+    return [
+        micro_batch.row(row).samples
+        for micro_batch in reference.micro_batches(step)
+        if micro_batch.data_index == data_place(reference.spec, rank)
+        for row in range(len(micro_batch.sample_ids))
+    ]
+
+
+def _sides(
+    given: StepBatch, wanted: Sequence[SampleBatch], side: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Return one tensor of each sample that a rank has (0: what its model is given), beside that of
+    the sample which it should be; nothing where these are not as many."""
+    rows = list(given.micro_batches(1))
+    if len(rows) != len(wanted):
+        return []
+    return [
+        (row.tensors[side], sample.tensors[side]) for row, sample in zip(rows, wanted, strict=True)
+    ]
+
+
 def _are_at(spec: Spec, spans: Sequence[Span], pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether every tensor has the tokens of a whole sample in `spans`."""
+    """Return whether there are tensors, and each has the tokens of a whole sample in `spans`."""
     tokens = TokensOfRank(spec, 0, spans)
-    return all(torch.equal(own.cpu(), tokens.of_output(whole)) for own, whole in pairs)
+    return bool(pairs) and all(
+        torch.equal(own.cpu(), tokens.of_output(whole)) for own, whole in pairs
+    )
 
 
 def _key(sample: SampleBatch, own: TokensOfRank | None = None) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults import (
     of_attention,
     of_batches,
+    of_key_gradients,
     of_operators,
     of_reductions,
     of_slices,
@@ -13,5 +14,14 @@ from tests.faults import (
 )
 from tests.faults.fault import Fault
 
-_MODULES = (of_batches, of_reductions, of_operators, of_slices, of_attention, of_updates, of_states)
+_MODULES = (
+    of_batches,
+    of_reductions,
+    of_operators,
+    of_slices,
+    of_attention,
+    of_key_gradients,
+    of_updates,
+    of_states,
+)
 FAULTS: dict[str, Fault] = {fault.name: fault for module in _MODULES for fault in module.FAULTS}

@@ -1,5 +1,4 @@
-"""Wrong attention over cp: masks by other indices, keys and heads of other ranks, gradients of keys
-and values that do not come home."""
+"""Wrong attention over cp: masks by other indices, keys and heads of other ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from ptrain.axes.context.attention import context_of
@@ -19,10 +16,11 @@ from ptrain.axes.context.run import cores
 from ptrain.axes.context.run.cores import GatheredCore, RingCore, _blocks, _Gathered, _Ring
 from ptrain.axes.context.run.ulysses import UlyssesCore
 from ptrain.interpreter.program import Program
+from ptrain.models.attention import Core
 from ptrain.report.finding import Subject
 from tests.faults.fault import Fault
 from tests.faults.of_slices import GATHERED, HYBRID, RING, RING_OF_4, ULYSSES, ZIGZAG, ZIGZAG_OF_4
-from tests.faults.planting import exchanged, modules
+from tests.faults.planting import modules
 
 _RULE = "_is_causal_behavior"
 Around = Callable[[], AbstractContextManager[Any]]
@@ -50,7 +48,7 @@ class _Sabotaged(torch.autograd.Function):
         return queries, *ctx.fault.gradients(ctx, gradient, (queries, keys, values)), None, None
 
 
-class _CoreFault:
+class CoreFault:
     """What is around a core's passes, and what becomes of its gradients of keys and values."""
 
     forward: Around = staticmethod(nullcontext)
@@ -60,7 +58,7 @@ class _CoreFault:
         return heads[1], heads[2]
 
 
-def _sabotage(program: Program, fault: _CoreFault, pattern: str = CORES) -> None:
+def sabotage(program: Program, fault: CoreFault, pattern: str = CORES) -> None:
     for core in modules(program, pattern):
         inner = core.inner if isinstance(core, UlyssesCore) else core
         assert isinstance(inner, (RingCore, GatheredCore))
@@ -73,7 +71,7 @@ def _sabotage(program: Program, fault: _CoreFault, pattern: str = CORES) -> None
         inner.forward = forward
 
 
-class _Ruled(_CoreFault):
+class _Ruled(CoreFault):
     """Blocks are masked by another rule: those of a module's function `name`."""
 
     def __init__(self, module: Any, name: str, rule: Callable[..., Any]) -> None:
@@ -82,7 +80,7 @@ class _Ruled(_CoreFault):
 
 def masked_by_local_index(program: Program) -> None:
     """Every block of scores is masked as if its keys began where its queries do."""
-    _sabotage(program, _Ruled(ring, _RULE, lambda **_: ring._CausalBehavior.IS_CAUSAL))
+    sabotage(program, _Ruled(ring, _RULE, lambda **_: ring._CausalBehavior.IS_CAUSAL))
 
 
 def gathered_by_local_index(program: Program) -> None:
@@ -92,15 +90,15 @@ def gathered_by_local_index(program: Program) -> None:
         for part, _ in _blocks(num_before, num_own):
             yield part, True
 
-    _sabotage(program, _Ruled(cores, "_blocks", blocks))
+    sabotage(program, _Ruled(cores, "_blocks", blocks))
 
 
 def not_masked(program: Program) -> None:
     """Queries attend to all keys, also those that are still to come."""
-    _sabotage(program, _Ruled(ring, _RULE, lambda **_: ring._CausalBehavior.NOT_IS_CAUSAL))
+    sabotage(program, _Ruled(ring, _RULE, lambda **_: ring._CausalBehavior.NOT_IS_CAUSAL))
 
 
-class _HopMissing(_CoreFault):
+class _HopMissing(CoreFault):
     """The last hop's block is in no output; torch's backward pass takes part in it or not by the
     same rule, but for early and late chunks, of which it wants a block in any case."""
 
@@ -120,20 +118,13 @@ def hop_missing(program: Program) -> None:
     """Keys and values go round one hop less than they should."""
     step = context_of(program.spec)
     assert step is not None, "cp has ranks"
-    _sabotage(program, _HopMissing(step.is_balanced))
+    sabotage(program, _HopMissing(step.is_balanced))
 
 
 def own_keys_alone(program: Program) -> None:
     """Nothing is exchanged: a rank attends to the keys that it has."""
-
-    class Alone(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
-            more = q.shape[1] // k.shape[1]
-            keys, values = (x.repeat_interleave(more, 1) for x in (k, v))
-            return nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True)
-
     for core in modules(program, CORES):
-        core.forward = Alone().forward
+        core.forward = Core().forward
 
 
 def taken_for_contiguous(program: Program) -> None:
@@ -141,87 +132,6 @@ def taken_for_contiguous(program: Program) -> None:
     for core in modules(program, CORES):
         assert isinstance(core, RingCore)
         core.is_balanced = False
-
-
-class _NotHome(_CoreFault):
-    """The last hop of the gradients of keys and values is missing: a rank keeps its neighbour's."""
-
-    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-        keys, values = (exchanged(tensor, ctx.core.group) for tensor in heads[1:])
-        return keys, values
-
-
-class _OwnAlone(_CoreFault):
-    """No gradients of keys and values travel: a rank keeps those that its own queries gave."""
-
-    def __init__(self, alone: dist.ProcessGroup) -> None:
-        self.alone = alone
-
-    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-        with patch.object(ctx.core, "group", self.alone):
-            _, keys, values, _ = _Ring.backward(ctx, gradient)
-        return keys, values
-
-
-def not_sent_home(program: Program) -> None:
-    _sabotage(program, _NotHome(), r"blocks\.1\.attention\.core")
-
-
-def not_sent_at_all(program: Program) -> None:
-    alone = [dist.new_group([rank]) for rank in range(program.world.size)]
-    _sabotage(program, _OwnAlone(alone[program.world.rank]), r"blocks\.1\.attention\.core")
-
-
-def not_reduced(program: Program) -> None:
-    """Gradients of gathered keys and values are cut, and not summed before."""
-    for core in modules(program, r"blocks\.1\.attention\.core"):
-        assert isinstance(core, GatheredCore)
-
-        def cut(keys: Tensor, values: Tensor, of: GatheredCore = core) -> tuple[Tensor, ...]:
-            return tuple(x.chunk(of.size, 2)[of.rank].contiguous() for x in (keys, values))
-
-        core.summed = cut
-
-
-class _GatheredByTorch(nn.Module):
-    """Keys and values of all ranks by `torch.distributed.nn.functional.all_gather`, whose backward
-    pass sends gradients as they lie in memory and takes what it is sent for contiguous; a mask by
-    hand, as torch's fused attention has none for fewer queries than keys. What it gives back to
-    `all_gather` has permuted strides, as from projections whose heads are moved to the front."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.group = group
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
-        more, count = q.shape[1] // k.shape[1], q.shape[2]
-        whole = [
-            _Permuted.apply(torch.cat(all_gather(x, self.group), 2)).repeat_interleave(more, 1)
-            for x in (k, v)
-        ]
-        first = self.group.rank() * count
-        queries = torch.arange(first, first + count)[:, None]
-        seen = queries >= torch.arange(whole[0].shape[2])
-        return nn.functional.scaled_dot_product_attention(q, *whole, seen)
-
-
-class _Permuted(torch.autograd.Function):
-    """The identity whose gradient has tokens in front of heads in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def gathered_by_torch(program: Program) -> None:
-    """As written by hand with torch's functional collectives of old."""
-    for attention in modules(program, r"blocks\.1\.attention"):
-        assert isinstance(attention.core, GatheredCore)
-        attention.core.forward = _GatheredByTorch(attention.core.group).forward
 
 
 # heads
@@ -328,51 +238,6 @@ FAULTS = (
         axis="cp",
         factor="mask of contiguous slices",
         place=r"blocks\.0\.attention\.core",
-    ),
-    Fault(
-        name="dK and dV a hop from home",
-        setting=RING_OF_4,
-        plant=not_sent_home,
-        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
-        axis="cp",
-        factor="dK and dV of cp rank 1",
-        place=r"blocks\.1\.attention",
-    ),
-    Fault(
-        name="dK and dV of own queries alone: zigzag",
-        setting=ZIGZAG,
-        plant=not_sent_at_all,
-        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
-        axis="cp",
-        factor="missing dK and dV",
-        place=r"blocks\.1\.attention",
-    ),
-    Fault(
-        name="dK and dV of own queries alone: hybrid",
-        setting=HYBRID,
-        plant=not_sent_at_all,
-        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
-        axis="cp",
-        factor="missing dK and dV",
-        place=r"blocks\.1\.attention",
-    ),
-    Fault(
-        name="dK and dV of gathered keys not summed",
-        setting=GATHERED,
-        plant=not_reduced,
-        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
-        axis="cp",
-        factor="missing dK and dV",
-        place=r"blocks\.1\.attention",
-    ),
-    Fault(
-        name="dK and dV by torch's all_gather, with permuted strides",
-        setting=GATHERED,
-        plant=gathered_by_torch,
-        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
-        axis="cp",
-        factor="dK and dV in the order of other strides",
-        place=r"blocks\.1\.attention",
     ),
     Fault(
         name="Ulysses heads swapped on their way back",

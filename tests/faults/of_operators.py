@@ -17,6 +17,7 @@ from ptrain.axes.pipeline.run.staged import Staged
 from ptrain.axes.tensor.run.randomness import OwnRandomness
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
+from ptrain.models.attention import Core
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
 from tests.faults.fault import Fault, Setting
@@ -114,8 +115,8 @@ def wrong_rope_offset(program: Program) -> None:
         attention.register_forward_pre_hook(shifted)
 
 
-class _NotCausal(nn.Module):
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+class _NotCausal(Core):
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(q, k, v)
 
 

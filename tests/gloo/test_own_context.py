@@ -37,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"hf": "qwen3", "config": LLAMA | {"head_dim": 8}},
     "gpt2": {"hf": "gpt2", "config": GPT2 | NO_DROPOUT},  # learned positions, a fused projection
     "placed": PLACED,  # the user's: learned positions by an argument
+    "few": {"hf": "llama", "config": LLAMA | {"num_key_value_heads": 1}},  # Ulysses repeats them
     "pairs": {"target": "tests.models_external:pairs"},  # the user's, without positions
 }
 

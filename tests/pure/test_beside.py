@@ -81,3 +81,12 @@ def test_who_has_the_lane_holds_a_message_up():
     timed.compute(timed.pass_seconds((hop(6, 1), *seconds(10)), Hook.FORWARD_OPERATOR))
     rows = {row.key.collective: row for row in timed.step_time().rows}
     assert rows[Collective.SEND].seconds == 6.0  # at least 8 too late, of which it moves 6
+
+
+def test_in_a_row_a_pass_takes_what_it_computes_and_what_it_waits_for():
+    exchange = InnerCollective(Collective.ALL_TO_ALL, 5, axis="cp", ranks=2)
+    work = (exchange, hop(13, 1), *seconds(10))
+    for overlaps, waited in ((True, 3.0), (False, 13.0)):
+        timed = clock(overlaps=overlaps)
+        taken = timed.pass_seconds(work, Hook.FORWARD_OPERATOR).in_a_row(timed.pace)
+        assert taken == 10.0 + 5.0 + waited

@@ -12,7 +12,6 @@ from random import Random
 import pytest
 
 from ptrain.axes.context.attention import all_spans, context_of
-from ptrain.axes.context.blocks import balance, blocks_of, multiplied
 from ptrain.axes.context.cost import (
     exchanged,
     gathered_bytes,
@@ -23,6 +22,7 @@ from ptrain.axes.context.cost import (
 )
 from ptrain.axes.context.costs import sent
 from ptrain.axes.context.draw import balance_text
+from ptrain.axes.context.tokens import balance, blocks_of, multiplied
 from ptrain.costs import Collective, Phase
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept, Operators, Policy

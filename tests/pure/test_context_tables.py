@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from ptrain.axes.context.attention import context_of
-from ptrain.axes.context.blocks import multiplied
 from ptrain.axes.context.cost import exchanged, gathered_bytes, keys_and_values
 from ptrain.axes.context.part import ContextPart, part_at
+from ptrain.axes.context.tokens import multiplied
 from ptrain.costs import Collective, Phase
 from ptrain.derivation import archive
 from ptrain.derivation.activations import is_tabulated, timeline

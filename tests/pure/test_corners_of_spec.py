@@ -286,6 +286,8 @@ NAMED = {
     "heads divide": "Definition 1",
     "an operator knows the logits": "Definition 1",
     "every token has a row": "Definition 1",
+    "the loss is a mean over all targets that count": INTEGRITY,
+    "padding counts for nothing": INTEGRITY,
     "the batch is the sum of its parts": INTEGRITY,
     "the mesh fits the cluster": "Definition 5",
     "GPUs have a compute capability": "Definition 5",
@@ -331,11 +333,13 @@ NAMED = {
     "attention has a backward pass": INTEGRITY,
 }
 WAITING = """axes that are executed; replicas outside shards;
-    ranks have as many stretches; models that cp knows; all tokens between the blocks;
+    hops know of no mask; ranks have as many stretches; models that cp knows;
+    all tokens between the blocks;
     the naive plan has all tokens; equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;
     units within a stage; one policy for both passes; units wait for their weights;
     saved slices are gathered once; shared gradients meet before the update;
+    stages have no tokens;
     matrices of a whole model; what is brought back is used once;
     attention has a module of its own; a budget's peaks are predicted;
     what is recomputed is gathered; the naive plan keeps what it saves"""

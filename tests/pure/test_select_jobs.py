@@ -57,7 +57,7 @@ def test_a_constraint_is_a_name_a_comparison_and_a_bound(text, name, bound):
         ("placement.dp_shard=[S*, S, S]", "tried are \\[R,S,R,R\\], \\[R,S,S,R\\]"),
         ("placement.dp_shrd=zero3", "did you mean placement.dp_shard?"),
         ("ep=2", "not yet: ep, an axis that no search tries"),
-        ("cp=2", "not yet: cp, an axis that no search tries"),
+        ("attention=flash", "write one of ring, zigzag, all-gather, ulysses, hybrid"),
         ("tp=two", "mesh.tp is a whole number, and two is none"),
         ("accumulate=1.5", "batch.accumulate is a whole number"),
         ("tp<=8,pp=1", "mesh.tp is a whole number, and 8,pp=1 is none"),

@@ -155,6 +155,8 @@ SECTIONS = {
     job.DataSpec: {
         "corpus": "python-docs",
         "path": None,
+        "loss_mask": None,
+        "ignored": None,
         "tokenizer": "bytes",
         "target": None,
         "arguments": None,

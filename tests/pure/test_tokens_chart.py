@@ -127,7 +127,7 @@ def test_stages_and_tokens_are_drawn_one_below_the_other(monkeypatch, tmp_path, 
     assert bubble < tokens < sheet.height
 
 
-def _planned(spec, facts):
+def _planned(spec, facts, **_):
     from ptrain.derivation.estimate import derive, own_facts
 
     return derive(spec, own_facts(spec), is_timed=False)

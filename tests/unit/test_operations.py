@@ -20,6 +20,7 @@ from ptrain.models.chunked import can_fuse
 from ptrain.plan.lower import lower
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.world import World
+from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.flops import counted
@@ -128,6 +129,24 @@ def test_operations_of_ranks_with_slices_of_the_tokens_are_those_that_are_predic
             world.close()
         assert found[Phase.FORWARD] == predicted.forward
         assert found[Phase.BACKWARD] == predicted.backward + predicted.again
+
+
+@pytest.mark.parametrize("attention", ["zigzag", "all-gather"])
+def test_a_simulation_counts_attention_over_cp_that_runs_again(attention):
+    """It runs in a function with a backward pass of its own, where nothing records a graph."""
+    spec = spec_of(
+        "llama",
+        "sdpa",
+        "attention",
+        mesh={"cp": 2},
+        placement={"cp": f"R,R,R,{'S*' if attention == 'all-gather' else 'S'}"},
+        context={"attention": attention},
+        batch={"accumulate": 1, "micro": 1, "sequence": 24},
+    )
+    facts = own_facts(spec)
+    rows = operations(spec, lower(spec, facts.unit_modules, facts.roles), ())
+    assert rows[1].again
+    assert simulate(spec, 1).estimate.operations == (rows[1],)
 
 
 def test_only_matrix_products_that_backward_needs_run_again():

@@ -114,6 +114,14 @@ def test_a_users_model_is_given_positions_by_an_argument(attention: str) -> None
     assert looked_at(spec_of(attention, own=own("placed"))).positions == "positions"
 
 
+def test_torchs_module_of_attention_is_one_too() -> None:
+    attending = looked_at(spec_of("zigzag", own=own("with_attention", kind="multihead")))
+    assert [module.name for module in attending.modules] == [
+        "layers.0.mixing.inner",
+        "layers.1.mixing.inner",
+    ]
+
+
 def test_a_model_without_positions_needs_none() -> None:
     pairs = {"target": "tests.models_external:pairs"}
     assert looked_at(spec_of("zigzag", own=pairs)).positions == ""
@@ -129,6 +137,7 @@ def test_a_model_without_positions_needs_none() -> None:
         (own("with_attention", kind="bound"), "no module of tests.models_sliced:with_attention"),
         (own("with_attention", kind="open"), "layers.0.mixing is not causal"),
         (own("with_attention", kind="dropping"), "layers.0.mixing drops out 0.1 of its scores"),
+        (own("with_attention", kind="twice"), "layers.0.mixing attends twice in a forward pass"),
         (own("with_attention", kind="windowed"), "layers.0.mixing is given a mask"),
     ],
 )

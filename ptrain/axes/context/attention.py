@@ -9,6 +9,7 @@ from typing import assert_never
 from ptrain.axes.context.tokens import Span, spans
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.context import ContextAttention, Hybrid
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
@@ -71,7 +72,7 @@ def context_of(spec: Spec) -> ContextParallel | None:
     factor = factor_of(spec)
     if factor is None:
         return None
-    attention = attention_of(spec)
+    attention, shape = attention_of(spec), spec.model
     ulysses, ring = degrees(attention, factor.degree)
     return ContextParallel(
         axis=factor.axis,
@@ -80,6 +81,7 @@ def context_of(spec: Spec) -> ContextParallel | None:
         sequence=spec.batch.sequence,
         is_balanced=attention.is_balanced,
         gathers=attention is ContextAttention.ALL_GATHER,
+        has_documents=isinstance(shape, ModelShape) and shape.document_start is not None,
     )
 
 

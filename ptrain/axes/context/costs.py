@@ -31,12 +31,23 @@ def sent(
     step = plan.context
     if step is None:
         return
+    times = plan.accumulate.micro_batches
+    yield from _documents(spec, step, times)
     alike: dict[AttentionHeads, list[Kept]] = {}
     for heads, mode in zip(own or (_heads_of(spec),) * len(kept), kept, strict=True):
         alike.setdefault(heads, []).append(mode)
     for heads, modes in alike.items():
         exchange = _Exchange(spec, plan, step, heads)
-        yield from _of_layers(exchange, plan.accumulate.micro_batches, modes)
+        yield from _of_layers(exchange, times, modes)
+
+
+def _documents(spec: Spec, step: ContextParallel, times: int) -> Iterator[Traffic]:
+    """A byte a token says whether a document begins with it."""
+    shape = spec.model
+    if isinstance(shape, ModelShape) and shape.document_start is not None:
+        calls = Calls(Collective.ALL_GATHER, _ACTIVATIONS, Phase.FORWARD, times, None)
+        ranks = step.ulysses * step.ring
+        yield calls.over(Group((step.axis,), ranks), spec.batch.micro * step.sequence)
 
 
 def own_kept(

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from ptrain.axes.context.attention import all_spans, why
-from ptrain.axes.context.blocks import balance
-from ptrain.axes.context.tokens import Span
+from ptrain.axes.context.tokens import Span, balance
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
 

@@ -16,12 +16,12 @@ from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import PADDED, token_multiple
 from ptrain.spec.block import Positions
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
-from ptrain.spec.padding import PADDED, token_multiple
 from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S
 from ptrain.spec.spec import Spec
 
@@ -209,6 +209,19 @@ def _kernels(spec: Spec) -> Iterator[Fault]:
             )
 
 
+def _documents(spec: Spec) -> Iterator[Fault]:
+    factor, shape, attention = factor_of(spec), spec.model, attention_of(spec)
+    if factor is None or not isinstance(shape, ModelShape) or shape.document_start is None:
+        return
+    if attention is not ContextAttention.ALL_GATHER and degrees(attention, factor.degree)[1] > 1:
+        yield Fault(
+            place="model.document_start",
+            finding=f"not yet: documents with {attention}, whose hops know of no mask",
+            remedy="what works today: attention: ulysses, or attention: all-gather with "
+            "placement.cp.activations=S*",
+        )
+
+
 def _own_functions(spec: Spec) -> Iterator[Fault]:
     if factor_of(spec) is None:
         return
@@ -305,5 +318,8 @@ CONTEXT = AxisRules(
             name="the loss is a sum over tokens", theorem=GRADIENT_INTEGRITY, faults=_own_functions
         ),
     ),
-    not_yet=(SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),),
+    not_yet=(
+        SpecRule(name="hops know of no mask", theorem="", faults=_documents),
+        SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),
+    ),
 )

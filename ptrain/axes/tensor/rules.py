@@ -16,9 +16,9 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.axes.tensor.costs import shards_differ, slices
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import PADDED
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
-from ptrain.spec.padding import PADDED
 from ptrain.spec.placement import S_STAR, Placement, R, S
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div

@@ -10,6 +10,7 @@ from torch import nn
 
 from ptrain.axes.context.attention import spans_at
 from ptrain.axes.context.run.cores import GatheredCore, RingCore
+from ptrain.axes.context.run.documents import SlicedDocuments
 from ptrain.axes.context.run.own_models import give_positions, reach
 from ptrain.axes.context.run.slices import sliced
 from ptrain.axes.context.run.ulysses import UlyssesCore
@@ -70,6 +71,10 @@ def parallelize_context(
     spans = own_spans(step, mesh)
     if isinstance(model, Transformer):
         model.place_tokens(spans)
+        if model.documents is not None:
+            group, has_all = mesh.group((step.axis,)), groups.ulysses is not None
+            start, registry = model.documents.start, mesh.registry
+            model.documents = SlicedDocuments(start, group, registry, has_all=has_all)
         for module in list(model.modules()):
             core = getattr(module, "core", None)
             if isinstance(core, Core):

@@ -91,8 +91,8 @@ class GatheredCore(nn.Module):
     def forward(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
-        assert mask_TT is None, "legality keeps windows out of gathered keys"
-        y_BHTD: Tensor = _Gathered.apply(q_BHTD, k_BGTD, v_BGTD, self)
+        """`mask_TT`: that of documents, of the rank's queries and all keys [B, 1, T, S]."""
+        y_BHTD: Tensor = _Gathered.apply(q_BHTD, k_BGTD, v_BGTD, mask_TT, self)
         return y_BHTD
 
     @property
@@ -135,14 +135,19 @@ class GatheredCore(nn.Module):
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, core: GatheredCore
+        ctx: Any,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        mask_B1TS: Tensor | None,
+        core: GatheredCore,
     ) -> Tensor:
-        kernel, num_before = kernel_of(q_BHTD, core.scale), core.rank * q_BHTD.shape[-2]
+        kernel, num_before = kernel_of(q_BHTD, core.scale, mask_B1TS), core.rank * q_BHTD.shape[-2]
         k_BGSD, v_BGSD = core.gathered(k_BGTD, v_BGTD)
         others: list[dict[str, Any]] = []
 
         def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-            for part, is_causal in _blocks(num_before, q_BHTD.shape[-2]):
+            for part, is_causal in _blocks(num_before, q_BHTD.shape[-2], mask_B1TS):
                 y_BHTD, sums_BHT, *rest = kernel.forward(
                     q_BHTD, k_BGSD[..., part, :], v_BGSD[..., part, :], is_causal=is_causal,
                     **kernel.given,
@@ -151,17 +156,17 @@ class _Gathered(torch.autograd.Function):
                 yield y_BHTD, sums_BHT
 
         y_BHTD, sums_BHT = merged(blocks(), q_BHTD.dtype)
-        ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT)
+        ctx.save_for_backward(q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT, mask_B1TS)
         ctx.core, ctx.others, ctx.num_before = core, others, num_before
         return y_BHTD
 
     @staticmethod
     def backward(ctx: Any, gradient_BHTD: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT = ctx.saved_tensors
-        core, kernel = ctx.core, kernel_of(q_BHTD, ctx.core.scale)
+        q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT, mask_B1TS = ctx.saved_tensors
+        core, kernel = ctx.core, kernel_of(q_BHTD, ctx.core.scale, mask_B1TS)
         k_sum, v_sum = torch.zeros_like(k_BGSD), torch.zeros_like(v_BGSD)
         q_sum = torch.zeros_like(q_BHTD)
-        blocks = _blocks(ctx.num_before, q_BHTD.shape[-2])
+        blocks = _blocks(ctx.num_before, q_BHTD.shape[-2], mask_B1TS)
         for (part, is_causal), others in zip(blocks, ctx.others, strict=True):
             q_part, k_part, v_part, *_ = kernel.backward(
                 grad_out=gradient_BHTD, query=q_BHTD, key=k_BGSD[..., part, :],
@@ -171,12 +176,17 @@ class _Gathered(torch.autograd.Function):
             q_sum += q_part
             k_sum[..., part, :] = k_part
             v_sum[..., part, :] = v_part
-        return q_sum, *core.summed(k_sum, v_sum), None
+        return q_sum, *core.summed(k_sum, v_sum), None, None
 
 
-def _blocks(num_before: int, num_own: int) -> Iterator[tuple[slice, bool]]:
+def _blocks(
+    num_before: int, num_own: int, mask_B1TS: Tensor | None
+) -> Iterator[tuple[slice, bool]]:
     """Yield the keys that a rank's queries attend to, and whether causally: its own, and those
-    before."""
+    before; all at once where a mask says which."""
+    if mask_B1TS is not None:
+        yield slice(None), False
+        return
     yield slice(num_before, num_before + num_own), True
     if num_before:
         yield slice(0, num_before), False

@@ -28,6 +28,7 @@ from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.attending import POSITIONS, AttendingCall, AttentionWatch, logits_at, not_plain
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.buffers import copied_buffers
+from ptrain.models.contract import forward_of
 from ptrain.models.fake_values import READ
 from ptrain.models.generators import drawn_state, forked
 from ptrain.models.meta import on_meta
@@ -74,7 +75,8 @@ def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
 
     positions = positions_of(((0, spec.batch.sequence),), torch.device("meta"))
     with without_modes(), forked(), suppress(CodeRaised, *READ):
-        bare = on_meta(model)
+        with forward_of(model, positions, spec):  # its own code may not be copied
+            bare = on_meta(model)
         with AttentionWatch(bare, meet).watching():
             logits_at(bare, positions, attending.positions, spec)
 

@@ -1,0 +1,149 @@
+"""Gradients of keys and values over cp that do not come home."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
+
+from ptrain.axes.context.run.cores import GatheredCore, _Ring
+from ptrain.interpreter.program import Program
+from ptrain.report.finding import Subject
+from tests.faults.fault import Fault
+from tests.faults.of_attention import CoreFault, Heads, sabotage
+from tests.faults.of_slices import GATHERED, HYBRID, RING_OF_4, ZIGZAG
+from tests.faults.planting import exchanged, modules
+
+
+class _NotHome(CoreFault):
+    """The last hop of the gradients of keys and values is missing: a rank keeps its neighbour's."""
+
+    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+        keys, values = (exchanged(tensor, ctx.core.group) for tensor in heads[1:])
+        return keys, values
+
+
+class _OwnAlone(CoreFault):
+    """No gradients of keys and values travel: a rank keeps those that its own queries gave."""
+
+    def __init__(self, alone: dist.ProcessGroup) -> None:
+        self.alone = alone
+
+    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+        with patch.object(ctx.core, "group", self.alone):
+            _, keys, values, _ = _Ring.backward(ctx, gradient)
+        return keys, values
+
+
+def not_sent_home(program: Program) -> None:
+    sabotage(program, _NotHome(), r"blocks\.1\.attention\.core")
+
+
+def not_sent_at_all(program: Program) -> None:
+    alone = [dist.new_group([rank]) for rank in range(program.world.size)]
+    sabotage(program, _OwnAlone(alone[program.world.rank]), r"blocks\.1\.attention\.core")
+
+
+def not_reduced(program: Program) -> None:
+    """Gradients of gathered keys and values are cut, and not summed before."""
+    for core in modules(program, r"blocks\.1\.attention\.core"):
+        assert isinstance(core, GatheredCore)
+
+        def cut(keys: Tensor, values: Tensor, of: GatheredCore = core) -> tuple[Tensor, ...]:
+            return tuple(x.chunk(of.size, 2)[of.rank].contiguous() for x in (keys, values))
+
+        core.summed = cut
+
+
+class _GatheredByTorch(nn.Module):
+    """Keys and values of all ranks by `torch.distributed.nn.functional.all_gather`, whose backward
+    pass sends gradients as they lie in memory and takes what it is sent for contiguous; a mask by
+    hand, as torch's fused attention has none for fewer queries than keys. What it gives back to
+    `all_gather` has permuted strides, as from projections whose heads are moved to the front."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+        more, count = q.shape[1] // k.shape[1], q.shape[2]
+        whole = [
+            _Permuted.apply(torch.cat(all_gather(x, self.group), 2)).repeat_interleave(more, 1)
+            for x in (k, v)
+        ]
+        first = self.group.rank() * count
+        queries = torch.arange(first, first + count)[:, None]
+        seen = queries >= torch.arange(whole[0].shape[2])
+        return nn.functional.scaled_dot_product_attention(q, *whole, seen)
+
+
+class _Permuted(torch.autograd.Function):
+    """The identity whose gradient has tokens in front of heads in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def gathered_by_torch(program: Program) -> None:
+    """As written by hand with torch's functional collectives of old."""
+    for attention in modules(program, r"blocks\.1\.attention"):
+        assert isinstance(attention.core, GatheredCore)
+        attention.core.forward = _GatheredByTorch(attention.core.group).forward
+
+
+FAULTS = (
+    Fault(
+        name="dK and dV a hop from home",
+        setting=RING_OF_4,
+        plant=not_sent_home,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="cp",
+        factor="dK and dV of cp rank 1",
+        place=r"blocks\.1\.attention",
+    ),
+    Fault(
+        name="dK and dV of own queries alone: zigzag",
+        setting=ZIGZAG,
+        plant=not_sent_at_all,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="cp",
+        factor="missing dK and dV",
+        place=r"blocks\.1\.attention",
+    ),
+    Fault(
+        name="dK and dV of own queries alone: hybrid",
+        setting=HYBRID,
+        plant=not_sent_at_all,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="cp",
+        factor="missing dK and dV",
+        place=r"blocks\.1\.attention",
+    ),
+    Fault(
+        name="dK and dV of gathered keys not summed",
+        setting=GATHERED,
+        plant=not_reduced,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="cp",
+        factor="missing dK and dV",
+        place=r"blocks\.1\.attention",
+    ),
+    Fault(
+        name="dK and dV by torch's all_gather, with permuted strides",
+        setting=GATHERED,
+        plant=gathered_by_torch,
+        subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+        axis="cp",
+        factor="dK and dV in the order of other strides",
+        place=r"blocks\.1\.attention",
+    ),
+)

@@ -1,0 +1,60 @@
+"""Samples of several documents over cp: tokens attend to their own document alone, parts of which
+other ranks have."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.gloo import context_cases, tensor_cases
+from tests.gloo.context_runs import MATRIX
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
+
+SHAPE = {"document_start": 32}  # a document per word of text, so that slices cut some
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"other": {"dp_shard": "zero3"}, "states": "S*,S,S"},
+    {"other": {"tp": "S,S,S,S"}},
+    {"activations": "M"},
+    {"activations": "O"},
+    {"loss": {"chunk": 4}, "data": {"ignored": [32]}},
+    {"precision": {"layout": "bf16"}},
+    {"batch": {"global": 2, "micro": 2, "sequence": 13, "pad": True}},
+)
+
+
+@pytest.mark.parametrize(
+    ("variant", "model", "degree"),
+    [
+        ("all-gather", "gqa", 2),
+        nightly("all-gather", "llama", 4),
+        nightly("all-gather", "gpt", 2),
+        nightly("ulysses", "gqa", 2),
+        nightly("ulysses", "llama", 4),
+        nightly({"ulysses": 2, "ring": 1}, "gqa", 2),
+    ],
+)
+def test_over_cp(ranks: Ranks, variant: Any, model: str, degree: int) -> None:
+    spec = context_cases.spec_of(variant, model, degree=degree, shape=SHAPE)
+    assert not MATRIX.differences(ranks, spec)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("variant", ["all-gather", "ulysses"])
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_over_cp_and_what_it_is_multiplied_with(
+    ranks: Ranks, variant: str, case: dict[str, Any]
+) -> None:
+    assert not MATRIX.differences(ranks, context_cases.spec_of(variant, shape=SHAPE, **case))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", [{}, {"attention": "eager"}, {"activations": "M"}], ids=str)
+def test_without_cp(ranks: Ranks, case: dict[str, Any]) -> None:
+    spec = tensor_cases.spec_of("gqa", data={"dp_shard": "zero3"}, shape=SHAPE, **case)
+    assert not MATRIX.differences(ranks, spec)

@@ -1,0 +1,78 @@
+"""Samples of several documents: each is computed as if it stood alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.algebra.legality import Located, require
+from ptrain.errors import SpecError
+from ptrain.models.build import build
+from ptrain.models.initialize import initialize
+from ptrain.spec.load import load
+
+START = 256
+SHAPE = {"layers": 2, "hidden": 32, "ffn": 48, "vocab": 259, "heads": 4, "kv_heads": 2}
+
+
+def spec_of(**options: Any) -> Located:
+    sections = {key: options.pop(key) for key in ("mesh", "placement", "context") if key in options}
+    model = {"family": "llama", **SHAPE, "document_start": START, **options}
+    attention = {"attention": model.pop("attention")} if "attention" in model else {}
+    return load(
+        {"name": "a", "mesh": {"dp_shard": 2}, "placement": "zero2"}
+        | {"model": model, "batch": {"sequence": 24, "micro": 2, "accumulate": 2}, **attention}
+        | sections
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "eager"}, {"window": 5}], ids=str)
+def test_a_document_is_computed_as_if_it_stood_alone(options: dict[str, Any]) -> None:
+    """Rotary positions are relative, so that it matters not where in the sample it stands."""
+    spec = require(spec_of(**options))
+    packed, alone = (build(spec.model, sequence=24, seed=0).double() for _ in range(2))
+    for module in (packed, alone):
+        initialize(module, 0)
+        module.reset_buffers()
+    alone.documents = None
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 256, (2, 24))
+    begin = [[0, 7, 8, 19], [3, 12]]
+    for row, places in enumerate(begin):
+        tokens[row, places] = START
+    logits = packed(tokens)
+    for row, places in enumerate(begin):
+        edges = [*dict.fromkeys((0, *places)), 24]
+        for first, behind in pairwise(edges):
+            own = alone(tokens[row : row + 1, first:behind])
+            torch.testing.assert_close(logits[row, first:behind], own[0], rtol=0, atol=1e-6)
+    whole = alone(tokens)
+    assert (whole - logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "remedy"),
+    [
+        ({"document_start": 259}, "model.document_start", "write one below 259"),
+        ({"attention": "flex"}, "model.document_start", "write attention: sdpa or eager"),
+        (
+            {"mesh": {"cp": 2}, "placement": {"cp": "R,R,R,S"}},
+            "model.document_start",
+            "what works today: attention: ulysses, or attention: all-gather with "
+            "placement.cp.activations=S*",
+        ),
+        (
+            {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}},
+            "model.document_start",
+            "what works today: no pp",
+        ),
+    ],
+)
+def test_who_cannot_is_named(options: dict[str, Any], place: str, remedy: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        require(spec_of(**options))
+    (fault,) = caught.value.faults
+    assert (fault.place, fault.remedy) == (place, remedy)
