@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from _machine import ROOT, conclude, environment, header, this_command
+from _tables import table
 from predict_time import seconds as process_seconds
 
 from ptrain.derivation.estimate import Derivation, derive
@@ -95,6 +96,19 @@ def figures(derivation: Derivation) -> Iterator[str]:
     sent = sum(row.sent_bytes for row in exact.traffic if row.key.axes == ("cp",))
     yield from (f"{exact.peak_bytes() / GB:.2f}", f"{exact.step.seconds:.1f}")
     yield from (f"{waits / exact.step.seconds:.1%}", f"{sent / GB:.0f}")
+
+
+def long_contexts() -> str:
+    """Steps and peaks by length, degree and variant, for a page."""
+    by_case: dict[tuple[str, str], list[str]] = {}
+    for length in LENGTHS:
+        for tokens, degree, _, peak, seconds, *_ in predicted(length):
+            by_case.setdefault((tokens, degree), []).append(f"{seconds} s · {peak} GB")
+    columns = ["tokens", "cp", "ring", "zigzag", "all-gather", "Ulysses, or 8 × ring"]
+    return table(columns, ((*case, *cells) for case, cells in by_case.items()))
+
+
+TABLES = {"long contexts": long_contexts}
 
 
 def timed(length: Length, folder: Path) -> float:

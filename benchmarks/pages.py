@@ -22,6 +22,7 @@ import _keys
 import _methods
 import _pipelines
 import _rooms
+import long_context
 from _examples import printed
 from _machine import ROOT
 
@@ -37,6 +38,7 @@ TABLES = {
     **_methods.TABLES,
     **_pipelines.TABLES,
     **_rooms.TABLES,
+    **long_context.TABLES,
 }
 
 

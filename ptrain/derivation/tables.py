@@ -90,8 +90,7 @@ class Setting:
         """The value of every dimension that sizes are products of."""
         dimensions_of = self.cut.dimensions if self.cut else dimensions
         values = dimensions_of(self.shape, batch=self.batch, sequence=self.sequence)
-        is_whole = self.context is None
-        return values if is_whole else self.context.values(values)
+        return values if self.context is None else self.context.values(values)
 
     def name(self, part: TablePart) -> str:
         """Return the name of its table. To a block and to what a loss computes it is nothing

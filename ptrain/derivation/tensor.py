@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ptrain.algebra.layout import place_of, ranks_over
-from ptrain.axes.context.part import part_of as context_part
+from ptrain.axes.context.part import ContextPart, part_at
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.costs import Cut, ModuleRoles, cut_dims, slices
@@ -54,6 +54,15 @@ def fullest_place(spec: Spec, plan: Plan) -> int:
 def _before(spec: Spec, plan: Plan, place: int) -> int:
     part = context_part(spec, plan, place)
     return part.before if part else 0
+
+
+def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
+    """Return what the rank at this place along the cutting axes does in attention over cp; None
+    without slices of the tokens."""
+    step = plan.context
+    if step is None:
+        return None
+    return part_at(step, place_of(spec, plan.cutting_axes, index)[step.axis])
 
 
 def parts(

@@ -15,9 +15,10 @@ from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.derivation.activations import is_tabulated
 from ptrain.errors import Fault
 from ptrain.selection.quantities import Aspect
-from ptrain.selection.search import Search, batched
+from ptrain.selection.search import Search
 from ptrain.selection.space import (
     Candidate,
+    batched,
     data_choices,
     inner_products,
     micro_batches,

@@ -7,9 +7,8 @@ activations; within it are all choices of the data axes, as arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
@@ -22,8 +21,9 @@ from ptrain.selection.activity import Activity, activity_of
 from ptrain.selection.arrays import numpy
 from ptrain.selection.blocks import CandidateBlock, DataTable
 from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
+from ptrain.selection.inner import InnerCut, without_shared
 from ptrain.selection.keeper import Keeper
-from ptrain.selection.profile import Seconds, Sizes, seconds_of, sizes_of
+from ptrain.selection.profile import Seconds, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
 from ptrain.selection.rows import Columns, DataWay, Ways, way_of
 from ptrain.selection.score import Places, RankPeaks, busy
@@ -32,6 +32,7 @@ from ptrain.selection.space import (
     Legality,
     Through,
     apart,
+    batched,
     data_choices,
     degrees_over,
     inner_products,
@@ -53,21 +54,6 @@ from ptrain.spec.spec import Spec
 LegalWay = tuple[DataWay, Spec]  # and the base with its choice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Inner:
-    """How blocks are cut: by `ranks` ranks together, over `shared` of which go states of the data
-    axes too. The `number` is that of a way to cut."""
-
-    number: int
-    ranks: int
-    within: tuple[AxisChoice, ...]
-    spec: Spec
-    sizes: Sizes
-    shape: tuple[tuple[Axis, int], ...]  # what cuts operators, whatever its tuples are
-    axes: tuple[Axis, ...]  # all of them
-    shared: int
-
-
 class Search:
     """Loops over all that a block has in common, and asks everything once."""
 
@@ -80,7 +66,7 @@ class Search:
         self.choices = data_choices(task.base, task.written)
         self.units = units_of(task.written)
         self.ways_to_keep = task.written.kept or ways_to_keep(task.written.away)
-        self.too_large: list[tuple[_Inner, int, Through, Kept, int]] = []
+        self.too_large: list[tuple[InnerCut, int, Through, Kept, int]] = []
         # by numbers and identities (of `ways_to_keep`): values of a spec are slow to compare
         self.staged: dict[int, list[PipelineFlow]] = {}
         self.running: dict[tuple[int, int], dict[Through, list[PipelineFlow]]] = {}
@@ -131,28 +117,14 @@ class Search:
                 for micro, number in apart(self._batches(left)) if self.staged[stages] else ():
                     yield from self._of_batch(inner, left, stages, micro, number)
 
-    def _inners(self) -> Iterator[_Inner]:
+    def _inners(self) -> Iterator[InnerCut]:
         """The ways to cut blocks that obey constraints."""
         task = self.task
         products = inner_products(task.base, task.devices, task.written)
         for number, (ranks, within) in enumerate(products):
             spec = chosen(task.base, within)
             if task.where.admits(Aspect.WITHIN, spec):
-                yield _Inner(
-                    number=number,
-                    ranks=ranks,
-                    within=within,
-                    spec=spec,
-                    sizes=sizes_of(spec, self.facts),
-                    shape=tuple(
-                        (factor.axis, factor.degree)
-                        for choice in within
-                        if choice.shared == 1
-                        for factor in choice.factors
-                    ),
-                    axes=tuple(f.axis for choice in within for f in choice.factors),
-                    shared=prod(choice.shared for choice in within),
-                )
+                yield InnerCut.of(number, ranks, within, spec, sizes_of(spec, self.facts))
 
     def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
         """The micro-batches that obey constraints."""
@@ -170,7 +142,7 @@ class Search:
         ]
 
     def _of_batch(
-        self, inner: _Inner, left: int, stages: int, micro: int, number: int
+        self, inner: InnerCut, left: int, stages: int, micro: int, number: int
     ) -> Iterator[CandidateBlock]:
         running = self._running(stages, number)
         for kept in self.ways_to_keep:
@@ -196,7 +168,7 @@ class Search:
                     by_through.setdefault(through_of(flow.choice), []).append(flow)
         return self.running[key]
 
-    def _is_legal(self, inner: _Inner, kept: Kept, through: Through, *, several: bool) -> bool:
+    def _is_legal(self, inner: InnerCut, kept: Kept, through: Through, *, several: bool) -> bool:
         """Whether blocks that are cut and kept so may be in such a flow, of one sample or
         several."""
         key = (inner.number, id(kept), through, several)
@@ -213,7 +185,7 @@ class Search:
 
     def _block(
         self,
-        inner: _Inner,
+        inner: InnerCut,
         table: DataTable,
         flows: Sequence[PipelineFlow],
         batch: tuple[int, int, Kept],
@@ -291,7 +263,7 @@ class Search:
             return number * on_the_way
         return on_the_way + (0 if self.task.pace.overlaps else number * flow.per_rank)
 
-    def _activity(self, inner: _Inner, micro: int, kept: Kept) -> Activity:
+    def _activity(self, inner: InnerCut, micro: int, kept: Kept) -> Activity:
         """Sizes grow with the samples from two on; one alone saves less."""
         least = min(micro, 2)
         key = (inner.number, micro, id(kept))
@@ -302,7 +274,7 @@ class Search:
             self.activities[key] = activity_of(sized, kept)
         return self.activities[key]
 
-    def _seconds(self, inner: _Inner, micro: int, kept: Kept) -> Seconds | None:
+    def _seconds(self, inner: InnerCut, micro: int, kept: Kept) -> Seconds | None:
         """None where nobody knows what is computed, or how long that takes."""
         key = (inner.number, micro, id(kept))
         if key not in self.seconds:
@@ -315,7 +287,7 @@ class Search:
         return self.seconds[key]
 
     def _legal(
-        self, inner: _Inner, left: int, through: Through, kept: Kept, number: int
+        self, inner: InnerCut, left: int, through: Through, kept: Kept, number: int
     ) -> DataTable:
         """The choices of the data axes that are legal with so many micro-batches."""
         key = (inner.number, id(kept))
@@ -326,7 +298,13 @@ class Search:
         return self._table(inner, left, through, self.gathered[key], many=number > 1)
 
     def _table(
-        self, inner: _Inner, left: int, through: Through, units: frozenset[UnitSize], *, many: bool
+        self,
+        inner: InnerCut,
+        left: int,
+        through: Through,
+        units: frozenset[UnitSize],
+        *,
+        many: bool,
     ) -> DataTable:
         """The legal choices of the data axes beside others."""
         key = (inner.shape, inner.shared, left, through, units, many)
@@ -337,7 +315,7 @@ class Search:
         layers = max(1, self.flows.num_layers // stages)
         for axes in self.choices:
             for degrees in degrees_over(len(axes), left * inner.shared):
-                own = _without_shared(degrees, inner.shared)
+                own = without_shared(degrees, inner.shared)
                 if own is None or not self._are_admitted(axes, own):
                     continue
                 ways = self._ways(axes, inner, through, many=many)
@@ -357,7 +335,9 @@ class Search:
         sized = replace(first, factors=tuple(replace(f, degree=d) for f, d in factors))
         return self.task.where.admits(Aspect.RANKS, chosen(self.task.base, (sized,)))
 
-    def _columns(self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, layers: int) -> Columns:
+    def _columns(
+        self, ways: Ways, degrees: tuple[int, ...], inner: InnerCut, layers: int
+    ) -> Columns:
         """Those of all ways, whichever of them are legal with a way to keep activations."""
         key = (id(ways), degrees, inner.shape, inner.shared, layers)  # `ways` keeps them
         if key not in self.columns:
@@ -366,7 +346,7 @@ class Search:
         return self.columns[key]
 
     def _indices(
-        self, ways: Ways, degrees: tuple[int, ...], inner: _Inner, units: frozenset[UnitSize]
+        self, ways: Ways, degrees: tuple[int, ...], inner: InnerCut, units: frozenset[UnitSize]
     ) -> Any:
         """Which of the ways are legal with these degrees, and obey what is asked of them."""
         np = numpy()
@@ -380,7 +360,9 @@ class Search:
                     fine &= shards != number
         return np.flatnonzero(fine)
 
-    def _ways(self, axes: tuple[Axis, ...], inner: _Inner, through: Through, *, many: bool) -> Ways:
+    def _ways(
+        self, axes: tuple[Axis, ...], inner: InnerCut, through: Through, *, many: bool
+    ) -> Ways:
         key = (axes, inner.axes, through, many)
         if key not in self.ways:
             admits = partial(self.task.where.admits, Aspect.DATA)
@@ -389,7 +371,7 @@ class Search:
         return self.ways[key]
 
     def _legal_ways(
-        self, axes: tuple[Axis, ...], inner: _Inner, through: Through, *, many: bool
+        self, axes: tuple[Axis, ...], inner: InnerCut, through: Through, *, many: bool
     ) -> list[LegalWay]:
         """The legal choices of the data axes, whatever is asked of them."""
         key = (axes, inner.axes, through, many)
@@ -406,17 +388,3 @@ class Search:
                 or self.legality.data(choice, inner.within, through, many=many)
             ]
         return self.legal[key]
-
-
-def _without_shared(degrees: tuple[int, ...], shared: int) -> tuple[int, ...] | None:
-    """Return the degrees of the data axes themselves, where the innermost has all the ranks that
-    are shared; None where it has not."""
-    if shared == 1:
-        return degrees
-    *outer, last = degrees or (1,)
-    return None if last % shared else (*outer, last // shared)
-
-
-def batched(spec: Spec, micro: int, number: int) -> Spec:
-    """Return the spec with so many micro-batches of so many samples."""
-    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=number))

@@ -67,6 +67,11 @@ def with_batch(spec: Spec, micro: int) -> Spec:
     return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=accumulate))
 
 
+def batched(spec: Spec, micro: int, number: int) -> Spec:
+    """Return the spec with so many micro-batches of so many samples."""
+    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=number))
+
+
 def kept_so(spec: Spec, kept: Kept) -> Spec:
     """Return the spec with all blocks' activations kept so."""
     return replace(spec, activations=ActivationSpec(default=kept))

@@ -116,7 +116,7 @@ def pass_work(computed: Computed) -> PassWork:
     """Return the operators of a pass, equal ones in a row as one, and behind them all that only
     look."""
 
-    def entry(group: Group) -> Operator | InnerCollective:
+    def entry(group: WorkGroup) -> Operator | InnerCollective:
         operator = group.what.operator
         if isinstance(operator, InnerCollective) and group.beside:
             return replace(operator, beside=group.beside)
@@ -126,7 +126,7 @@ def pass_work(computed: Computed) -> PassWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class WorkGroup:
     """What was computed so many `times` in a row. `beside`: of what is sent, how many groups behind
     it run before it is awaited."""
 
@@ -135,7 +135,7 @@ class Group:
     beside: int = 0
 
 
-def grouped(computed: Computed) -> list[Group]:
+def grouped(computed: Computed) -> list[WorkGroup]:
     """Return what was computed, alike in a row as one. What is on its way beside some of it parts
     what is ahead of its arrival from what is behind it."""
     awaited = _arrivals(computed)
@@ -149,12 +149,12 @@ def grouped(computed: Computed) -> list[Group]:
     groups = [[*group] for _, group in groupby(entries, key=alike)]
     number_of = {place: number for number, group in enumerate(groups) for place, _ in group}
 
-    def merged(number: int) -> Group:
+    def merged(number: int) -> WorkGroup:
         place, what = groups[number][0]
         if place not in awaited:
-            return Group(what, times=len(groups[number]))
+            return WorkGroup(what, times=len(groups[number]))
         behind = number_of.get(awaited[place], len(groups))
-        return Group(what, beside=behind - number - 1)
+        return WorkGroup(what, beside=behind - number - 1)
 
     return [merged(number) for number in range(len(groups))]
 

@@ -60,9 +60,11 @@ class WorkWriter:
 
     def number(self, what: OperatorSizes | SentTensor) -> int:
         """Return the number of an operator, or of what is sent."""
+        row: list[object]
         if isinstance(what, SentTensor):
             row = [what.collective, "", [self._size(what.payload, what.dtype)]]
-            row = row if not what.axis else [what.operator.collective, *row[1:], what.axis]
+            if what.axis:
+                row = [what.operator.collective, *row[1:], what.axis]
         else:
             dtype = "" if what.dtype is self.compute else what.dtype
             dtypes = what.dtypes or (None,) * len(what.sizes)

@@ -128,7 +128,7 @@ def test_no_peak_is_claimed_of_an_attention_that_is_no_kernel(sections, is_claim
 )
 def test_without_a_known_capability_it_is_said_that_seeds_are_not_counted(sm, why):
     of = spec(sm)
-    assert statistics_of(of) is None
+    assert statistics_of(of, of.batch.sequence) is None
     exact = derive(of, facts_from_shape(of)).exact
     (warning,) = [line for line in exact.warnings if why in line]
     assert "16 or 24 bytes" in warning and "peak" not in exact.unclaimed

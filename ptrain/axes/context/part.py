@@ -12,10 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ptrain.algebra.layout import place_of
-from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
-from ptrain.steps.step import Plan
 
 _TOLD_APART = 3  # hops
 _ALIKE = 2  # hops from which on each more computes the same
@@ -98,14 +95,6 @@ def part_at(step: ContextParallel, index: int) -> ContextPart:
         before=before,
         behind=step.ring - 1 - before,
     )
-
-
-def part_of(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
-    """Return the same of the rank at this place along the cutting axes; None without slices."""
-    step = plan.context
-    if step is None:
-        return None
-    return part_at(step, place_of(spec, plan.cutting_axes, index)[step.axis])
 
 
 def parts_told_apart(kind: ContextKind) -> Iterator[tuple[int, int]]:
