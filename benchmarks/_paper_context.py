@@ -15,7 +15,7 @@ from ptrain.axes.context.attention import context_of
 from ptrain.axes.context.cost import keys_and_values
 from ptrain.axes.context.tokens import balance, blocks_of
 from ptrain.costs import Collective, Phase, State
-from ptrain.derivation.beside import messages
+from ptrain.derivation.beside import messages_of
 from ptrain.facts.operators import InnerCollective, Operator
 from ptrain.rates.measured import pace_of
 from ptrain.rates.pace import Pace
@@ -95,9 +95,9 @@ def _beside(tokens: int) -> tuple[float, dict[str, tuple[float, float]]]:
 
     hops = {}
     for nodes, where in ((1, "in a node"), (2, "between nodes")):
-        played = messages((hop, product), pace.operator_seconds, partial(on, nodes))
-        ((_, moving, waited),) = played
-        hops[where] = moving, waited
+        played = messages_of((hop, product), pace.operator_seconds, partial(on, nodes))
+        ((_, message),) = played
+        hops[where] = message.moving, message.waited
     return pace.operator_seconds(product), hops
 
 
@@ -150,9 +150,9 @@ CONTEXT = (
         "length that can be trained scales with the devices",
         find=_hidden,
         why="Llama 3 8B, bf16. A block's operations grow with the square of a rank's tokens, what "
-        "travels with their number: of long sequences it is hidden. What is not: the last hop "
-        "of backward, which brings gradients home behind the last product, and the exchanges of "
-        "Ulysses and of all-gather, which are awaited.",
+        "travels with their number: of long sequences it is hidden. The last hop of backward, "
+        "which brings gradients home, has only a sum beside it; the exchanges of Ulysses and of "
+        "all-gather are awaited.",
     ),
     Claim(
         title="Zigzag balances what contiguous slices do not",

@@ -53,6 +53,14 @@ class ByLength(Placed):
         return super().forward(tokens_BT, positions) * math.log(tokens_BT.shape[1] + 1)
 
 
+class Late(Placed):
+    """Logits that are others from the twelfth token of a pass on."""
+
+    def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
+        count_T1 = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).unsqueeze(1)
+        return super().forward(tokens_BT, positions) * torch.where(count_T1 < 12, 1.0, 2.0)
+
+
 class Shifted(Mixing):
     """A token meets the one before it outside of attention."""
 
@@ -160,6 +168,11 @@ def counting() -> Placed:
 def by_length() -> Placed:
     """A target that depends on the number of tokens."""
     return ByLength()
+
+
+def late() -> Placed:
+    """A target that counts its tokens, and does otherwise where there are many."""
+    return Late()
 
 
 def with_attention(kind: str) -> Placed:

@@ -16,43 +16,57 @@ from ptrain.costs import Collective
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.rates.pace import Pace
 
-Message = tuple[InnerCollective, float, float]
 Sent = tuple[str, Collective]  # over an axis
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Messages of a kind: how long they are on their way, and how long the rank waits for them;
+    `spare` is how much later the first could set out without a wait."""
+
+    moving: float
+    waited: float
+    spare: float
+
+    def and_then(self, other: Messages) -> Messages:
+        """Return both as one, the other behind it."""
+        return Messages(self.moving + other.moving, self.waited + other.waited, self.spare)
 
 
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
     """What a pass takes of a layer's operators, of the collectives between them that are awaited at
-    once, by axis, and of the hooks of these. `messages`: those that are awaited later, how long
-    they are on their way and how long of that the operators beside them leave the rank waiting."""
+    once, by axis, and of the hooks of these. `messages`: those that are awaited later."""
 
     compute: float = 0.0
     sums: tuple[tuple[Sent, float], ...] = ()
     hooks: float = 0.0
-    messages: tuple[tuple[Sent, float, float], ...] = ()
+    messages: tuple[tuple[Sent, Messages], ...] = ()
 
     def in_a_row(self, pace: Pace) -> float:
         """Return the seconds of all this, one thing after the other. Where the device computes by
         itself the host is ahead with its hooks."""
         sums = sum(seconds for _, seconds in self.sums)
-        waited = sum(seconds for *_, seconds in self.messages)
+        waited = sum(messages.waited for _, messages in self.messages)
         return self.compute + sums + waited + (0.0 if pace.overlaps else self.hooks)
 
 
-def messages(
+def messages_of(
     work: PassWork,
     operator_seconds: Callable[[Operator], float],
     message_seconds: Callable[[InnerCollective], float],
-) -> Iterator[Message]:
-    """Yield each message of a pass, as it arrives, how long it is on its way, and how long the rank
-    waits for it. Collectives that are awaited at once are not among them."""
+) -> Iterator[tuple[InnerCollective, Messages]]:
+    """Yield each message of a pass, as it is awaited. Collectives that are awaited at once are not
+    among them."""
     now, free = 0.0, dict[str, float]()
     under_way = dict[int, list[tuple[InnerCollective, float, float]]]()  # by who awaits them
 
-    def awaited(arriving: list[tuple[InnerCollective, float, float]]) -> Iterator[Message]:
+    def awaited(
+        arriving: list[tuple[InnerCollective, float, float]],
+    ) -> Iterator[tuple[InnerCollective, Messages]]:
         nonlocal now
         for item, seconds, arrival in arriving:
-            yield item, seconds, max(0.0, arrival - now)
+            yield item, Messages(seconds, max(0.0, arrival - now), max(0.0, now - arrival))
             now = max(now, arrival)
 
     for place, item in enumerate(work):

@@ -14,11 +14,11 @@ is there: `since` says from when on, where that is not the moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
-from ptrain.derivation.beside import PassSeconds, Sent, messages
+from ptrain.derivation.beside import Messages, PassSeconds, Sent, messages_of
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
@@ -115,9 +115,9 @@ class Clock:
         """Compute a share of a layer's pass, with the collectives within it."""
         began = self.now
         self.spend(_COMPUTES[self.phase], work.compute * share)
-        for (axis, collective), moving, waited in work.messages:
+        for (axis, collective), messages in work.messages:
             key = TimeKey(Spent.COLLECTIVES, self.phase, (axis,), collective)
-            self._beside(key, began, moving * share, waited * share)
+            self._beside(key, began, messages, share)
         for (axis, collective), seconds in work.sums:
             key = TimeKey(Spent.COLLECTIVES, self.phase, (axis,), collective)
             self._issue((axis,), key, seconds * share, None).wait()
@@ -242,15 +242,17 @@ class Clock:
             self.spans.append(LaneSpan(lane, key, start, end))
         return Arrival(self, key, end)
 
-    def _beside(self, key: TimeKey, began: float, moving: float, waited: float) -> None:
-        """Something moved beside what was computed since then, and the rank waited for it so long:
-        longer where others had its lane."""
+    def _beside(self, key: TimeKey, began: float, messages: Messages, share: float) -> None:
+        """A share of these moved beside what was computed since then. Where others had the lane all
+        are later, and the rank waits for what the first has not to spare."""
         held_up = max(0.0, self.free.get(key.axes, 0.0) - began)
+        moving = share * messages.moving
+        late = max(0.0, held_up - share * messages.spare)
         self.moving[key] = self.moving.get(key, 0.0) + moving
         if self.spans is not None and self.pace.overlaps:
             start = began + held_up
             self.spans.append(LaneSpan(key.axes, key, start, start + moving))
-        self.spend(key, min(moving, waited + held_up))
+        self.spend(key, min(moving, share * messages.waited + late))
         self.free[key.axes] = max(self.free.get(key.axes, 0.0), self.now)
 
     # -- what comes several times
@@ -322,11 +324,16 @@ class Clock:
                 sums[sent] = sums.get(sent, 0.0) + item.times * self._inner_seconds(item)
         compute = operators_seconds(self.pace, work, around)
         hooks = cut_seconds(self.pace, work) if self.tensor_axis else 0.0
-        return PassSeconds(compute, tuple(sums.items()), hooks, tuple(self._messages(work)))
+        return PassSeconds(compute, tuple(sums.items()), hooks, self._messages(work))
 
-    def _messages(self, work: PassWork) -> Iterator[tuple[Sent, float, float]]:
-        for item, seconds, waited in messages(work, self._operator_seconds, self._inner_seconds):
-            yield self._sent(item), seconds, waited if self.pace.overlaps else seconds
+    def _messages(self, work: PassWork) -> tuple[tuple[Sent, Messages], ...]:
+        of_kind: dict[Sent, Messages] = {}
+        for item, message in messages_of(work, self._operator_seconds, self._inner_seconds):
+            if not self.pace.overlaps:
+                message = replace(message, waited=message.moving)
+            sent = self._sent(item)
+            of_kind[sent] = of_kind[sent].and_then(message) if sent in of_kind else message
+        return tuple(of_kind.items())
 
     def _operator_seconds(self, operator: Operator) -> float:
         return self._once(operator, self.pace.operator_seconds, operator)

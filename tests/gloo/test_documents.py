@@ -54,7 +54,7 @@ def test_over_cp_and_what_it_is_multiplied_with(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", [{}, {"attention": "eager"}, {"activations": "M"}], ids=str)
+@pytest.mark.parametrize("case", [{}, {"attention": "eager"}], ids=str)
 def test_without_cp(ranks: Ranks, case: dict[str, Any]) -> None:
     spec = tensor_cases.spec_of("gqa", data={"dp_shard": "zero3"}, shape=SHAPE, **case)
     assert not MATRIX.differences(ranks, spec)

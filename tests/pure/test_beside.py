@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ptrain.costs import Collective, Spent
-from ptrain.derivation.beside import messages
+from ptrain.derivation.beside import messages_of
 from ptrain.derivation.clock import Clock
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, PassWork
@@ -22,8 +22,8 @@ def hop(payload: int, beside: int) -> InnerCollective:
 
 
 def waits(work: PassWork) -> list[tuple[float, float]]:
-    played = messages(work, PACE.operator_seconds, lambda item: float(item.payload))
-    return [(moving, waited) for _, moving, waited in played]
+    played = messages_of(work, PACE.operator_seconds, lambda item: float(item.payload))
+    return [(message.moving, message.waited) for _, message in played]
 
 
 def test_a_message_that_takes_less_than_the_product_beside_it_is_hidden():
@@ -75,12 +75,23 @@ def test_cores_that_compute_and_send_hide_nothing():
     assert spent(timed) == (6.0, 6.0)
 
 
-def test_who_has_the_lane_holds_a_message_up():
+def test_hops_that_products_hide_one_after_the_other_leave_nothing_to_wait_for():
     timed = clock()
-    timed.send(Collective.ALL_REDUCE, (Axis.CP,), 8)
-    timed.compute(timed.pass_seconds((hop(6, 1), *seconds(10)), Hook.FORWARD_OPERATOR))
+    ring = (hop(6, 1), *seconds(10), hop(6, 1), *seconds(10), *seconds(10))
+    timed.compute(timed.pass_seconds(ring, Hook.FORWARD_OPERATOR))
+    assert spent(timed) == (0.0, 12.0)
+
+
+@pytest.mark.parametrize(("held_up", "waited"), [(3, 0.0), (4, 0.0), (7, 3.0), (30, 12.0)])
+def test_who_has_the_lane_holds_messages_up_by_what_they_have_not_to_spare(
+    held_up: int, waited: float
+):
+    timed = clock()
+    timed.send(Collective.ALL_REDUCE, (Axis.CP,), held_up)
+    ring = (hop(6, 1), *seconds(10), hop(6, 1), *seconds(10), *seconds(10))
+    timed.compute(timed.pass_seconds(ring, Hook.FORWARD_OPERATOR))
     rows = {row.key.collective: row for row in timed.step_time().rows}
-    assert rows[Collective.SEND].seconds == 6.0  # at least 8 too late, of which it moves 6
+    assert rows[Collective.SEND].seconds == waited
 
 
 def test_in_a_row_a_pass_takes_what_it_computes_and_what_it_waits_for():

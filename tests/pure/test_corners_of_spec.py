@@ -315,6 +315,7 @@ NAMED = {
     "a slice of a slice": "Definition 2",
     "one mask for all parts": INTEGRITY,
     "parts of attention are joined": "Definition 2",
+    "attention is one that is reached": "Definition 2",
     "the loss is a sum over tokens": INTEGRITY,
     "the degree divides the operators": "Definition 2",
     "every rank has rows": "Definition 2",
@@ -333,7 +334,7 @@ NAMED = {
     "attention has a backward pass": INTEGRITY,
 }
 WAITING = """axes that are executed; replicas outside shards;
-    hops know of no mask; ranks have as many stretches; models that cp knows;
+    hops know of no mask; ranks have as many stretches;
     all tokens between the blocks;
     the naive plan has all tokens; equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;

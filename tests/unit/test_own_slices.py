@@ -13,6 +13,7 @@ from ptrain.errors import SpecError
 from ptrain.facts.attention import Attending
 from ptrain.models.attending import attending_of
 from ptrain.models.build import build
+from ptrain.models.given import accept
 from ptrain.models.initialize import cast
 from ptrain.spec.spec import Spec
 from tests.gloo.context_cases import HYBRID, spec_of
@@ -132,8 +133,9 @@ def test_a_model_without_positions_needs_none() -> None:
     [
         (own("counting"), "the forward of tests.models_sliced:counting takes no positions"),
         (own("deaf"), "does not go by the positions that it is given"),
+        (own("late"), "gives other logits than given all of them"),
         (own("by_length"), "gives other logits than given all of them"),
-        (own("with_attention", kind="shifted"), "layers.0.mixing, given tokens 2-3 of 4 alone"),
+        (own("with_attention", kind="shifted"), "layers.0.mixing, given tokens 8-15 of 16 alone"),
         (own("with_attention", kind="bound"), "no module of tests.models_sliced:with_attention"),
         (own("with_attention", kind="open"), "layers.0.mixing is not causal"),
         (own("with_attention", kind="dropping"), "layers.0.mixing drops out 0.1 of its scores"),
@@ -154,3 +156,12 @@ def test_heads_that_ulysses_cannot_divide_are_named() -> None:
     assert place == "context.attention"
     assert finding == ("ulysses over 2 ranks does not divide 3 heads of model.layers.0.self_attn")
     assert remedy == "choose ulysses from 1, 3, or attention: zigzag"
+
+
+def test_a_module_of_transformers_that_is_given_is_looked_at_as_one_that_is_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    spec = accept(module, spec_of("zigzag", own=hf("llama", TINY)))
+    attending = attending_of(module, spec)
+    assert attending is not None and attending.positions == "position_ids"
+    require_slices(module, spec, attending)

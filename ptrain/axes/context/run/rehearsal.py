@@ -43,7 +43,9 @@ Spans = tuple[Span, ...]
 
 _TOKENS = 1  # the dimension of inputs and logits
 _OF_HEADS = 2  # that of heads [B, H, T, D]
-_CHUNK = 2  # tokens of a chunk, of as many chunks as the spec's
+_CHUNK = 2  # tokens of a chunk at least, of as many chunks as the spec's
+_MOST_TOKENS = 4096  # whose attention to one another is no more work than the rest
+_OPERATIONS = 10**9  # of a forward pass: less than a second
 
 
 def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) -> None:
@@ -56,10 +58,16 @@ def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) ->
     _require_heads(model, spec, step, attending)
     _require_plain(model, spec, attending)
     if detect_fake_mode() is None:
-        chunks = step.ulysses * step.ring * (2 if step.is_balanced else 1)
-        per_chunk = min(_CHUNK, step.sequence // chunks)
-        few = replace(step, sequence=chunks * per_chunk)
-        _Rehearsal(model, spec, attending, few).require_alike()
+        _Rehearsal(model, spec, attending, _shortened(model, step)).require_alike()
+
+
+def _shortened(model: nn.Module, step: ContextParallel) -> ContextParallel:
+    """Return the step of a sequence that goes through the model in no time: whole, if it may."""
+    chunks = step.ulysses * step.ring * (2 if step.is_balanced else 1)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    tokens = min(_MOST_TOKENS, _OPERATIONS // (2 * weights))
+    per_chunk = min(step.sequence // chunks, max(_CHUNK, tokens // chunks))
+    return replace(step, sequence=chunks * per_chunk)
 
 
 def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
