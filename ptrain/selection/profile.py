@@ -17,6 +17,7 @@ from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
 from ptrain.rates.pace import Pace, around
 from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
@@ -107,7 +108,7 @@ def _both(spec: Spec, work: LayerWork, pace: Pace, kept: Kept) -> tuple[float, f
 
 def _seconds(spec: Spec, work: PassWork, pace: Pace, hook: Hook) -> float:
     """Operators one after the other, and what they await of the ranks that share them."""
-    shared = next((factor.axis for factor in spec.factors), None)
+    shared = Axis.TP if spec.degree(Axis.TP) > 1 else None
     return Clock(pace, Network(spec), shared).pass_seconds(work, hook).in_a_row(pace)
 
 
