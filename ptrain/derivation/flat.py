@@ -97,9 +97,7 @@ class RepeatedLife(ModelLife[Ghost]):
         self._repeat = repeat
         self._place = {unit: place for place, unit in enumerate(self.all)}
 
-    def each(
-        self, units: Iterable[UnitLife[Ghost]], act: Callable[[UnitLife[Ghost]], None]
-    ) -> None:
+    def do(self, units: Iterable[UnitLife[Ghost]], act: Callable[[UnitLife[Ghost]], None]) -> None:
         self._repeat(((self._place[unit], unit) for unit in units), act)
 
 
@@ -108,7 +106,7 @@ class RepeatedUpdate(TargetsUpdate[Ghost, Target[Ghost]]):
 
     repeat: Repeat
 
-    def each(self, act: Callable[[UpdateGroup[Ghost, Target[Ghost]]], None]) -> None:
+    def do(self, act: Callable[[UpdateGroup[Ghost, Target[Ghost]]], None]) -> None:
         assert self.is_by_unit, "a flat unit is updated by itself"
         self.repeat(enumerate(self.groups), act)
 

@@ -125,9 +125,9 @@ class TargetsUpdate(Generic[T, X]):
     def step(self, lr: float, scaling: Scale[T] | None = None) -> None:
         """One update with this learning rate, from the targets' gradients; none where they
         overflowed."""
-        self.each(lambda group: group.step(lr, scaling))
+        self.do(lambda group: group.step(lr, scaling))
 
-    def each(self, act: Callable[[UpdateGroup[T, X]], None]) -> None:
+    def do(self, act: Callable[[UpdateGroup[T, X]], None]) -> None:
         """Do the same to all groups, one after the other."""
         for group in self.groups:
             act(group)

@@ -12,10 +12,8 @@ from typing import Any
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
 from ptrain.costs import Collective, State
-from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.facts.operators import Operator
-from ptrain.rates.pace import UnknownRate
 from ptrain.selection.arrays import numpy
 from ptrain.selection.profile import Sizes
 from ptrain.selection.wires import Wires
@@ -27,7 +25,6 @@ from ptrain.spec.spec import Spec
 Array = Any
 Columns = dict[str, Array]
 _BUCKET = 25 * 2**20  # bytes that DistributedDataParallel reduces at once
-_COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one
 # Columns that say how many bytes a rank has.
@@ -290,21 +287,12 @@ class Ways:
         near = self.near[_OMEGA]
         if near.all():
             return 0.0
-        over_host = self._there_and_back(Tier.HOST)
-        over_file = self._there_and_back(Tier.FILE) if self.on_file.any() else 0.0
+        over_host = self.wires.there_and_back(Tier.HOST)
+        over_file = self.wires.there_and_back(Tier.FILE) if self.on_file.any() else 0.0
         on_host = held / parts[_OMEGA] * over_host if self.wires.is_nominal else np.inf
         moved = np.where(self.back, state / parts[_OMEGA] * over_host, on_host)
         filed = state / parts[_OMEGA] * over_file
         return np.where(near, 0.0, moved + np.where(self.on_file, filed, 0.0))
-
-    def _there_and_back(self, tier: Tier) -> float:
-        """Seconds of a byte that leaves for a tier and comes back: endless where that is not
-        known."""
-        seconds = self.wires.pace.copy_seconds
-        try:
-            return sum(seconds(copy, _COPIED) for copy in COPIES[tier]) / _COPIED
-        except UnknownRate:
-            return float("inf")
 
 
 class _Moves:

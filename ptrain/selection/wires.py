@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ptrain.costs import Collective
-from ptrain.rates.pace import Pace
+from ptrain.derivation.activation_moves import COPIES
+from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.selection.profile import nodes_of
+from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
+
+_COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
 
 
 @dataclass(frozen=True)
@@ -35,3 +39,11 @@ class Wires:
                 collective, ranks=ranks, nodes=nodes, payload=int(payload)
             )
         return self._known[key]
+
+    def there_and_back(self, tier: Tier) -> float:
+        """Return the seconds of a byte that leaves for a tier and comes back: endless where that is
+        not known."""
+        try:
+            return sum(self.pace.copy_seconds(copy, _COPIED) for copy in COPIES[tier]) / _COPIED
+        except UnknownRate:
+            return float("inf")

@@ -154,7 +154,7 @@ class ModelLife(Generic[T]):
         for state, following in pairwise(states):
             state.following = following
 
-    def each(self, units: Iterable[UnitLife[T]], act: Callable[[UnitLife[T]], None]) -> None:
+    def do(self, units: Iterable[UnitLife[T]], act: Callable[[UnitLife[T]], None]) -> None:
         """Do the same to units, one after the other."""
         for unit in units:
             act(unit)
@@ -166,7 +166,7 @@ class ModelLife(Generic[T]):
 
     def end_pass(self, *, is_last: bool) -> None:
         """It is over."""
-        self.each((unit for unit in self.all if unit.pending), UnitLife.finish)
+        self.do((unit for unit in self.all if unit.pending), UnitLife.finish)
         self.flight.complete()
         if is_last:
             self.release()
@@ -175,23 +175,23 @@ class ModelLife(Generic[T]):
         """A half of a backward pass: of the gradients of inputs, or of weights."""
         if kind is Kind.WEIGHT:
             self.begin_pass(is_last=is_last)
-            self.each(self.all, UnitLife.begin_weights)
+            self.do(self.all, UnitLife.begin_weights)
 
     def end_half(self, kind: Kind, *, is_last: bool) -> None:
         """It is over."""
         if kind is Kind.WEIGHT:
-            self.each(self.all[::-1], UnitLife.end_weights)
+            self.do(self.all[::-1], UnitLife.end_weights)
         self.flight.complete()
         if is_last:
             self.release()
 
     def release(self) -> None:
         """What was gathered and not used is stale after an update."""
-        self.each(self.all, lambda unit: unit.parameters.release())
+        self.do(self.all, lambda unit: unit.parameters.release())
 
     def for_update(self) -> None:
         """Gradients into the layout of the update."""
-        self.each(self.all, lambda unit: unit.gradients.for_update())
+        self.do(self.all, lambda unit: unit.gradients.for_update())
 
     def consume_with(self, update: Callable[[int], None]) -> None:
         """G = M: `update(i)` updates the i-th unit as soon as its gradients are complete."""
@@ -200,10 +200,10 @@ class ModelLife(Generic[T]):
 
     def finish_update(self) -> None:
         """Complete the gathers that the update left running."""
-        self.each(self.all, lambda unit: unit.parameters.finish_update())
+        self.do(self.all, lambda unit: unit.parameters.finish_update())
 
     def clear_gradients(self) -> None:
-        self.each(self.all, lambda unit: unit.gradients.clear())
+        self.do(self.all, lambda unit: unit.gradients.clear())
 
     def storages(self) -> Iterator[tuple[State, T]]:
         """Yield what is kept of Theta, and all that there is of G, each tensor with its state."""
