@@ -15,6 +15,7 @@ from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.layers import passes
 from ptrain.derivation.pipeline import staged
 from ptrain.derivation.repeats import everyone
+from ptrain.derivation.tables import RankCut
 from ptrain.facts.passes import Passes, net
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
@@ -33,7 +34,11 @@ def stages_of(spec: Spec) -> list[Passes]:
     taken_apart = [found[each.like] for each in found]
     return [
         passes(
-            spec, each.stage, len(found), everyone(each.facts.units, len(each.stage.layers)), None
+            spec,
+            each.stage,
+            len(found),
+            everyone(each.facts.units, len(each.stage.layers)),
+            RankCut(),
         )
         for each in taken_apart
     ]
