@@ -118,7 +118,16 @@ def _fused_faults(spec: Spec) -> Iterator[Fault]:
 
 def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
     (size, key), data = spec.model.vocabulary, spec.data
-    if size is None or data.path is not None:
+    if size is None:
+        return
+    of_no_token = [str(token) for token in data.ignored or () if token >= size]
+    if of_no_token:
+        yield Fault(
+            place="data.ignored",
+            finding=f"no token is {' or '.join(of_no_token)}, of a vocabulary of {size}",
+            remedy=f"write ids below {size}",
+        )
+    if data.path is not None:
         return
     if data.tokenizer == "bytes" and size < BYTE_VOCAB:
         yield Fault(

@@ -22,7 +22,7 @@ from ptrain.errors import PtrainError, RankFailed, SpecError, refused
 from ptrain.installed import require_torch
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import settled
-from ptrain.spec.batch import batch_lines
+from ptrain.spec.batch import chosen_lines
 from ptrain.spec.extras import require_leave, require_transformers
 from ptrain.spec.file_tier import require_file_tier
 from ptrain.spec.load import load
@@ -53,7 +53,7 @@ def run(arguments: Namespace) -> int:
     if not choices.force:
         _require_one_node(spec)
     if not (choices.json or choices.quiet):  # the ranks read a spec that says what became of it
-        for line in batch_lines(spec.batch, spec.data_degree):
+        for line in chosen_lines(spec.batch, spec.data_degree):
             print(line, flush=True)
     return start(spec, choices)
 

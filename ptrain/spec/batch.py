@@ -194,14 +194,21 @@ def padded(batch: Batch, factors: Sequence[Factor], context: ContextSpec | None)
 
 
 def batch_lines(batch: Batch, data_degree: int) -> list[str]:
-    """Return what became of a batch that is written in tokens, of a micro-batch that is `auto` and
-    of samples that are padded; nothing of what stands as it is written."""
-    lines = [] if batch.written is None else [_tokens_line(batch, batch.written, data_degree)]
+    """Return what became of a batch, and of samples that are padded; nothing of what stands as it
+    is written."""
+    lines = chosen_lines(batch, data_degree)
     if batch.padding:
         lines.append(
             f"batch.sequence: {batch.window} tokens are padded to {batch.sequence}; "
             f"{batch.padding / batch.sequence:.1%} of what is computed counts for nothing"
         )
+    return lines
+
+
+def chosen_lines(batch: Batch, data_degree: int) -> list[str]:
+    """Return what became of a batch that is written in tokens and of a micro-batch that is `auto`:
+    a resolved spec has these as chosen, and says no more of them."""
+    lines = [] if batch.written is None else [_tokens_line(batch, batch.written, data_degree)]
     if batch.micro_choice:
         lines.append(f"batch.micro: auto is {batch.micro}, {batch.micro_choice}")
     return lines

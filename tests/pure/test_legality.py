@@ -320,6 +320,18 @@ def test_means_over_unequally_many_targets_are_refused_by_the_function_that_give
     )
 
 
+def test_ids_of_no_token_are_refused_among_those_that_are_no_targets():
+    spec = make_spec({Axis.DP_SHARD: (2, ZERO_2)})
+    size, _ = spec.model.vocabulary
+    (fault,) = check(replace(spec, data=DataSpec(ignored=(0, size, 99999))))
+    assert not check(replace(spec, data=DataSpec(ignored=(0, size - 1))))
+    assert fault == Fault(
+        place="data.ignored",
+        finding=f"no token is {size} or 99999, of a vocabulary of {size}",
+        remedy=f"write ids below {size}",
+    )
+
+
 def test_more_ranks_than_devices_are_refused():
     cluster = Cluster(
         name="laptop",
