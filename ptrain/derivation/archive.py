@@ -1,5 +1,6 @@
 """The committed traces: one archive of tables, of which a prediction reads what it needs.
 
+A member is JSON, named `part/name`: an ending would stand in the archive twice for each of them.
 `python -m ptrain.traces.write` writes it.
 """
 
@@ -15,7 +16,6 @@ from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 PATH = Path(__file__).with_name("traces.zip")
-_SUFFIX = ".json"
 _WRITTEN = (1980, 1, 1, 0, 0, 0)  # every time, so that equal tables are equal bytes
 
 
@@ -38,7 +38,7 @@ Table = dict[str, Any]
 @cache
 def table(part: TablePart, name: str) -> Table:
     """Return the table of this name. Raises KeyError where there is none."""
-    read: Table = json.loads(_archive().read(f"{part}/{name}{_SUFFIX}"))
+    read: Table = json.loads(_archive().read(f"{part}/{name}"))
     return read
 
 
@@ -58,7 +58,7 @@ def write(content: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> 
     with ZipFile(new, "w") as archive:
         for (part, name), of_setting in sorted(content.items()):
             text = json.dumps(of_setting, separators=(",", ":"))
-            archive.writestr(_member(f"{part}/{name}{_SUFFIX}"), text, compresslevel=9)
+            archive.writestr(_member(f"{part}/{name}"), text, compresslevel=9)
     new.replace(path)
 
 
@@ -74,5 +74,5 @@ def _archive() -> ZipFile:
 
 
 def _members() -> list[tuple[TablePart, str]]:
-    paths = (name.removesuffix(_SUFFIX).split("/") for name in _archive().namelist())
+    paths = (name.split("/") for name in _archive().namelist())
     return [(TablePart(part), name) for part, name in paths]

@@ -17,7 +17,7 @@ from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.tables import Place, Setting
 from ptrain.models.trace import Born, Completion, Died
-from ptrain.traces import write
+from ptrain.traces import context_tables, write
 from ptrain.traces.pass_tables import PassTable
 
 WHOLE = [
@@ -96,6 +96,21 @@ def test_the_committed_tables_of_operators_that_are_cut_are_what_the_command_wri
     ended = subprocess.run(code, check=True, capture_output=True, text=True)
     again = json.loads(ended.stdout.splitlines()[-1])
     assert again and again == {way: stored[way] for way in again}
+
+
+def over_context() -> Iterator[Any]:
+    """The smallest of them in every run, all at night."""
+    for name, make in context_tables.tables():
+        marks = () if name == "llama-mha-bf16-one-ulysses" else pytest.mark.nightly
+        yield pytest.param(name, make, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "make"), list(over_context()))
+def test_the_committed_tables_over_the_context_axis_are_what_the_command_writes(name, make):
+    stored = archive.table(TablePart.CONTEXT, name)
+    if not all(torch.__version__.startswith(table["torch"]) for table in stored.values()):
+        pytest.skip("traced with another torch")
+    assert make() == stored
 
 
 def test_the_command_writes_every_table_that_is_committed():
