@@ -10,6 +10,7 @@ from ptrain.steps.context import ContextParallel
 from ptrain.verification.causes.attended import _any_of, _hidden
 from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.positions import positions_text
+from ptrain.verification.causes.sent_home import under_other_strides
 from ptrain.verification.causes.targets import _other
 from ptrain.verification.causes.token_layout import TokenLayout
 from ptrain.verification.masks import DIFFERENT, EVALUATES, Seen, _differing
@@ -104,3 +105,13 @@ def test_members_of_a_place_of_the_ring_see_the_same_keys() -> None:
     assert list(_hidden(rank)) == [(1,), (1, 2), (1, 2, 3), (2,), (3,)]
     assert not _any_of(place, (1,))[0, [0, 1, 6, 7]].any()
     assert _any_of(place, (1,))[0, 2:6].all()
+
+
+def test_other_strides_are_of_heads_taken_for_tokens_and_of_the_reverse() -> None:
+    right = WHOLE.reshape(2, 4, 6, 4)  # [samples, tokens, heads, features]
+    of_heads, of_tokens = under_other_strides(right)
+    memory = right.transpose(1, 2).contiguous().flatten()
+    assert torch.equal(of_heads, memory.view(2, 4, 24))
+    taken = right.contiguous().flatten().view(2, 6, 4, 4)
+    assert torch.equal(of_tokens, taken.transpose(1, 2).reshape(2, 4, 24))
+    assert not any(torch.equal(other, right.flatten(2)) for other in (of_heads, of_tokens))

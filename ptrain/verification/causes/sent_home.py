@@ -93,10 +93,7 @@ def _of_other_strides(
         return
     sum_BTC = own.part(torch.stack(list(shares)).sum(0))
     sum_BTGD = sum_BTC.unflatten(-1, (-1, scene.spec.model.head_dim))
-    sum_BGTD = sum_BTGD.transpose(1, 2)
-    taken_for_tokens = sum_BGTD.reshape(sum_BTC.shape)
-    taken_for_heads = sum_BTGD.reshape(sum_BGTD.shape).transpose(1, 2).flatten(2)
-    if any(relative(own.tensor, x) <= EXACT for x in (taken_for_tokens, taken_for_heads)):
+    if any(relative(own.tensor, x_BTC) <= EXACT for x_BTC in under_other_strides(sum_BTGD)):
         sentence = (
             f"rank {scene.rank} has the gradients of its keys and values with their elements in "
             "the places that they have under other strides, as torch.distributed.nn.functional's "
@@ -104,3 +101,11 @@ def _of_other_strides(
             "functional collectives"
         )
         yield Explanation("dK and dV in the order of other strides", sentence)
+
+
+def under_other_strides(x_BTGD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [samples, tokens, features] of memory with heads in front that is read as if tokens
+    were, and of memory with tokens in front that is read as if heads were."""
+    x_BGTD = x_BTGD.transpose(1, 2)
+    taken_for_heads = x_BTGD.reshape(x_BGTD.shape).transpose(1, 2)
+    return x_BGTD.reshape(x_BTGD.shape).flatten(2), taken_for_heads.flatten(2)
