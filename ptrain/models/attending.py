@@ -35,7 +35,7 @@ _NO_CP = "or write no cp"
 _KINDS = 29  # of tokens, which every vocabulary has
 _OF_HEADS = 4  # dimensions: samples, heads, tokens, features
 # By the name of a config's field: attention to fewer tokens than all before, which transformers
-# writes as a mask only where a pass has more tokens than that.
+# writes as a mask only where a pass has as many tokens or more.
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _BY_LENGTH = ("dynamic", "longrope")  # rotations that depend on the last position of a pass
 

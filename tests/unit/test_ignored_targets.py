@@ -155,6 +155,9 @@ def test_samples_of_a_loop_of_ones_own_are_masked_alike() -> None:
     assert own.global_tokens == int(is_counted[:, 1:].sum())
     with pytest.raises(SpecError, match=r"write data.ignored"):
         part_of((tokens, labels), replace(spec, data=replace(spec.data, ignored=None)), 1)
+    masked = replace(spec, data=replace(spec.data, ignored=None, loss_mask="mask.npy"))
+    with pytest.raises(SpecError, match=r"hand over \(tokens, labels\)"):
+        part_of(tokens, masked, 1)
 
 
 def test_a_blank_batch_holds_as_much_as_one_with_samples() -> None:
