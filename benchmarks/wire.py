@@ -159,15 +159,15 @@ def of_context(pool: Ranks) -> tuple[list[str], list[str]]:
     rows, failed = table(pool, OVERRIDES, context_cases(), is_claimed=True)
     first, *_ = context_cases()
     words = " ".join(overrides_of(OVERRIDES, *first))
-    told = (
+    closing = (
         "The same claim. Over cp go keys and values and their gradients, or tokens for heads, and "
     )
-    told += "the sum of the parameters' gradients. The command of the first row:"
+    closing += "the sum of the parameters' gradients. The command of the first row:"
     return [
         "",
         "## Slices of the tokens",
         "",
-        told,
+        closing,
         "",
         f"    ptrain validate {first[0]} {words}",
         "",

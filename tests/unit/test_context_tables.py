@@ -67,7 +67,7 @@ def figures(exact: Any) -> tuple[Any, ...]:
 def compare(more: dict[str, Any]) -> None:
     spec = spec_of(more)
     assert is_tabulated(spec)
-    told = derive(spec).exact
+    tabulated = derive(spec).exact
     with mock.patch.object(facts, "is_tabulated", lambda spec: False):
         read = facts.read_facts(spec, allow_import=False)
     with (
@@ -75,9 +75,9 @@ def compare(more: dict[str, Any]) -> None:
         mock.patch.object(estimate, "is_tabulated", lambda spec: False),
     ):
         traced = derive(spec, read).exact
-    assert figures(told) == figures(traced)
-    assert told.step is not None and traced.step is not None
-    assert told.step.seconds == pytest.approx(traced.step.seconds, rel=1e-9)
+    assert figures(tabulated) == figures(traced)
+    assert tabulated.step is not None and traced.step is not None
+    assert tabulated.step.seconds == pytest.approx(traced.step.seconds, rel=1e-9)
 
 
 def test_tables_of_ulysses_are_what_a_trace_says() -> None:
