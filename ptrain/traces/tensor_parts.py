@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from ptrain.algebra.layout import place_of, ranks_over
+from ptrain.axes.context.part import alike_by
 from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
@@ -34,9 +35,10 @@ from ptrain.models.initialize import cast
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.selection import Extent
 from ptrain.models.trace import to_timeline
+from ptrain.processor import cores
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.mesh import Mesh
-from ptrain.spec.axis import CUTTING_AXES, TOKEN_AXES, Axis
+from ptrain.spec.axis import CUTTING_AXES, Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
@@ -61,8 +63,8 @@ Traced = dict[
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """One rank of a spec's cutting axes, as another process is asked for it."""
+class _PartRequest:
+    """What another process is to trace: one rank of a spec's cutting axes."""
 
     spec: str
     index: int
@@ -81,7 +83,7 @@ def traced(
     try:
         text = _as_text(spec)
         requests = tuple(
-            _Asked(text, index, allow_import, extent) for index in dict.fromkeys(players)
+            _PartRequest(text, index, allow_import, extent) for index in dict.fromkeys(players)
         )
         answers = _answers(requests, spec.timeout.init)
         answer_of = dict(zip(dict.fromkeys(players), answers, strict=True))
@@ -120,44 +122,35 @@ def by_place(traces: Traced) -> list[Any]:
 
 
 def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
-    """For each place the first one that has slices of the same shapes, of the same tokens."""
-    axes = plan.cutting_axes
+    """Return for each place along the cutting axes the first one that has slices of the same
+    shapes, and does the same in attention with its tokens."""
+    axes, context = plan.cutting_axes, plan.context
     assert axes, "something is cut"
     alike = {
         place: indices[0] for _, indices in units_by_place(spec, plan, facts) for place in indices
     }
-    first: dict[tuple[int, ...], int] = {}
+    first: dict[tuple[object, ...], int] = {}
     players = []
     for place in range(ranks_over(spec, axes)):
         own = place_of(spec, axes, place)
-        tokens = (own.get(axis, 0) for axis in TOKEN_AXES)
+        tokens = alike_by(context, own[context.axis]) if context else ()
         players.append(first.setdefault((alike[place], *tokens), place))
     return players
 
 
 @cache
-def _answers(requests: tuple[_Asked, ...], seconds: float) -> list[Traced]:
-    """Return the answers of processes that run side by side, in at most `seconds`."""
-    ends = time.monotonic() + seconds
-    processes = [
-        Popen(
-            [sys.executable, "-P", "-c", _ANSWER, *sys.path],
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            text=True,
-        )
-        for _ in requests
-    ]
+def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[Traced]:
+    """Return the answers of processes, as many side by side as there are cores, all of them in at
+    most `seconds`. Each imports torch: more at once would take memory, and no less time."""
+    ends, at_once = time.monotonic() + seconds, cores()
+    processes: list[Popen[str]] = []
+    answers = []
     try:
-        for process, request in zip(processes, requests, strict=True):
-            assert process.stdin is not None
-            question = [request.spec, request.index, request.allow_import, request.extent]
-            with suppress(BrokenPipeError):  # one that is gone has said why, on its errors
-                process.stdin.write(json.dumps(question))
-                process.stdin.close()
-            process.stdin = None  # so that `communicate` does not write
-        return [_answer(process, ends) for process in processes]
+        for number, request in enumerate(requests):
+            if number >= at_once:
+                answers.append(_answer(processes[number - at_once], ends))
+            processes.append(_started(request))
+        return answers + [_answer(process, ends) for process in processes[-at_once:]]
     except TimeoutExpired as error:
         finding = f"{seconds:g} s did not suffice to trace what each rank has of the model"
         remedy = "raise it, or lower batch.micro or batch.sequence"
@@ -166,6 +159,24 @@ def _answers(requests: tuple[_Asked, ...], seconds: float) -> list[Traced]:
         for process in processes:
             process.kill()
             process.communicate()  # closes its pipes
+
+
+def _started(request: _PartRequest) -> Popen[str]:
+    """Return a process that has its question."""
+    process = Popen(
+        [sys.executable, "-P", "-c", _ANSWER, *sys.path],
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    question = [request.spec, request.index, request.allow_import, request.extent]
+    with suppress(BrokenPipeError):  # one that is gone has said why, on its errors
+        process.stdin.write(json.dumps(question))
+        process.stdin.close()
+    process.stdin = None  # so that `communicate` does not write
+    return process
 
 
 def _answer(process: Popen[str], ends: float) -> Traced:

@@ -25,6 +25,7 @@ from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, VerdictFailed
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
+from ptrain.processor import cores
 from ptrain.report.record import compare, record, verdict
 from ptrain.report.summary import summary
 from ptrain.rooms.world import World
@@ -326,4 +327,4 @@ def _continuation(session: Session) -> str:
 def _device(world: World) -> str:
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
-    return f"cpu ({platform.machine()}, {environment.cores()} cores)"
+    return f"cpu ({platform.machine()}, {cores()} cores)"

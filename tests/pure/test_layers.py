@@ -21,7 +21,8 @@ PACKAGE = ROOT / "ptrain"
 # One line a layer, read downwards; a pattern matches a whole module name.
 LAYERS = (
     r"ptrain\.version",
-    r"ptrain\.(errors|units|by_rank|costs|word|wording|timeline|import_path|installed|output)",
+    r"ptrain\.(errors|units|by_rank|costs|word|wording|timeline|import_path|installed|processor"
+    r"|output)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.facts(\..*)?",
     r"ptrain\.rates(\..*)?",
