@@ -315,7 +315,8 @@ class Numbers(Leaf):
     def takes(self) -> str:
         kind = "whole numbers" if self.whole else "numbers"
         count = f"{self.count} " if self.count else ""
-        return f"a list of {count}{kind} in {self.low:g}..{self.high:g}"
+        alone = ", or one" if self.whole and self.count in (0, 1) else ""
+        return f"a list of {count}{kind} in {self.low:g}..{self.high:g}{alone}"
 
     def schema(self) -> dict[str, Any]:
         kind = "integer" if self.whole else "number"
