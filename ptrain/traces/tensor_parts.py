@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
@@ -57,6 +57,13 @@ from {__name__} import main
 sys.exit(main(sys.stdin.readlines()))
 """
 
+# Of a model that does not run on what a rank along an axis has.
+_REMEDIES = {
+    Axis.CP: "let its code take the number of tokens from its tensors, or write no cp",
+    Axis.TP: "let its code take the number of heads from its tensors (view(…, -1, head_dim)), or "
+    "write another tensor.plan",
+}
+
 Traced = dict[
     str, Any
 ]  # JSON: `timelines` and works by place along the cutting axes, or the `problem` that there is
@@ -67,6 +74,7 @@ class _PartRequest:
     """What another process is to trace: one rank of a spec's cutting axes."""
 
     spec: str
+    axes: tuple[Axis, ...]
     index: int
     allow_import: bool
     extent: Extent
@@ -79,12 +87,11 @@ def traced(
     `timeout.init`; with pp the rows of each stage in their place. `extent`: how much operators
     select by data."""
     alone = traced_part(spec)
-    players = _players(alone, plan_of(alone, facts), facts)
+    plan = plan_of(alone, facts)
+    players = _players(alone, plan, facts)
     try:
-        text = _as_text(spec)
-        requests = tuple(
-            _PartRequest(text, index, allow_import, extent) for index in dict.fromkeys(players)
-        )
+        request = partial(_PartRequest, _as_text(spec), plan.cutting_axes)
+        requests = tuple(request(index, allow_import, extent) for index in dict.fromkeys(players))
         answers = _answers(requests, spec.timeout.init)
         answer_of = dict(zip(dict.fromkeys(players), answers, strict=True))
     except PtrainError as error:
@@ -148,9 +155,10 @@ def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[Traced]
     try:
         for number, request in enumerate(requests):
             if number >= at_once:
-                answers.append(_answer(processes[number - at_once], ends))
+                answers.append(_answer(processes[number - at_once], request.axes, ends))
             processes.append(_started(request))
-        return answers + [_answer(process, ends) for process in processes[-at_once:]]
+        rest = processes[-at_once:]
+        return answers + [_answer(process, requests[0].axes, ends) for process in rest]
     except TimeoutExpired as error:
         finding = f"{seconds:g} s did not suffice to trace what each rank has of the model"
         remedy = "raise it, or lower batch.micro or batch.sequence"
@@ -179,7 +187,7 @@ def _started(request: _PartRequest) -> Popen[str]:
     return process
 
 
-def _answer(process: Popen[str], ends: float) -> Traced:
+def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> Traced:
     output, errors = process.communicate(timeout=max(0.0, ends - time.monotonic()))
     said = errors.strip()
     if process.returncode == PtrainError.exit_code:
@@ -187,15 +195,14 @@ def _answer(process: Popen[str], ends: float) -> Traced:
     if process.returncode:
         last = said.splitlines()[-1:] or [f"it ended with {process.returncode}"]
         finding = f"the model runs whole, but not when its plan has cut it: {last[0]}"
-        remedy = "let its code take the number of heads from its tensors (view(…, -1, head_dim)), "
-        raise refused("mesh.tp", finding, remedy + "or write another tensor.plan")
+        raise refused(f"mesh.{axes[-1]}", finding, "; ".join(_REMEDIES[axis] for axis in axes))
     answer: Traced = json.loads(output.splitlines()[-1])
     return answer
 
 
 def _play(spec: Spec, index: int, *, allow_import: bool, extent: Extent) -> list[Any]:
-    """In a process of its own: rank `index` of the spec's tp alone. A mesh reads its ranks, so it
-    is there before tensors are fakes."""
+    """In a process of its own: rank `index` of the spec's cutting axes alone. A mesh reads its
+    ranks, so it is there before tensors are fakes."""
     mesh = _mesh(spec, index)
     large = large_model(spec, allow_import=allow_import)
     if large is not None:

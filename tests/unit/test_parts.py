@@ -111,9 +111,10 @@ class _Silent:
 
     running: ClassVar[set[_Silent]] = set()
     at_once: ClassVar[list[int]] = []
+    returncode = 0
 
     def __init__(self, *command: Any, **pipes: Any) -> None:
-        self.returncode, self._rank = 0, -1
+        self._rank = -1
         self.stdin: Any = SimpleNamespace(write=self._ask, close=lambda: None)
         self.running.add(self)
         self.at_once.append(len(self.running))
@@ -137,8 +138,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> type[_Silent]:
     return _Silent
 
 
-def over_cp(attention: Any, degree: int) -> list[int]:
-    """Which rank is traced in the place of each."""
+def over_cp(attention: Any, degree: int) -> dict[str, Any]:
+    """As `timelines` which rank is traced in the place of each."""
     mapping: dict[str, Any] = {
         "name": "parts",
         "model": {"family": "gpt", "layers": 2, "hidden": 48, "heads": 24, "vocab": 261},
@@ -148,13 +149,12 @@ def over_cp(attention: Any, degree: int) -> list[int]:
         "batch": {"global": 2, "micro": 1, "sequence": 96},
     }
     spec = require(load(mapping))
-    answers: list[int] = traced(spec, own_facts(spec), allow_import=False)["timelines"]
-    return answers
+    return traced(spec, own_facts(spec), allow_import=False)
 
 
 def test_no_more_processes_trace_at_once_than_there_are_cores(monkeypatch, silent):
     monkeypatch.setattr(tensor_parts, "cores", lambda: 3)
-    assert over_cp("ring", 8) == [*range(8)]
+    assert over_cp("ring", 8) == {"timelines": [*range(8)]}
     assert silent.at_once == [1, 2, 3, 3, 3, 3, 3, 3] and not silent.running
 
 
@@ -168,4 +168,11 @@ def test_no_more_processes_trace_at_once_than_there_are_cores(monkeypatch, silen
     ],
 )
 def test_ranks_of_cp_that_do_alike_are_traced_once(silent, attention, degree, players):
-    assert over_cp(attention, degree) == players
+    assert over_cp(attention, degree) == {"timelines": players}
+
+
+def test_a_model_that_does_not_run_on_slices_is_told_of_tokens_not_of_heads(monkeypatch, silent):
+    monkeypatch.setattr(silent, "returncode", 1)
+    problem = over_cp("zigzag", 2)["problem"]
+    assert "mesh.cp: the model runs whole, but not when its plan has cut it" in problem
+    assert "number of tokens" in problem and "tensor.plan" not in problem

@@ -21,7 +21,7 @@ from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Placement, R, S
 from ptrain.spec.spec import Spec
-from ptrain.units import ceil_div
+from ptrain.units import ceil_div, counted
 
 _AXES = (Axis.TP,)
 
@@ -129,7 +129,7 @@ def _tokens(spec: Spec) -> Iterator[Fault]:
     if cut and sequence % degree:
         yield Fault(
             place="batch.sequence",
-            finding=f"{sequence} tokens are not cut into {degree} equal slices",
+            finding=f"{counted(sequence, 'token')} cannot be cut into {degree} equal slices",
             remedy=f"write a multiple of {degree}, or activations: R on tp{PADDED}",
         )
 
