@@ -35,7 +35,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, environment, interrupt, manifest
-from ptrain.train.candidates import continued
+from ptrain.train.candidates import continued, require_resumable
 from ptrain.train.consistency import Consistency
 from ptrain.train.emulation import emulated_line
 from ptrain.train.exchange import Exchange
@@ -180,6 +180,7 @@ def _folder(
     if exchange.world.is_first:
         try:
             goes_on = continued(options)
+            require_resumable(spec, goes_on)
             claim = open_run(
                 spec,
                 given=goes_on.run_dir,
