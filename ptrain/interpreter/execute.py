@@ -112,7 +112,7 @@ def _cut_operators(step: Parallelize, piece: Workpiece, rank: Construction) -> N
 def _slice_tokens(step: ContextParallel, piece: Workpiece, rank: Construction) -> None:
     _require(piece.wrapped is None, step, "units are wrapped already, with cores of whole samples")
     if rank.context is None:
-        rank.context = ContextGroups(step, rank.mesh, rank.attending)
+        rank.context = ContextGroups(step, rank.mesh, rank.plan.boundary_slices, rank.attending)
         rank.own_tokens = own_tokens(step, rank.mesh)
     via = rank.spec.reduce_scatter
     parallelize_context(piece.module, step, rank.mesh, rank.context, via)

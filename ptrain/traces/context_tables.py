@@ -249,7 +249,7 @@ def _rank_part(setting: Setting, part: ContextPart, keep: Keep | None) -> RankPa
     return RankPart(
         batch=setting.batch,
         sequence=step.sequence,
-        context=ContextSlices(step, mesh, ReduceScatterVia.NATIVE),
+        context=ContextSlices(step, mesh, ReduceScatterVia.NATIVE, degree),
         keep=keep,
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.activations.run.apply import keep_traced
-from ptrain.axes.context.run.apply import ContextGroups, own_spans, parallelize_context
+from ptrain.axes.context.run.apply import ContextGroups, parallelize_context
 from ptrain.axes.context.run.slices import token_slices
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
@@ -47,18 +47,20 @@ class StageCuts:
 
 
 class ContextSlices:
-    """Slices of the tokens over a mesh of which this process plays one rank."""
+    """Slices of the tokens over a mesh of which this process plays one rank; between the blocks
+    they are so many `slices`, other axes' too."""
 
     def __init__(
         self,
         step: ContextParallel,
         mesh: Mesh,
         via: ReduceScatterVia,
+        slices: int,
         attending: Attending | None = None,
     ) -> None:
-        self._groups = ContextGroups(step, mesh, attending)
+        self._groups = ContextGroups(step, mesh, slices, attending)
         self._apply = partial(parallelize_context, step=step, mesh=mesh, via=via)
-        self.spans = own_spans(step, mesh)
+        self.spans = self._groups.masks.spans
 
     def apply(self, module: nn.Module) -> None:
         """Change a module in place."""

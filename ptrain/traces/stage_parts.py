@@ -53,7 +53,9 @@ def rank_part(
         sequence=spec.batch.sequence,
         tensor=plan.tensor,
         mesh=mesh.submesh((plan.tensor.axis,)) if mesh and plan.tensor else None,
-        context=ContextSlices(plan.context, mesh, spec.reduce_scatter, facts.attending)
+        context=ContextSlices(
+            plan.context, mesh, spec.reduce_scatter, plan.boundary_slices, facts.attending
+        )
         if mesh and plan.context
         else None,
         slices=plan.boundary_slices,

@@ -195,3 +195,19 @@ def test_all_tokens_of_some_heads_take_whatever_one_device_takes(
 ) -> None:
     spec = spec_of("ulysses", "llama", shape=shape, attention=attention)
     assert not MATRIX.differences(ranks, spec)
+
+
+OUTSIDE = {"dropout": 0.1, "attention_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("attention", "model", "degree"),
+    some(
+        [*product(VARIANTS, MODELS, (2, 4)), *product((HYBRID,), MODELS, (4,))],
+        {("zigzag", "gpt", 2), ("ring", "gqa", 2), ("ulysses", "llama", 2)},
+    ),
+)
+def test_dropout_outside_attention_draws_the_masks_of_one_device(
+    ranks: Ranks, attention: str, model: str, degree: int
+) -> None:
+    assert not MATRIX.differences(ranks, spec_of(attention, model, degree=degree, shape=OUTSIDE))
