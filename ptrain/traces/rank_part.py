@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.activations.run.apply import keep_traced
 from ptrain.axes.context.run.apply import ContextGroups, parallelize_context
+from ptrain.axes.context.run.randomness import MicroBatchCut
 from ptrain.axes.context.run.slices import token_slices
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
@@ -47,18 +48,17 @@ class StageCuts:
 
 
 class ContextSlices:
-    """Slices of the tokens over a mesh of which this process plays one rank; between the blocks
-    they are so many `slices`, other axes' too."""
+    """Slices of the tokens over a mesh of which this process plays one rank."""
 
     def __init__(
         self,
         step: ContextParallel,
         mesh: Mesh,
         via: ReduceScatterVia,
-        slices: int,
+        cut: MicroBatchCut,
         attending: Attending | None = None,
     ) -> None:
-        self._groups = ContextGroups(step, mesh, slices, attending)
+        self._groups = ContextGroups(step, mesh, cut, attending)
         self._apply = partial(parallelize_context, step=step, mesh=mesh, via=via)
         self.spans = self._groups.masks.spans
 

@@ -12,7 +12,7 @@ from ptrain.axes.context.attention import spans_at
 from ptrain.axes.context.run.cores import GatheredCore, RingCore
 from ptrain.axes.context.run.documents import SlicedDocuments
 from ptrain.axes.context.run.own_models import give_positions, reach
-from ptrain.axes.context.run.randomness import SlicedMasks
+from ptrain.axes.context.run.randomness import MicroBatchCut, masks_at
 from ptrain.axes.context.run.slices import sliced
 from ptrain.axes.context.run.ulysses import UlyssesCore
 from ptrain.axes.context.tokens import Span
@@ -39,19 +39,17 @@ def own_tokens(step: ContextParallel, mesh: Mesh) -> Callable[[StepBatch], StepB
 class ContextGroups:
     """The ranks that exchange tokens for heads, and those that keys and values go round; made once,
     in the same order on every rank. None where there is one of them. `attending`: the modules of a
-    model that is not built in whose attention goes over them. Between the blocks the tokens of a
-    sample are cut into so many `slices`."""
+    model that is not built in whose attention goes over them. `masks` are those of dropout."""
 
     def __init__(
-        self, step: ContextParallel, mesh: Mesh, slices: int, attending: Attending | None = None
+        self,
+        step: ContextParallel,
+        mesh: Mesh,
+        cut: MicroBatchCut,
+        attending: Attending | None = None,
     ) -> None:
         self.attending = attending
-        self.masks = SlicedMasks(
-            own_spans(step, mesh),
-            index=mesh.coordinate(step.axis),
-            ranks=step.ulysses * step.ring,
-            between=step.sequence // slices,
-        )
+        self.masks = masks_at(step, mesh.coordinate(step.axis), cut)
         self.ulysses = self.ring = None
         degree, lines = step.ulysses * step.ring, range(step.ulysses * step.ring)
         if step.ulysses == degree:
