@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ptrain.axes.context.run.randomness import MicroBatchCut
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import LayerWork, ModelWork, WorkByKind
@@ -48,12 +49,13 @@ def rank_part(
     """Return what the plan does to a module before it runs on one rank, over the `mesh` of the
     cutting axes where there are some. `extent`: how much operators select by data."""
     plan = plan_of(spec, facts)
+    cut = MicroBatchCut(samples=spec.batch.micro, slices=plan.boundary_slices)
     return RankPart(
         batch=spec.batch.micro,
         sequence=spec.batch.sequence,
         tensor=plan.tensor,
         mesh=mesh.submesh((plan.tensor.axis,)) if mesh and plan.tensor else None,
-        context=ContextSlices(plan.context, mesh, spec.reduce_scatter, facts.attending)
+        context=ContextSlices(plan.context, mesh, spec.reduce_scatter, cut, facts.attending)
         if mesh and plan.context
         else None,
         slices=plan.boundary_slices,
