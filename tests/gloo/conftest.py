@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gloo import context_runs, fidelity, keep_runs, pipeline_runs, tensor_runs
+from tests.gloo import context_runs, expert_runs, fidelity, keep_runs, pipeline_runs, tensor_runs
 from tests.gloo.outcomes import Runs
 from tests.gloo.recording import write
 from tests.ranks import Ranks
@@ -25,6 +25,6 @@ def runs(ranks: Ranks, request: pytest.FixtureRequest) -> Iterator[Runs]:
 def record_matrices(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.config.getoption("--record"):
-        for runs in (context_runs, tensor_runs, pipeline_runs, keep_runs, fidelity):
+        for runs in (context_runs, expert_runs, tensor_runs, pipeline_runs, keep_runs, fidelity):
             for page in runs.MATRIX.write():
                 print(f"\nwritten: {page}")
