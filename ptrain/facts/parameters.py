@@ -191,7 +191,7 @@ def _gradient_order(shape: ModelShape, blocks: Mapping[str, Table]) -> tuple[str
     front, behind = (tuple(name for name, _ in table) for table in _root(shape, 0))
     within = (
         f"{block_name}.{name}"
-        for block_name, block in reversed(blocks.items())
+        for block_name, block in reversed([*blocks.items()])
         for name in _completed(tuple(name for name, _ in block))
     )
     return (*_completed(behind), *within, *reversed(front))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ptrain.models.feed_forward import FeedForward, activation_of
 from ptrain.models.grouped import grouped_product
 from ptrain.models.numerics import widen
-from ptrain.spec.block import Router
+from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
 
 

@@ -41,7 +41,7 @@ def spec_of(
 ) -> Spec:
     """`placement` places axes of two ranks each, unless `degrees` says more."""
     placement = placement or {"dp_shard": "zero3"}
-    order = ("pp", *SAMPLES, "cp")
+    order = ("pp", *SAMPLES, "cp", "tp")
     mesh = {axis: (degrees or {}).get(axis, 2) for axis in order if axis in placement}
     samples = accumulate
     for axis in SAMPLES:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ptrain.models.grouped import grouped_product
 from ptrain.models.moe import MoE, places_of
-from ptrain.spec.block import Activation, Router
+from ptrain.spec.block import Activation
+from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
 from ptrain.traces.facts import read_facts
 from tests.gloo.expert_cases import spec_of
@@ -96,14 +97,15 @@ def test_the_product_group_by_group_is_torchs_own(dtype: torch.dtype):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(8, 16, generator=generator).to(dtype)
     weights = torch.randn(4, 24, 16, generator=generator).to(dtype)
+    gradient = torch.randn(8, 24, generator=generator).to(dtype)
     results = []
     for kind in (dtype, torch.float64):
         given = [x.to(kind).requires_grad_(), weights.to(kind).requires_grad_()]
         y = grouped_product(given[0], given[1].mT, ENDS)
         assert y.grad_fn is not None
-        results.append([y, *torch.autograd.grad((y * y).sum(), given)])
+        results.append([y, *torch.autograd.grad(y, given, gradient.to(kind))])
     assert F.grouped_mm(x, weights.mT, offs=ENDS).equal(results[0][0])
-    bound = 1e-5 if dtype is torch.float32 else 2e-2
+    bound = 1e-5 if dtype is torch.float32 else 4e-2  # of sums of up to 24 products
     for ours, wide in zip(*results, strict=True):
         torch.testing.assert_close(ours.double(), wide, rtol=bound, atol=bound)
     assert not results[1][2][1].any()  # no row came to the second
