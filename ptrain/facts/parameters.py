@@ -14,6 +14,7 @@ from ptrain.spec.block import Bias, Positions
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Attention, Family, ModelShape
 
+EXPERTS = "experts"  # the module of a block that has all of them
 LOCAL = "window_"  # in front of the names of tables that layers with a window have of their own
 _FP32 = 4  # bytes: buffers are fp32 (fp64 under compute fp64), whatever the layout
 
@@ -139,10 +140,15 @@ def _moe(shape: ModelShape) -> Table:
     shared = shape.shared_experts * width
     return (
         ("mlp.router.weight", (experts, hidden)),
-        *((f"mlp.experts.{part}", (experts, width, hidden)) for part in _inner(shape)),
-        ("mlp.experts.down", (experts, hidden, width)),
+        *((f"mlp.{EXPERTS}.{part}", (experts, width, hidden)) for part in _inner(shape)),
+        (f"mlp.{EXPERTS}.down", (experts, hidden, width)),
         *(_feed_forward(shape, "mlp.shared", shared) if shared else ()),
     )
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a built-in model's tensor of this name has a matrix for every expert."""
+    return EXPERTS in name.split(".")
 
 
 def _norm(shape: ModelShape, name: str, features: int) -> Table:

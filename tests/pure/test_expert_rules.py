@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import check
+from ptrain.derivation.throughput import token_operations
 from ptrain.errors import Fault, SpecError
+from ptrain.facts.parameters import facts
 from ptrain.spec.block import Bias
+from ptrain.spec.load import load
 from tests.gloo.expert_cases import spec_of
 from tests.pure.build import ODD_SHAPE, make_spec
 
@@ -54,3 +57,13 @@ def test_experts_wait_where_nothing_cuts_them(model, placement, place, finding):
 def test_an_expert_takes_its_share_of_a_samples_tokens(factor, tokens, places):
     shape = replace(ODD_SHAPE, experts=4, experts_per_token=2, capacity_factor=factor)
     assert shape.capacity(tokens) == places
+
+
+def test_a_token_is_multiplied_with_the_experts_it_goes_to():
+    """Qwen3-30B-A3B: of 30.5 billion parameters 3.3 are activated, by its authors' count, which has
+    the embedding; 0.31 of them are looked up."""
+    spec = load("zero3", ["model.preset=qwen3-30b-a3b"]).spec
+    shape, known = spec.model, facts(spec.model, 1)
+    per_token = token_operations(shape, known, 1, is_causal=True) / 6
+    looked_up = shape.vocab * shape.hidden
+    assert (per_token + looked_up) / 1e9 == pytest.approx(3.3, abs=0.06)
