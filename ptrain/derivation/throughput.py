@@ -1,9 +1,9 @@
 """Tokens per second, and what part of the devices' operations the model's are (MFU).
 
 A token costs 6N + 12·L·d·s operations, forward and backward: N parameters without those that are
-only looked up (the input embedding, positions), and of experts those that it goes to, L layers whose heads are
-d wide together, a sequence of s. That is
-attention `full`, whose scores count whole; `causal` counts the half that a mask leaves, 6·L·d·s.
+only looked up (the input embedding, positions), and of experts those that it goes to; L layers
+whose heads are d wide together, a sequence of s. That is attention `full`, whose scores count
+whole; `causal` counts the half that a mask leaves, 6·L·d·s.
 What is recomputed does not count.
 """
 
