@@ -251,6 +251,20 @@ def _documents(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _places(spec: Spec) -> Iterator[Fault]:
+    """Which of a sample's choices an expert has no place for depends on all of its tokens."""
+    shape = spec.model
+    if factor_of(spec) is None or not isinstance(shape, ModelShape):
+        return
+    if shape.capacity_factor is not None:
+        yield Fault(
+            place="model.capacity_factor",
+            finding=f"not yet: {shape.capacity_factor:g} over cp, where a rank has some of a "
+            "sample's tokens, and an expert's places are those of all",
+            remedy="what works today: remove capacity_factor, or cp",
+        )
+
+
 def _own_functions(spec: Spec) -> Iterator[Fault]:
     if factor_of(spec) is None:
         return
@@ -349,6 +363,7 @@ CONTEXT = AxisRules(
     ),
     not_yet=(
         SpecRule(name="hops know of no mask", theorem="", faults=_documents),
+        SpecRule(name="places are of whole samples", theorem="", faults=_places),
         SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),
     ),
 )
