@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptrain.models.balance import Balance, with_loss
 from ptrain.models.feed_forward import FeedForward, activation_of
 from ptrain.models.grouped import grouped_product
 from ptrain.models.numerics import widen
@@ -30,14 +31,20 @@ class Gate(nn.Module):
         assert shape.experts is not None, "there is something to choose"
         self.router, self.is_normed = shape.router, shape.router_norm
         self.scale, self.num_chosen = shape.router_scale, shape.experts_per_token
+        self.balance = Balance(shape)
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
 
-    def forward(self, x_NC: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [N, K] and experts [N, K], the best first."""
+        x_NC = x_BTC.flatten(0, 1)
         logits_NE = F.linear(widen(x_NC), widen(self.weight))
         is_softmax = self.router is Router.SOFTMAX
         scores_NE = logits_NE.softmax(-1) if is_softmax else logits_NE.sigmoid()
         weights_NK, chosen_NK = scores_NE.topk(self.num_chosen)
+        if self.training and self.balance.is_wanted:
+            routing = (logits_NE, scores_NE, chosen_NK)
+            loss = self.balance(*(x.unflatten(0, x_BTC.shape[:2]) for x in routing))
+            weights_NK = with_loss(weights_NK, loss, self.balance.weight)
         if self.is_normed:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         if self.scale is not None:
@@ -88,7 +95,7 @@ class MoE(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.flatten(0, 1)
-        weights_NK, chosen_NK = self.router(x_NC)
+        weights_NK, chosen_NK = self.router(x_BTC)
         if self.shape.capacity_factor is None:
             rows_NKC = self._dropless(x_NC, chosen_NK)
         else:

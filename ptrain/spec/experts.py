@@ -109,3 +109,23 @@ class ExpertOptions:
             null=True,
         ),
     ] = None
+    aux_loss: Annotated[
+        float,
+        Real(
+            "weight of the loss that balances the experts, of each sample's tokens and in every "
+            "layer that has some; without: 0",
+            0.0,
+            1e3,
+            aka=("router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss_alpha"),
+        ),
+    ] = 0.0
+    z_loss: Annotated[
+        float,
+        Real(
+            "weight of the loss that keeps a router's logits small, in every layer that has one; "
+            "without: 0",
+            0.0,
+            1e3,
+            aka=("router_z_loss_coef", "moe_z_loss_coeff"),
+        ),
+    ] = 0.0

@@ -14,7 +14,7 @@ _DEFAULTS = {option.name: option.default for option in fields(BlockOptions)}
 _OF_ROPE = ("rope_base", "rotary", "window_rope_base", "rope_scaling")
 _OF_EXPERTS = (
     "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "router", "router_norm",
-    "router_scale", "capacity_factor",
+    "router_scale", "capacity_factor", "aux_loss", "z_loss",
 )  # fmt: skip
 _OF_LLAMA3 = ("rope_low_factor", "rope_high_factor", "rope_original")
 

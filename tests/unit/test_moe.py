@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ptrain.models.balance import Balance, weigh
 from ptrain.models.grouped import grouped_product
 from ptrain.models.moe import MoE, places_of
 from ptrain.spec.block import Activation
@@ -118,3 +119,47 @@ def test_no_size_depends_on_where_tokens_go(factor: float | None, compute: str |
     precision = {"layout": "fp32", **({"compute": compute} if compute else {})}
     facts = read_facts(spec_of("top-2", shape=shape, precision=precision))
     assert not facts.by_data and not facts.untraced and facts.timeline is not None
+
+
+def test_an_even_router_has_the_least_loss_and_its_own_weight():
+    shape = replace(SHAPE, experts_per_token=1, aux_loss=0.25)
+    scores_BTE = torch.full((2, 8, 4), 0.25, dtype=torch.float64)
+    even_BTK = (torch.arange(8) % 4).expand(2, 8)[..., None]
+    loss = Balance(shape)(scores_BTE, scores_BTE, even_BTK)
+    assert float(loss) == pytest.approx(2 * 0.25)  # of two samples
+    to_one = scores_BTE.new_tensor([1.0, 0.0, 0.0, 0.0]).expand_as(scores_BTE)
+    assert float(Balance(shape)(to_one, to_one, even_BTK * 0)) == pytest.approx(2 * 0.25 * 4)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_routers_losses_are_in_the_gradients_as_if_they_were_added(samples: int):
+    """Beside the formulas, written for one sample; the layer's own output is what it was."""
+    shape = replace(SHAPE, aux_loss=0.3, z_loss=0.2, shared_experts=0)
+    layer, x_BTC = layer_of(shape), tokens(shape)[:samples]
+    weigh(layer, 0.125)
+    y_BTC = layer(x_BTC)
+    assert torch.equal(y_BTC, layer.eval()(x_BTC))
+    logits_BTE = x_BTC @ layer.router.weight.T
+    extra = torch.zeros((), dtype=torch.float64)
+    for logits_TE in logits_BTE:
+        chosen = logits_TE.topk(shape.experts_per_token).indices.flatten()
+        shares = torch.bincount(chosen, minlength=shape.experts) / len(chosen)
+        uneven = shape.experts * (shares * logits_TE.softmax(-1).mean(0)).sum()
+        extra = extra + 0.3 * uneven + 0.2 * logits_TE.logsumexp(-1).square().mean()
+    weight = layer.router.weight
+    (ours,) = torch.autograd.grad(y_BTC.square().sum(), weight)
+    plain = layer.eval()(x_BTC).square().sum()
+    (expected,) = torch.autograd.grad(plain + 0.125 * extra, weight)
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_balance_is_that_of_transformers_mixtral():
+    """Over one sample; theirs counts a choice once, ours the share that it has of a token's."""
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    generator = torch.Generator().manual_seed(4)
+    logits_TE = torch.randn(32, 4, dtype=torch.float64, generator=generator)
+    theirs = mixtral.load_balancing_loss_func((logits_TE,), 4, 2)
+    scores_TE = logits_TE.softmax(-1)
+    chosen_TK = scores_TE.topk(2).indices
+    ours = Balance(replace(SHAPE, aux_loss=1.0))(logits_TE[None], scores_TE[None], chosen_TK[None])
+    assert float(ours) == pytest.approx(float(theirs) / 2, rel=1e-6)
