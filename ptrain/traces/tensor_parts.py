@@ -37,7 +37,7 @@ from ptrain.models.selection import Extent
 from ptrain.processor import cores
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.mesh import Mesh
-from ptrain.spec.axis import CUTTING_AXES, Axis
+from ptrain.spec.axis import CUTTING_AXES, TOKEN_AXES, Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
@@ -58,7 +58,10 @@ sys.exit(main(sys.stdin.readlines()))
 
 # Of a model that does not run on what a rank along an axis has.
 _REMEDIES = {
-    Axis.CP: "let its code take the number of tokens from its tensors, or write no cp",
+    **{
+        axis: f"let its code take the number of tokens from its tensors, or write no {axis}"
+        for axis in TOKEN_AXES
+    },
     Axis.TP: "let its code take the number of heads from its tensors (view(…, -1, head_dim)), or "
     "write another tensor.plan",
 }
