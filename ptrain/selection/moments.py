@@ -13,7 +13,7 @@ from ptrain.axes.pipeline.cost.chunks import PipelineSize, chunks_between, stage
 from ptrain.axes.pipeline.cost.moments import FlightMoment, moments
 from ptrain.derivation.tables import Place
 from ptrain.selection.arrays import numpy
-from ptrain.selection.score import STAGE_PLACES, RankMoments
+from ptrain.selection.score import STAGE_PLACES, FlowMoments, RankMoments
 from ptrain.spec.pipeline import ScheduleName
 
 _ENDLESS = 6  # micro-batches for a rank: with more of them the fullest moments are the same
@@ -189,19 +189,19 @@ def _by_place(places: Sequence[Place], numbers: Sequence[int]) -> tuple[int, ...
     return tuple(sums.values())
 
 
-def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> RankMoments:
-    """Return the moments of flows, of each the last one as often as others have more."""
+def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> FlowMoments:
+    """Return the moments of flows."""
     np = numpy()
-    most = max(map(len, flows))
-    rows = [[*of_flow, *of_flow[-1:] * (most - len(of_flow))] for of_flow in flows]
-    table = np.array([[row.numbers for row in of_flow] for of_flow in rows], dtype=np.float32)
+    table = np.array([row.numbers for rows in flows for row in rows], dtype=np.float32)
+    lengths = np.array([len(rows) for rows in flows])
     columns: dict[str, Any] = {}
     at = 0
     for name in _NAMES:
         if name in _BY_PLACE:
-            columns[name] = table[:, :, at : at + len(STAGE_PLACES)]
+            columns[name] = table[:, at : at + len(STAGE_PLACES)]
             at += len(STAGE_PLACES)
         else:
-            columns[name] = table[:, :, at]
+            columns[name] = np.ascontiguousarray(table[:, at])
             at += 1
-    return RankMoments(**columns)
+    starts = np.cumsum(lengths) - lengths
+    return FlowMoments(at=RankMoments(**columns), starts=starts, lengths=lengths)

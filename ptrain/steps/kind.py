@@ -16,7 +16,7 @@ class PlanStep:
     @property
     def drawing_axes(self) -> tuple[Axis, ...]:
         """The axes beside the data axes along which ranks draw random numbers of their own, since
-        they have layers or slices of the tokens of their own."""
+        they have layers of their own, or slices of the tokens whose masks nobody draws whole."""
         return ()
 
     @property

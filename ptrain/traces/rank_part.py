@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.activations.run.apply import keep_traced
-from ptrain.axes.context.run.apply import ContextGroups, own_spans, parallelize_context
+from ptrain.axes.context.run.apply import ContextGroups, parallelize_context
+from ptrain.axes.context.run.randomness import MicroBatchCut
 from ptrain.axes.context.run.slices import token_slices
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
@@ -54,11 +55,12 @@ class ContextSlices:
         step: ContextParallel,
         mesh: Mesh,
         via: ReduceScatterVia,
+        cut: MicroBatchCut,
         attending: Attending | None = None,
     ) -> None:
-        self._groups = ContextGroups(step, mesh, attending)
+        self._groups = ContextGroups(step, mesh, cut, attending)
         self._apply = partial(parallelize_context, step=step, mesh=mesh, via=via)
-        self.spans = own_spans(step, mesh)
+        self.spans = self._groups.masks.spans
 
     def apply(self, module: nn.Module) -> None:
         """Change a module in place."""

@@ -34,7 +34,6 @@ from ptrain.models.facts import untraced_facts
 from ptrain.models.initialize import cast
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.selection import Extent
-from ptrain.models.trace import to_timeline
 from ptrain.processor import cores
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.mesh import Mesh
@@ -45,7 +44,7 @@ from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
 from ptrain.timeline import Timeline
 from ptrain.traces.gpu_kernels import kernels_for
-from ptrain.traces.layer_works import work_of
+from ptrain.traces.layer_rows import TracedLayers, only, running, running_units
 from ptrain.traces.on_fakes import large_model
 from ptrain.traces.stage_parts import plan_of, rank_part, stage_rows
 
@@ -235,9 +234,12 @@ def _part_of(module: nn.Module, spec: Spec, mesh: Mesh, extent: Extent) -> list[
     if spec.degree(Axis.PP) > 1:
         return stage_rows(module, spec, facts, mesh, extent=extent)
     part = rank_part(module, spec, facts, mesh, extent=extent)
-    recording = part.trace(module, facts.unit_modules)
-    work = work_of(facts.unit_modules, facts.blocks, recording)
-    return [to_plain(to_timeline(recording), Timeline), to_plain(work, WorkByKind)]
+    names = running(spec, facts.blocks)
+    units = running_units(facts.unit_modules, facts.blocks, names)
+    with only(module, facts.blocks, names):
+        layers = TracedLayers(part.trace(module, units), names, units)
+    timeline = layers.timeline(facts.blocks, facts.unit_modules)
+    return [to_plain(timeline, Timeline), to_plain(layers.work(facts.blocks), WorkByKind)]
 
 
 def main(questions: Sequence[str]) -> int:
