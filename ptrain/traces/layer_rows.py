@@ -48,8 +48,13 @@ def kind_of_row(spec: Spec, layers: Names) -> Hashable:
 
 def running(spec: Spec, layers: Names) -> Names:
     """Return those of the layers that run for all of them."""
-    is_short = len(layers) <= _AHEAD + 1 or kind_of_row(spec, layers) is None
-    return layers if is_short else (*layers[:_AHEAD], layers[-1])
+    is_long = len(layers) > _AHEAD + 1 and kind_of_row(spec, layers) is not None
+    return (*layers[:_AHEAD], layers[-1]) if is_long else layers
+
+
+def alike_of(spec: Spec, layers: Names) -> Names:
+    """Return the layers that run, if they are alike; else none."""
+    return () if kind_of_row(spec, layers) is None else running(spec, layers)
 
 
 def running_units(units: Units, layers: Names, names: Names) -> Units:

@@ -27,7 +27,14 @@ from ptrain.rooms.mesh import Mesh
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Timeline
-from ptrain.traces.layer_rows import TracedLayers, kind_of_row, only, running, running_units
+from ptrain.traces.layer_rows import (
+    TracedLayers,
+    alike_of,
+    kind_of_row,
+    only,
+    running,
+    running_units,
+)
 from ptrain.traces.rank_part import ContextSlices, RankPart, StageCuts
 
 Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
@@ -87,7 +94,9 @@ def stage_rows(
         ran = running_units(units, stage.layers, names)
         in_halves = spec.pipeline.is_in_halves and stage.index > 0
         with only(module, stage.layers, names):
-            recordings = part.trace_stage(module, ran, cuts, stage.index, in_halves=in_halves)
+            recordings = part.trace_stage(
+                module, ran, cuts, stage.index, alike_of(spec, stage.layers), in_halves=in_halves
+            )
         return TracedLayers(recordings[0], names, ran, *recordings[1:])
 
     traced: dict[Hashable, TracedLayers] = {}

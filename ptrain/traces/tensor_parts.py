@@ -2,8 +2,9 @@
 rank on fake ranks, cuts the model as the plan says, and traces one micro-batch of its part; with
 pp, of its part of every stage.
 
-The processes are others than this one, which may belong to a group of real ranks already; torch
-also remembers what it cut for one rank. Ranks with slices of the same shapes are traced once.
+The processes are others than this one, which may belong to a group of real ranks already. Ranks
+with slices of the same shapes are traced once. Of the others a process plays, one after the other,
+those that stand at the same place along tp: of a mesh torch remembers what it cut for one rank.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from ptrain.algebra.layout import place_of, ranks_over
@@ -44,8 +47,8 @@ from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
 from ptrain.timeline import Timeline
 from ptrain.traces.gpu_kernels import kernels_for
-from ptrain.traces.layer_rows import TracedLayers, only, running, running_units
-from ptrain.traces.on_fakes import large_model
+from ptrain.traces.layer_rows import TracedLayers, alike_of, only, running, running_units
+from ptrain.traces.on_fakes import FakeModel, large_model
 from ptrain.traces.stage_parts import plan_of, rank_part, stage_rows
 
 # A process that answers: its import path is this one's, before it imports anything.
@@ -73,11 +76,11 @@ Traced = dict[
 
 @dataclass(frozen=True, slots=True)
 class _PartRequest:
-    """What another process is to trace: one rank of a spec's cutting axes."""
+    """What another process is to trace: ranks of a spec's cutting axes."""
 
     spec: str
     axes: tuple[Axis, ...]
-    index: int
+    indices: tuple[int, ...]
     allow_import: bool
     extent: Extent
 
@@ -93,9 +96,16 @@ def traced(
     players = _players(alone, plan, facts)
     try:
         request = partial(_PartRequest, _as_text(spec), plan.cutting_axes)
-        requests = tuple(request(index, allow_import, extent) for index in dict.fromkeys(players))
+        requests = tuple(
+            request(indices, allow_import, extent)
+            for indices in _together(alone, plan, tuple(dict.fromkeys(players)))
+        )
         answers = _answers(requests, spec.timeout.init)
-        answer_of = dict(zip(dict.fromkeys(players), answers, strict=True))
+        answer_of = {
+            index: answer
+            for request, of_request in zip(requests, answers, strict=True)
+            for index, answer in zip(request.indices, of_request, strict=True)
+        }
     except PtrainError as error:
         return {"problem": str(error)}
     return {"timelines": [answer_of[index] for index in players]}
@@ -147,8 +157,20 @@ def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
     return players
 
 
+def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return which of these places one process plays after the other: no more processes than there
+    are cores, but for places along tp."""
+    own: dict[int, list[int]] = {}
+    for index in indices:
+        place = place_of(spec, plan.cutting_axes, index)
+        own.setdefault(place[plan.tensor.axis] if plan.tensor else 0, []).append(index)
+    number = max(1, cores() // len(own))
+    parts = (tuple(of_place[first::number]) for of_place in own.values() for first in range(number))
+    return [part for part in parts if part]
+
+
 @cache
-def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[Traced]:
+def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Traced]]:
     """Return the answers of processes, as many side by side as there are cores, all of them in at
     most `seconds`. Each imports torch: more at once would take memory, and no less time."""
     ends, at_once = time.monotonic() + seconds, cores()
@@ -181,7 +203,7 @@ def _started(request: _PartRequest) -> Popen[str]:
         text=True,
     )
     assert process.stdin is not None
-    question = [request.spec, request.index, request.allow_import, request.extent]
+    question = [request.spec, request.indices, request.allow_import, request.extent]
     with suppress(BrokenPipeError):  # one that is gone has said why, on its errors
         process.stdin.write(json.dumps(question))
         process.stdin.close()
@@ -189,7 +211,7 @@ def _started(request: _PartRequest) -> Popen[str]:
     return process
 
 
-def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> Traced:
+def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Traced]:
     output, errors = process.communicate(timeout=max(0.0, ends - time.monotonic()))
     said = errors.strip()
     if process.returncode == PtrainError.exit_code:
@@ -198,18 +220,22 @@ def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> Traced:
         last = said.splitlines()[-1:] or [f"it ended with {process.returncode}"]
         finding = f"the model runs whole, but not when its plan has cut it: {last[0]}"
         raise refused(f"mesh.{axes[-1]}", finding, "; ".join(_REMEDIES[axis] for axis in axes))
-    answer: Traced = json.loads(output.splitlines()[-1])
-    return answer
+    answers: list[Traced] = json.loads(output.splitlines()[-1])
+    return answers
 
 
-def _play(spec: Spec, index: int, *, allow_import: bool, extent: Extent) -> list[Any]:
-    """In a process of its own: rank `index` of the spec's cutting axes alone. A mesh reads its
-    ranks, so it is there before tensors are fakes."""
+def _play(
+    spec: Spec, index: int, large: FakeModel | None, *, allow_import: bool, extent: Extent
+) -> list[Any]:
+    """In a process of its own: rank `index` of the spec's cutting axes alone; `large` is the model
+    where it is on fakes, and stays as it is. A mesh reads its ranks, so it is there before tensors
+    are fakes."""
+    if dist.is_initialized():  # of the rank before
+        dist.destroy_process_group()
     mesh = _mesh(spec, index)
-    large = large_model(spec, allow_import=allow_import)
     if large is not None:
         with large.running(), kernels_for(spec):
-            return _part_of(large.module, spec, mesh, extent)
+            return _part_of(large.module, spec, mesh, extent, is_kept=True)
     module = build(
         spec.model,
         sequence=spec.batch.sequence,
@@ -229,7 +255,10 @@ def _mesh(spec: Spec, index: int) -> Mesh:
     return Mesh(step, fake_world(index, 2 * math.prod(degrees)))
 
 
-def _part_of(module: nn.Module, spec: Spec, mesh: Mesh, extent: Extent) -> list[Any]:
+def _part_of(
+    module: nn.Module, spec: Spec, mesh: Mesh, extent: Extent, *, is_kept: bool = False
+) -> list[Any]:
+    """`is_kept`: the module stays as it is."""
     facts = untraced_facts(module, spec)
     if spec.degree(Axis.PP) > 1:
         return stage_rows(module, spec, facts, mesh, extent=extent)
@@ -237,20 +266,28 @@ def _part_of(module: nn.Module, spec: Spec, mesh: Mesh, extent: Extent) -> list[
     names = running(spec, facts.blocks)
     units = running_units(facts.unit_modules, facts.blocks, names)
     with only(module, facts.blocks, names):
-        layers = TracedLayers(part.trace(module, units), names, units)
+        own = _copied(module) if is_kept else module
+        layers = TracedLayers(part.trace(own, units, alike_of(spec, names)), names, units)
     timeline = layers.timeline(facts.blocks, facts.unit_modules)
     return [to_plain(timeline, Timeline), to_plain(layers.work(facts.blocks), WorkByKind)]
 
 
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy that has the module's own parameters, until others take their place."""
+    return deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+
+
 def main(questions: Sequence[str]) -> int:
     """Answers one question from standard input. What the model's code prints goes to the errors."""
-    text, index, allow_import, extent = json.loads("".join(questions))
+    text, indices, allow_import, extent = json.loads("".join(questions))
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
         spec = load(json.loads(text)).spec
-        rows = _play(spec, index, allow_import=allow_import, extent=Extent(extent))
+        large = large_model(spec, allow_import=allow_import)
+        play = partial(_play, spec, allow_import=allow_import, extent=Extent(extent))
+        answers_of = [play(index, large) for index in indices]
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(json.dumps(rows), file=answers)
+    print(json.dumps(answers_of), file=answers)
     return 0
