@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.interpreter.program import Program
 from ptrain.meters.digest import of_bytes
-from ptrain.spec.axis import CUTTING_AXES, TOKEN_AXES
+from ptrain.spec.axis import CUTTING_AXES, TOKEN_AXES, Axis
 
 
 def drawn(program: Program) -> tuple[str, str] | None:
