@@ -27,7 +27,6 @@ from ptrain.models.generators import forked
 from ptrain.models.modes import in_mode
 from ptrain.models.roles import named_in_spec
 from ptrain.models.transformer import Transformer
-from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 
 _NAME = "torch.nn.functional.scaled_dot_product_attention"
@@ -169,7 +168,7 @@ def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
     """Return what slices of the tokens need of a model that is not built in; None without cp.
     Raises SpecError for attention that is more than plainly causal. Runs the model forward, on a
     few tokens."""
-    if spec.degree(Axis.CP) == 1 or isinstance(model, Transformer):
+    if not spec.has_token_slices or isinstance(model, Transformer):
         return None
     place, name = named_in_spec(model, spec)
     _require_all_before(getattr(model, "config", None), place, name, spec)

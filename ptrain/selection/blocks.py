@@ -3,7 +3,7 @@ activations, as arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,14 +11,11 @@ from typing import Any
 from ptrain.axes.candidates import AxisChoice
 from ptrain.selection.arrays import numpy
 from ptrain.selection.flows import PipelineFlow
+from ptrain.selection.peaks import RankPeaks
 from ptrain.selection.rows import OF_MEMORY, Columns, Ways
 from ptrain.selection.space import Candidate
 from ptrain.selection.task import Scored
 from ptrain.spec.activations import Kept
-
-OfRows = Callable[[Columns], Any]
-
-_AT_ONCE = 256  # rows: arrays of so many stay near the processor
 
 
 class DataTable:
@@ -45,27 +42,20 @@ class DataTable:
         start = int(self.ends[at]) - len(indices)
         return ways.choice(int(indices[row - start]), degrees)
 
-    def peaks(self, of_rows: OfRows, at_least: OfRows, most: float) -> Any:
-        """Return what a function says of rows whose bytes it sees along the first of three
-        dimensions, where that is `most` or the least of all; elsewhere it may be endless. Rows of
-        the same bytes are asked about once, some at a time, and none of which what is said is
-        `at_least` more."""
+    def peaks(self, ranks: RankPeaks, most: float, least: float) -> Any:
+        """Return the peaks of rows by flow where these are at most `most`, or, where none is so
+        small, the least of all if that is below `least`; elsewhere it may be endless. Rows of the
+        same bytes are asked about once, and no row of a flow with which it has at least more."""
         np, (columns, where) = numpy(), self._memory
-        bounds = at_least(columns).min(axis=1)
-        peaks = np.full((len(bounds), 0), np.inf)
-        is_over, bound = np.zeros(len(bounds), dtype=bool), max(most, float(bounds.min()))
+        bounds = ranks.at_least(columns)
+        peaks, is_known = np.full(bounds.shape, np.inf, dtype=np.float32), bounds > np.inf
+        bound = max(most, min(least, float(bounds.min())))
         while True:
-            rows = np.flatnonzero((bounds <= bound) & ~is_over)
-            pieces = [
-                of_rows(_at(columns, rows[at : at + _AT_ONCE]))
-                for at in range(0, len(rows), _AT_ONCE)
-            ]
-            if not pieces:
+            pairs = np.nonzero((bounds <= bound) & ~is_known)
+            if not len(pairs[0]):
                 return peaks[where]
-            if not peaks.shape[1]:
-                peaks = np.full((len(bounds), pieces[0].shape[1]), np.inf, dtype=np.float32)
-            peaks[rows], is_over[rows] = np.concatenate(pieces), True
-            bound = max(bound, float(peaks.min()))
+            peaks[pairs], is_known[pairs] = ranks.of(columns, *pairs), True
+            bound = max(bound, min(least, float(peaks.min())))
 
     @cached_property
     def _memory(self) -> tuple[Columns, Any]:
@@ -73,7 +63,7 @@ class DataTable:
         np = numpy()
         table = np.stack([self.columns[name] for name in OF_MEMORY], axis=1).astype(np.float32)
         unlike, where = np.unique(table, axis=0, return_inverse=True)
-        columns = {name: unlike[:, at].reshape(-1, 1, 1) for at, name in enumerate(OF_MEMORY)}
+        columns = {name: np.ascontiguousarray(unlike[:, at]) for at, name in enumerate(OF_MEMORY)}
         return columns, where.reshape(-1)
 
     def at(self, rows: Any) -> Columns:

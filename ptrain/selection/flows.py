@@ -20,7 +20,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.selection.arrays import numpy
 from ptrain.selection.moments import MomentRow, as_arrays, fullest, unlike
 from ptrain.selection.profile import Seconds
-from ptrain.selection.score import Places, RankMoments
+from ptrain.selection.score import FlowMoments, Places
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
@@ -74,7 +74,7 @@ class PipelineFlows:
     cuts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     rows: dict[tuple[object, ...], list[Row]] = field(default_factory=dict)
     fullest: dict[PipelineSize, tuple[MomentRow, ...]] = field(default_factory=dict)
-    tables: dict[tuple[int, ...], RankMoments] = field(default_factory=dict)
+    tables: dict[tuple[int, ...], FlowMoments] = field(default_factory=dict)
     waits: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @cached_property
@@ -106,7 +106,7 @@ class PipelineFlows:
         slowest = max(rows[1:-1] or rows[:1])
         return [rows[0], slowest, rows[-1]]
 
-    def moments(self, flows: Sequence[PipelineFlow], micro_batches: int) -> RankMoments:
+    def moments(self, flows: Sequence[PipelineFlow], micro_batches: int) -> FlowMoments:
         """Return when the ranks may be fullest, flow by flow."""
         rows = tuple(self._moments(flow, micro_batches) for flow in flows)
         key = tuple(map(id, rows))  # which `fullest` keeps

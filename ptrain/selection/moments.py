@@ -6,19 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from operator import add, ge
+from operator import add, ge, gt, mul, sub
 from typing import Any
 
 from ptrain.axes.pipeline.cost.chunks import PipelineSize, chunks_between, stages_of
 from ptrain.axes.pipeline.cost.moments import FlightMoment, moments
 from ptrain.derivation.tables import Place
 from ptrain.selection.arrays import numpy
-from ptrain.selection.score import STAGE_PLACES, RankMoments
+from ptrain.selection.score import STAGE_PLACES, FlowMoments, RankMoments
 from ptrain.spec.pipeline import ScheduleName
 
 _ENDLESS = 6  # micro-batches for a rank: with more of them the fullest moments are the same
 _GROWING = (ScheduleName.GPIPE, ScheduleName.BFS)
 _BY_PLACE = ("chunks", "waiting", "on")
+_NUMBERED = {place: number for number, place in enumerate(STAGE_PLACES)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,18 +100,15 @@ def unlike(size: PipelineSize) -> int:
 def fullest(size: PipelineSize, counts: Sequence[int]) -> tuple[MomentRow, ...]:
     """Return the moments of the ranks of a pipeline, whose stages have so many layers, at which one
     may be the fullest."""
-    rows = (
-        _row(size, rank, counts, moment)
-        for rank in _unlike_ranks(size, counts)
-        for moment in moments(size, rank)
-    )
     alike: dict[tuple[object, ...], list[MomentRow]] = {}
-    for row in rows:
-        others = alike.setdefault(row.kind, [])
-        if any(other.is_fuller(row) for other in others):
-            continue
-        others[:] = [other for other in others if not row.is_fuller(other)]
-        others.append(row)
+    for rank in _unlike_ranks(size, counts):
+        own = _RankStages.of(size, rank, counts)
+        for row in map(own.row, dict.fromkeys(moments(size, rank))):
+            others = alike.setdefault(row.kind, [])
+            if any(other.is_fuller(row) for other in others):
+                continue
+            others[:] = [other for other in others if not row.is_fuller(other)]
+            others.append(row)
     return tuple(row for group in alike.values() for row in group)
 
 
@@ -126,43 +124,60 @@ def _unlike_ranks(size: PipelineSize, counts: Sequence[int]) -> Iterator[int]:
     }
 
 
-def _row(size: PipelineSize, rank: int, counts: Sequence[int], moment: FlightMoment) -> MomentRow:
-    own = stages_of(size, rank)
-    places = [_place(stage, size.stages) for stage in own]
-    layers = [counts[stage] for stage in own]
-    ends = {Place.FIRST, Place.ALONE}, {Place.LAST, Place.ALONE}
-    # nobody waits for gradients of tokens: the first stage has no halves
-    whole = [
-        number + half * (place is Place.FIRST)
-        for number, half, place in zip(moment.whole, moment.halved, places, strict=True)
-    ]
-    halved = [
-        half * (place is not Place.FIRST) for half, place in zip(moment.halved, places, strict=True)
-    ]
-    front, behind = ([place in of_end for place in places] for of_end in ends)
-    on, over = moment.on, moment.over
-    graded = [was and not is_over for was, is_over in zip(moment.graded, over, strict=True)]
-    return MomentRow(
-        layers=sum(layers),
-        front=any(front),
-        behind=any(behind),
-        graded_layers=_sum(layers, graded),
-        graded_front=bool(_sum(front, graded)),
-        graded_behind=bool(_sum(behind, graded)),
-        over_layers=_sum(layers, over),
-        over_front=bool(_sum(front, over)),
-        over_behind=bool(_sum(behind, over)),
-        whole=_sum(layers, whole),
-        halved=_sum(layers, halved),
-        chunks=_by_place(places, whole),
-        waiting=_by_place(places, halved),
-        on=_by_place([places[on]], [1]),
-        own=layers[on],
-        is_half=moment.is_half and places[on] is not Place.FIRST,
-        is_new=not moment.graded[on],
-        messages=_messages(size, rank, places[on]),
-        is_staged=size.stages > 1,
-    )
+@dataclass(frozen=True, kw_only=True)
+class _RankStages:
+    """The stages of a rank: `layers` of each, its place, and whether it has one of the ends."""
+
+    layers: tuple[int, ...]
+    places: tuple[Place, ...]
+    front: tuple[bool, ...]
+    behind: tuple[bool, ...]
+    messages: tuple[int, ...]  # that lie there besides as a pass of one of them begins
+    is_staged: bool
+
+    @classmethod
+    def of(cls, size: PipelineSize, rank: int, counts: Sequence[int]) -> _RankStages:
+        own = stages_of(size, rank)
+        places = tuple(_place(stage, size.stages) for stage in own)
+        return cls(
+            layers=tuple(counts[stage] for stage in own),
+            places=places,
+            front=tuple(place in (Place.FIRST, Place.ALONE) for place in places),
+            behind=tuple(place in (Place.LAST, Place.ALONE) for place in places),
+            messages=tuple(_messages(size, rank, place) for place in places),
+            is_staged=size.stages > 1,
+        )
+
+    def row(self, moment: FlightMoment) -> MomentRow:
+        """Return a moment of the rank's."""
+        places, layers, on, over = self.places, self.layers, moment.on, moment.over
+        whole, halved = moment.whole, moment.halved
+        if any(halved):
+            # nobody waits for gradients of tokens: the first stage has no halves
+            halved = tuple(map(mul, halved, (place is not Place.FIRST for place in places)))
+            whole = tuple(map(add, whole, map(sub, moment.halved, halved)))
+        graded = tuple(map(gt, moment.graded, over))
+        return MomentRow(
+            layers=sum(layers),
+            front=any(self.front),
+            behind=any(self.behind),
+            graded_layers=_sum(layers, graded),
+            graded_front=bool(_sum(self.front, graded)),
+            graded_behind=bool(_sum(self.behind, graded)),
+            over_layers=_sum(layers, over),
+            over_front=bool(_sum(self.front, over)),
+            over_behind=bool(_sum(self.behind, over)),
+            whole=_sum(layers, whole),
+            halved=_sum(layers, halved),
+            chunks=_by_place(places, whole),
+            waiting=_by_place(places, halved),
+            on=_by_place((places[on],), (1,)),
+            own=layers[on],
+            is_half=moment.is_half and places[on] is not Place.FIRST,
+            is_new=not moment.graded[on],
+            messages=self.messages[on],
+            is_staged=self.is_staged,
+        )
 
 
 def _messages(size: PipelineSize, rank: int, place: Place) -> int:
@@ -179,29 +194,29 @@ def _place(stage: int, stages: int) -> Place:
 
 
 def _sum(sizes: Sequence[int], times: Sequence[int]) -> int:
-    return sum(size * number for size, number in zip(sizes, times, strict=True))
+    return sum(map(mul, sizes, times))
 
 
 def _by_place(places: Sequence[Place], numbers: Sequence[int]) -> tuple[int, ...]:
-    sums = dict.fromkeys(STAGE_PLACES, 0)
+    sums = [0] * len(STAGE_PLACES)
     for place, number in zip(places, numbers, strict=True):
-        sums[place] += number
-    return tuple(sums.values())
+        sums[_NUMBERED[place]] += number
+    return tuple(sums)
 
 
-def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> RankMoments:
-    """Return the moments of flows, of each the last one as often as others have more."""
+def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> FlowMoments:
+    """Return the moments of flows."""
     np = numpy()
-    most = max(map(len, flows))
-    rows = [[*of_flow, *of_flow[-1:] * (most - len(of_flow))] for of_flow in flows]
-    table = np.array([[row.numbers for row in of_flow] for of_flow in rows], dtype=np.float32)
+    table = np.array([row.numbers for rows in flows for row in rows], dtype=np.float32)
+    lengths = np.array([len(rows) for rows in flows])
     columns: dict[str, Any] = {}
     at = 0
     for name in _NAMES:
         if name in _BY_PLACE:
-            columns[name] = table[:, :, at : at + len(STAGE_PLACES)]
+            columns[name] = table[:, at : at + len(STAGE_PLACES)]
             at += len(STAGE_PLACES)
         else:
-            columns[name] = table[:, :, at]
+            columns[name] = np.ascontiguousarray(table[:, at])
             at += 1
-    return RankMoments(**columns)
+    starts = np.cumsum(lengths) - lengths
+    return FlowMoments(at=RankMoments(**columns), starts=starts, lengths=lengths)

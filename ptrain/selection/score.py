@@ -10,6 +10,7 @@ comes to and in the last one, the update.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ptrain.derivation.tables import Place
@@ -108,14 +109,80 @@ class RankMoments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlowMoments:
+    """The moments of several flows, one flow's behind the other's: at which place each flow's
+    `starts`, and how many it has (`lengths`)."""
+
+    at: RankMoments
+    starts: Array
+    lengths: Array
+
+    def most(self, values: Array) -> Array:
+        """Return the largest of each flow's values."""
+        return numpy().maximum.reduceat(values, self.starts)
+
+    def fullest(self, values: Array) -> Array:
+        """Return the place of the first of each flow's largest values."""
+        np = numpy()
+        is_largest = values == np.repeat(self.most(values), self.lengths)
+        places = np.flatnonzero(is_largest)
+        return places[np.searchsorted(places, self.starts)]
+
+    def of_pairs(self, flows: Array) -> tuple[Array, Array, Array]:
+        """Return, for flows that are named as often as there are rows with them, the places of
+        their moments, of which of these pairs each is, and where each pair's begin."""
+        np, lengths = numpy(), self.lengths[flows]
+        begins = np.cumsum(lengths) - lengths
+        pairs = np.repeat(np.arange(len(flows)), lengths)
+        return np.arange(len(pairs)) + (self.starts[flows] - begins)[pairs], pairs, begins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePass:
+    """The stage that a pass is on: its `own` layers, whether it is the last, and whether the pass
+    is a half (`is_half`) and the stage's first (`is_new`); `over_layers` are its rank's."""
+
+    own: Array
+    is_last: Array
+    is_half: Array
+    is_new: Array
+    over_layers: Array
+
+    @classmethod
+    def of(cls, at: RankMoments) -> StagePass:
+        """Return those of moments."""
+        return cls(
+            own=at.own,
+            is_last=at.on[..., -1],
+            is_half=at.is_half,
+            is_new=at.is_new,
+            over_layers=at.over_layers,
+        )
+
+
+def ended(at: RankMoments, act: Activity) -> Array:
+    """Return the bytes of activations as the forward pass before a moment has ended."""
+    return _saved(at, act) + _of_places(act, "forward_rise", at.on)
+
+
+def _saved(at: RankMoments, act: Activity) -> Array:
+    saved = at.whole * act.block + at.halved * (act.block + act.half) + at.messages * act.hidden
+    saved = saved + _of_places(act, "saved", at.chunks + at.waiting)
+    return saved + _of_places(act, "waiting", at.waiting)
+
+
+def _of_places(act: Activity, name: str, chunks: Array) -> Array:
+    spots = [getattr(act.ends[place], name) for place in STAGE_PLACES]
+    return chunks @ numpy().array(spots, dtype=chunks.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActivityLevels:
     """Bytes of activations around a moment, whatever the data axes do: in the `forward` pass before
-    it and as that has `ended`, as the backward pass `begins`, in its first block (`deep`), in its
-    `second` and its last one (`late`) and behind that (`ends`), and as the embedding's gradient
-    arrives (`embeds`)."""
+    it, as the backward pass `begins`, in its first block (`deep`), in its `second` and its last one
+    (`late`) and behind that (`ends`), and as the embedding's gradient arrives (`embeds`)."""
 
     forward: Array
-    ended: Array
     begins: Array
     deep: Array
     second: Array
@@ -127,13 +194,7 @@ class ActivityLevels:
 def activity_levels(at: RankMoments, act: Activity) -> ActivityLevels:
     """Return them by moment."""
     np, is_whole = numpy(), 1 - at.is_half
-
-    def of_places(name: str, chunks: Array) -> Array:
-        spots = [getattr(act.ends[place], name) for place in STAGE_PLACES]
-        return chunks @ np.array(spots, dtype=chunks.dtype)
-
-    saved = at.whole * act.block + at.halved * (act.block + act.half) + at.messages * act.hidden
-    saved = saved + of_places("saved", at.chunks + at.waiting) + of_places("waiting", at.waiting)
+    of_places, saved = partial(_of_places, act), _saved(at, act)
     half = at.is_half * (at.own * act.half + of_places("half_begun", at.on))
     whole = is_whole * of_places("begun", at.on)
     begins = np.where(at.is_half, of_places("half_rise", at.on), of_places("backward_rise", at.on))
@@ -146,7 +207,6 @@ def activity_levels(at: RankMoments, act: Activity) -> ActivityLevels:
         forward=np.maximum(
             saved - act.block + act.forward_rise, at.is_half * (saved + half + act.half_rise)
         ),
-        ended=saved + of_places("forward_rise", at.on),
         begins=saved + begins,
         deep=deep,
         second=deep - act.block,
@@ -160,7 +220,7 @@ def activity_levels(at: RankMoments, act: Activity) -> ActivityLevels:
 class MomentParameters:
     """Parameters by moment: of all of a rank's `blocks` and of the `root` around them (`held`: of
     both), of what `had` gradients before and of what is `over`, and of the stage that a pass is on:
-    of its `front` and its `head`. `has_others`: whether a root is another stage's anywhere."""
+    of its `front` and its `head`."""
 
     blocks: Array
     root: Array
@@ -169,7 +229,6 @@ class MomentParameters:
     front: Array
     head: Array
     held: Array
-    has_others: bool
 
     @property
     def own_root(self) -> Array:
@@ -192,147 +251,7 @@ class MomentParameters:
             front=front,
             head=head,
             held=root + blocks,
-            has_others=bool((root != front + head).any()),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPeaks:
-    """Bytes of each rank of flows at its fullest, and what of them is the same for all choices of
-    the data axes."""
-
-    at: RankMoments
-    levels: ActivityLevels
-    parts: MomentParameters
-    block: int
-    is_many: bool
-
-    @classmethod
-    def over(cls, at: RankMoments, sizes: Sizes, act: Activity, micro_batches: int) -> RankPeaks:
-        """Return them of ranks with these moments, of a model of these sizes."""
-        return cls(
-            at=at,
-            levels=activity_levels(at, act),
-            parts=MomentParameters.of(at, sizes),
-            block=sizes.block,
-            is_many=micro_batches > 1,
-        )
-
-    def of(self, rows: Columns) -> Array:
-        """Return the bytes by row, flow and moment."""
-        np, at, levels, parts = numpy(), self.at, self.levels, self.parts
-        kept = np.maximum(rows["unreduced"], rows["grads"]) if self.is_many else rows["grads"]
-        passes = _backward(rows, at, levels, parts, (self.block, kept, self.is_many))
-        # the roots of a rank's other stages are given back, too, until these are passed
-        if parts.has_others:
-            released = rows["whole"] * (1 - rows["keeps_forward"])
-            passes -= released * (parts.root - parts.own_root)
-        np.maximum(passes, levels.forward + _ahead(rows), out=passes)
-        np.maximum(passes, levels.ended, out=passes)
-        passes += rows["whole"] * (parts.root + parts.blocks * rows["keeps_forward"])
-        passes += kept * parts.had
-        if at.over_layers.any():  # of what is over gradients are reduced, what was kept is gone
-            passes += rows["reduced"] * parts.over
-            passes -= rows["whole"] * rows["keeps_forward"] * at.over_layers * self.block
-        np.maximum(passes, rows["grads"] * parts.held, out=passes)
-        passes += (rows["theta"] + rows["omega"]) * parts.held
-        return passes
-
-    def at_least(self, rows: Columns) -> Array:
-        """Return bytes by row and flow than which those of its fullest rank are no less: of its
-        states after a step, or of these and its activations as a forward pass has ended."""
-        np, held, ended = numpy(), self.parts.held, self.levels.ended
-        lives, fullest = rows["theta"][..., 0] + rows["omega"][..., 0], ended.argmax(axis=1)
-        flows = np.arange(len(fullest))
-        kept = (lives + rows["grads"][..., 0]) * held.max(axis=1)
-        return np.maximum(kept, lives * held[flows, fullest] + ended[flows, fullest])
-
-
-def _ahead(rows: Columns) -> Array:
-    """Bytes of a unit that is used and of those that are gathered ahead of it."""
-    return rows["whole"] * (1 - rows["keeps_forward"]) * rows["unit"] * (1 + rows["ahead"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassGradients:
-    """Bytes of a backward pass over what was there before: of a unit whose gradients arrive
-    (`opened`) and of one that is reduced (`flying`), of the `root` while its blocks are passed and
-    behind them (`tail`), and of all this in the `first` block. `summed` stays of each block that
-    is done and `given` is given back of it, `gone` of the head ahead of all blocks."""
-
-    first: Array
-    opened: Array
-    flying: Array
-    root: Array
-    tail: Array
-    summed: Array
-    given: Array
-    gone: Array
-
-    @classmethod
-    def of(
-        cls, rows: Columns, at: RankMoments, parts: MomentParameters, block: int, *, is_many: bool
-    ) -> PassGradients:
-        """Return those of choices of the data axes, in one of several micro-batches or alone."""
-        is_whole = 1 - at.is_half
-        # What waits for the last micro-batch has its place until it is reduced, and is free then.
-        waits = rows["is_late"] * is_many
-        moves = 1 - waits
-        opened, flying = rows["opened"] * rows["unit"], rows["flying"] * rows["unit"]
-        # Of the root a flat unit takes all at once, and tensors the head's first. On a last stage
-        # a flat one has the head alone, and is done with it ahead of the blocks.
-        is_done = rows["adds_first"] * at.on[..., -1] * is_whole
-        root = rows["opened"] * (parts.front * rows["adds_first"] + parts.head) * (1 - is_done)
-        first = opened + root + rows["flying"] * is_done * parts.head
-        released = rows["whole"] * (1 - rows["keeps_backward"]) * is_whole
-        # what copies of a shard have summed stays beside what it is added to until all are done
-        again = numpy().maximum(rows["is_cast"], (1 - at.is_new) * (1 - rows["is_late"]))
-        return cls(
-            first=first * (1 - waits * (1 - at.is_new)),
-            opened=opened * moves,
-            flying=flying * moves,
-            root=root * moves,
-            tail=rows["opened"] * moves * (parts.front + parts.head),
-            summed=rows["outputs"] * block * again,
-            given=released * rows["keeps_forward"] * block,
-            gone=released * is_done * parts.head,
-        )
-
-
-def _backward(
-    rows: Columns,
-    at: RankMoments,
-    levels: ActivityLevels,
-    parts: MomentParameters,
-    rest: tuple[int, Array, bool],
-) -> Array:
-    """Bytes at most in the backward pass, beside what has been there all along. In the first block
-    nothing is reduced yet, from the second on what came before it may be."""
-    np, (block, kept, is_many) = numpy(), rest
-    own, several = parts.front + parts.head + at.own * block, at.own > 1
-    of = PassGradients.of(rows, at, parts, block, is_many=is_many)
-    new = kept * own * at.is_new
-    of_blocks = new - kept * parts.front * at.is_new * (1 - at.is_half)  # the embedding's is last
-    buffers: Array = 0
-    if at.is_half.any():  # flat units have buffers for gradients from one half to the other
-        buffers = rows["adds_first"] * (rows["opened"] + rows["flying"]) * own * at.is_half
-        buffers = buffers * np.maximum(at.is_new, 1 - rows["is_late"])
-        new, of_blocks = np.maximum(new - buffers, 0), np.maximum(of_blocks - buffers, 0)
-    ahead = _ahead(rows)
-    # the loss comes before the root is gathered again
-    fullest = levels.begins - rows["whole"] * (1 - rows["keeps_forward"]) * parts.own_root
-    second = ahead + of.opened + of.flying + of.root + of.summed
-    late = ahead + of.opened + of.root + several * of.flying + of_blocks
-    end = of.flying + new
-    for level in (
-        levels.deep + ahead + of.first - of.gone,
-        np.where(several, levels.second + second - of.gone, 0),
-        levels.late + late + (at.own - 1) * (of.summed - of.given) - of.gone,
-        levels.ends + end + at.own * (of.summed - of.given) + of.tail - of.gone,
-        levels.embeds + end + at.own * (of.summed - of.given) + of.root - of.gone,
-    ):
-        fullest = np.maximum(fullest, level)
-    return fullest + buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

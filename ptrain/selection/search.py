@@ -23,10 +23,11 @@ from ptrain.selection.blocks import CandidateBlock, DataTable
 from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.inner import InnerCut, without_shared
 from ptrain.selection.keeper import Keeper
+from ptrain.selection.peaks import RankPeaks
 from ptrain.selection.profile import Seconds, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
 from ptrain.selection.rows import Columns, DataWay, Ways, way_of
-from ptrain.selection.score import Places, RankPeaks, busy
+from ptrain.selection.score import MomentParameters, Places, busy
 from ptrain.selection.space import (
     THROUGH,
     Legality,
@@ -76,6 +77,8 @@ class Search:
         self.legal: dict[tuple[object, ...], list[LegalWay]] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
         self.columns: dict[tuple[object, ...], Columns] = {}
+        self.parts: dict[tuple[object, ...], MomentParameters] = {}
+        self.least = float("inf")  # bytes: of all candidates that were scored
         self.activities: dict[tuple[object, ...], Activity] = {}
         self.seconds: dict[tuple[object, ...], Seconds | None] = {}
 
@@ -108,7 +111,7 @@ class Search:
 
     def blocks(self) -> Iterator[CandidateBlock]:
         """Yield the space, a block at a time."""
-        task = self.task
+        task, self.least = self.task, float("inf")
         for inner in self._inners():
             for left, choices in pipelines(task.base, task.devices // inner.ranks, task.written):
                 stages = task.devices // inner.ranks // left
@@ -193,19 +196,19 @@ class Search:
         np, task = numpy(), self.task
         micro, number, kept = batch
         activity = self._activity(inner, micro, kept)
-        places, moments = self.flows.places(flows), self.flows.moments(flows, number)
-        ranks = RankPeaks.over(moments, inner.sizes, activity, number)
-        peak = table.peaks(
-            lambda rows: ranks.of(rows).max(axis=2), ranks.at_least, task.room * SLACK
-        )
-        rows, columns = np.nonzero(peak <= task.room * SLACK)
+        room = task.room * SLACK
+        peak = table.peaks(self._ranks(inner, flows, activity, number), room, self.least)
+        rows, columns = np.nonzero(peak <= room)
         untimed = 0
-        least = int(peak.argmin())
+        at = int(peak.argmin())
+        least = float(peak.flat[at])
+        self.least = min(self.least, least)
         seconds = np.zeros(0)
         work = self._seconds(inner, micro, kept) if len(rows) else None
         if work is None:
             seconds, untimed = np.full(len(rows), float("inf")), len(rows)
         elif len(rows):
+            places = self.flows.places(flows)
             idle = self._idle(flows, places, number, work, activity)
             places = places.at(columns)
             taken = busy(table.at(rows), places, inner.sizes, work, number)
@@ -226,7 +229,22 @@ class Search:
             columns=columns,
             peaks=peak[rows, columns],
             seconds=seconds,
-            least=(float(peak.flat[least]), *divmod(least, peak.shape[1])),
+            least=(least, *divmod(at, peak.shape[1])),
+        )
+
+    def _ranks(
+        self, inner: InnerCut, flows: Sequence[PipelineFlow], activity: Activity, number: int
+    ) -> RankPeaks:
+        moments = self.flows.moments(flows, number)
+        key = (id(moments), inner.shape)  # `flows` keeps them
+        if key not in self.parts:
+            self.parts[key] = MomentParameters.of(moments.at, inner.sizes)
+        return RankPeaks(
+            moments=moments,
+            act=activity,
+            parts=self.parts[key],
+            block=inner.sizes.block,
+            is_many=number > 1,
         )
 
     def _idle(

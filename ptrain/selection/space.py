@@ -24,6 +24,7 @@ from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import own_facts
 from ptrain.derivation.kernels import takes_peak_of
 from ptrain.errors import Fault
+from ptrain.facts.model import ModelFacts
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.batch import Batch
@@ -201,6 +202,11 @@ class Legality:
         return replace(self.base, model=model, cluster=None)
 
     @cached_property
+    def _facts(self) -> ModelFacts:
+        """Those of the roomy model, which no choice changes but by its unit."""
+        return own_facts(self._roomy)
+
+    @cached_property
     def _even(self) -> Spec:
         """The same with rows that any shards divide: whether they do, `shards` asks."""
         model = self._roomy.model
@@ -226,7 +232,7 @@ class Legality:
                 like = replace(probe, cluster=self.base.cluster)
                 self.known[key] = self.known[key] and is_tabulated(like)
                 if self.known[key] and like.is_for_cuda:
-                    self.known[key] = takes_peak_of(like, own_facts(like))
+                    self.known[key] = takes_peak_of(like, self._facts)
         return self.known[key]
 
 

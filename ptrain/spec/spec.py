@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ptrain.costs import State
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.axis import DATA_AXES, TOKEN_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.function import UserFunction
@@ -122,6 +122,16 @@ class Spec(Keys, Worded):
         return math.prod(self.degree(axis) for axis in DATA_AXES)
 
     @property
+    def has_token_slices(self) -> bool:
+        """Whether ranks have tokens of their own of the same samples."""
+        return self.is_cut_over(TOKEN_AXES)
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a sample that a rank has in all of the model."""
+        return self.batch.sequence // math.prod(self.degree(axis) for axis in TOKEN_AXES)
+
+    @property
     def may_be_on_cuda(self) -> bool:
         """Whether it may run on GPUs, by its device and else by its cluster's kind; where neither
         says it, it may."""
@@ -141,7 +151,10 @@ class Spec(Keys, Worded):
         return self.cluster.sm if self.cluster else None
 
     def degree(self, axis: Axis) -> int:
-        return next((factor.degree for factor in self.factors if factor.axis is axis), 1)
+        for factor in self.factors:  # a generator takes twice as long, and all rules ask
+            if factor.axis is axis:
+                return factor.degree
+        return 1
 
     def is_cut_over(self, axes: Sequence[Axis]) -> bool:
         """Whether the mesh has two ranks along any of these axes."""

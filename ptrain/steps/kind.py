@@ -36,6 +36,11 @@ class PlanStep:
         return self.token_axes
 
     @property
+    def summed_axes(self) -> tuple[Axis, ...]:
+        """The axes along which gradients are summed, of which every rank has addends."""
+        return ()
+
+    @property
     def loss_axes(self) -> tuple[Axis, ...]:
         """The axes along which all ranks have the same loss of the same samples."""
         return ()

@@ -24,6 +24,7 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.data.source import SampleSource, Split
 from ptrain.models.batch import SampleBatch, StepBatch
+from ptrain.models.balance import weigh
 from ptrain.models.build import build
 from ptrain.models.generators import seed_of_step
 from ptrain.models.initialize import cast, initialize
@@ -187,6 +188,7 @@ def _module(spec: Spec) -> nn.Module:
     if isinstance(spec.model, ModelShape):  # a function's model keeps its weights, also one of ours
         initialize(module, spec.train.seed)
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    weigh(module, 1.0 / spec.batch.global_samples)
     return module
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,10 @@ import pytest
 
 from ptrain.derivation.tables import Place
 from ptrain.selection.activity import Activity, EndsActivity
+from ptrain.selection.peaks import RankPeaks
 from ptrain.selection.profile import Sizes
 from ptrain.selection.rows import OF_MEMORY
-from ptrain.selection.score import RankMoments, RankPeaks
+from ptrain.selection.score import FlowMoments, MomentParameters, RankMoments
 
 BLOCK, HEAD, FRONT = 1000, 300, 200
 SAVED, RISE, EMBEDS = 10, 70, 5000
@@ -44,16 +45,31 @@ def _moment(place: Place, own: int, **said: Any) -> RankMoments:
     values |= {"layers": own, "own": own, "whole": own, "is_staged": True, "on": on}
     values |= {"chunks": on, "waiting": [0.0] * len(on), "graded_layers": own, **ends}
     values |= {f"graded_{name}": value for name, value in ends.items()} | said
-    return RankMoments(**{name: np.array([[value]], float) for name, value in values.items()})
+    return RankMoments(**{name: np.array([value], float) for name, value in values.items()})
+
+
+_SIZES = Sizes(
+    block=BLOCK, largest_part=BLOCK, front=FRONT, behind=HEAD, copied=0, tensors=(BLOCK,)
+)
+
+
+def _ranks(*moments: RankMoments) -> RankPeaks:
+    """Of flows of one moment each."""
+    columns = {
+        spot.name: np.concatenate([getattr(at, spot.name) for at in moments])
+        for spot in fields(RankMoments)
+    }
+    at, number = RankMoments(**columns), len(moments)
+    flows = FlowMoments(at=at, starts=np.arange(number), lengths=np.ones(number, dtype=int))
+    parts = MomentParameters.of(at, _SIZES)
+    return RankPeaks(moments=flows, act=_activity(), parts=parts, block=BLOCK, is_many=True)
 
 
 def _peak(at: RankMoments, **said: float) -> float:
     row = dict.fromkeys(OF_MEMORY, 0.0) | {"unit": float(BLOCK)} | said
-    sizes = Sizes(
-        block=BLOCK, largest_part=BLOCK, front=FRONT, behind=HEAD, copied=0, tensors=(BLOCK,)
-    )
-    columns = {name: np.full((1, 1, 1), value) for name, value in row.items()}
-    return float(RankPeaks.over(at, sizes, _activity(), 2).of(columns)[0, 0, 0])
+    columns = {name: np.full(1, value) for name, value in row.items()}
+    first = np.zeros(1, dtype=int)
+    return float(_ranks(at).of(columns, first, first)[0])
 
 
 @pytest.mark.parametrize("flat", [0.0, 1.0])
@@ -116,16 +132,26 @@ def test_the_embedding_of_another_stage_of_a_rank_is_given_back():
     )
 
 
-@pytest.mark.parametrize("place", [Place.FIRST, Place.MIDDLE, Place.LAST])
-def test_no_peak_is_below_what_a_search_leaves_candidates_out_by(place):
+def test_no_peak_is_below_what_a_search_leaves_candidates_out_by():
     """Of choices that are drawn: else one would be lost that fits."""
-    draw = np.random.default_rng(0)
-    columns = {name: draw.integers(0, 3, (64, 1, 1)).astype(float) for name in OF_MEMORY}
-    flags = "is_cast", "is_late", "adds_first", "keeps_forward", "keeps_backward"
-    columns |= {name: columns[name] > 1 for name in flags}
-    columns = {name: column.astype(float) for name, column in columns.items()}
-    sizes = Sizes(
-        block=BLOCK, largest_part=BLOCK, front=FRONT, behind=HEAD, copied=0, tensors=(BLOCK,)
-    )
-    ranks = RankPeaks.over(_moment(place, 2), sizes, _activity(), 2)
-    assert (ranks.at_least(columns) <= ranks.of(columns).max(axis=2)).all()
+    draw, number = np.random.default_rng(0), 64
+    columns = {name: draw.integers(0, 3, number).astype(float) for name in OF_MEMORY}
+    for name in ("is_cast", "is_late", "adds_first", "keeps_forward", "keeps_backward"):
+        columns[name] = (columns[name] > 1).astype(float)
+    ranks = _ranks(*(_moment(place, 2) for place in (Place.FIRST, Place.MIDDLE, Place.LAST)))
+    at, flows = np.nonzero(np.ones((number, 3), dtype=bool))
+    peaks = ranks.of(columns, at, flows).reshape(number, 3)
+    assert (ranks.at_least(columns) <= peaks).all()
+    alone = [_ranks(_moment(place, 2)) for place in (Place.FIRST, Place.MIDDLE, Place.LAST)]
+    rows, only = np.arange(number), np.zeros(number, dtype=int)
+    assert (peaks == np.stack([ranks.of(columns, rows, only) for ranks in alone], axis=1)).all()
+
+
+def test_of_a_flow_the_fullest_moment_decides():
+    first, last = _moment(Place.FIRST, 1), _moment(Place.FIRST, 4)
+    columns = {name: np.ones(1) for name in OF_MEMORY}
+    both = _ranks(first, last)
+    as_one = replace(both.moments, starts=np.zeros(1, dtype=int), lengths=np.full(1, 2))
+    at = np.zeros(1, dtype=int)
+    apart = both.of(columns, np.zeros(2, dtype=int), np.arange(2))
+    assert replace(both, moments=as_one).of(columns, at, at)[0] == apart.max() > apart.min()

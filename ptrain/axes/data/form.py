@@ -34,7 +34,7 @@ BY_TENSOR = (Form.FULLY_SHARD, Form.MATERIALIZE)  # each tensor's rows are cut b
 
 def data_factors(spec: Spec) -> tuple[Factor, ...]:
     """The axes of more than one rank whose tuples are those of data axes, outermost first."""
-    return tuple(f for f in spec.factors if f.axis in REDUCED_AXES and f.degree > 1)
+    return tuple([f for f in spec.factors if f.axis in REDUCED_AXES and f.degree > 1])
 
 
 def modes(factor: Factor) -> tuple[Mode, Mode, Mode]:

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.axes.context.attention import context_of, spans_at
+from ptrain.axes.context.draw import spans_text
+from ptrain.axes.context.rules import uncut_heads
 from ptrain.axes.context.run.drawing import Draw, SlicedDraws, drawing
 from ptrain.axes.context.run.own_models import positions_of
 from ptrain.axes.context.run.randomness import MicroBatchCut, masks_at
@@ -44,6 +46,7 @@ from ptrain.spec.misfits import divisors
 from ptrain.spec.placement import R
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
+from ptrain.units import counted
 
 Spans = tuple[Span, ...]
 Around: TypeAlias = "Callable[[AttentionWatch], AbstractContextManager[None]]"
@@ -64,7 +67,7 @@ def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) ->
     step = context_of(spec)
     if step is None or attending is None:
         return
-    _require_heads(model, spec, step, attending)
+    _require_heads(spec, attending)
     _require_plain(model, spec, attending)
     if detect_fake_mode() is None:
         _Rehearsal(model, spec, attending, _shortened(model, step)).require_alike()
@@ -98,27 +101,18 @@ def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
             logits_at(bare, positions, attending.positions, spec)
 
 
-def _require_heads(
-    model: nn.Module, spec: Spec, step: ContextParallel, attending: Attending
-) -> None:
-    place, tp = named_in_spec(model, spec)[0], spec.degree(Axis.TP)
+def _require_heads(spec: Spec, attending: Attending) -> None:
+    tp = spec.degree(Axis.TP)
     for module in attending.modules:
-        counts = {"heads": module.heads.heads, "heads of keys": module.heads.kv_heads}
+        counts = {"": module.heads.heads, " of keys": module.heads.kv_heads}
         for what, heads in counts.items():
             if heads % tp:
-                finding = f"{heads} {what} of {module.name} are not divided by tp {tp}, and cp "
-                finding += "exchanges as many on each rank"
-                raise refused("mesh.tp", finding, f"choose tp from {_listed(heads)}")
-        own = module.heads.heads // tp
-        if own % step.ulysses:
-            finding = f"ulysses over {step.ulysses} ranks does not divide {own} heads of "
-            finding += module.name
-            remedy = f"choose ulysses from {_listed(own)}, or attention: zigzag"
-            raise refused(place if not spec.context else "context.attention", finding, remedy)
-
-
-def _listed(number: int) -> str:
-    return ", ".join(map(str, divisors(number)))
+                finding = f"tp {tp} does not divide {counted(heads, 'head')}{what} of "
+                finding += f"{module.name}, and cp exchanges as many on each rank"
+                choice = ", ".join(map(str, divisors(heads)))
+                raise refused("mesh.tp", finding, f"choose tp from {choice}")
+        if faults := [*uncut_heads(spec, module.heads.heads // tp, module.name)]:
+            raise SpecError(*faults)
 
 
 def _cut(spec: Spec) -> MicroBatchCut:
@@ -230,8 +224,8 @@ class _Rehearsal:
         return _taken(before.output, spans, _OF_HEADS)
 
     def _departs(self, spans: Spans, module: str, what: str) -> SpecError:
-        tokens = ", ".join(f"{first}-{behind - 1}" for first, behind in spans)
-        finding = f"{module or self.name}, given tokens {tokens} of {self.step.sequence} alone, "
+        finding = f"{module or self.name}, given tokens {spans_text(spans)} of "
+        finding += f"{self.step.sequence} alone, "
         finding += f"{what} than given all of them: "
         if self._is_drawing:
             finding += "it does not only drop out tokens by themselves, but draws for all of them"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import sub
 from typing import assert_never
 
 from ptrain.axes.pipeline.cost.chunks import (
@@ -58,30 +59,28 @@ def moments(size: PipelineSize, rank: int) -> Iterator[FlightMoment]:
 def _of_loops(size: PipelineSize, rank: int) -> Iterator[FlightMoment]:
     """Backward pass by backward pass, as many forwards ahead of each as of the first one, as long
     as there are any; weights lag as many passes behind as there are ranks before this one."""
-    total = size.stages_per_rank * size.microbatches
+    places = size.stages_per_rank
+    total = places * size.microbatches
     height = size.microbatches if size.schedule is ScheduleName.BFS else round_size(size)
-    first = forwards_first(size, rank)
+    first, period = forwards_first(size, rank), height * places
     is_split = size.schedule is ScheduleName.ZERO_BUBBLE
     lag = min(rank, total) if is_split else 0
 
     def through(chunks: int) -> list[int]:
-        rounds, left = divmod(chunks, height * size.stages_per_rank)
-        return [
-            rounds * height + max(0, min(height, left - place * height))
-            for place in range(size.stages_per_rank)
-        ]
+        rounds, left = divmod(chunks, period)
+        done, begun = divmod(left, height)
+        low = rounds * height
+        return [low + height] * done + [low + begun] + [low] * (places - done - 1)
 
-    for done in _fullest(first, total, height * size.stages_per_rank, height, lag):
+    for done in _fullest(first, total, period, height, lag):
         ahead, back = through(min(first + done, total)), through(done)[::-1]
         over = through(max(0, done - lag))[::-1]
-        then = through(done + 1)[::-1]
-        on = next(place for place, number in enumerate(then) if number > back[place])
         yield FlightMoment(
-            whole=tuple(f - b for f, b in zip(ahead, back, strict=True)),
-            halved=tuple(b - w for b, w in zip(back, over, strict=True)),
+            whole=tuple(map(sub, ahead, back)),
+            halved=tuple(map(sub, back, over)),
             graded=tuple(number > 0 for number in over),
             over=tuple(number == size.microbatches for number in over),
-            on=on,
+            on=places - 1 - done % period // height,
             is_half=is_split,
         )
 

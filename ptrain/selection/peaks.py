@@ -1,0 +1,192 @@
+"""Peaks of many candidates at once, in closed form: of a row of choices of the data axes and a flow
+at each moment at which one of its ranks may be fullest.
+
+Few of a block's candidates fit. What each has at least costs little, and rules most of them out; of
+the others the moments are summed up one behind the other, as many as each flow has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TypeVar
+
+from ptrain.selection.activity import Activity
+from ptrain.selection.arrays import numpy
+from ptrain.selection.rows import Columns
+from ptrain.selection.score import (
+    ActivityLevels,
+    Array,
+    FlowMoments,
+    MomentParameters,
+    StagePass,
+    activity_levels,
+    ended,
+)
+
+_AT_ONCE = 2**14  # moments: arrays of so many stay near the processor
+_ROUNDED = 1 - 1e-6  # sums of the same bytes in another order, in fp32
+_Moments = TypeVar("_Moments", ActivityLevels, MomentParameters, StagePass)
+
+
+def _taken(moments: _Moments, places: Array) -> _Moments:
+    """Return the values at some places."""
+    return type(moments)(**{s.name: getattr(moments, s.name)[places] for s in fields(moments)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPeaks:
+    """Bytes of each rank of flows at its fullest, of a micro-batch with these activities: of many,
+    or of one alone (`is_many`)."""
+
+    moments: FlowMoments
+    act: Activity
+    parts: MomentParameters
+    block: int
+    is_many: bool
+
+    @cached_property
+    def _ended(self) -> Array:
+        return ended(self.moments.at, self.act)
+
+    @cached_property
+    def _levels(self) -> ActivityLevels:
+        return activity_levels(self.moments.at, self.act)
+
+    @cached_property
+    def _passing(self) -> StagePass:
+        return StagePass.of(self.moments.at)
+
+    def at_least(self, rows: Columns) -> Array:
+        """Return bytes by row and flow than which those of its fullest rank are no less: of its
+        states after a step, or of these and its activations as a forward pass has ended."""
+        np, held = numpy(), self.parts.held
+        fullest = self.moments.fullest(self._ended)
+        lives = rows["theta"] + rows["omega"]
+        kept = (lives + rows["grads"])[:, None] * self.moments.most(held)
+        now = lives[:, None] * held[fullest] + self._ended[fullest]
+        return np.maximum(kept, now) * _ROUNDED
+
+    def of(self, rows: Columns, at: Array, flows: Array) -> Array:
+        """Return the most bytes of pairs of a row, the one `at` a place, and a flow."""
+        np = numpy()
+        places, pairs, begins = self.moments.of_pairs(flows)
+        passes = [
+            self._passes({n: column[at[pairs[part]]] for n, column in rows.items()}, places[part])
+            for part in _pieces(len(places))
+        ]
+        return np.maximum.reduceat(np.concatenate(passes), begins)
+
+    def _passes(self, rows: Columns, places: Array) -> Array:
+        """Bytes of rows at a moment each."""
+        np = numpy()
+        at, levels, parts = (
+            _taken(values, places) for values in (self._passing, self._levels, self.parts)
+        )
+        kept = np.maximum(rows["unreduced"], rows["grads"]) if self.is_many else rows["grads"]
+        passes = _backward(rows, at, levels, parts, (self.block, kept, self.is_many))
+        # the roots of a rank's other stages are given back, too, until these are passed
+        released = rows["whole"] * (1 - rows["keeps_forward"])
+        passes -= released * (parts.root - parts.own_root)
+        np.maximum(passes, levels.forward + _ahead(rows), out=passes)
+        np.maximum(passes, self._ended[places], out=passes)
+        passes += rows["whole"] * (parts.root + parts.blocks * rows["keeps_forward"])
+        passes += kept * parts.had
+        if at.over_layers.any():  # of what is over gradients are reduced, what was kept is gone
+            passes += rows["reduced"] * parts.over
+            passes -= rows["whole"] * rows["keeps_forward"] * at.over_layers * self.block
+        np.maximum(passes, rows["grads"] * parts.held, out=passes)
+        passes += (rows["theta"] + rows["omega"]) * parts.held
+        return passes
+
+
+def _pieces(number: int) -> Iterator[slice]:
+    yield from (slice(start, start + _AT_ONCE) for start in range(0, number, _AT_ONCE))
+
+
+def _ahead(rows: Columns) -> Array:
+    """Bytes of a unit that is used and of those that are gathered ahead of it."""
+    return rows["whole"] * (1 - rows["keeps_forward"]) * rows["unit"] * (1 + rows["ahead"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassGradients:
+    """Bytes of a backward pass over what was there before: of a unit whose gradients arrive
+    (`opened`) and of one that is reduced (`flying`), of the `root` while its blocks are passed and
+    behind them (`tail`), and of all this in the `first` block. `summed` stays of each block that
+    is done and `given` is given back of it, `gone` of the head ahead of all blocks."""
+
+    first: Array
+    opened: Array
+    flying: Array
+    root: Array
+    tail: Array
+    summed: Array
+    given: Array
+    gone: Array
+
+    @classmethod
+    def of(
+        cls, rows: Columns, at: StagePass, parts: MomentParameters, block: int, *, is_many: bool
+    ) -> PassGradients:
+        """Return those of choices of the data axes, in one of several micro-batches or alone."""
+        is_whole = 1 - at.is_half
+        # What waits for the last micro-batch has its place until it is reduced, and is free then.
+        waits = rows["is_late"] * is_many
+        moves = 1 - waits
+        opened, flying = rows["opened"] * rows["unit"], rows["flying"] * rows["unit"]
+        # Of the root a flat unit takes all at once, and tensors the head's first. On a last stage
+        # a flat one has the head alone, and is done with it ahead of the blocks.
+        is_done = rows["adds_first"] * at.is_last * is_whole
+        root = rows["opened"] * (parts.front * rows["adds_first"] + parts.head) * (1 - is_done)
+        first = opened + root + rows["flying"] * is_done * parts.head
+        released = rows["whole"] * (1 - rows["keeps_backward"]) * is_whole
+        # what copies of a shard have summed stays beside what it is added to until all are done
+        again = numpy().maximum(rows["is_cast"], (1 - at.is_new) * (1 - rows["is_late"]))
+        return cls(
+            first=first * (1 - waits * (1 - at.is_new)),
+            opened=opened * moves,
+            flying=flying * moves,
+            root=root * moves,
+            tail=rows["opened"] * moves * (parts.front + parts.head),
+            summed=rows["outputs"] * block * again,
+            given=released * rows["keeps_forward"] * block,
+            gone=released * is_done * parts.head,
+        )
+
+
+def _backward(
+    rows: Columns,
+    at: StagePass,
+    levels: ActivityLevels,
+    parts: MomentParameters,
+    rest: tuple[int, Array, bool],
+) -> Array:
+    """Bytes at most in the backward pass, beside what has been there all along. In the first block
+    nothing is reduced yet, from the second on what came before it may be."""
+    np, (block, kept, is_many) = numpy(), rest
+    own, several = parts.front + parts.head + at.own * block, at.own > 1
+    of = PassGradients.of(rows, at, parts, block, is_many=is_many)
+    new = kept * own * at.is_new
+    of_blocks = new - kept * parts.front * at.is_new * (1 - at.is_half)  # the embedding's is last
+    buffers: Array = 0
+    if at.is_half.any():  # flat units have buffers for gradients from one half to the other
+        buffers = rows["adds_first"] * (rows["opened"] + rows["flying"]) * own * at.is_half
+        buffers = buffers * np.maximum(at.is_new, 1 - rows["is_late"])
+        new, of_blocks = np.maximum(new - buffers, 0), np.maximum(of_blocks - buffers, 0)
+    ahead = _ahead(rows)
+    # the loss comes before the root is gathered again
+    fullest = levels.begins - rows["whole"] * (1 - rows["keeps_forward"]) * parts.own_root
+    second = ahead + of.opened + of.flying + of.root + of.summed
+    late = ahead + of.opened + of.root + several * of.flying + of_blocks
+    end = of.flying + new
+    for level in (
+        levels.deep + ahead + of.first - of.gone,
+        np.where(several, levels.second + second - of.gone, 0),
+        levels.late + late + (at.own - 1) * (of.summed - of.given) - of.gone,
+        levels.ends + end + at.own * (of.summed - of.given) + of.tail - of.gone,
+        levels.embeds + end + at.own * (of.summed - of.given) + of.root - of.gone,
+    ):
+        fullest = np.maximum(fullest, level)
+    return fullest + buffers
