@@ -24,7 +24,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
 from _machine import conclude, header, this_command
-from step_time import RANKS, SAME, WARM_UP, Side, in_turn, report, summed
+from step_time import (
+    RANKS,
+    SAME,
+    WARM_UP,
+    Side,
+    hand_written_steps,
+    in_turn,
+    legal,
+    program_steps,
+    replicated,
+    report,
+    samples,
+    summed,
+)
 
 if TYPE_CHECKING:  # torch is imported in the ranks
     from torch import Tensor, nn
@@ -48,69 +61,18 @@ def measure(strategy: str, pairs: int, steps: int, swapped: bool) -> dict[str, S
 
 
 def _ptrain(strategy: str) -> Callable[[], float]:
-    from ptrain.data.corpus import corpus
-    from ptrain.interpreter.program import interpret
-    from ptrain.meters.counter import Counter
-    from ptrain.rooms.world import World
-    from ptrain.train.loop import local_batch
-    from ptrain.train.schedule import learning_rate
-
-    spec = _spec(strategy)
-    program = interpret(spec, world=World.join(spec.timeout))
-    source, counter, numbers = corpus(spec.data), Counter(), iter(range(10**9))
-
-    def step() -> float:
-        number = next(numbers)
-        loss = float(program.forward_backward(local_batch(program, source, number)))
-        program.step(learning_rate(spec.optimizer, number))
-        if number % spec.log_every == 0:
-            counter.read()
-        return loss
-
-    return step
+    return program_steps(legal(strategy, OVERRIDES))
 
 
 def _by_hand(strategy: str) -> Callable[[], float]:
-    """Cut the tokens, put a ring in the place of attention, wrap, loop, clip, step."""
-    import torch
-    import torch.nn.functional as F
+    """Cut the tokens, put a ring in the place of attention, wrap; all ranks have all samples."""
     from torch.distributed import get_rank
-    from torch.nn.parallel import DistributedDataParallel
 
-    spec = _spec(strategy)
-    settings = spec.optimizer
-    own = _positions(get_rank(), spec.batch.sequence, is_balanced=strategy == "cp-zigzag")
-    model = DistributedDataParallel(
-        _ringed(spec, own, is_balanced=strategy == "cp-zigzag"),
-        bucket_cap_mb=spec.bucket_bytes / 2**20,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,
-        init_sync=False,
-    )
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-    rows_of, numbers = _samples(spec), iter(range(10**9))
-
-    def step() -> float:
-        number = next(numbers)
-        rows = rows_of(number)
-        logits = model(rows[:, own])
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, own + 1].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, (number + 1) / max(1, settings.schedule.warmup))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item() / RANKS
-
-    return step
+    spec = legal(strategy, OVERRIDES)
+    is_balanced = strategy == "cp-zigzag"
+    own = _positions(get_rank(), spec.batch.sequence, is_balanced=is_balanced)
+    model = replicated(_ringed(spec, own, is_balanced=is_balanced), spec)
+    return hand_written_steps(spec, model, samples(spec, index=0, groups=1), own)
 
 
 def _positions(rank: int, sequence: int, *, is_balanced: bool) -> Tensor:
@@ -174,33 +136,6 @@ def _ring(*, is_balanced: bool) -> nn.Module:
             return Ring.apply(query, key, value)
 
     return Attention()
-
-
-def _samples(spec: Spec) -> Callable[[int], Tensor]:
-    """A step's rows, the same on all ranks: ptrain's samples, but drawn beforehand."""
-    import torch
-
-    from ptrain.data.corpus import corpus
-    from ptrain.data.sampler import sample
-
-    source = corpus(spec.data)
-    tokens = torch.from_numpy(source.train.astype("int64"))
-    windows, length = source.num_samples(spec.batch.sequence), spec.batch.sequence
-    drawn = [sample(i, windows=windows, seed=spec.train.seed) % windows for i in range(4096)]
-    micro = spec.batch.micro
-
-    def rows(number: int) -> Tensor:
-        starts = drawn[number * micro : (number + 1) * micro]
-        return torch.stack([tokens[length * at : length * (at + 1) + 1] for at in starts])
-
-    return rows
-
-
-def _spec(strategy: str) -> Spec:
-    from ptrain.algebra.legality import require
-    from ptrain.spec.load import load
-
-    return require(load(strategy, OVERRIDES))
 
 
 def main() -> int:

@@ -72,11 +72,11 @@ def fault(ranks: OneSize, name: str) -> Result:
 def alarm(ranks: OneSize, strategy: str, layout: str, seed: int, work: Path) -> Result:
     """One strategy as it is."""
     size = load(strategy).spec.world_size
-    found = calm(ranks.of(size), strategy, layout, seed, work / "references")
+    result = calm(ranks.of(size), strategy, layout, seed, work / "references")
     return {
-        "layout": found.layout,
-        "line": found.line,
-        "seconds": found.seconds,
+        "layout": result.layout,
+        "line": result.line,
+        "seconds": result.seconds,
         "commit": commit(),
     }
 
@@ -86,43 +86,43 @@ def kept(work: Path, key: str, run: Callable[[], Result]) -> Result | None:
     if (known := _known(work, key)) is not None:
         return known
     try:
-        found = run()
+        result = run()
     except RankError as error:
         print(key, error, flush=True)
         return None
-    _file(work, key).write_text(json.dumps(found))
-    print(key, found["line"] or "silent", f"{found['seconds']:.1f} s", flush=True)
-    return found
+    _file(work, key).write_text(json.dumps(result))
+    print(key, result["line"] or "silent", f"{result['seconds']:.1f} s", flush=True)
+    return result
 
 
 def table_of_faults(results: Results) -> Iterator[str]:
     yield "| fault | planted in | caught | localised | named | the verdict's culprit | s |"
     yield "|---|---|---|---|---|---|---|"
-    for name, found in results.items():
+    for name, result in results.items():
         its = FAULTS[name]
         if its.undetectable:
             continue
         cells = [
             name,
             str(its.setting),
-            *("yes" if found.get(key) else "**no**" for key in ("caught", "localised")),
-            _named(name, found),
-            found["line"].replace("|", r"\|"),
-            f"{found['seconds']:.1f}",
+            *("yes" if result.get(key) else "**no**" for key in ("caught", "localised")),
+            _named(name, result),
+            result["line"].replace("|", r"\|"),
+            f"{result['seconds']:.1f}",
         ]
         yield f"| {' | '.join(cells)} |"
 
 
-def _named(name: str, found: Result) -> str:
-    if not found.get("named"):
+def _named(name: str, result: Result) -> str:
+    if not result.get("named"):
         return "**no**"
     its = FAULTS[name]
     return "yes" if its.factor else "state and axis" if its.axis else "state"
 
 
 def totals(results: Results, names: Collection[str] = FAULTS) -> str:
-    own = [found for name, found in results.items() if not FAULTS[name].undetectable]
-    caught, localised, named = (sum(bool(found.get(key)) for found in own) for key in CLAIMED)
+    own = [result for name, result in results.items() if not FAULTS[name].undetectable]
+    caught, localised, named = (sum(bool(result.get(key)) for result in own) for key in CLAIMED)
     without = sum(not FAULTS[name].factor for name in results if not FAULTS[name].undetectable)
     return (
         f"Of {len(own)} faults {caught} are caught, {localised} localised, {named} named "
@@ -137,9 +137,9 @@ def _left(done: Sized, wanted: int) -> str:
 
 
 def below_the_band(results: Results) -> Iterator[str]:
-    for name, found in results.items():
+    for name, result in results.items():
         if why := FAULTS[name].undetectable:
-            said = "the protocol holds" if not found.get("caught") else f"yet: {found['line']}"
+            said = "the protocol holds" if not result.get("caught") else f"yet: {result['line']}"
             yield f"- {name} ({FAULTS[name].setting}): {why}. Here {said}."
 
 
@@ -147,8 +147,8 @@ def table_of_alarms(results: Alarms) -> Iterator[str]:
     yield "| strategy | layouts | runs | false alarms |"
     yield "|---|---|---|---|"
     for strategy in dict.fromkeys(strategy for strategy, _, _ in results):
-        own = {key: found for key, found in results.items() if key[0] == strategy}
-        layouts = dict.fromkeys(found.get("layout", key[1]) for key, found in own.items())
+        own = {key: result for key, result in results.items() if key[0] == strategy}
+        layouts = dict.fromkeys(result.get("layout", key[1]) for key, result in own.items())
         alarms = [
             f"{key[1]}, seed {key[2]}: {its['line']}" for key, its in own.items() if its["line"]
         ]
@@ -178,8 +178,8 @@ def page(
     layouts."""
     below = list(below_the_band(faults))
     every = [*faults.values(), *alarms.values()]
-    commits = ", ".join(dict.fromkeys(found["commit"] for found in every))
-    cried = sum(bool(found["line"]) for found in alarms.values())
+    commits = ", ".join(dict.fromkeys(result["commit"] for result in every))
+    cried = sum(bool(result["line"]) for result in alarms.values())
     return [
         "Each fault is planted in a program on gloo ranks: in its batches, its wraps and their "
         "collectives, its optimizer, its hooks; never in the source. The model is llama or gpt "
@@ -220,22 +220,22 @@ def main() -> int:
     head = header("faults: planted, caught, localised and named", this_command())
     (args.work / "references").mkdir(mode=0o700, parents=True, exist_ok=True)
     ranks = OneSize()
-    asked = [
+    runs = [
         (strategy, layout, seed)
         for strategy, layout in cases()
         if layout in args.layouts
         and (args.axis is None or args.axis in axes_of(load(strategy).spec))
         for seed in seeds(layout)
     ]
-    asked.sort(key=lambda key: (LAYOUTS.index(key[1]), load(key[0]).spec.world_size, key[2]))
+    runs.sort(key=lambda key: (LAYOUTS.index(key[1]), load(key[0]).spec.world_size, key[2]))
     names = [name for name, its in FAULTS.items() if args.axis in (None, *its.setting.mesh)]
-    faults = {name: found for name in names if (found := _of_fault(ranks, name, args))}
-    alarms = {key: found for key in asked if (found := _of_strategy(ranks, key, args))}
+    faults = {name: result for name in names if (result := _of_fault(ranks, name, args))}
+    alarms = {key: result for key in runs if (result := _of_strategy(ranks, key, args))}
     ranks.ranks.close()
     return conclude(
         f"faults_{args.axis}" if args.axis else "faults",
-        [head, *page(faults, alarms, len(asked), names, args.axis, args.layouts)],
-        failed=[*_failed(faults, alarms, asked, names)],
+        [head, *page(faults, alarms, len(runs), names, args.axis, args.layouts)],
+        failed=[*_failed(faults, alarms, runs, names)],
         not_covered="faults of other models, of NCCL and of several machines; other batches than "
         "these; and strategies at their own size (benchmarks/verify.py).",
         is_saved=args.save,
@@ -265,21 +265,22 @@ def _file(work: Path, key: str) -> Path:
 
 
 def _failed(
-    faults: Results, alarms: Alarms, asked: Sequence[Key], names: Collection[str] = FAULTS
+    faults: Results, alarms: Alarms, runs: Sequence[Key], names: Collection[str] = FAULTS
 ) -> Iterator[str]:
     """What was not run shows nothing: it fails the claim too."""
     for name in names:
-        fault, found = FAULTS[name], faults.get(name)
-        if found is None:
+        fault, result = FAULTS[name], faults.get(name)
+        if result is None:
             yield f"{name}: was not run"
-        elif not fault.undetectable and (lacking := [key for key in CLAIMED if not found.get(key)]):
-            yield f"{name}: not {', '.join(lacking)}: {found['line']}"
-    for key in asked:
-        found = alarms.get(key)
-        if found is None:
+        elif not fault.undetectable and not all(result.get(key) for key in CLAIMED):
+            lacking = [key for key in CLAIMED if not result.get(key)]
+            yield f"{name}: not {', '.join(lacking)}: {result['line']}"
+    for key in runs:
+        result = alarms.get(key)
+        if result is None:
             yield f"{' '.join(map(str, key))}: was not run"
-        elif found["line"]:
-            yield f"{' '.join(map(str, key))}: {found['line']}"
+        elif result["line"]:
+            yield f"{' '.join(map(str, key))}: {result['line']}"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,23 +87,24 @@ def in_turn(
 
 
 def _ptrain(strategy: str) -> Callable[[], float]:
+    return program_steps(_spec(strategy))
+
+
+def program_steps(spec: Spec) -> Callable[[], float]:
+    """Return ptrain's next step: its sampler, its program, its counter."""
     from ptrain.data.corpus import corpus
-    from ptrain.data.sampler import batch
     from ptrain.interpreter.program import interpret
     from ptrain.meters.counter import Counter
     from ptrain.rooms.world import World
+    from ptrain.train.loop import local_batch
     from ptrain.train.schedule import learning_rate
 
-    spec = _spec(strategy)
     program = interpret(spec, world=World.join(spec.timeout))
     source, counter, steps = corpus(spec.data), Counter(), iter(range(10**9))
 
     def step() -> float:
         number = next(steps)
-        local = batch(
-            source, spec=spec, step=number, data_index=program.data_index, data_degree=RANKS
-        )
-        loss = float(program.forward_backward(local))
+        loss = float(program.forward_backward(local_batch(program, source, number)))
         program.step(learning_rate(spec.optimizer, number))
         if number % spec.log_every == 0:
             counter.read()
@@ -113,13 +114,20 @@ def _ptrain(strategy: str) -> Callable[[], float]:
 
 
 def _by_hand(strategy: str) -> Callable[[], float]:
-    """What one would write: wrap, loop, clip, step. Gradients are averaged by the wrapper."""
+    spec = _spec(strategy)
+    every = slice(None)
+    return hand_written_steps(spec, _wrapped_by_hand(strategy, spec), _samples(spec), every)
+
+
+def hand_written_steps(
+    spec: Spec, model: nn.Module, rows_of: Callable[[int], Tensor], own: slice | Tensor
+) -> Callable[[], float]:
+    """Return the next step of what one would write: loop, clip, step. Gradients are averaged by the
+    wrapper around `model`; of a sample's positions the rank has its `own`."""
     import torch
     import torch.nn.functional as F
 
-    spec = _spec(strategy)
     settings = spec.optimizer
-    model = _wrapped_by_hand(strategy, spec)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings.lr,
@@ -128,13 +136,13 @@ def _by_hand(strategy: str) -> Callable[[], float]:
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    rows_of, steps = _samples(spec), iter(range(10**9))
+    steps = iter(range(10**9))
 
     def step() -> float:
         number = next(steps)
         rows = rows_of(number)
-        logits = model(rows[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        logits = model(rows[:, :-1][:, own])
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:][:, own].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         for group in optimizer.param_groups:
@@ -149,7 +157,6 @@ def _by_hand(strategy: str) -> Callable[[], float]:
 def _wrapped_by_hand(strategy: str, spec: Spec) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
 
     from ptrain.models.build import build
     from ptrain.models.initialize import initialize
@@ -157,13 +164,7 @@ def _wrapped_by_hand(strategy: str, spec: Spec) -> nn.Module:
     model = build(spec.model, sequence=spec.batch.sequence)
     initialize(model, spec.train.seed)
     if strategy == "ddp":
-        return DistributedDataParallel(
-            model,
-            bucket_cap_mb=spec.bucket_bytes / 2**20,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,
-            init_sync=False,
-        )
+        return replicated(model, spec)
     mesh = init_device_mesh("cpu", (RANKS,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
@@ -171,9 +172,16 @@ def _wrapped_by_hand(strategy: str, spec: Spec) -> nn.Module:
 
 
 def _samples(spec: Spec) -> Callable[[int], Tensor]:
-    """A step's rows on this rank: ptrain's samples, but drawn beforehand."""
-    import torch
+    """A step's rows on this rank."""
     from torch.distributed import get_rank
+
+    return samples(spec, index=get_rank(), groups=RANKS)
+
+
+def samples(spec: Spec, *, index: int, groups: int) -> Callable[[int], Tensor]:
+    """A step's rows of one of so many groups of ranks with samples of their own: ptrain's samples,
+    but drawn beforehand."""
+    import torch
 
     from ptrain.data.corpus import corpus
     from ptrain.data.sampler import sample
@@ -185,18 +193,36 @@ def _samples(spec: Spec) -> Callable[[int], Tensor]:
     micro = spec.batch.micro
 
     def rows(number: int) -> Tensor:
-        first = (number * RANKS + get_rank()) * micro
+        first = (number * groups + index) * micro
         starts = drawn[first : first + micro]
         return torch.stack([tokens[length * at : length * (at + 1) + 1] for at in starts])
 
     return rows
 
 
+def replicated(model: nn.Module, spec: Spec) -> nn.Module:
+    """Wrap a model in DistributedDataParallel with the spec's options."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(
+        model,
+        bucket_cap_mb=spec.bucket_bytes / 2**20,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        init_sync=False,
+    )
+
+
 def _spec(strategy: str) -> Spec:
+    return legal(strategy, OVERRIDES)
+
+
+def legal(strategy: str, overrides: Sequence[str]) -> Spec:
+    """Return a legal spec."""
     from ptrain.algebra.legality import require
     from ptrain.spec.load import load
 
-    return require(load(strategy, OVERRIDES))
+    return require(load(strategy, overrides))
 
 
 def bound(ratios: list[float]) -> tuple[float, float]:

@@ -97,11 +97,11 @@ def spec_of(plan: str, layers: int = LAYERS) -> Spec:
 
 def counts(estimate: Estimate) -> Counts:
     """Calls that move activations, by kind and phase."""
-    found: dict[tuple[str, str], float] = {}
+    calls: dict[tuple[str, str], float] = {}
     for row in of_activations(estimate):
         key = (str(row.key.collective), str(row.key.phase))
-        found[key] = found.get(key, 0) + row.calls
-    return found
+        calls[key] = calls.get(key, 0) + row.calls
+    return calls
 
 
 def of_activations(estimate: Estimate) -> list[Traffic]:
@@ -133,13 +133,13 @@ def meter(ranks: Ranks, plan: str) -> Plan:
     specs = [spec_of(plan, layers) for layers in (LAYERS, LAYERS + 1)]
     for spec in specs:
         reports = ranks.run(RANKS, train, spec, METERED_STEPS, METERED)
-        found = join_estimates([each.measured for each in reports if each.measured])
+        metered = join_estimates([rank.measured for rank in reports if rank.measured])
         exact = derive(spec).exact
         predicted.append(exact)
-        measured.append(found)
+        measured.append(metered)
         wrong += [
             f"{plan}: {check.name}: predicted {check.predicted}, measured {check.measured}"
-            for check in compare(exact, found)
+            for check in compare(exact, metered)
             if not check.holds
         ]
     times = specs[0].batch.accumulate
@@ -161,22 +161,22 @@ def run(rounds: int) -> dict[str, Plan]:
     pool.close()
     for name, plan in plans.items():
         both = [rank[name][0] for rank in ranks]
-        plan.seconds = [max(each) for each in zip(*both, strict=True)]
+        plan.seconds = [max(of_ranks) for of_ranks in zip(*both, strict=True)]
         plan.losses = ranks[0][name][1]
     return plans
 
 
 def failures(plans: Mapping[str, Plan]) -> list[str]:
     """What does not keep the claim, with its figures."""
-    return [each for name in plans for each in failures_of(name, plans)]
+    return [failure for name in plans for failure in failures_of(name, plans)]
 
 
 def failures_of(name: str, plans: Mapping[str, Plan]) -> list[str]:
     """Of one plan."""
     plan, base = plans[name], plans[BASE]
-    failed, told = list(plan.wrong), plan.measured.of_block
-    if told != CLAIMED[name]:
-        failed.append(f"{name}: a block takes {in_words(told)}, not {in_words(CLAIMED[name])}")
+    failed, calls = list(plan.wrong), plan.measured.of_block
+    if calls != CLAIMED[name]:
+        failed.append(f"{name}: a block takes {in_words(calls)}, not {in_words(CLAIMED[name])}")
     volume = plan.measured.sent_of_block / base.measured.sent_of_block
     if volume != VOLUMES[name]:
         failed.append(f"{name}: {volume:.4f} × the bytes of pairs, not {VOLUMES[name]:g}")
@@ -184,14 +184,14 @@ def failures_of(name: str, plans: Mapping[str, Plan]) -> list[str]:
     return failed + different(name, max(abs(mine / theirs - 1) for mine, theirs in losses))
 
 
-def in_words(found: Counts) -> str:
+def in_words(counts: Counts) -> str:
     """`2 + 5 all_reduce`: forward + backward."""
-    kinds = [kind for kind in KINDS if any(key[0] == kind for key in found)]
-    told = (
-        f"{' + '.join(f'{found.get((kind, phase), 0):g}' for phase in PHASES)} {kind}"
+    kinds = [kind for kind in KINDS if any(key[0] == kind for key in counts)]
+    calls = (
+        f"{' + '.join(f'{counts.get((kind, phase), 0):g}' for phase in PHASES)} {kind}"
         for kind in kinds
     )
-    return ", ".join(told) or "none"
+    return ", ".join(calls) or "none"
 
 
 def ratios(own: Plan, other: Plan) -> list[float]:
@@ -206,18 +206,18 @@ def counted(plans: Mapping[str, Plan]) -> list[str]:
     for name, plan in plans.items():
         both = zip(_cells(plan.measured), _cells(plan.predicted), strict=True)
         verdict = "fails" if failures_of(name, plans) else "holds"
-        told = (cell for pair in both for cell in pair)
-        lines.append(_line((name, f"`{PLANS[name]}`", *told, verdict)))
+        cells = (cell for pair in both for cell in pair)
+        lines.append(_line((name, f"`{PLANS[name]}`", *cells, verdict)))
     return lines
 
 
-def _cells(found: Account) -> tuple[str, ...]:
+def _cells(account: Account) -> tuple[str, ...]:
     return (
-        in_words(found.of_block),
-        f"{found.sent_of_block / 1e6:.6f}",
-        f"{found.calls}",
-        f"{found.sent / 1e6:.6f}",
-        f"{found.peak / 1e6:.6f}",
+        in_words(account.of_block),
+        f"{account.sent_of_block / 1e6:.6f}",
+        f"{account.calls}",
+        f"{account.sent / 1e6:.6f}",
+        f"{account.peak / 1e6:.6f}",
     )
 
 
@@ -225,13 +225,13 @@ def timed(plans: Mapping[str, Plan]) -> list[str]:
     """A line per plan, of which nothing is claimed."""
     lines = _head(("plan", "step s", "min – max", "ratio to naive", "95 %", "loss", "verdict"))
     for name, plan in plans.items():
-        found = ratios(plan, plans["naive"])
-        low, high = bound(found)
+        of_pairs = ratios(plan, plans["naive"])
+        low, high = bound(of_pairs)
         cells = (
             name,
             f"{statistics.median(plan.seconds):.4f}",
             f"{min(plan.seconds):.4f} – {max(plan.seconds):.4f}",
-            f"{statistics.median(found):.3f}",
+            f"{statistics.median(of_pairs):.3f}",
             f"{low:.3f} – {high:.3f}",
             f"{plan.losses[-1]:.6f}",
             "no claim",
@@ -251,8 +251,8 @@ def _line(cells: Sequence[str]) -> str:
 def page(plans: Mapping[str, Plan], rounds: int) -> list[str]:
     """The result, but for its verdict."""
     claimed = "; ".join(
-        f"{name} {in_words(found)} and {VOLUMES[name]:g} × the bytes of pairs"
-        for name, found in CLAIMED.items()
+        f"{name} {in_words(calls)} and {VOLUMES[name]:g} × the bytes of pairs"
+        for name, calls in CLAIMED.items()
     )
     return [
         header("tensor_plans: what tensor parallelism sends, naive and in pairs", this_command()),

@@ -57,6 +57,12 @@ def format_count(number: int | float) -> str:
     return f"{number:.3g}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return `1 stage`, `2 stages`, `3 micro-batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return `1.23 s`, `4.56 ms` or `78.9 µs`: three digits."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from tests.models_external import Mixing, Pairs
 
@@ -59,6 +60,88 @@ class Late(Placed):
     def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
         count_T1 = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).unsqueeze(1)
         return super().forward(tokens_BT, positions) * torch.where(count_T1 < 12, 1.0, 2.0)
+
+
+class Drops(Placed):
+    """Something is dropped out behind the embedding: by what `drop` does in training mode."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.drop = DROPS[kind]()
+
+    def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).unsqueeze(0)
+        x_BTC = self.drop(self.table(tokens_BT) + self.positions(positions))
+        for layer in self.layers:
+            x_BTC = F.dropout(layer(x_BTC), 0.1, self.training)
+        logits: Tensor = self.head(x_BTC)
+        return logits
+
+
+class Dropped(nn.Module):
+    """By a function, where it trains."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.dropped(x_BTC) if self.training else x_BTC
+
+    def dropped(self, x_BTC: Tensor) -> Tensor:
+        return dropout(x_BTC, 0.1)  # a name of the module's own
+
+
+class DropsByItself(Dropped):
+    def dropped(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC * (torch.rand_like(x_BTC) > 0.1)
+
+
+class DropsFlat(Dropped):
+    """What tokens there are of all samples, in one dimension."""
+
+    def dropped(self, x_BTC: Tensor) -> Tensor:
+        return F.dropout(x_BTC.flatten(0, 1), 0.1).view_as(x_BTC)
+
+
+class DropsTokensFirst(Dropped):
+    """Tokens are the first dimension."""
+
+    def dropped(self, x_BTC: Tensor) -> Tensor:
+        return F.dropout(x_BTC.transpose(0, 1).contiguous(), 0.1).transpose(0, 1)
+
+
+class DropsPlaces(Dropped):
+    """The same tokens of all samples."""
+
+    def dropped(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC * F.dropout(torch.ones_like(x_BTC[:1]), 0.1)
+
+
+class DropsLast(Dropped):
+    """Tokens are the last dimension."""
+
+    def dropped(self, x_BTC: Tensor) -> Tensor:
+        return F.dropout(x_BTC.transpose(1, 2).contiguous(), 0.1).transpose(1, 2)
+
+
+class DropsSamples(Dropped):
+    """All tokens of a sample, or none."""
+
+    def dropped(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC * F.dropout(x_BTC.new_ones(len(x_BTC), 1, 1), 0.1)
+
+
+class DropsFeatures(Dropped):
+    """The same features of all tokens, of which a sample has as many as a rank has tokens."""
+
+    def dropped(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC * F.dropout(x_BTC.new_ones(len(x_BTC), 8), 0.1).repeat(1, 2).unsqueeze(1)
+
+
+class DropsByPlace(Dropped):
+    """The first tokens that it is given."""
+
+    def dropped(self, x_BTC: Tensor) -> Tensor:
+        first_T1 = F.dropout(x_BTC.new_ones(1, 2, 1), 0.5)
+        return torch.cat((x_BTC[:, :2] * first_T1, x_BTC[:, 2:]), dim=1)
 
 
 class Shifted(Mixing):
@@ -139,6 +222,20 @@ class Twice(Mixing):
         return super().forward(super().forward(x_BTC))
 
 
+DROPS: dict[str, Callable[[], nn.Module]] = {
+    "module": lambda: nn.Dropout(0.1),
+    "in-place": lambda: nn.Dropout(0.1, inplace=True),
+    "bound": Dropped,
+    "itself": DropsByItself,
+    "flat": DropsFlat,
+    "tokens-first": DropsTokensFirst,
+    "places": DropsPlaces,
+    "last": DropsLast,
+    "samples": DropsSamples,
+    "features": DropsFeatures,
+    "place": DropsByPlace,
+    "channels": lambda: nn.Dropout1d(0.1),
+}
 ATTENTION = {
     "multihead": Multihead,
     "twice": Twice,
@@ -173,6 +270,11 @@ def by_length() -> Placed:
 def late() -> Placed:
     """A target that counts its tokens, and does otherwise where there are many."""
     return Late()
+
+
+def dropping(kind: str = "module") -> Drops:
+    """A target that drops out something."""
+    return Drops(kind)
 
 
 def with_attention(kind: str) -> Placed:

@@ -12,7 +12,7 @@ from ptrain.calibration.machine import MeasuredPart, busy_cores, gpus, read_part
 from ptrain.calibration.options import CalibrationOptions, to_argv
 from ptrain.calibration.write import base_of, conclude, require_writable
 from ptrain.errors import refused
-from ptrain.train import environment
+from ptrain.processor import cores
 from ptrain.train.folder import RunFolder
 from ptrain.train.launch import launch
 
@@ -64,15 +64,15 @@ def _until(numbers: tuple[int, ...], end: float) -> float:
     """When the first of the numbers of ranks that are left is to be done: one rank sends nothing,
     those that share cores need longer for the same, and every one needs time to start and to
     end."""
-    weights = [
-        max(1.0 if number == 1 else _SENDING, number / environment.cores()) for number in numbers
-    ]
+    weights = [max(1.0 if number == 1 else _SENDING, number / cores()) for number in numbers]
     now = time.time()
     return now + (end - now) * weights[0] / sum(weights) - _ENDING
 
 
 def _require_quiet() -> None:
-    busy, cores = busy_cores(), environment.cores()
-    if busy > _BUSY * cores:
-        finding = f"{busy:.1f} of {cores} cores are busy with something else: nothing is measured"
+    busy, available = busy_cores(), cores()
+    if busy > _BUSY * available:
+        finding = (
+            f"{busy:.1f} of {available} cores are busy with something else: nothing is measured"
+        )
         raise refused("calibrate", finding, "wait until the machine is quiet, or --force")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ptrain.train import environment
+from ptrain.processor import cores
 from ptrain.train.folder import write_json
 
 _LOOK = 0.5  # seconds
@@ -52,7 +52,7 @@ def busy_cores() -> float:
     before = _ticks()
     time.sleep(_LOOK)
     busy, idle = (after - first for after, first in zip(_ticks(), before, strict=True))
-    return environment.cores() * busy / max(1, busy + idle)
+    return cores() * busy / max(1, busy + idle)
 
 
 def _ticks() -> tuple[int, int]:
@@ -76,7 +76,7 @@ def memory() -> int:
 
 def machine_name(part: MeasuredPart) -> str:
     """Return what a reader should know of it: devices, processor and cores."""
-    processor = f"{_processor()}, {environment.cores()} cores"
+    processor = f"{_processor()}, {cores()} cores"
     return f"{part.name}, {processor}" if part.name else processor
 
 

@@ -20,6 +20,7 @@ from ptrain.calibration.options import CalibrationOptions
 from ptrain.calibration.points import BRIEF, GPUS, PROCESSORS
 from ptrain.calibration.updates import updates
 from ptrain.calibration.write import base_of, conclude, require_writable
+from ptrain.processor import cores
 from ptrain.rooms.world import World
 from ptrain.train import environment
 
@@ -68,7 +69,7 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
     of time."""
     is_cuda = world.device.type == "cuda"
     points = BRIEF if options.brief else (GPUS if is_cuda else PROCESSORS)
-    turns = 1.0 if is_cuda else max(1.0, local / environment.cores())
+    turns = 1.0 if is_cuda else max(1.0, local / cores())
     deadline = options.seconds if options.until is None else options.until - time.time()
     bench, sheet = Bench(world, turns=turns, deadline=max(0.0, deadline)), RateSheet()
     for name, until in _UNTIL.items():

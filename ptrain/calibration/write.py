@@ -15,6 +15,7 @@ from ptrain.calibration.options import CalibrationOptions
 from ptrain.costs import Collective
 from ptrain.errors import SpecError, refused
 from ptrain.installed import versions
+from ptrain.processor import cores
 from ptrain.rates.links import bus_factor
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.leaf import Leaf
@@ -83,7 +84,7 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     cluster = cluster_of(parts, options)
     assert cluster.rates is not None, "they were measured"
     # ranks beyond the cores take turns, and what they measure lies apart on a quiet machine too
-    counted = [part for part in parts if part.ranks <= environment.cores()] or parts
+    counted = [part for part in parts if part.ranks <= cores()] or parts
     widest = max(part.spread for part in counted)
     is_written = widest <= MOST_SPREAD or options.force
     replaced = f"replaced {dated}" if (dated := _dated(options.out)) else "wrote"

@@ -74,12 +74,12 @@ def _add_tokens(sheet: Sheet, step: ContextParallel, left: float) -> None:
         _name(sheet, name, left, sheet.height + _BAND / 2)
         for place in range(step.ring):
             rank = place * step.ulysses + member
-            for span in _of_place(own, step, place):
+            for span in _stretches(own, step, place):
                 _fill(sheet, _of_tokens(step, span, left), f"{rank}", of_place(rank))
         sheet.height += _BAND
 
 
-def _of_place(own: Sequence[Sequence[Span]], step: ContextParallel, place: int) -> list[Span]:
+def _stretches(own: Sequence[Sequence[Span]], step: ContextParallel, place: int) -> list[Span]:
     """Return the stretches of all ranks of a group, those that touch as one."""
     first = place * step.ulysses
     spans = sorted(span for spans in own[first : first + step.ulysses] for span in spans)
@@ -197,7 +197,7 @@ def _add_hops(sheet: Sheet, step: ContextParallel, left: float) -> None:
     hops = 1 if step.gathers else step.ring
     row = min(_ROW, max(_LEAST_ROW, _TALLEST / step.ring))
     scores = [_by_source(step, place) for place in range(step.ring)]
-    most = max(max(of_place_.values()) for of_place_ in scores)
+    most = max(number for by_source in scores for number in by_source.values())
     columns = step.ring
     wide = _WIDTH / columns
     for column in range(columns):

@@ -30,7 +30,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, options
 from ptrain.train.candidates import again, is_done, require_resumable
-from ptrain.train.folder import ROOT, Claim, RunFolder, open_run
+from ptrain.train.folder import Claim, open_run
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import launch
 from ptrain.train.options import Options
@@ -71,7 +71,7 @@ def checked(choices: Options) -> Spec:
     if isinstance(spec.model, ModelShape) and not choices.force:
         require_fit(spec, derive(spec).exact)  # any other model's sizes are known to its code only
     require_file_tier(spec)
-    require_resumable(spec, choices.resume, RunFolder(choices.run_dir or ROOT / "new"))
+    require_resumable(spec, choices)
     return spec
 
 

@@ -23,7 +23,7 @@ from ptrain.derivation.tables import (
     sizes,
 )
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import TOKEN_AXES, Axis
+from ptrain.spec.axis import Axis
 from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -82,7 +82,7 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     if spec.loss.user_function is not None:
         return False
-    if has_token_slices(spec) and not _are_slices_known(spec, shape):
+    if spec.has_token_slices and not _are_slices_known(spec, shape):
         return False
     kept = spec.activations.of(shape.layers)
     is_in_chunks = spec.loss.chunk is not None
@@ -102,19 +102,13 @@ def drops_in_parts(spec: Spec) -> bool:
     return isinstance(shape, ModelShape) and shape.drops and spec.is_for_cuda and is_cut
 
 
-def has_token_slices(spec: Spec) -> bool:
-    """Return whether ranks attend to tokens that others have."""
-    return spec.is_cut_over(TOKEN_AXES)
-
-
 def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
     """Return whether tables tell what ranks allocate that attend to the tokens of others: of one
     sample, whose operators are whole, and which fall into even slices."""
-    tokens = spec.batch.sequence // spec.degree(Axis.CP)
     is_whole = spec.degree(Axis.TP) == 1 and not spec.pipeline.is_in_halves
     kept = spec.activations.of(shape.layers)
     is_known = all(blocks.is_known_over_context(shape, mode) for mode in kept)
-    is_even = tokens % 2 == 0 and not spec.batch.padding
+    is_even = spec.own_tokens % 2 == 0 and not spec.batch.padding
     if not (is_known and is_whole and spec.batch.micro == 1 and is_even):
         return False
     step = context_of(spec)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ptrain.derivation.activations import drops_in_parts, has_token_slices
+from ptrain.derivation.activations import drops_in_parts
 from ptrain.derivation.attention import (
     attention_of,
     capabilities,
@@ -100,7 +100,7 @@ def _of_offloaded(spec: Spec) -> Iterator[tuple[str, str]]:
 def _otherwise(spec: Spec, facts: ModelFacts) -> str:
     """Say why attention is none of the kernels that torch was asked for; nothing where it is
     one."""
-    if spec.is_for_cuda and has_token_slices(spec):
+    if spec.is_for_cuda and spec.has_token_slices:
         return _OVER_CONTEXT
     what = facts.unknown_attention if spec.is_for_cuda else ""
     attention = attention_of(spec)

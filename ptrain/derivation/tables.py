@@ -17,7 +17,6 @@ from ptrain.axes.tensor.costs import Cut
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.attention import Statistics, statistics_of
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec, Spec
@@ -138,12 +137,12 @@ class RankCut:
 def setting_of(spec: Spec, cut: RankCut) -> Setting:
     """Return the setting of a spec's built-in model, on a rank that has so much of it."""
     assert isinstance(spec.model, ModelShape), "a built-in model"
-    tokens = spec.batch.sequence // spec.degree(Axis.CP)
-    attended = tokens * (cut.context.ulysses if cut.context else 1)  # by one call of a kernel
+    # by one call of a kernel
+    attended = spec.own_tokens * (cut.context.ulysses if cut.context else 1)
     return Setting(
         shape=spec.model,
         batch=spec.batch.micro,
-        sequence=tokens,
+        sequence=spec.own_tokens,
         compute=spec.precision.effective.parameters,
         cut=cut.tensor,
         context=cut.context,

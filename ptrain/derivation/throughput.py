@@ -1,9 +1,9 @@
 """Tokens per second, and what part of the devices' operations the model's are (MFU).
 
 A token costs 6N + 12·L·d·s operations, forward and backward: N parameters without those that are
-only looked up (the input embedding, positions), L layers whose heads are
-d wide together, a sequence of s. That is
-attention `full`, whose scores count whole; `causal` counts the half that a mask leaves, 6·L·d·s.
+only looked up (the input embedding, positions), and of experts those that it goes to; L layers
+whose heads are d wide together, a sequence of s. That is attention `full`, whose scores count
+whole; `causal` counts the half that a mask leaves, 6·L·d·s.
 What is recomputed does not count.
 """
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ptrain.costs import StepTime
-from ptrain.facts.model import ModelFacts
+from ptrain.facts.model import ModelFacts, TensorFacts
+from ptrain.facts.parameters import is_of_experts
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
@@ -53,9 +54,18 @@ def token_operations(
     shape: ModelShape, facts: ModelFacts, sequence: int, *, is_causal: bool
 ) -> int:
     """Return the operations of one token, forward and backward."""
-    tensors = [tensor for tensor in facts.tensors if not _is_looked_up(shape, tensor.name)]
+    elements = sum(_elements_met(shape, tensor) for tensor in facts.tensors)
     scores = (_CAUSAL if is_causal else _FULL) * shape.layers * shape.query_width * sequence
-    return _OF_A_PARAMETER * sum(tensor.numel for tensor in tensors) + scores
+    return _OF_A_PARAMETER * elements + scores
+
+
+def _elements_met(shape: ModelShape, tensor: TensorFacts) -> int:
+    """Return the elements of a tensor that a token is multiplied with."""
+    if _is_looked_up(shape, tensor.name):
+        return 0
+    if shape.experts is not None and is_of_experts(tensor.name):
+        return tensor.numel // shape.experts * shape.experts_per_token
+    return tensor.numel
 
 
 def _is_looked_up(shape: ModelShape, name: str) -> bool:

@@ -26,10 +26,12 @@ class AttendingModule:
 class Attending:
     """What slices of the tokens need of a model: its modules that attend, in the order of a forward
     pass, and the argument by which its forward takes the tokens' positions, int64 [1, T]; "" where
-    it takes none."""
+    it takes none. `dropping`: the modules whose own code drops out something, outside of attention.
+    """
 
     modules: tuple[AttendingModule, ...]
     positions: str = ""
+    dropping: tuple[str, ...] = ()
 
     @property
     def heads(self) -> tuple[AttentionHeads, ...]:

@@ -6,7 +6,7 @@ torch. Tests compare every fact with the module itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import assert_never
 
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
@@ -14,6 +14,7 @@ from ptrain.spec.block import Bias, Positions
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Attention, Family, ModelShape
 
+EXPERTS = "experts"  # the module of a block that has all of them
 LOCAL = "window_"  # in front of the names of tables that layers with a window have of their own
 _FP32 = 4  # bytes: buffers are fp32 (fp64 under compute fp64), whatever the layout
 
@@ -24,12 +25,11 @@ Table = tuple[tuple[str, Shape], ...]
 def facts(shape: ModelShape, sequence: int, unit: UnitSize | None = None) -> ModelFacts:
     """Return what derivation knows of a built-in model that takes `sequence` tokens and is wrapped
     in units of this size (one block, where it is not given)."""
-    block = _block(shape)
-    names = tuple(f"blocks.{i}" for i in range(shape.layers))
+    blocks = {f"blocks.{layer}": _block(shape, layer) for layer in range(shape.layers)}
     return ModelFacts(
-        units=_units(unit or UnitSize(), names, block, _root(shape, sequence)),
+        units=_units(unit or UnitSize(), blocks, _root(shape, sequence)),
         buffers=_buffers(shape, sequence),
-        gradient_order=_gradient_order(shape, names, block),
+        gradient_order=_gradient_order(shape, blocks),
     )
 
 
@@ -55,13 +55,14 @@ def unit_remainder(shape: ModelShape) -> dict[str, int]:
 
 
 def _units(
-    size: UnitSize, names: tuple[str, ...], block: Table, root: tuple[Table, Table]
+    size: UnitSize, blocks: Mapping[str, Table], root: tuple[Table, Table]
 ) -> tuple[UnitFacts, ...]:
     """Inner before outer; an outer unit has what its inner ones leave. `root` are the tensors in
     front of the blocks and behind them."""
     ends = tuple(_tensors(table, "") for table in root)
     inner: list[UnitFacts] = []
-    within = {name: _tensors(block, f"{name}.") for name in names}
+    names = tuple(blocks)
+    within = {name: _tensors(block, f"{name}.") for name, block in blocks.items()}
     match size.kind:
         case UnitKind.BLOCK | UnitKind.BLOCKS:
             for start in range(0, len(names), size.count):
@@ -69,7 +70,7 @@ def _units(
                 tensors = tuple(tensor for name in group for tensor in within[name])
                 inner.append(UnitFacts(modules=group, tensors=tensors))
         case UnitKind.SUB_BLOCK:
-            for name in names:
+            for name, block in blocks.items():
                 inner += _sub_units(name, block)
         case UnitKind.MODEL:
             whole = tuple(tensor for name in names for tensor in within[name])
@@ -96,7 +97,7 @@ def _tensors(table: Table, prefix: str) -> tuple[TensorFacts, ...]:
     return tuple(TensorFacts(name=prefix + name, shape=dims) for name, dims in table)
 
 
-def _block(shape: ModelShape) -> Table:
+def _block(shape: ModelShape, layer: int) -> Table:
     hidden, head_dim, all_have_bias = shape.hidden, shape.head_dim, shape.bias is Bias.ALL
     qkv_has_bias = shape.bias is not Bias.NONE
     has_post, has_own = shape.post_norm, not shape.parallel
@@ -110,14 +111,44 @@ def _block(shape: ModelShape) -> Table:
         *_linear("attention.output", hidden, shape.query_width, has_bias=all_have_bias),
         *(_norm(shape, "attention_post_norm", hidden) if has_post else ()),
         *(_norm(shape, "mlp_norm", hidden) if has_own else ()),
-        *(
-            row
-            for name in (*(["gate"] if shape.activation.is_gated else []), "up")
-            for row in _linear(f"mlp.{name}", shape.ffn, hidden, has_bias=all_have_bias)
-        ),
-        *_linear("mlp.down", hidden, shape.ffn, has_bias=all_have_bias),
+        *(_moe(shape) if shape.has_experts(layer) else _feed_forward(shape, "mlp", shape.ffn)),
         *(_norm(shape, "mlp_post_norm", hidden) if has_post else ()),
     )
+
+
+def _feed_forward(shape: ModelShape, name: str, width: int) -> Table:
+    has_bias = shape.bias is Bias.ALL
+    return (
+        *(
+            row
+            for part in _inner(shape)
+            for row in _linear(f"{name}.{part}", width, shape.hidden, has_bias=has_bias)
+        ),
+        *_linear(f"{name}.down", shape.hidden, width, has_bias=has_bias),
+    )
+
+
+def _inner(shape: ModelShape) -> tuple[str, ...]:
+    """Return the projections to the inside of a feed-forward part."""
+    return ("gate", "up") if shape.activation.is_gated else ("up",)
+
+
+def _moe(shape: ModelShape) -> Table:
+    """The router, all experts in a tensor for each projection, and the shared ones as one."""
+    assert shape.experts is not None, "the layer has some"
+    experts, width, hidden = shape.experts, shape.width_of_expert, shape.hidden
+    shared = shape.shared_experts * width
+    return (
+        ("mlp.router.weight", (experts, hidden)),
+        *((f"mlp.{EXPERTS}.{part}", (experts, width, hidden)) for part in _inner(shape)),
+        (f"mlp.{EXPERTS}.down", (experts, hidden, width)),
+        *(_feed_forward(shape, "mlp.shared", shared) if shared else ()),
+    )
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a built-in model's tensor of this name has a matrix for every expert."""
+    return EXPERTS in name.split(".")
 
 
 def _norm(shape: ModelShape, name: str, features: int) -> Table:
@@ -161,12 +192,15 @@ def _buffers(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
     return tuple((name, rows * columns * _FP32) for name, (rows, columns) in tables)
 
 
-def _gradient_order(shape: ModelShape, names: tuple[str, ...], block: Table) -> tuple[str, ...]:
+def _gradient_order(shape: ModelShape, blocks: Mapping[str, Table]) -> tuple[str, ...]:
     """Last used, first complete. A tied embedding is complete only where it was used first."""
-    within = tuple(_completed(tuple(name for name, _ in block)))
     front, behind = (tuple(name for name, _ in table) for table in _root(shape, 0))
-    blocks = (f"{block_name}.{name}" for block_name in reversed(names) for name in within)
-    return (*_completed(behind), *blocks, *reversed(front))
+    within = (
+        f"{block_name}.{name}"
+        for block_name, block in reversed([*blocks.items()])
+        for name in _completed(tuple(name for name, _ in block))
+    )
+    return (*_completed(behind), *within, *reversed(front))
 
 
 def _completed(names: tuple[str, ...]) -> Iterator[str]:

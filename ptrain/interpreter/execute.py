@@ -13,6 +13,7 @@ from typing import Any
 
 from ptrain.activations.run.apply import keep
 from ptrain.axes.context.run.apply import ContextGroups, own_tokens, parallelize_context
+from ptrain.axes.context.run.randomness import MicroBatchCut
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize, require_rows
@@ -112,7 +113,9 @@ def _cut_operators(step: Parallelize, piece: Workpiece, rank: Construction) -> N
 def _slice_tokens(step: ContextParallel, piece: Workpiece, rank: Construction) -> None:
     _require(piece.wrapped is None, step, "units are wrapped already, with cores of whole samples")
     if rank.context is None:
-        rank.context = ContextGroups(step, rank.mesh, rank.attending)
+        slices, samples = rank.plan.boundary_slices, rank.spec.batch.micro
+        cut = MicroBatchCut(samples=samples, slices=slices)
+        rank.context = ContextGroups(step, rank.mesh, cut, rank.attending)
         rank.own_tokens = own_tokens(step, rank.mesh)
     via = rank.spec.reduce_scatter
     parallelize_context(piece.module, step, rank.mesh, rank.context, via)

@@ -9,6 +9,7 @@ from torch import nn
 
 from ptrain.axes.data.run.target import rows_of
 from ptrain.internals.fakes import detect_fake_mode
+from ptrain.models.balance import weigh
 from ptrain.models.build import build
 from ptrain.models.initialize import (
     cast,
@@ -40,6 +41,7 @@ def build_module(
             seed=spec.train.seed,
         )
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    weigh(module, 1.0 / spec.batch.global_samples)
     return module
 
 

@@ -1,8 +1,9 @@
 """Which ranks must draw the same random numbers, and where their generators stand.
 
 Ranks draw alike where they compute the same thing: on the same samples, in the same layers, on
-copies of the activations. So every mesh axis sets them apart but the tensor axis, and that one too
-where its ranks work on slices of the tokens: there a norm's weight is distributed, and whole.
+copies of the activations; and over cp, where each takes its tokens' part of the masks of all. So
+every other mesh axis sets them apart but the tensor axis, and that one too where its ranks work on
+slices of the tokens: there a norm's weight is distributed, and whole.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def drawn(program: Program) -> tuple[str, str] | None:
     if not draws(program.model):
         return None
     mesh = program.mesh
-    apart = (axis for axis in mesh.axes if axis is not Axis.TP or has_token_slices(program.model))
+    alike = {Axis.CP} if has_token_slices(program.model) else {Axis.CP, Axis.TP}
+    apart = (axis for axis in mesh.axes if axis not in alike)
     place = ",".join(f"{axis}={mesh.coordinate(axis)}" for axis in apart)
     device = program.world.device
     if device.type == "cuda":

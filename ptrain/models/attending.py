@@ -22,11 +22,11 @@ from ptrain.facts.attention import Attending, AttendingModule, AttentionHeads
 from ptrain.models.buffers import copied_buffers
 from ptrain.models.chain import TOKENS
 from ptrain.models.contract import forward_of, require_logits
+from ptrain.models.dropout import DropoutCall, dropout_by
 from ptrain.models.generators import forked
 from ptrain.models.modes import in_mode
 from ptrain.models.roles import named_in_spec
 from ptrain.models.transformer import Transformer
-from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 
 _NAME = "torch.nn.functional.scaled_dot_product_attention"
@@ -146,6 +146,11 @@ class AttentionWatch:
             stack.enter_context(attention_by(self._called))
             yield
 
+    @property
+    def running(self) -> str:
+        """The module whose code runs; "" is the model."""
+        return self._running[-1] if self._running else ""
+
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
             self._running.append(name)
@@ -156,14 +161,14 @@ class AttentionWatch:
         self._running.pop()
 
     def _called(self, call: AttendingCall) -> Tensor:
-        return self._attend(self._running[-1] if self._running else "", call)
+        return self._attend(self.running, call)
 
 
 def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
     """Return what slices of the tokens need of a model that is not built in; None without cp.
     Raises SpecError for attention that is more than plainly causal. Runs the model forward, on a
     few tokens."""
-    if spec.degree(Axis.CP) == 1 or isinstance(model, Transformer):
+    if not spec.has_token_slices or isinstance(model, Transformer):
         return None
     place, name = named_in_spec(model, spec)
     _require_all_before(getattr(model, "config", None), place, name, spec)
@@ -179,16 +184,25 @@ def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
         known[module] = call.heads
         return call.by_torch(torchs)
 
+    dropping: dict[str, None] = {}
+
+    def note_dropout(call: DropoutCall) -> Tensor:
+        dropping[watch.running] = None
+        return call.by_before()
+
     watch = AttentionWatch(model, note)
     count, argument = min(TOKENS, spec.batch.sequence), _positions(model)
     positions = torch.arange(count, device=next(model.parameters()).device).unsqueeze(0)
-    with in_mode(model, training=True), copied_buffers(model), forked(), watch.watching():
+    with (
+        in_mode(model, training=True), copied_buffers(model), forked(),
+        watch.watching(), dropout_by(note_dropout),
+    ):  # fmt: skip
         logits_at(model, positions, argument, spec)
     if not known:
         finding = f"no module of {name} attends by {_NAME}, the way to tokens of other ranks"
         raise refused(place, finding, f"let its attention call it by this name, {_NO_CP}")
     modules = tuple(AttendingModule(name=module, heads=heads) for module, heads in known.items())
-    return Attending(modules=modules, positions=argument)
+    return Attending(modules=modules, positions=argument, dropping=tuple(dropping))
 
 
 def logits_at(model: nn.Module, positions: Tensor, argument: str, spec: Spec) -> Tensor:

@@ -10,16 +10,15 @@ has a size that is one product of shape fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.models.attention import attention_core
+from ptrain.models.feed_forward import FeedForward
+from ptrain.models.moe import MoE
 from ptrain.models.norm import norm_of
 from ptrain.models.rotary import rotate
-from ptrain.spec.block import Activation, Bias
+from ptrain.spec.block import Bias
 from ptrain.spec.model import ModelShape
 
 
@@ -74,39 +73,6 @@ class SelfAttention(nn.Module):
         return x_BTC.unflatten(-1, (-1, self.head_dim))
 
 
-class FeedForward(nn.Module):
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        has_bias = shape.bias is Bias.ALL
-        self.activate = _FUNCTIONS[shape.activation]
-        is_gated = shape.activation.is_gated
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=has_bias) if is_gated else None
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=has_bias)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=has_bias)
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        y: Tensor
-        if self.gate is None:
-            y = self.down(self.activate(self.up(x_BTC)))
-        else:
-            y = self.down(self.activate(self.gate(x_BTC)) * self.up(x_BTC))
-        return y
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-_GELU_BY_TANH = partial(F.gelu, approximate="tanh")
-_FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: _GELU_BY_TANH,
-    Activation.RELU2: _squared_relu,
-    Activation.SWIGLU: F.silu,
-    Activation.GEGLU: _GELU_BY_TANH,
-}
-
-
 class Block(nn.Module):
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
@@ -115,7 +81,8 @@ class Block(nn.Module):
         self.attention = SelfAttention(shape, layer)
         self.attention_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
         self.mlp_norm = None if shape.parallel else norm_of(shape, shape.hidden)
-        self.mlp = FeedForward(shape)
+        has_experts = shape.has_experts(layer)
+        self.mlp = MoE(shape) if has_experts else FeedForward(shape, shape.ffn)
         self.mlp_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
 
     def forward(self, x_BTC: Tensor, *given: Tensor | None) -> Tensor:

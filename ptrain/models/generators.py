@@ -50,6 +50,11 @@ class OutsideDraws:
         self._outside = drawn_state()
 
 
+def seed_of_step(seed: int, step: int, index: int) -> int:
+    """Return what a step (from 0) seeds with the ranks that draw the `index`-th random numbers."""
+    return (seed * 1_000_003 + step) * 65_537 + index
+
+
 def reseed(seed: int) -> None:
     """Set both generators to `seed`."""
     torch.manual_seed(seed)

@@ -27,7 +27,8 @@ from ptrain.models.transformer import Transformer
 from ptrain.spec.block import Norm
 
 STD = 0.02
-_RESIDUAL = ("attention.output.weight", "mlp.down.weight")  # what adds to the residual stream
+# what adds to the residual stream
+_RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.experts.down", "shared.down.weight")
 
 
 def keeps_its_weights(module: nn.Module) -> bool:

@@ -87,12 +87,16 @@ class Recording:
     @property
     def repeated(self) -> tuple[tuple[str, int], ...]:
         """The collectives over tp of forward that backward ran again, as a timeline has them."""
-        return tuple(
-            (work.what.collective.value, work.what.payload)
-            for works in self.works.values()
-            for _, work in works
-            if work.when is When.AGAIN and isinstance(work.what, SentTensor) and not work.what.axis
-        )
+        return tuple(pair for works in self.works.values() for pair in sent_again(works))
+
+
+def sent_again(works: Works) -> list[tuple[str, int]]:
+    """Return which collectives over tp of forward ran again, with the whole tensor's bytes."""
+    return [
+        (work.what.collective.value, work.what.payload)
+        for _, work in works
+        if work.when is When.AGAIN and isinstance(work.what, SentTensor) and not work.what.axis
+    ]
 
 
 def to_timeline(recording: Recording) -> Timeline:

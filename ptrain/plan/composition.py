@@ -7,12 +7,12 @@ plan and to those that a meter saw.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ptrain.algebra.layout import groups, positions
-from ptrain.axes.context.attention import all_spans
-from ptrain.spec.axis import REDUCED_AXES
+from ptrain.axes.context.attention import is_partition
+from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import Ran, WrapStep
 from ptrain.steps.step import Parallelize, Plan
@@ -39,11 +39,7 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
         return ()
     within = tuple(groups(spec, (step.axis,)))
     places = positions(spec, plan.sample_axes)
-    reduced = tuple(axis for axis in plan.mesh.axes if axis in REDUCED_AXES)
-    across = tuple(groups(spec, reduced))
-    spans = sorted(span for own in all_spans(step) for span in own)
-    edges = [0, *(behind for _, behind in spans)]
-    is_partition = edges == [*(first for first, _ in spans), step.sequence]
+    across = tuple(groups(spec, plan.summed_axes))
     return (
         Condition(
             name="Theorem 3 of samples",
@@ -52,7 +48,7 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
         ),
         Condition(
             name="Theorem 3 of tokens",
-            holds=is_partition,
+            holds=is_partition(step),
             why=f"their slices are disjoint and cover all {step.sequence} tokens; positions are "
             "those of the whole sequence",
         ),
@@ -60,7 +56,7 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
             name="Theorem 3 of gradients",
             holds=are_within(within, across),
             why="by construction, the loss is a sum over a rank's tokens, divided by the global "
-            f"count; gradients are summed over {' × '.join(reduced)}: {_shown(across)}",
+            f"count; gradients are summed over {' × '.join(plan.summed_axes)}: {_shown(across)}",
         ),
     )
 
@@ -68,7 +64,7 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
 def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Condition, ...]:
     """Its three conditions; none where there is no tp, or no data axis beside it. `ran` are the
     steps that a rank has executed; without them those of the plan are to be."""
-    data = tuple(axis for axis in plan.mesh.axes if axis in REDUCED_AXES)
+    data = plan.summed_axes
     if plan.tensor is None or not data:
         return ()
     within = tuple(groups(spec, (plan.tensor.axis,)))
@@ -101,7 +97,7 @@ def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Conditio
 def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     """Its three conditions; none where there is no pp, or no data axis beside it. Theorem 7 writes
     pp outside the data axes and Remark 4 inside: of the first condition it is said which holds."""
-    data = tuple(axis for axis in plan.mesh.axes if axis in REDUCED_AXES)
+    data = plan.summed_axes
     if plan.pipeline is None or not data:
         return ()
     within = tuple(groups(spec, (plan.pipeline.axis,)))
@@ -132,17 +128,21 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     )
 
 
-# By the axis that composes with the data axes.
-THEOREMS: tuple[tuple[str, Callable[[Spec, Plan], tuple[Condition, ...]]], ...] = (
-    ("cp", theorem_3),
-    ("tp", theorem_6),
-    ("pp", theorem_7),
-)
+def compositions(spec: Spec, plan: Plan) -> Iterator[tuple[str, tuple[Condition, ...]]]:
+    """Yield the conditions of every theorem that is about the plan, under a heading."""
+    has_samples = any(axis in plan.summed_axes for axis in DATA_AXES)
+    others = "data axes" if has_samples else " and ".join(plan.summed_axes)
+    if plan.context is not None:
+        yield f"why {plan.context.axis} computes what one device does", theorem_3(spec, plan)
+    if conditions := theorem_6(spec, plan):
+        yield f"why tp and {others} compose", conditions
+    if conditions := theorem_7(spec, plan):
+        yield f"why pp and {others} compose", conditions
 
 
 def all_conditions(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     """Those of every theorem that is about the plan."""
-    return tuple(condition for _, theorem in THEOREMS for condition in theorem(spec, plan))
+    return tuple(c for _, conditions in compositions(spec, plan) for c in conditions)
 
 
 def cuts_before_wraps(ran: Sequence[Ran]) -> bool:

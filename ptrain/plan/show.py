@@ -49,14 +49,14 @@ from ptrain.steps.step import (
     Units,
     Update,
 )
-from ptrain.units import format_bytes
+from ptrain.units import counted, format_bytes
 
 _FEW_GROUPS = 8
 
 
 def show(spec: Spec, plan: Plan) -> str:
     """Return the whole plan, ready to print."""
-    lines = [f"plan of {spec.name}: {_count(spec.world_size, 'rank')}", ""]
+    lines = [f"plan of {spec.name}: {counted(spec.world_size, 'rank')}", ""]
     stateless = not keeps_state(spec.optimizer) and plan.update.layout.master is None
     steps = [_step(step, stateless=stateless) for step in plan.steps]
     lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
@@ -101,7 +101,7 @@ def _step(step: Step, *, stateless: bool) -> str:
         case FlatUnits():
             return _flat(step, stateless=stateless)
         case Accumulate():
-            return f"accumulate {_count(step.micro_batches, 'micro-batch', 'micro-batches')}"
+            return f"accumulate {counted(step.micro_batches, 'micro-batch')}"
         case Clip():
             return _clip(step)
         case Update():
@@ -120,7 +120,7 @@ def _mesh(step: CreateMesh) -> str:
 def _pipeline(step: Pipeline) -> str:
     ranks = max(step.rank_of) + 1
     text = (
-        f"cut the model over {step.axis} into {_count(step.stages, 'stage')}, "
+        f"cut the model over {step.axis} into {counted(step.stages, 'stage')}, "
         f"{step.stages // ranks} a rank: Θ, Ω and G of its own layers; micro-batches in the order "
         f"of {step.schedule}"
     )
@@ -139,7 +139,7 @@ def _stages(spec: Spec, plan: Plan) -> Iterator[str]:
     for stage, (rank, layers) in enumerate(zip(step.rank_of, step.layers, strict=True)):
         ends = ["what is in front"] * (stage == 0), ["what is behind"] * (stage == step.stages - 1)
         names = ", ".join([*ends[0], _shortened(list(layers)), *ends[1]])
-        most = _count(most_held_of(schedule, stage), "micro-batch", "micro-batches")
+        most = counted(most_held_of(schedule, stage), "micro-batch")
         yield f"stage    {stage} on {step.axis} {rank}: {names}; up to {most} in flight"
 
 
@@ -211,7 +211,7 @@ def _fully_shard(step: FullyShard) -> str:
 
 
 def _ahead(num: int) -> str:
-    return f"{_count(num, 'unit')} gathered ahead" if num else "nothing gathered ahead"
+    return f"{counted(num, 'unit')} gathered ahead" if num else "nothing gathered ahead"
 
 
 def _flat(step: FlatUnits, *, stateless: bool) -> str:
@@ -362,7 +362,3 @@ def _shortened(names: list[str]) -> str:
 
 def _names(axes: Sequence[Axis]) -> str:
     return " × ".join(axes)
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -23,7 +23,7 @@ from ptrain.costs import (
 )
 from ptrain.derivation.estimate import Derivation
 from ptrain.errors import refused
-from ptrain.plan.composition import THEOREMS, condition_lines
+from ptrain.plan.composition import compositions, condition_lines
 from ptrain.report.heading import by_data_lines, heading
 from ptrain.report.places import by_place
 from ptrain.report.step_time import time_lines
@@ -255,15 +255,9 @@ def notes(paper: Estimate, exact: Estimate) -> list[str]:
 
 def composition(prediction: Prediction) -> list[str]:
     """The conditions under which axes compose, where a theorem has any."""
-    spec, plan = prediction.spec, prediction.derivation.plan
     lines: list[str] = []
-    for axis, theorem in THEOREMS:
-        conditions = condition_lines(theorem(spec, plan))
-        if conditions:
-            lines += [
-                f"why {axis} and data axes compose",
-                *(f"  {line}" for line in conditions),
-            ]
+    for title, conditions in compositions(prediction.spec, prediction.derivation.plan):
+        lines += [title, *(f"  {line}" for line in condition_lines(conditions))]
     return lines
 
 

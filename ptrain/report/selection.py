@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import isfinite
 
 from ptrain.axes.candidates import Written
+from ptrain.axes.context.form import written_attention
 from ptrain.report.table import MISSING, render
 from ptrain.selection.demand import Demand
 from ptrain.selection.figures import Ranked
@@ -91,7 +92,7 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
     shown = selection.ranking[:top]
     yield render(_columns(selection), _rows(shown, selection), left=(1,))
     yield from _untimed(selection, top)
-    if any(row.spec.degree(Axis.CP) > 1 and row.spec.is_for_cuda for row in shown):
+    if any(row.spec.has_token_slices and row.spec.is_for_cuda for row in shown):
         yield _OVER_CONTEXT
     if len(selection.front) > 1:
         yield ""
@@ -231,8 +232,8 @@ def described(spec: Spec) -> str:
     """Return what is chosen of a spec, in few words: axes with degrees and tuples, schedule,
     micro-batches, recomputation and dials that are not the default."""
     words = [_axis(spec, axis) for axis in Axis if spec.degree(axis) > 1]
-    if spec.context is not None and spec.degree(Axis.CP) > 1:
-        words.append(str(spec.context.attention))
+    if (attention := written_attention(spec)) is not None:
+        words.append(str(attention))
     words.append(f"{spec.batch.micro}×{spec.batch.accumulate}")
     if spec.activations.default != PLAIN:
         words.append(recompute_of(spec))

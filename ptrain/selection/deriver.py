@@ -10,7 +10,6 @@ from functools import cached_property
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
 from ptrain.axes.pipeline.stage_facts import stages_of
-from ptrain.derivation.activations import has_token_slices
 from ptrain.derivation.estimate import derive, own_facts
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.tensor import fullest_place
@@ -117,8 +116,7 @@ class Deriver:
     def _work(self, spec: Spec, machine: Machine, index: int) -> ModelWork:
         inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)
         staged = spec.degree(Axis.PP) > 1
-        context = spec.context if Axis.CP in [factor.axis for factor in inner] else None
-        key = (spec.model, inner, context, spec.batch.micro, spec.activations, staged, index)
+        key = (spec.model, inner, spec.context, spec.batch.micro, spec.activations, staged, index)
         if key not in self.works:
             self.works[key] = machine.work(index)
         return self.works[key]
@@ -187,7 +185,7 @@ class Deriver:
     def _fits(self, spec: Spec) -> bool:
         """Whether a spec fits, or nobody knows its peak."""
         exact = derive(spec, self._facts(spec), is_timed=False).exact
-        memory = fit(spec, exact, takes_unclaimed=has_token_slices(spec))
+        memory = fit(spec, exact, takes_unclaimed=spec.has_token_slices)
         return memory.fits or memory.peak_bytes is None
 
     def _named(self, row: Ranked) -> Ranked:

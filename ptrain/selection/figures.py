@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ptrain.costs import Collective, Estimate, Phase, StepTime, Traffic
-from ptrain.derivation.activations import has_token_slices
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.network import Network
 from ptrain.derivation.throughput import Throughput, throughput
@@ -92,7 +91,7 @@ def ranked(spec: Spec, closed: Scored, derivation: Derivation) -> Ranked:
         closed=closed,
         step=exact.step,
         why_untimed="" if exact.step else exact.undefined.get("step_seconds", ""),
-        memory=fit(spec, exact, takes_unclaimed=has_token_slices(spec)),
+        memory=fit(spec, exact, takes_unclaimed=spec.has_token_slices),
         tiers=_tiers(spec, exact),
         throughput=throughput(spec, derivation.facts, exact.step) if exact.step else None,
     )

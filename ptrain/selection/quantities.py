@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
 
+from ptrain.axes.context.form import written_attention
 from ptrain.axes.data.candidates import OVERLAPS, UNITS
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, SELECTIVE, Kept
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, TOKEN_AXES, Axis
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.dials import GradientSync, Overlap
 from ptrain.spec.leaf import nearest
@@ -82,10 +83,8 @@ def _part(axis: Axis, of_data: Aspect) -> Aspect:
 
 def _attention(spec: Spec) -> str:
     """How attention reaches the tokens of other ranks, in a word; "" without them."""
-    if spec.degree(Axis.CP) == 1 or spec.context is None:
-        return ""
-    attention = spec.context.attention
-    return _HYBRID if isinstance(attention, Hybrid) else str(attention)
+    attention = written_attention(spec)
+    return _HYBRID if isinstance(attention, Hybrid) else str(attention or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,7 @@ _OF_AXES = {
             part=_part(axis, Aspect.DATA), of=_placement(axis), is_placement=True
         )
         for axis in SEARCHED_AXES
-        if axis is not Axis.CP  # as on the innermost data axis
+        if axis not in TOKEN_AXES  # as on the innermost data axis
     },
 }
 QUANTITIES: dict[str, Quantity] = {

@@ -20,7 +20,7 @@ from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.interconnect import link
 from ptrain.derivation.paper import reconstruction_unit, state_sizes
 from ptrain.selection.fit import Fit, fit, host_bytes
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.axis import DATA_AXES, REDUCED_AXES, TOKEN_AXES, Axis, Factor
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.placement import R
@@ -28,7 +28,8 @@ from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 
 DATA_LIMIT = 512  # data ranks, about which the notes see throughput per device fall
-_SHARDING, _OF_STATES = (Axis.DP_SHARD, Axis.CP), (*DATA_AXES, Axis.CP)
+_SHARDING = (Axis.DP_SHARD, *TOKEN_AXES)
+_OF_TOKENS = {axis.value for axis in TOKEN_AXES}
 _MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
@@ -109,12 +110,13 @@ def axis_reasons(derivation: Derivation) -> list[str]:
 def _sharding_reason(derivation: Derivation) -> str:
     spec = derivation.spec
     whole = sum(state_sizes(spec, derivation.facts).values())
-    states, sent = f"states of {format_bytes(whole)}", _sent(derivation, *_OF_STATES)
+    states = f"states of {format_bytes(whole)}"
+    sent = _sent(derivation, *REDUCED_AXES, of_activations=False)
     over = [f"{f.axis} {f.degree}" for f in spec.factors if f.axis in _SHARDING and _cuts(f)]
     if over:
         return (
             f"1. {' × '.join(over)}, the first to reach for: of {states} a rank has "
-            f"{_states(derivation)}; {sent}{_waits(derivation, *_OF_STATES, is_of_states=True)}"
+            f"{_states(derivation)}; {sent}{_waits(derivation, *REDUCED_AXES, is_of_states=True)}"
         )
     room = spec.cluster.device_memory if spec.cluster else 0
     if whole < room:
@@ -159,29 +161,27 @@ def _stages_reason(derivation: Derivation) -> str:
 
 def _context_reason(derivation: Derivation) -> Iterator[str]:
     """Why there are slices of the tokens; nothing without them."""
-    spec, ranks = derivation.spec, derivation.spec.degree(Axis.CP)
-    step = derivation.plan.context
+    spec, step = derivation.spec, derivation.plan.context
     if step is None:
         return
     yield (
-        f"4. cp {ranks}, {attention_of(spec)}: of {step.sequence} tokens of a sample a rank has "
-        f"{derivation.plan.tokens}; attention has "
-        f"{_sent(derivation, Axis.CP, of_activations=True)}, "
-        f"{_where(derivation, Axis.CP, spec.cluster)}{_waits(derivation, Axis.CP)}"
+        f"4. {step.axis} {spec.degree(step.axis)}, {attention_of(spec)}: of {step.sequence} tokens "
+        f"of a sample a rank has {derivation.plan.tokens}; attention has "
+        f"{_sent(derivation, step.axis, of_activations=True)}, "
+        f"{_where(derivation, step.axis, spec.cluster)}{_waits(derivation, step.axis)}"
     )
 
 
 def _sent(derivation: Derivation, *axes: Axis, of_activations: bool | None = None) -> str:
     """Return what is sent over some of the axes; of activations alone, or of all but these, where
-    both are."""
+    that is said."""
     names = {axis.value for axis in axes}
-    is_told = of_activations is not None or Axis.CP in axes
     sent = sum(
         row.sent_bytes
         for row in busiest(derivation.exact.traffic)
         if row.key.phase is not Phase.SETUP
         and {*row.key.axes} <= names
-        and not (is_told and (row.key.state is State.ACTIVATIONS) is not bool(of_activations))
+        and of_activations in (None, row.key.state is State.ACTIVATIONS)
     )
     return f"{format_bytes(sent)} sent a step"
 
@@ -194,16 +194,15 @@ def _cuts(factor: Factor) -> bool:
 
 def _waits(derivation: Derivation, *axes: Axis, is_of_states: bool = False) -> str:
     """Return how much of a step waits for what moves over the axes; empty where no rates say it.
-    What moves over cp alone is attention's more than that of states."""
+    What moves over axes of tokens alone is attention's more than that of states."""
     step = derivation.exact.step
     if step is None:
         return ""
     names = {axis.value for axis in axes}
-    others = {Axis.CP.value} if is_of_states else None
     waited = sum(
         seconds
         for over, seconds in step.exposed().items()
-        if {*over} <= names and {*over} != others
+        if {*over} <= names and not (is_of_states and {*over} <= _OF_TOKENS)
     )
     return f", for which {waited / step.seconds:.1%} of the step waits"
 

@@ -28,7 +28,7 @@ _ALIKE = {
     _aten.addmm_: _aten.addmm,  # the fused loss adds up its weight's gradient in place
 }
 _ATTENTION = "aten::_scaled_dot_product_"
-_GROUPED = "aten::_grouped_mm"
+_GROUPED = "_grouped_mm"  # of torch, and of ours where torch has none
 _FUSED = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"
 
 
@@ -59,8 +59,8 @@ class OperationsMeter(OperatorMode):
                 attends = "backward" not in name
                 args = _with_equal_heads(args, is_backward=not attends)
             self._add(int(formula(*args, **kwargs, out_val=result)), attends=attends)
-        elif function._schema.name == _GROUPED:  # torch has no formula of it
-            self._add(2 * sum(map(math.prod, products(_GROUPED.removeprefix("aten::"), args))))
+        elif function._schema.name.endswith(f"::{_GROUPED}"):  # torch has no formula of it
+            self._add(2 * sum(map(math.prod, products(_GROUPED, args))))
         elif function._schema.name == _FUSED:
             self._add_logits(args[0], args[1])
         return result

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated
 
-from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.axis import TOKEN_AXES, Axis, Factor
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.leaf import Choice, Either, Text, Truth, Whole, declared
 from ptrain.spec.placement import S_STAR, R
@@ -173,7 +173,7 @@ def token_multiple(factors: Sequence[Factor], attention: ContextAttention | Hybr
     chunks a rank, but where keys and values are gathered."""
     ranks = chunks = slices = 1
     for factor in factors:
-        if factor.axis is Axis.CP and factor.degree > 1:
+        if factor.axis in TOKEN_AXES and factor.degree > 1:
             ranks = factor.degree
             is_balanced = factor.placement.activations != S_STAR
             if attention is not None:

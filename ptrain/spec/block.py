@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, dataclass_transform
 
+from ptrain.spec.experts import ExpertOptions
 from ptrain.spec.leaf import Choice, Kind, Real, Truth, Whole, declared
 
 
@@ -74,7 +75,7 @@ _ABOVE_0 = (0.0, 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockOptions:
+class BlockOptions(ExpertOptions):
     """What a model and its blocks are composed of; `own_head_dim` is the file's `head_dim`."""
 
     tied: Annotated[

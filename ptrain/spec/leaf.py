@@ -313,9 +313,9 @@ class Numbers(Leaf):
         refuse(f"must be {self.takes()}; got {got}")
 
     def takes(self) -> str:
-        kind = "whole numbers" if self.whole else "numbers"
-        count = f"{self.count} " if self.count else ""
-        return f"a list of {count}{kind} in {self.low:g}..{self.high:g}"
+        kind = f"{self.count} " * bool(self.count) + "whole " * self.whole + "numbers"
+        alone = ", or one" * (self.whole and self.count < 2)
+        return f"a list of {kind} in {self.low:g}..{self.high:g}{alone}"
 
     def schema(self) -> dict[str, Any]:
         kind = "integer" if self.whole else "number"

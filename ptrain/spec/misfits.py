@@ -7,11 +7,15 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from ptrain.errors import Fault
-from ptrain.spec.block import BlockOptions, Positions, RopeScaling
+from ptrain.spec.block import Bias, BlockOptions, Positions, RopeScaling
 from ptrain.spec.model import Attention, ModelShape
 
 _DEFAULTS = {option.name: option.default for option in fields(BlockOptions)}
 _OF_ROPE = ("rope_base", "rotary", "window_rope_base", "rope_scaling")
+_OF_EXPERTS = (
+    "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "router", "router_norm",
+    "router_scale", "capacity_factor", "aux_loss", "z_loss",
+)  # fmt: skip
 _OF_LLAMA3 = ("rope_low_factor", "rope_high_factor", "rope_original")
 
 
@@ -22,6 +26,8 @@ def misfits(shape: ModelShape) -> Iterator[Fault]:
         yield Fault(place=f"model.{void.name}", finding=void.finding, remedy=void.remedy)
     if shape.document_start is not None:
         yield from _documents(shape, shape.document_start)
+    if shape.experts is not None:
+        yield from _experts(shape, shape.experts)
     if shape.rope_scaling is not RopeScaling.NONE and shape.rope_factor == 1.0:
         yield Fault(
             place="model.rope_scaling",
@@ -45,6 +51,28 @@ def _documents(shape: ModelShape, start: int) -> Iterator[Fault]:
     if shape.attention is Attention.FLEX:
         finding = "not yet: documents by flex_attention, whose blocks would depend on the tokens"
         yield Fault(place=place, finding=finding, remedy="write attention: sdpa or eager")
+
+
+def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
+    chosen, dense = shape.experts_per_token, shape.dense_layers
+    if chosen > experts:
+        yield Fault(
+            place="model.experts_per_token",
+            finding=f"a token goes to {chosen} experts, of which a block has {experts}",
+            remedy=f"write {experts} or fewer",
+        )
+    if dense >= shape.layers:
+        yield Fault(
+            place="model.dense_layers",
+            finding=f"the first {dense} layers have no experts, and there are {shape.layers}",
+            remedy=f"write one below {shape.layers}, or remove experts",
+        )
+    if shape.bias is Bias.ALL:
+        yield Fault(
+            place="model.bias",
+            finding="not yet: experts with biases, of which a grouped product knows nothing",
+            remedy="write bias: none or qkv",
+        )
 
 
 def _heads(shape: ModelShape) -> Iterator[Fault]:
@@ -116,6 +144,9 @@ def voids(shape: ModelShape) -> Iterator[Void]:
     if shape.window is None:
         names = ("global_every", "window_rope_base")
         yield from _void(shape, names, "window", "no layer has a window", "window")
+    if shape.experts is None:
+        finding = "a block has no experts"
+        yield from _void(shape, _OF_EXPERTS, "experts", finding, "experts")
     if shape.tied:
         finding = "a tied head is the embedding, which has no bias"
         yield from _void(shape, ("head_bias",), "tied", finding, "tied: false")

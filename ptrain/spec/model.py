@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from math import ceil
 from typing import Annotated, Any
 
 from ptrain.spec.block import (
@@ -111,6 +112,22 @@ class ModelShape(BlockOptions):
         return Dropouts(*(self.dropout if rate is None else rate for rate in own))
 
     @property
+    def width_of_expert(self) -> int:
+        """Features inside one of the experts."""
+        return self.expert_ffn or self.ffn
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer's tokens go to experts that a router chooses."""
+        return self.experts is not None and layer >= self.dense_layers
+
+    def capacity(self, num_tokens: int) -> int:
+        """Return how many of a sample's tokens an expert takes at most: ceil(c k T / E), and never
+        more than there are."""
+        assert self.experts is not None and self.capacity_factor is not None, "experts are full"
+        share = self.capacity_factor * self.experts_per_token * num_tokens / self.experts
+        return min(num_tokens, ceil(share))
+
+    @property
     def drops(self) -> bool:
         """Whether something is dropped out."""
         return any(self.dropouts)
@@ -123,7 +140,8 @@ class ModelShape(BlockOptions):
     @property
     def has_equal_blocks(self) -> bool:
         """Whether all blocks have the same operators."""
-        return self.window is None or self.global_every is None
+        has_equal_masks = self.window is None or self.global_every is None
+        return has_equal_masks and (self.experts is None or not self.dense_layers)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -265,10 +283,6 @@ class ModelRaw:
     ] = None
     vocab: Annotated[
         int | None, Whole("tokens in the vocabulary", 2, 2**24, aka=("vocab_size",))
-    ] = None
-    experts: Annotated[int | None, Whole("experts per block", 1, 2**16, executed=())] = None
-    experts_per_token: Annotated[
-        int | None, Whole("experts a token visits", 1, 2**16, executed=())
     ] = None
     hf: Annotated[
         str | None,

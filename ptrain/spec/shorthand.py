@@ -194,26 +194,33 @@ def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> No
         return
     assert isinstance(tree.root, dict), "a strategy's file is a mapping"
     tuples = tree.root["placement"]
-    home = list(tuples)
+    home, alone = list(tuples), f"placement: {name}"
+    is_alone, has_policy = len(placement) == 1, any(key in tree.root for key in POLICIES)
     if len(home) > 1:
-        fault(route, f"{name} spans {' and '.join(home)}", f"write placement: {name}")
+        remedy = alone if is_alone else _written_out(tree.root)
+        fault(route, f"{name} spans {' and '.join(home)}", f"write {remedy}")
     elif axis not in (home[0], "dp"):
-        fault(
-            route,
-            f"{name} sits on {home[0]}, not on {axis}",
-            f"write placement: {{{home[0]}: {name}}} and mesh: {{{home[0]}: N}}",
-        )
-    elif any(section in tree.root for section in POLICIES):
-        modes = ", ".join(map(str, tuples[home[0]].values()))
-        policies = {key: _policy(tree.root, key) for key in POLICIES if key in tree.root}
-        sections = [f"{key}: {flow(policy)}" for key, policy in policies.items()]
-        fault(
-            route,
-            f"{name} is more than a tuple",
-            f"write placement: {name}, or placement.{axis}: [{modes}] and {' and '.join(sections)}",
-        )
+        remedy = f"placement: {{{home[0]}: {name}}}"
+        if has_policy:
+            remedy = alone if is_alone else _written_out(tree.root)
+        remedy = f"write {remedy} and mesh: {{{home[0]}: N}}"
+        fault(route, f"{name} sits on {home[0]}, not on {axis}", remedy)
+    elif has_policy:
+        either = f"{alone}, or " * is_alone  # the name would say of no other axis
+        remedy = f"write {either}{_written_out(tree.root)}"
+        fault(route, f"{name} is more than a tuple", remedy)
     else:
         placement[axis] = copy.deepcopy(tuples[home[0]])
+
+
+def _written_out(strategy: Mapping) -> str:
+    """Return a strategy's tuples and policies as they are written beside those of other axes."""
+    tuples = strategy["placement"]
+    assert isinstance(tuples, dict), "a strategy places its axes"
+    parts = [f"placement.{axis}: [{', '.join(modes.values())}]" for axis, modes in tuples.items()]
+    sections = (key for key in POLICIES if key in strategy)
+    parts += [f"{section}: {flow(_policy(strategy, section))}" for section in sections]
+    return " and ".join(parts)
 
 
 def _data_degree(root: Mapping, fault: _Report) -> None:

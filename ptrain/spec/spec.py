@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ptrain.costs import State
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.axis import DATA_AXES, TOKEN_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.function import UserFunction
@@ -121,6 +121,16 @@ class Spec(Keys, Worded):
     def data_degree(self) -> int:
         """Ranks that see different samples."""
         return math.prod(self.degree(axis) for axis in DATA_AXES)
+
+    @property
+    def has_token_slices(self) -> bool:
+        """Whether ranks have tokens of their own of the same samples."""
+        return self.is_cut_over(TOKEN_AXES)
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a sample that a rank has in all of the model."""
+        return self.batch.sequence // math.prod(self.degree(axis) for axis in TOKEN_AXES)
 
     @property
     def may_be_on_cuda(self) -> bool:

@@ -60,6 +60,12 @@ class PlanAxes:
         return (*self.sample_axes, *(axis for step in self.steps for axis in step.drawing_axes))
 
     @property
+    def summed_axes(self) -> tuple[Axis, ...]:
+        """The axes along which gradients are summed, the outermost first."""
+        summed = [axis for step in self.steps for axis in step.summed_axes]
+        return tuple(axis for axis in self.mesh.axes if axis in summed)
+
+    @property
     def loss_axes(self) -> tuple[Axis, ...]:
         """The axes whose ranks have the same loss of the same samples."""
         return tuple(axis for step in self.steps for axis in step.loss_axes)

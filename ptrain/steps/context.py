@@ -17,7 +17,8 @@ class ContextParallel(PlanStep):
     on (`ulysses * ring` is the degree). `is_balanced`: zigzag, each of the ring's places has an
     early and a late chunk; else slices are contiguous. `gathers`: A is S*, keys and values of the
     ring's places are gathered, in place of passed on. `sequence`: tokens of a sample.
-    `has_documents`: samples are of several, and a mask says who attends to whom.
+    `has_documents`: samples are of several, and a mask says who attends to whom. Ranks draw the
+    same random numbers, the masks of all tokens, of which each has its slice.
     """
 
     axis: Axis
@@ -39,8 +40,4 @@ class ContextParallel(PlanStep):
 
     @property
     def token_axes(self) -> tuple[Axis, ...]:
-        return (self.axis,)
-
-    @property
-    def drawing_axes(self) -> tuple[Axis, ...]:
         return (self.axis,)

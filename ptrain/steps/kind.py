@@ -16,7 +16,7 @@ class PlanStep:
     @property
     def drawing_axes(self) -> tuple[Axis, ...]:
         """The axes beside the data axes along which ranks draw random numbers of their own, since
-        they have layers or slices of the tokens of their own."""
+        they have layers of their own, or slices of the tokens whose masks nobody draws whole."""
         return ()
 
     @property
@@ -34,6 +34,11 @@ class PlanStep:
     def boundary_axes(self) -> tuple[Axis, ...]:
         """Of these the axes along which they have other tokens between the blocks."""
         return self.token_axes
+
+    @property
+    def summed_axes(self) -> tuple[Axis, ...]:
+        """The axes along which gradients are summed, of which every rank has addends."""
+        return ()
 
     @property
     def loss_axes(self) -> tuple[Axis, ...]:

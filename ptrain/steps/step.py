@@ -149,6 +149,10 @@ class Replicate(WrapStep):
     zero_redundancy: bool = False
 
     @property
+    def summed_axes(self) -> tuple[Axis, ...]:
+        return self.axes
+
+    @property
     def policy(self) -> SyncPolicy:
         return SyncPolicy(gradients=GradientSync.LAST)
 
@@ -177,6 +181,10 @@ class FullyShard(WrapStep):
     materialized: bool = False
     prefetch: int | None = None
     overlaps: bool = True
+
+    @property
+    def summed_axes(self) -> tuple[Axis, ...]:
+        return (*self.replicate_axes, *self.shard_axes)
 
     @property
     def reduced_axes(self) -> tuple[Axis, ...]:
@@ -245,6 +253,10 @@ class FlatUnits(WrapStep):
     prefetch: int = 0
     gather_after_update: GatherAfterUpdate = GatherAfterUpdate.BLOCKING
     path: str | None = None
+
+    @property
+    def summed_axes(self) -> tuple[Axis, ...]:
+        return self.axes
 
     @property
     def gathered_by_unit(self) -> tuple[Axis, ...]:
@@ -372,10 +384,7 @@ _NAMES: dict[type[PlanStep], str] = {
     Parallelize: "tensor",
     ContextParallel: "context",
     Keep: "keep",
-    LocalGradients: "wrap",
-    Replicate: "wrap",
-    FullyShard: "wrap",
-    FlatUnits: "wrap",
+    **dict.fromkeys((LocalGradients, Replicate, FullyShard, FlatUnits), "wrap"),
     ChunkedLoss: "loss",
     Accumulate: "accumulate",
     Clip: "clip",

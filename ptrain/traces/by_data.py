@@ -14,9 +14,8 @@ from ptrain.facts.model import ModelFacts
 from ptrain.models.batch import SampleBatch
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.selection import BOUNDS, Extent, Selected
-from ptrain.models.trace import Recording, to_timeline
 from ptrain.timeline import gradient_order
-from ptrain.traces.layer_works import work_of
+from ptrain.traces.layer_rows import TracedLayers
 
 _READS = "its code reads values"
 
@@ -24,28 +23,28 @@ _READS = "its code reads values"
 class Traced(Protocol):
     """Traces a micro-batch of these samples."""
 
-    def __call__(self, samples: SampleBatch, extent: Extent = Extent.GIVEN) -> Recording: ...
+    def __call__(self, samples: SampleBatch, extent: Extent = Extent.GIVEN) -> TracedLayers: ...
 
 
 def facts_by_data(
     known: ModelFacts,
-    recording: Recording,
+    layers: TracedLayers,
     traced: Traced,
     samples: SampleBatch,
     further: Callable[[], Sequence[SampleBatch]],
 ) -> ModelFacts:
-    """Return the facts of a whole model with what it allocates. `recording` is what it did with
+    """Return the facts of a whole model with what it allocates. `layers` is what it did with
     these samples; `further` gives others, none where nobody knows which it takes."""
-    selected = recording.selected
+    selected = layers.recording.selected
     if selected.unbounded:
-        return _unknown(known, recording, f"{_who(selected)}, of which no bound is known")
+        return _unknown(known, layers, f"{_who(selected)}, of which no bound is known")
     if selected.operators:
         facts, *others = (_with(known, traced(samples, extent)) for extent in BOUNDS)
-        unvisited = _unvisited(facts, _with(known, recording), traced, samples)
+        unvisited = _unvisited(facts, _with(known, layers), traced, samples)
         return replace(facts, by_data=_who(selected), others=tuple(others), unvisited=unvisited)
-    if selected.reads and (why := _doubt(recording, traced, further)):
-        return _unknown(known, recording, why)
-    return _with(known, recording)
+    if selected.reads and (why := _doubt(layers, traced, further)):
+        return _unknown(known, layers, why)
+    return _with(known, layers)
 
 
 def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
@@ -55,14 +54,14 @@ def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
     return list(zip((facts, *facts.others), BOUNDS, strict=True))
 
 
-def _with(known: ModelFacts, recording: Recording) -> ModelFacts:
-    timeline = to_timeline(recording)
-    work = work_of(known.unit_modules, known.blocks, recording)
+def _with(known: ModelFacts, layers: TracedLayers) -> ModelFacts:
+    timeline = layers.timeline(known.blocks, known.unit_modules)
+    work = layers.work(known.blocks)
     return replace(known, timeline=timeline, gradient_order=gradient_order(timeline), work=work)
 
 
-def _unknown(known: ModelFacts, recording: Recording, why: str) -> ModelFacts:
-    return replace(_with(known, recording), timeline=None, work=None, untraced=why)
+def _unknown(known: ModelFacts, layers: TracedLayers, why: str) -> ModelFacts:
+    return replace(_with(known, layers), timeline=None, work=None, untraced=why)
 
 
 def _unvisited(
@@ -77,16 +76,16 @@ def _unvisited(
 
 
 def _doubt(
-    recording: Recording, traced: Traced, further: Callable[[], Sequence[SampleBatch]]
+    layers: TracedLayers, traced: Traced, further: Callable[[], Sequence[SampleBatch]]
 ) -> str:
-    """Return why what was recorded does not say what the model allocates of other samples; empty
+    """Return why what the layers did does not say what the model allocates of other samples; empty
     where it allocates the same of all that there are to try."""
     samples = further()
     if not samples:
         return f"{_READS}, and it has no nn.Embedding that says which other tokens to try"
-    expected = to_timeline(recording)
+    expected = layers.own_timeline
     try:
-        is_same = all(to_timeline(traced(other)) == expected for other in samples)
+        is_same = all(traced(other).own_timeline == expected for other in samples)
     except CodeRaised as error:
         return f"{_READS}, and on other samples it ends: {error.faults[0].finding}"
     except RuntimeError as error:  # in backward

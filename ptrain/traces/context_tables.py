@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.axes.context.part import EXCHANGING, ContextKind, ContextPart, parts_told_apart
+from ptrain.axes.context.run.randomness import MicroBatchCut
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.blocks import OVER_CONTEXT
 from ptrain.derivation.tables import Setting
@@ -245,11 +246,12 @@ def _rank_part(setting: Setting, part: ContextPart, keep: Keep | None) -> RankPa
         dist.destroy_process_group()
     # Two of them: an axis that is all of the world has its group, which says of no axis.
     mesh_step = CreateMesh(axes=(Axis.DP_REPLICATE, Axis.CP), degrees=(2, degree))
+    cut = MicroBatchCut(samples=setting.batch, slices=degree)
     mesh = Mesh(mesh_step, fake_world(part.before * part.ulysses, 2 * degree))
     return RankPart(
         batch=setting.batch,
         sequence=step.sequence,
-        context=ContextSlices(step, mesh, ReduceScatterVia.NATIVE),
+        context=ContextSlices(step, mesh, ReduceScatterVia.NATIVE, cut),
         keep=keep,
     )
 

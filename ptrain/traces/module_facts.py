@@ -25,11 +25,11 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import objective_of
 from ptrain.models.other_samples import other_samples
 from ptrain.models.selection import Extent
-from ptrain.models.trace import Recording
 from ptrain.spec.axis import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
 from ptrain.traces.by_data import facts_by_data
+from ptrain.traces.layer_rows import TracedLayers, only, running, running_units
 from ptrain.traces.record import record
 from ptrain.traces.stage_parts import plan_of
 
@@ -42,26 +42,31 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     known = untraced_facts(model, spec)
     if not is_trainable(spec.model, torch.device("cpu")):
         return known
-    units = known.unit_modules
+    names = running(spec, known.blocks)
+    units = running_units(known.unit_modules, known.blocks, names)
     samples = sample_batch(spec)
     if not _is_cut(spec):
         keep_traced(model, plan_of(spec, known).keep)
-    with torch.random.fork_rng(devices=[]), _loss_of(model, spec) as loss:
+    with (
+        torch.random.fork_rng(devices=[]),
+        only(model, known.blocks, names),
+        _loss_of(model, spec) as loss,
+    ):
 
-        def traced(samples: SampleBatch, extent: Extent = Extent.GIVEN) -> Recording:
-            given = samples.tensors
-            return record(model, units, lambda: loss(samples) / samples.rows, *given, extent=extent)
+        def traced(samples: SampleBatch, extent: Extent = Extent.GIVEN) -> TracedLayers:
+            run = partial(record, model, units, lambda: loss(samples) / samples.rows)
+            return TracedLayers(run(*samples.tensors, extent=extent), names, units)
 
         before = torch.get_rng_state()
-        recording = traced(samples)
+        layers = traced(samples)
         has_drawn = not torch.equal(before, torch.get_rng_state())  # operators without a tag too
         known = replace(
             known,
             vocabulary=loss.vocabulary,
-            draws=known.draws or recording.draws or has_drawn,
+            draws=known.draws or layers.recording.draws or has_drawn,
         )
         others = partial(other_samples, model, spec, loss.vocabulary)
-        return facts_by_data(known, recording, traced, samples, others)
+        return facts_by_data(known, layers, traced, samples, others)
 
 
 class _Loss:

@@ -6,6 +6,7 @@ the ranks have of any other model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.activations.run.apply import keep_traced
-from ptrain.axes.context.run.apply import ContextGroups, own_spans, parallelize_context
+from ptrain.axes.context.run.apply import ContextGroups, parallelize_context
+from ptrain.axes.context.run.randomness import MicroBatchCut
 from ptrain.axes.context.run.slices import token_slices
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
@@ -35,7 +37,10 @@ from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
 from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
+from ptrain.traces.layer_rows import Names, only
 from ptrain.traces.record import TracedStage, Units, record, record_stage, run_unrecorded
+
+_TEACHING = 2  # layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +59,12 @@ class ContextSlices:
         step: ContextParallel,
         mesh: Mesh,
         via: ReduceScatterVia,
+        cut: MicroBatchCut,
         attending: Attending | None = None,
     ) -> None:
-        self._groups = ContextGroups(step, mesh, attending)
+        self._groups = ContextGroups(step, mesh, cut, attending)
         self._apply = partial(parallelize_context, step=step, mesh=mesh, via=via)
-        self.spans = own_spans(step, mesh)
+        self.spans = self._groups.masks.spans
 
     def apply(self, module: nn.Module) -> None:
         """Change a module in place."""
@@ -86,8 +92,9 @@ class RankPart:
     has_learnt: bool = False  # torch, on a part with the same operators
     extent: Extent = Extent.GIVEN
 
-    def trace(self, model: nn.Module, units: Units) -> Recording:
-        """Return the recording of a whole model, which is changed in place."""
+    def trace(self, model: nn.Module, units: Units, alike: Names = ()) -> Recording:
+        """Return the recording of a whole model, which is changed in place. Of layers that are
+        `alike` torch learns from two: the second is given what all behind it are."""
         loss = self._prepared(model, self.tensor.roles if self.tensor else ())
         samples = self._samples()
 
@@ -96,14 +103,22 @@ class RankPart:
 
         with micro_batch(self.tensor)():
             run = partial(record, model, units, forward, *samples.tensors, extent=self.extent)
-            return self._when_learnt(run, partial(run_unrecorded, model, units, forward))
+            learn = partial(run_unrecorded, model, units, forward)
+            return self._when_learnt(run, learn, partial(only, model, alike, alike[:_TEACHING]))
 
     def trace_stage(
-        self, model: nn.Module, units: Units, cuts: StageCuts, index: int, *, in_halves: bool
+        self,
+        model: nn.Module,
+        units: Units,
+        cuts: StageCuts,
+        index: int,
+        alike: Names = (),
+        *,
+        in_halves: bool,
     ) -> list[Recording]:
         """Return the recording of a stage's passes, and where its backward pass runs `in_halves`
-        that of the halves. The model is not changed; its part may be on meta, and is then made of
-        nothing in particular."""
+        that of the halves; `alike` as of `trace`. The model is not changed; its part may be on
+        meta, and is then made of nothing in particular."""
         stages, ends = cuts.stages, cuts.chain.ends
         is_last = index == len(stages) - 1
         part = part_of(model, stages, index, cuts.chain)
@@ -129,14 +144,22 @@ class RankPart:
             recordings = []
             for halves in (False, True) if in_halves else (False,):
                 run = partial(record_stage, stage, in_halves=halves)
-                recordings.append(self._when_learnt(run, run))
+                few = partial(only, part, alike, alike[:_TEACHING])
+                recordings.append(self._when_learnt(run, run, few))
             return recordings
 
-    def _when_learnt(self, run: Callable[[], Recording], learn: Callable[[], object]) -> Recording:
+    def _when_learnt(
+        self,
+        run: Callable[[], Recording],
+        learn: Callable[[], object],
+        few: Callable[[], AbstractContextManager[None]],
+    ) -> Recording:
         """What happens when torch has learnt what each operator is cut to: it computes that on
-        tensors, the first time. `learn` runs the same operators."""
+        tensors, the first time. `learn` runs the same operators, within `few` as many layers as it
+        takes."""
         if self.mesh is not None and not self.has_learnt:
-            learn()
+            with few():
+                learn()
         return run()
 
     def _prepared(self, module: nn.Module, roles: Roles, *, has_loss: bool = True) -> Loss:

@@ -4,28 +4,37 @@ pass by pass, and told as plain data, since other processes may be asked for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ptrain.axes.context.run.randomness import MicroBatchCut
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import LayerWork, ModelWork, WorkByKind
 from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
 from ptrain.facts.plain import from_plain, to_plain
+from ptrain.facts.stages import Stage, Units
 from ptrain.models.heads import head_of
 from ptrain.models.selection import Extent
-from ptrain.models.trace import Recording, to_timeline
+from ptrain.models.trace import to_timeline
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Timeline
-from ptrain.traces.layer_works import work_of
+from ptrain.traces.layer_rows import (
+    TracedLayers,
+    alike_of,
+    kind_of_row,
+    only,
+    running,
+    running_units,
+)
 from ptrain.traces.rank_part import ContextSlices, RankPart, StageCuts
 
 Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
@@ -48,12 +57,13 @@ def rank_part(
     """Return what the plan does to a module before it runs on one rank, over the `mesh` of the
     cutting axes where there are some. `extent`: how much operators select by data."""
     plan = plan_of(spec, facts)
+    cut = MicroBatchCut(samples=spec.batch.micro, slices=plan.boundary_slices)
     return RankPart(
         batch=spec.batch.micro,
         sequence=spec.batch.sequence,
         tensor=plan.tensor,
         mesh=mesh.submesh((plan.tensor.axis,)) if mesh and plan.tensor else None,
-        context=ContextSlices(plan.context, mesh, spec.reduce_scatter, facts.attending)
+        context=ContextSlices(plan.context, mesh, spec.reduce_scatter, cut, facts.attending)
         if mesh and plan.context
         else None,
         slices=plan.boundary_slices,
@@ -73,25 +83,52 @@ def stage_rows(
     *,
     extent: Extent = Extent.GIVEN,
 ) -> Rows:
-    """Return the rows of every stage; `mesh` and `extent` as of `rank_part`. The generator's state
-    is left as it was."""
+    """Return the rows of every stage, of which those that do alike are traced once; `mesh` and
+    `extent` as of `rank_part`. The generator's state is left as it was."""
     chain, stages = chain_of(spec, facts), stages_of(spec, facts)
     cuts = StageCuts(stages=stages, chain=chain)
     part = rank_part(module, spec, facts, mesh, extent=extent)
+
+    def trace(stage: Stage, units: Units) -> TracedLayers:
+        names = running(spec, stage.layers)
+        ran = running_units(units, stage.layers, names)
+        in_halves = spec.pipeline.is_in_halves and stage.index > 0
+        with only(module, stage.layers, names):
+            recordings = part.trace_stage(
+                module, ran, cuts, stage.index, alike_of(spec, stage.layers), in_halves=in_halves
+            )
+        return TracedLayers(recordings[0], names, ran, *recordings[1:])
+
+    traced: dict[Hashable, TracedLayers] = {}
     rows: Rows = []
     with torch.random.fork_rng(devices=[]):
         for stage in stages:
             units = stage.units(facts.unit_modules)
-            in_halves = spec.pipeline.is_in_halves and stage.index > 0
-            recordings = part.trace_stage(module, units, cuts, stage.index, in_halves=in_halves)
-            work = work_of(units, stage.layers, *recordings)
-            rows.append({**_rows(*recordings), "work": to_plain(work, WorkByKind)})
+            kind = _kind_of_stage(spec, stage, len(stages))
+            if kind not in traced:
+                traced[kind] = trace(stage, units)
+            rows.append(_rows(traced[kind], stage, units))
     return rows
 
 
-def _rows(whole: Recording, halves: Recording | None = None) -> dict[str, Any]:
+def _kind_of_stage(spec: Spec, stage: Stage, stages: int) -> Hashable:
+    """Return what stages have in common that do alike: none but its own index where nobody says
+    that their layers do."""
+    kind = kind_of_row(spec, stage.layers)
+    if kind is None:
+        return stage.index
+    ends = stage.index == 0, stage.index == stages - 1
+    return *ends, kind, len(running(spec, stage.layers))
+
+
+def _rows(layers: TracedLayers, stage: Stage, units: Units) -> dict[str, Any]:
+    whole, halves = layers.recording, layers.halves
     assert whole.output is not None, "a stage hands something on"
-    rows = {"passes": to_plain(to_timeline(whole), Timeline), "output": whole.sizes[whole.output]}
+    rows = {
+        "passes": to_plain(layers.timeline(stage.layers, units), Timeline),
+        "output": whole.sizes[whole.output],
+        "work": to_plain(layers.work(stage.layers), WorkByKind),
+    }
     if halves is not None:
         of_backward = {"forward": halves.passes["input"], "backward": halves.passes["weight"]}
         timeline = to_timeline(replace(halves, passes=of_backward, moved=(), works={}))

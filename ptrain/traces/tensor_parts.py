@@ -2,8 +2,9 @@
 rank on fake ranks, cuts the model as the plan says, and traces one micro-batch of its part; with
 pp, of its part of every stage.
 
-The processes are others than this one, which may belong to a group of real ranks already; torch
-also remembers what it cut for one rank. Ranks with slices of the same shapes are traced once.
+The processes are others than this one, which may belong to a group of real ranks already. Ranks
+with slices of the same shapes are traced once. Of the others a process plays, one after the other,
+those that stand at the same place along tp: of a mesh torch remembers what it cut for one rank.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from ptrain.algebra.layout import place_of, ranks_over
+from ptrain.axes.context.part import alike_by
 from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
@@ -33,7 +37,7 @@ from ptrain.models.facts import untraced_facts
 from ptrain.models.initialize import cast
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.selection import Extent
-from ptrain.models.trace import to_timeline
+from ptrain.processor import cores
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.axis import CUTTING_AXES, TOKEN_AXES, Axis
@@ -43,8 +47,8 @@ from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
 from ptrain.timeline import Timeline
 from ptrain.traces.gpu_kernels import kernels_for
-from ptrain.traces.layer_works import work_of
-from ptrain.traces.on_fakes import large_model
+from ptrain.traces.layer_rows import TracedLayers, alike_of, only, running, running_units
+from ptrain.traces.on_fakes import FakeModel, large_model
 from ptrain.traces.stage_parts import plan_of, rank_part, stage_rows
 
 # A process that answers: its import path is this one's, before it imports anything.
@@ -55,17 +59,28 @@ from {__name__} import main
 sys.exit(main(sys.stdin.readlines()))
 """
 
+# Of a model that does not run on what a rank along an axis has.
+_REMEDIES = {
+    **{
+        axis: f"let its code take the number of tokens from its tensors, or write no {axis}"
+        for axis in TOKEN_AXES
+    },
+    Axis.TP: "let its code take the number of heads from its tensors (view(…, -1, head_dim)), or "
+    "write another tensor.plan",
+}
+
 Traced = dict[
     str, Any
 ]  # JSON: `timelines` and works by place along the cutting axes, or the `problem` that there is
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """One rank of a spec's cutting axes, as another process is asked for it."""
+class _PartRequest:
+    """What another process is to trace: ranks of a spec's cutting axes."""
 
     spec: str
-    index: int
+    axes: tuple[Axis, ...]
+    indices: tuple[int, ...]
     allow_import: bool
     extent: Extent
 
@@ -77,14 +92,20 @@ def traced(
     `timeout.init`; with pp the rows of each stage in their place. `extent`: how much operators
     select by data."""
     alone = traced_part(spec)
-    players = _players(alone, plan_of(alone, facts), facts)
+    plan = plan_of(alone, facts)
+    players = _players(alone, plan, facts)
     try:
-        text = _as_text(spec)
+        request = partial(_PartRequest, _as_text(spec), plan.cutting_axes)
         requests = tuple(
-            _Asked(text, index, allow_import, extent) for index in dict.fromkeys(players)
+            request(indices, allow_import, extent)
+            for indices in _together(alone, plan, tuple(dict.fromkeys(players)))
         )
         answers = _answers(requests, spec.timeout.init)
-        answer_of = dict(zip(dict.fromkeys(players), answers, strict=True))
+        answer_of = {
+            index: answer
+            for request, of_request in zip(requests, answers, strict=True)
+            for index, answer in zip(request.indices, of_request, strict=True)
+        }
     except PtrainError as error:
         return {"problem": str(error)}
     return {"timelines": [answer_of[index] for index in players]}
@@ -120,44 +141,48 @@ def by_place(traces: Traced) -> list[Any]:
 
 
 def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
-    """For each place the first one that has slices of the same shapes, of the same tokens."""
-    axes = plan.cutting_axes
+    """Return for each place along the cutting axes the first one that has slices of the same
+    shapes, and does the same in attention with its tokens."""
+    axes, context = plan.cutting_axes, plan.context
     assert axes, "something is cut"
     alike = {
         place: indices[0] for _, indices in units_by_place(spec, plan, facts) for place in indices
     }
-    first: dict[tuple[int, ...], int] = {}
+    first: dict[tuple[object, ...], int] = {}
     players = []
     for place in range(ranks_over(spec, axes)):
         own = place_of(spec, axes, place)
-        tokens = (own.get(axis, 0) for axis in TOKEN_AXES)
+        tokens = alike_by(context, own[context.axis]) if context else ()
         players.append(first.setdefault((alike[place], *tokens), place))
     return players
 
 
+def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return which of these places one process plays after the other: no more processes than there
+    are cores, but for places along tp."""
+    own: dict[int, list[int]] = {}
+    for index in indices:
+        place = place_of(spec, plan.cutting_axes, index)
+        own.setdefault(place[plan.tensor.axis] if plan.tensor else 0, []).append(index)
+    number = max(1, cores() // len(own))
+    parts = (tuple(of_place[first::number]) for of_place in own.values() for first in range(number))
+    return [part for part in parts if part]
+
+
 @cache
-def _answers(requests: tuple[_Asked, ...], seconds: float) -> list[Traced]:
-    """Return the answers of processes that run side by side, in at most `seconds`."""
-    ends = time.monotonic() + seconds
-    processes = [
-        Popen(
-            [sys.executable, "-P", "-c", _ANSWER, *sys.path],
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            text=True,
-        )
-        for _ in requests
-    ]
+def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Traced]]:
+    """Return the answers of processes, as many side by side as there are cores, all of them in at
+    most `seconds`. Each imports torch: more at once would take memory, and no less time."""
+    ends, at_once = time.monotonic() + seconds, cores()
+    processes: list[Popen[str]] = []
+    answers = []
     try:
-        for process, request in zip(processes, requests, strict=True):
-            assert process.stdin is not None
-            question = [request.spec, request.index, request.allow_import, request.extent]
-            with suppress(BrokenPipeError):  # one that is gone has said why, on its errors
-                process.stdin.write(json.dumps(question))
-                process.stdin.close()
-            process.stdin = None  # so that `communicate` does not write
-        return [_answer(process, ends) for process in processes]
+        for number, request in enumerate(requests):
+            if number >= at_once:
+                answers.append(_answer(processes[number - at_once], request.axes, ends))
+            processes.append(_started(request))
+        rest = processes[-at_once:]
+        return answers + [_answer(process, requests[0].axes, ends) for process in rest]
     except TimeoutExpired as error:
         finding = f"{seconds:g} s did not suffice to trace what each rank has of the model"
         remedy = "raise it, or lower batch.micro or batch.sequence"
@@ -168,7 +193,25 @@ def _answers(requests: tuple[_Asked, ...], seconds: float) -> list[Traced]:
             process.communicate()  # closes its pipes
 
 
-def _answer(process: Popen[str], ends: float) -> Traced:
+def _started(request: _PartRequest) -> Popen[str]:
+    """Return a process that has its question."""
+    process = Popen(
+        [sys.executable, "-P", "-c", _ANSWER, *sys.path],
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    question = [request.spec, request.indices, request.allow_import, request.extent]
+    with suppress(BrokenPipeError):  # one that is gone has said why, on its errors
+        process.stdin.write(json.dumps(question))
+        process.stdin.close()
+    process.stdin = None  # so that `communicate` does not write
+    return process
+
+
+def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Traced]:
     output, errors = process.communicate(timeout=max(0.0, ends - time.monotonic()))
     said = errors.strip()
     if process.returncode == PtrainError.exit_code:
@@ -176,20 +219,23 @@ def _answer(process: Popen[str], ends: float) -> Traced:
     if process.returncode:
         last = said.splitlines()[-1:] or [f"it ended with {process.returncode}"]
         finding = f"the model runs whole, but not when its plan has cut it: {last[0]}"
-        remedy = "let its code take the number of heads from its tensors (view(…, -1, head_dim)), "
-        raise refused("mesh.tp", finding, remedy + "or write another tensor.plan")
-    answer: Traced = json.loads(output.splitlines()[-1])
-    return answer
+        raise refused(f"mesh.{axes[-1]}", finding, "; ".join(_REMEDIES[axis] for axis in axes))
+    answers: list[Traced] = json.loads(output.splitlines()[-1])
+    return answers
 
 
-def _play(spec: Spec, index: int, *, allow_import: bool, extent: Extent) -> list[Any]:
-    """In a process of its own: rank `index` of the spec's tp alone. A mesh reads its ranks, so it
-    is there before tensors are fakes."""
+def _play(
+    spec: Spec, index: int, large: FakeModel | None, *, allow_import: bool, extent: Extent
+) -> list[Any]:
+    """In a process of its own: rank `index` of the spec's cutting axes alone; `large` is the model
+    where it is on fakes, and stays as it is. A mesh reads its ranks, so it is there before tensors
+    are fakes."""
+    if dist.is_initialized():  # of the rank before
+        dist.destroy_process_group()
     mesh = _mesh(spec, index)
-    large = large_model(spec, allow_import=allow_import)
     if large is not None:
         with large.running(), kernels_for(spec):
-            return _part_of(large.module, spec, mesh, extent)
+            return _part_of(large.module, spec, mesh, extent, is_kept=True)
     module = build(
         spec.model,
         sequence=spec.batch.sequence,
@@ -209,25 +255,39 @@ def _mesh(spec: Spec, index: int) -> Mesh:
     return Mesh(step, fake_world(index, 2 * math.prod(degrees)))
 
 
-def _part_of(module: nn.Module, spec: Spec, mesh: Mesh, extent: Extent) -> list[Any]:
+def _part_of(
+    module: nn.Module, spec: Spec, mesh: Mesh, extent: Extent, *, is_kept: bool = False
+) -> list[Any]:
+    """`is_kept`: the module stays as it is."""
     facts = untraced_facts(module, spec)
     if spec.degree(Axis.PP) > 1:
         return stage_rows(module, spec, facts, mesh, extent=extent)
     part = rank_part(module, spec, facts, mesh, extent=extent)
-    recording = part.trace(module, facts.unit_modules)
-    work = work_of(facts.unit_modules, facts.blocks, recording)
-    return [to_plain(to_timeline(recording), Timeline), to_plain(work, WorkByKind)]
+    names = running(spec, facts.blocks)
+    units = running_units(facts.unit_modules, facts.blocks, names)
+    with only(module, facts.blocks, names):
+        own = _copied(module) if is_kept else module
+        layers = TracedLayers(part.trace(own, units, alike_of(spec, names)), names, units)
+    timeline = layers.timeline(facts.blocks, facts.unit_modules)
+    return [to_plain(timeline, Timeline), to_plain(layers.work(facts.blocks), WorkByKind)]
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy that has the module's own parameters, until others take their place."""
+    return deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
 def main(questions: Sequence[str]) -> int:
     """Answers one question from standard input. What the model's code prints goes to the errors."""
-    text, index, allow_import, extent = json.loads("".join(questions))
+    text, indices, allow_import, extent = json.loads("".join(questions))
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
         spec = load(json.loads(text)).spec
-        rows = _play(spec, index, allow_import=allow_import, extent=Extent(extent))
+        large = large_model(spec, allow_import=allow_import)
+        play = partial(_play, spec, allow_import=allow_import, extent=Extent(extent))
+        answers_of = [play(index, large) for index in indices]
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(json.dumps(rows), file=answers)
+    print(json.dumps(answers_of), file=answers)
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from ptrain.errors import PtrainError, SpecError, refused
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, lineage, manifest
-from ptrain.train.folder import RunFolder, is_of_agent, run_of_agent, saved_since, shown
+from ptrain.train.folder import ROOT, RunFolder, is_of_agent, run_of_agent, saved_since, shown
 from ptrain.train.manifest import Manifest
 from ptrain.train.options import Options
 
@@ -51,8 +51,9 @@ def continued(options: Options) -> Options:
     return replace(options, run_dir=run, resume=again(options.resume, RunFolder(run)))
 
 
-def require_resumable(spec: Spec, source: str | None, own: RunFolder) -> None:
+def require_resumable(spec: Spec, options: Options) -> None:
     """Raises SpecError for a continuation that the manifests and the sizes of files rule out."""
+    source, own = options.resume, RunFolder(options.run_dir or ROOT / "new")
     complaints: list[str] = []
     for path in candidates(source, own) if source else ():
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ptrain
+from ptrain.processor import cores
 
 RECORDED = (
     "RANK",
@@ -91,13 +92,6 @@ def recorded() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name in RECORDED or name.startswith(RECORDED_PREFIXES)
     }
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def threads_per_rank(world_size: int) -> str:

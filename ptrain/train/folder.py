@@ -27,6 +27,7 @@ import yaml
 
 from ptrain.errors import refused
 from ptrain.installed import versions
+from ptrain.processor import cores
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, lock, manifest
 from ptrain.train.lock import Lock
@@ -289,7 +290,7 @@ def _environment(num_ranks: int) -> Mapping[str, object]:
         "versions": {**versions(), "numpy": metadata.version("numpy")},
         "host": platform.node(),
         "platform": platform.platform(),
-        "cores": environment.cores(),
+        "cores": cores(),
         "threads_per_rank": environment.threads_per_rank(num_ranks),
         "git": _revision(),
         "agent": environment.agent(),

@@ -14,6 +14,7 @@ from ptrain.data.sampler import batch
 from ptrain.data.source import SampleSource, Split
 from ptrain.interpreter.program import Program
 from ptrain.models.batch import StepBatch
+from ptrain.models.generators import seed_of_step
 from ptrain.spec.job import CheckpointSpec
 from ptrain.train.exchange import Exchange
 from ptrain.train.finite import Guard
@@ -92,7 +93,7 @@ def local_batch(
 
 def seed_dropout(program: Program, step: int) -> None:
     """Dropout is a function of (seed, step, rank): a resumed run draws what it would have."""
-    torch.manual_seed((program.spec.train.seed * 1_000_003 + step) * 65_537 + program.random_index)
+    torch.manual_seed(seed_of_step(program.spec.train.seed, step, program.random_index))
 
 
 def _evaluate(program: Program, parts: Parts) -> float:

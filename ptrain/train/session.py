@@ -25,6 +25,7 @@ from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, VerdictFailed
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
+from ptrain.processor import cores
 from ptrain.report.record import compare, record, verdict
 from ptrain.report.summary import summary
 from ptrain.rooms.world import World
@@ -34,7 +35,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, environment, interrupt, manifest
-from ptrain.train.candidates import continued
+from ptrain.train.candidates import continued, require_resumable
 from ptrain.train.consistency import Consistency
 from ptrain.train.emulation import emulated_line
 from ptrain.train.exchange import Exchange
@@ -179,6 +180,7 @@ def _folder(
     if exchange.world.is_first:
         try:
             goes_on = continued(options)
+            require_resumable(spec, goes_on)
             claim = open_run(
                 spec,
                 given=goes_on.run_dir,
@@ -326,4 +328,4 @@ def _continuation(session: Session) -> str:
 def _device(world: World) -> str:
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
-    return f"cpu ({platform.machine()}, {environment.cores()} cores)"
+    return f"cpu ({platform.machine()}, {cores()} cores)"

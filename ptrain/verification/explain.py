@@ -173,7 +173,7 @@ def _samples(scene: Investigation) -> Cause:
         f"the mesh trains on other samples than the batch has: {words}; look at the sampler, "
         "and at which share of the batch each rank takes"
     )
-    axis = str(Axis.CP) if OF_ITS_SAMPLES in words else scene.axis_of(ranks)
+    axis = scene.token_axis if OF_ITS_SAMPLES in words else scene.axis_of(ranks)
     return Cause(axis, factor, sentence)
 
 

@@ -4,7 +4,8 @@ they are given the same, and apart where they are not.
 Nobody has to say which ranks share a mask. Copies of an activation must stay copies, so their masks
 are one; and what is another sample, slice of the tokens or head must be dropped by a mask of its
 own. So of each such module the ranks tell each other digests of what it is given and of where the
-generator stands as it begins.
+generator stands as it begins. Ranks of cp alone draw the masks of all tokens, of which each takes
+its part: their generators stand alike, whatever they are given.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import paths
 
 DIFFERENT = "differs where it must be shared"
+UNLIKE = "differs where slices of one must be taken"
 EVALUATES = "evaluates while others train"
 Seen = tuple[str, str, bool]  # what a module is given, where the generator stands, does it train
 
@@ -74,7 +76,10 @@ class Masks:
         """Return what departs, in the order in which the modules run."""
         everyone: list[dict[str, Seen]] = exchange.gather(self._seen)
         keys = dict.fromkeys(key for its in everyone for key in its)
-        return tuple(departure for key in keys for departure in _differing(key, everyone, step))
+        relation = _Relation(self.program)
+        return tuple(
+            departure for key in keys for departure in _differing(key, everyone, step, relation)
+        )
 
     def culprit(self, departures: tuple[Departure, ...]) -> Culprit | None:
         """Return whose masks they are that are wrong; None where nothing departs."""
@@ -99,34 +104,57 @@ class Masks:
         )
 
 
-def _differing(key: str, everyone: list[dict[str, Seen]], step: int) -> Iterator[Departure]:
+class _Relation:
+    """What two ranks are to each other: whether they have slices of the same tokens' masks."""
+
+    def __init__(self, program: Program) -> None:
+        self._places = coordinates(program)
+        self._axes = {str(axis) for step in program.plan.steps for axis in step.token_axes}
+
+    def of(self, one: int, other: int) -> bool | None:
+        """Return None for ranks that others stand between: these are judged beside them."""
+        places = self._places[one], self._places[other]
+        apart = {axis for axis in places[0] if places[0][axis] != places[1][axis]}
+        if not apart & self._axes:
+            return False
+        return True if apart <= self._axes else None
+
+
+def _differing(
+    key: str, everyone: list[dict[str, Seen]], step: int, relation: _Relation
+) -> Iterator[Departure]:
     """Yield the departures of pairs of ranks that run the module."""
     path, _, micro_batch = key.rpartition(" ")
     ranks = [rank for rank, its in enumerate(everyone) if key in its]
     modes = [everyone[rank][key][2] for rank in ranks]
     usual = modes.count(True) * 2 >= len(modes)
     for one, other in combinations(ranks, 2):
-        (given, state, trains), (its_given, its_state, its_trains) = (
-            everyone[rank][key] for rank in (one, other)
-        )
-        fault = ""
-        if trains != its_trains:
-            fault = EVALUATES
-        elif given == its_given and state != its_state:
-            fault = DIFFERENT
-        elif given != its_given and state == its_state and trains:
-            fault = SHARED
+        are_slices = relation.of(one, other)
+        if are_slices is None:
+            continue
+        fault = _fault(everyone[one][key], everyone[other][key], are_slices=are_slices)
         if fault:
             yield Departure(
                 step=step,
                 moment=Moment.FORWARD,
                 subject=Subject.RANDOM,
                 name=path,
-                rank=one if fault == EVALUATES and trains is not usual else other,
+                rank=one if fault == EVALUATES and everyone[one][key][2] is not usual else other,
                 index=int(micro_batch),
                 between=(one, other),
                 told=fault,
             )
+
+
+def _fault(one: Seen, other: Seen, *, are_slices: bool) -> str:
+    (given, state, trains), (its_given, its_state, its_trains) = one, other
+    if trains != its_trains:
+        return EVALUATES
+    if are_slices:
+        return UNLIKE if state != its_state else ""
+    if given == its_given:
+        return DIFFERENT if state != its_state else ""
+    return SHARED if state == its_state and trains else ""
 
 
 def _sentence(first: Departure, between: tuple[int, ...]) -> str:
@@ -138,7 +166,8 @@ def _sentence(first: Departure, between: tuple[int, ...]) -> str:
             f"{who} draws the same mask for different activations: seed by the place of what "
             "each rank computes"
         )
-    return f"{who} draws different masks for copies of one activation: seed these ranks alike"
+    copies = "slices of one mask" if first.told == UNLIKE else "copies of one activation"
+    return f"{who} draws different masks for {copies}: seed these ranks alike"
 
 
 def _state(device: torch.device) -> torch.Tensor:

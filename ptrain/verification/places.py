@@ -3,7 +3,7 @@ that a program that has it wrong is told."""
 
 from __future__ import annotations
 
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec
 
 
@@ -22,6 +22,12 @@ def data_place(spec: Spec, rank: int) -> int:
         if axis in where:
             place = place * spec.degree(axis) + where[axis]
     return place
+
+
+def token_place(spec: Spec, rank: int) -> int:
+    """Return which slice of the tokens of its samples is this rank's; 0 where it has all."""
+    where = coordinates(spec, rank)
+    return next((where[axis] for axis in TOKEN_AXES if axis in where), 0)
 
 
 def line(spec: Spec, rank: int, *axes: Axis) -> tuple[int, ...]:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from ptrain.interpreter.program import Program, interpret
-from ptrain.models.dropout import drops_out
 from ptrain.report.finding import Culprit, Departure
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
@@ -39,6 +39,7 @@ from ptrain.verification.tolerances import (
     plan,
 )
 from ptrain.verification.trajectory import Corridor, ProgramRun, anywhere, checks, follow, from_rank
+from ptrain.verification.undropped import NOTE, dropping, undropped
 from ptrain.verification.variants import exactly, without_dropout
 
 Steps: TypeAlias = dict[str, tuple[float, ...]]
@@ -130,7 +131,8 @@ def verify_here(
     names, failed = list(STAGES), ""
     for name, stage in STAGES.items():
         began = time.perf_counter()
-        outcome = stage(context)
+        with nullcontext() if name in _WITH_DROPOUT else undropped(spec):
+            outcome = stage(context)
         gc.collect()  # programs are cycles, and hold the model several times
         seconds = time.perf_counter() - began
         result = _with(result, name, outcome, seconds)
@@ -156,7 +158,8 @@ def account_here(spec: Spec, world: World, exchange: Exchange, request: Request)
     """Run in fp64 alone, for another spec to be compared with."""
     context = Context(spec=spec, world=world, exchange=exchange, request=request, make=interpreted)
     program = context.make(exactly(spec), world)
-    run = follow(program, exchange, anywhere(request.steps), _watch(context, program))
+    with undropped(spec):
+        run = follow(program, exchange, anywhere(request.steps), _watch(context, program))
     if request.account is not None and world.is_first:
         invariance.write(request.account, spec, run)
     exchange.barrier()
@@ -176,7 +179,7 @@ def _with(result: Verification, name: str, outcome: StageOutcome, seconds: float
 
 def _notes(spec: Spec) -> tuple[str, ...]:
     if without_dropout(spec) is not spec:
-        return ("dropout is 0 beside one device: several ranks draw other masks than one does",)
+        return (NOTE,)
     return ()
 
 
@@ -187,14 +190,14 @@ def _preconditions(context: Context) -> StageOutcome:
 
 
 def _examination(context: Context) -> StageOutcome:
+    drops = dropping(context.spec, context.exchange)
     program = context.make(exactly(context.spec), context.world)
-    drops = any(context.exchange.gather(drops_out(program.model)))
     examination = examine(program, context.exchange)
     return StageOutcome(
         checks=examination.checks,
         departures=examination.departures,
         culprit=examination.culprit,
-        notes=("dropout that the model brings along is not switched off",) if drops else (),
+        notes=(NOTE,) if drops else (),
     )
 
 
@@ -298,3 +301,4 @@ STAGES: dict[str, Stage] = {
     "trajectory in own dtypes": _in_own_dtypes,
     "invariance": _invariance,
 }
+_WITH_DROPOUT = ("preconditions", "consistency")  # stages that compare ranks, or a run with itself

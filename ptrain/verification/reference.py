@@ -24,7 +24,9 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.data.source import SampleSource, Split
 from ptrain.models.batch import SampleBatch, StepBatch
+from ptrain.models.balance import weigh
 from ptrain.models.build import build
+from ptrain.models.generators import seed_of_step
 from ptrain.models.initialize import cast, initialize
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import Objective, objective_of
@@ -109,8 +111,18 @@ class ReferenceTraining:
         return _micro_batches(self.spec, self.source, step)
 
     def accumulate(self, step: int, around: Around = nothing) -> Pass:
-        """Backward over the whole global batch of `step` (from 0), `around` each micro-batch."""
-        return self._accumulated(self.micro_batches(step), around)
+        """Backward over the whole global batch of `step` (from 0), `around` each micro-batch. What
+        drops out draws for each data rank as that one would, had it one device."""
+
+        @contextmanager
+        def seeded(micro_batch: MicroBatch) -> Iterator[None]:
+            if micro_batch.k == 0:
+                index = micro_batch.data_index
+                torch.manual_seed(seed_of_step(self.spec.train.seed, step, index))
+            with around(micro_batch):
+                yield
+
+        return self._accumulated(self.micro_batches(step), seeded)
 
     def _accumulated(self, micro_batches: Iterable[MicroBatch], around: Around) -> Pass:
         """Accumulate gradients by Theorem 3: the sum over all samples divided by their global
@@ -176,6 +188,7 @@ def _module(spec: Spec) -> nn.Module:
     if isinstance(spec.model, ModelShape):  # a function's model keeps its weights, also one of ours
         initialize(module, spec.train.seed)
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    weigh(module, 1.0 / spec.batch.global_samples)
     return module
 
 

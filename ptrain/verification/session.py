@@ -15,6 +15,7 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
 from ptrain.errors import VerdictFailed
 from ptrain.models.contract import forward_once
+from ptrain.processor import cores
 from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.rooms.world import World
@@ -125,4 +126,4 @@ def _record(
 def _device(world: World) -> str:
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
-    return f"cpu ({platform.machine()}, {environment.cores()} cores)"
+    return f"cpu ({platform.machine()}, {cores()} cores)"

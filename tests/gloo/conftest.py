@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
-from tests.gloo import context_runs, fidelity, keep_runs, pipeline_runs, tensor_runs
+from ptrain.traces import tensor_parts
+from tests.gloo import context_runs, expert_runs, fidelity, keep_runs, pipeline_runs, tensor_runs
+from tests.gloo.forked import Forked
 from tests.gloo.outcomes import Runs
 from tests.gloo.recording import write
 from tests.ranks import Ranks
@@ -21,10 +24,17 @@ def runs(ranks: Ranks, request: pytest.FixtureRequest) -> Iterator[Runs]:
         print(f"\nwritten: {write(kept, ['pytest', *sys.argv[1:]])}")
 
 
+@pytest.fixture
+def forked_traces() -> Iterator[None]:
+    """What a rank of cp has is traced in processes that need not import torch."""
+    with mock.patch.object(tensor_parts, "Popen", Forked):
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def record_matrices(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.config.getoption("--record"):
-        for runs in (context_runs, tensor_runs, pipeline_runs, keep_runs, fidelity):
+        for runs in (context_runs, expert_runs, tensor_runs, pipeline_runs, keep_runs, fidelity):
             for page in runs.MATRIX.write():
                 print(f"\nwritten: {page}")

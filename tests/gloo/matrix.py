@@ -63,10 +63,16 @@ def reference(spec: Spec, steps: int = STEPS) -> Trajectory:
     return _REFERENCES[key]
 
 
-def run(ranks: Ranks, spec: Spec, exactly: Tolerances = FP64, steps: int = STEPS) -> Result:
+def run(
+    ranks: Ranks,
+    spec: Spec,
+    exactly: Tolerances = FP64,
+    steps: int = STEPS,
+    truth: Trajectory | None = None,
+) -> Result:
     """Trained on as many ranks as the spec has, measured once and held against both; in fp64
-    `exactly` beside one device."""
-    truth = reference(spec, steps)
+    `exactly` beside one device, or another `truth`."""
+    truth = truth or reference(spec, steps)
     reports = ranks.run(spec.world_size, train, spec, len(truth.losses), MEASURED)
     measured = join_estimates([report.measured for report in reports if report.measured])
     checks = compare(derive(spec, facts_of(spec)).exact, measured)
@@ -107,9 +113,9 @@ class Matrix:
     simulates: bool = False
     results: list[Result] = field(default_factory=list)
 
-    def differences(self, ranks: Ranks, spec: Spec) -> list[str]:
+    def differences(self, ranks: Ranks, spec: Spec, truth: Trajectory | None = None) -> list[str]:
         """Run a spec; return what does not hold: bytes, calls, peaks, losses, parameters."""
-        result = run(ranks, spec, steps=self.steps)
+        result = run(ranks, spec, steps=self.steps, truth=truth)
         if self.simulates:
             result = replace(result, simulated=simulated_alike(spec))
         self.results.append(result)

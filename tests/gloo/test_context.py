@@ -3,21 +3,18 @@ and cost what is predicted to the byte."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import partial
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from ptrain.traces import tensor_parts
 from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, spec_of
 from tests.gloo.context_runs import MATRIX
-from tests.gloo.forked import Forked
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
 
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
@@ -57,12 +54,6 @@ TWO_OTHERS: tuple[tuple[str, dict[str, str]], ...] = (
     (SHARDED, {**STAGES, **ZERO3}),
     (REPLICAS, {**STAGES, **IN_SLICES}),
 )
-
-
-@pytest.fixture(autouse=True)
-def _forked_traces() -> Iterator[None]:
-    with mock.patch.object(tensor_parts, "Popen", Forked):
-        yield
 
 
 def some(cases: list[Any], default: Collection[Any]) -> list[Any]:

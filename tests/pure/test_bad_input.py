@@ -339,7 +339,7 @@ def test_auto_beside_degrees_that_do_not_divide_the_ranks_is_refused(tmp_path):
         ("placement.dp_shard=hsdp", "placement.dp_shard", "spans", "placement: hsdp"),
         ("placement.dp_shard=zero3-keep", "placement.dp_shard", "more than", "placement: zero3"),
         ("placement.dp_shard=tp", "placement.dp_shard", "sits on tp", "placement: {tp: tp}"),
-        ("placement.dp_shard=cp-ring", "placement.dp_shard", "sits on cp", "{cp: cp-ring}"),
+        ("placement.dp_shard=cp-ring", "placement.dp_shard", "sits on cp", "placement: cp-ring"),
         ("placement.dp_shard=R,S", "placement.dp_shard", "4 modes", "Θ, Ω, G, A"),
         ("placement.dp_shard=[R,S,S,R,R]", "placement.dp_shard", "got 5", "Θ, Ω, G, A"),
         ("placement.dp_shard=[R,S,S,1]", "placement.dp_shard.activations", "number 1", "quotes"),

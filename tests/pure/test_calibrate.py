@@ -83,7 +83,7 @@ def test_measurements_that_are_far_apart_are_not_written(tmp_path, capsys):
 
 def test_a_busy_machine_is_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(job, "busy_cores", lambda: 1.2)
-    monkeypatch.setattr(job.environment, "cores", lambda: 2)
+    monkeypatch.setattr(job, "cores", lambda: 2)
     assert refusal(CalibrationOptions(out=tmp_path / "out.yaml")) == (
         "error: calibrate: 1.2 of 2 cores are busy with something else: nothing is measured\n"
         "  remedy: wait until the machine is quiet, or --force"
@@ -95,7 +95,7 @@ def test_cores_are_busy_by_what_they_did_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_ticks", lambda: next(looks))
     monkeypatch.setattr(machine, "_LOOK", 0.0)
     monkeypatch.setattr(machine, "_STAT", tmp_path)
-    monkeypatch.setattr(machine.environment, "cores", lambda: 2)
+    monkeypatch.setattr(machine, "cores", lambda: 2)
     assert machine.busy_cores() == 2 * 30 / 100
 
 
@@ -153,7 +153,7 @@ def test_options_are_words_again():
 
 
 def test_ranks_that_share_cores_have_more_of_the_time_and_all_of_them_end_in_it(monkeypatch):
-    monkeypatch.setattr(job.environment, "cores", lambda: 2)
+    monkeypatch.setattr(job, "cores", lambda: 2)
     clock = [1000.0]
     monkeypatch.setattr(job.time, "time", lambda: clock[0])
     end, endings = 1090.0, []

@@ -11,6 +11,7 @@ import pytest
 
 from ptrain.axes.tensor.cost import (
     CallKey,
+    LayerSpan,
     Sent,
     collectives,
     loss_peak_bytes,
@@ -24,10 +25,12 @@ from ptrain.axes.tensor.cost import (
 )
 from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import Derivation, derive
+from ptrain.facts.parameters import facts
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Parallelize
+from tests.pure.build import ODD_SHAPE
 from tests.pure.piped import legal
 
 FAMILIES = ("llama", "gpt")
@@ -130,6 +133,19 @@ def test_a_rank_stores_its_slices_and_what_every_rank_has_whole(kind):
         )
         assert exact.bytes_of(State.PARAMETERS, index) == elements * layout.parameters.itemsize
         assert exact.bytes_of(State.GRADIENTS, index) == elements * layout.gradients.itemsize
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("width", [None, 9])
+def test_experts_count_in_the_layers_that_have_them(shared, width):
+    shape = replace(
+        ODD_SHAPE, experts=5, experts_per_token=2, shared_experts=shared, expert_ffn=width,
+        dense_layers=1,
+    )  # fmt: skip
+    known = facts(shape, 16)
+    inner = LayerSpan(start=1, end=2, layers=shape.layers)  # neither embedding nor head are its
+    assert parameters(shape, inner, sequence=16) == sum(t.numel for t in known.units[1].tensors)
+    assert parameters(shape, whole(shape), sequence=16) == known.numel
 
 
 @pytest.mark.parametrize("chunk", [None, 3, 10_000])

@@ -12,11 +12,9 @@ from ptrain.axes.context.attention import attention_of, context_of, repeats, why
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
 from ptrain.derivation.estimate import derive
-from ptrain.plan.composition import theorem_3
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
 from ptrain.spec.axis import Axis
-from ptrain.spec.batch import PADDED
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.function import UserFunction
@@ -197,43 +195,6 @@ def test_a_hybrid_has_as_many_ranks_as_cp():
     assert "{ulysses: 2, ring: 2}" in remedy
 
 
-@pytest.mark.parametrize(
-    ("attention", "sequence", "finding", "remedy"),
-    [
-        (RING, 30, "30 tokens are not cut into 4 equal slices of cp (ring)",
-         "write sequence: 28 or 32, or cp of 1, 2, 3, 5, 6, 10, 15"),
-        (ZIGZAG, 36, "36 tokens are not cut into 8 equal chunks, two for each of 4 ranks of cp "
-         "(zigzag)",
-         "write sequence: 32 or 40, or cp of 1, 2, 3, 6, 9, or attention: ring"),
-        (ULYSSES, 3, "3 tokens are not cut into 4 equal slices of cp (ulysses)",
-         "write sequence: 4, or cp of 1, 3"),
-        (Hybrid(ulysses=2, ring=2), 33, "33 tokens are not cut into 8 equal chunks, two for each "
-         "of 4 ranks of cp ({ulysses: 2, ring: 2})", "write sequence: 32 or 40"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_sequence_that_does_not_divide_is_refused_with_what_would_do(
-    attention, sequence, finding, remedy
-):
-    refused = refusal(spec(4, attention, sequence=sequence))
-    assert refused == ("batch.sequence", finding, remedy + PADDED)
-
-
-def test_a_hybrid_of_other_ranks_is_refused_once():
-    place, finding, _ = refusal(spec(2, Hybrid(ulysses=5, ring=1), sequence=16))
-    assert (place, finding) == ("context.attention", "ulysses 5 × ring 1 are 5 ranks, and cp has 2")
-
-
-def test_ulysses_divides_the_heads_that_tp_leaves():
-    place, finding, remedy = refusal(spec(5, ULYSSES, sequence=40))
-    assert (place, finding) == ("mesh.cp", "ulysses over 5 ranks does not divide 12 heads")
-    assert remedy == "choose cp from 1, 2, 3, 4, 6, 12, or attention: zigzag"
-    cut = spec(4, Hybrid(ulysses=4, ring=1), inside={Axis.TP: (2, TP)})
-    place, finding, _ = refusal(cut)
-    assert place == "context.attention"
-    assert finding == "ulysses over 4 ranks does not divide 6 heads that tp leaves a rank"
-
-
 def test_of_keys_and_values_ulysses_takes_any_number_of_heads():
     assert faultless(spec(6, ULYSSES, sequence=48))  # of 4 heads, each three times
     assert [repeats(6, heads) for heads in (1, 2, 3, 4, 6, 12)] == [6, 3, 2, 3, 1, 1]
@@ -285,7 +246,7 @@ def test_slices_of_tp_are_slices_of_those_of_cp():
     sliced = {Axis.TP: (4, tuple_of("S,S,S,S"))}
     place, finding, remedy = refusal(spec(2, RING, inside=sliced, sequence=36))
     assert place == "batch.sequence"
-    assert finding == "18 tokens of a rank of cp are not cut into 4 equal slices of tp"
+    assert finding == "18 tokens of a rank of cp cannot be cut into 4 equal slices of tp"
     assert remedy.startswith("write sequence: 32 or 40")
     assert faultless(spec(2, RING, inside=sliced, sequence=40))
 
@@ -360,16 +321,6 @@ def test_a_plan_says_who_has_which_tokens_and_why():
     assert "context  zigzag: 32 tokens fall into two chunks on each of 2 ranks" in text
     assert "tokens   cp 0: 0-7, 24-31\ntokens   cp 1: 8-15, 16-23\n" in text
     assert "composed Theorem 3 of samples holds" in text
-
-
-def test_the_conditions_of_theorem_3_hold_and_fail_where_samples_are_told_apart():
-    made = spec(2, around={Axis.DP_SHARD: (2, GATHERED)})
-    plan = plan_of(made)
-    assert [condition.holds for condition in theorem_3(made, plan)] == [True] * 3
-    wrong = plan.having(replace(plan.context, axis=Axis.DP_SHARD))
-    assert [condition.holds for condition in theorem_3(made, wrong)] == [False, True, True]
-    short = plan.having(replace(plan.context, sequence=33))
-    assert [condition.holds for condition in theorem_3(made, short)] == [True, False, True]
 
 
 @pytest.mark.parametrize(

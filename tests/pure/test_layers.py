@@ -21,7 +21,8 @@ PACKAGE = ROOT / "ptrain"
 # One line a layer, read downwards; a pattern matches a whole module name.
 LAYERS = (
     r"ptrain\.version",
-    r"ptrain\.(errors|units|by_rank|costs|word|wording|timeline|import_path|installed|output)",
+    r"ptrain\.(errors|units|by_rank|costs|word|wording|timeline|import_path|installed|processor"
+    r"|output)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.facts(\..*)?",
     r"ptrain\.rates(\..*)?",
@@ -102,6 +103,8 @@ MUTUAL_IMPORTS: set[tuple[str, str]] = set()
 
 # Names that classes of two or more modules bear: one noun, one class. This list only shrinks too.
 REPEATED_CLASSES = {"Run", "_Rank"}
+# Where an axis is named: elsewhere a room is asked, or a notion that another axis may join.
+NAMING_CONTEXT = r"ptrain\.axes\.context\..*|ptrain\.spec\.axis|ptrain\.traces\.context_\w+"
 FILLED = {"ptrain.report.finding"}  # `told` is a key of its record
 
 MAX_FILE, MAX_FUNCTION = 400, 60
@@ -364,3 +367,13 @@ def test_only_the_world_reads_the_environment(module):
     for node in ast.walk(tree(MODULES[module])):
         if isinstance(node, ast.Attribute):
             assert ast.unparse(node) not in ("os.environ", "os.getenv"), f"{module}:{node.lineno}"
+
+
+@of_all(MODULES)
+def test_the_context_axis_is_named_in_its_room_alone(module):
+    path = MODULES[module]
+    named = any(
+        isinstance(node, ast.Attribute) and ast.unparse(node) == "Axis.CP"
+        for node in ast.walk(tree(path))
+    )
+    assert not named or re.fullmatch(NAMING_CONTEXT, module)

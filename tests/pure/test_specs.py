@@ -102,15 +102,32 @@ def test_the_default_schedules_strategy_is_its_tuple_and_stands_beside_others():
     assert load("pp-dp", written).spec.factors == load("pp-zero2").spec.factors
 
 
-def test_a_schedules_name_beside_another_axis_is_refused_with_what_to_write():
-    written = ["mesh={pp: 2, dp_shard: 2}", "placement={pp: pp-zbv, dp_shard: zero2}"]
+@pytest.mark.parametrize(
+    ("mesh", "placement", "finding", "remedy"),
+    [
+        ("{cp: 2}", "{cp: cp-zigzag}", "cp-zigzag is more than a tuple",
+         "placement: cp-zigzag, or placement.cp: [R, R, R, S] and context: {attention: zigzag}"),
+        ("{dp_shard: 2, cp: 2}", "{dp_shard: zero3, cp: cp-zigzag}",
+         "cp-zigzag is more than a tuple",
+         "placement.cp: [R, R, R, S] and context: {attention: zigzag}"),
+        ("{pp: 2, dp_shard: 2}", "{pp: pp-zbv, dp_shard: zero2}", "pp-zbv is more than a tuple",
+         "placement.pp: [S, S, S, R] and pipeline: {schedule: zbv}"),
+        ("{dp_shard: 2, cp: 2}", "{dp_shard: cp-ring, tp: tp}",
+         "cp-ring sits on cp, not on dp_shard",
+         "placement.cp: [R, R, R, S] and context: {attention: ring} and mesh: {cp: N}"),
+        ("{dp_shard: 2}", "{dp_shard: cp-ring}", "cp-ring sits on cp, not on dp_shard",
+         "placement: cp-ring and mesh: {cp: N}"),
+        ("{dp_shard: 2, tp: 2}", "{dp_shard: hsdp, tp: tp}", "hsdp spans dp_replicate and dp_shard",
+         "placement.dp_replicate: [R, R, R, R] and placement.dp_shard: [S*, S, S, R]"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_more_than_a_tuple_is_told_what_to_write_beside_the_other_axes(
+    mesh, placement, finding, remedy
+):
     with pytest.raises(SpecError) as caught:
-        load("pp-dp", written)
+        load("zero3", [f"mesh={mesh}", f"placement={placement}"])
     (fault,) = caught.value.faults
-    assert fault.finding == "pp-zbv is more than a tuple"
-    assert fault.remedy == (
-        "write placement: pp-zbv, or placement.pp: [S, S, S, R] and pipeline: {schedule: zbv}"
-    )
+    assert (fault.finding, fault.remedy) == (finding, f"write {remedy}")
 
 
 def used_up(spec: Spec) -> bool:

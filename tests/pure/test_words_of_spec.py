@@ -195,7 +195,6 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
         expert={"a": 1},
         attention="flash",
         compile=True,
-        model={"preset": "llama-tiny", "experts": 2, "experts_per_token": 1},
         mesh={"dp_shard": 2, "ep": 2},
     )
     axes = "what works today: pp, dp_replicate, dp_shard, cp, tp"
@@ -204,8 +203,6 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
         "expert": "remove expert",
         "attention": "what works today: attention: sdpa or eager or flex or math",
         "compile": "what works today: compile: false",
-        "model.experts": "remove experts",
-        "model.experts_per_token": "remove experts_per_token",
         "mesh.ep": axes,
     }
     plain = {place: fault.finding.partition(" is in the grammar, and nothing executes it")
@@ -215,8 +212,6 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
         "expert": "not yet: expert",
         "attention": "not yet: attention flash",
         "compile": "not yet: compile true",
-        "model.experts": "not yet: experts 2",
-        "model.experts_per_token": "not yet: experts_per_token 1",
         "mesh.ep": "not yet: the axis ep",
     }
     why = {place: reason for place, (_, _, reason) in plain.items() if reason}

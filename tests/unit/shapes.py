@@ -57,6 +57,10 @@ COMPOSED = [
     replace(ODD_SHAPE, bias=Bias.QKV, window=4, layers=2),
     replace(SMALL_GPT, kv_heads=1, qk_norm=True, activation=Activation.RELU2),
     replace(ODD_SHAPE, norm=Norm.LAYER_WITHOUT_BIAS, positions=Positions.NONE, layers=1),
+    replace(
+        ODD_SHAPE, experts=5, experts_per_token=2, expert_ffn=9, shared_experts=2, dense_layers=1
+    ),
+    replace(ODD_SHAPE, experts=3, capacity_factor=1.5, activation=Activation.RELU2, layers=2),
 ]
 
 

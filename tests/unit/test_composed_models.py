@@ -35,6 +35,7 @@ THEIR_SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
     "attn_implementation": "eager",
+    "experts_implementation": "eager",  # else by grouped products, of which torch has none in fp64
 }
 GEMMA = {
     "norm": "rms-plus-one",
@@ -75,6 +76,14 @@ SANDWICH = LLAMA | {
     "blocks.{}.attention_post_norm": "model.layers.{}.post_attention_layernorm",
     "blocks.{}.mlp_norm": "model.layers.{}.pre_feedforward_layernorm",
     "blocks.{}.mlp_post_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+MOE = LLAMA | {
+    "blocks.{}.mlp.router": "model.layers.{}.mlp.gate",
+    "blocks.{}.mlp.experts": "model.layers.{}.mlp.experts",
+    **{
+        f"blocks.{{}}.mlp.shared.{part}": f"model.layers.{{}}.mlp.shared_experts.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
 }
 STARCODER = LLAMA | {
     "blocks.{}.mlp.up": "model.layers.{}.mlp.c_fc",
@@ -200,6 +209,57 @@ CASES: Mapping[str, Case] = {
         {"family": "gpt", "activation": "gelu-tanh", "positions": "rope", "window": 6},
         STARCODER,
     ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+        {"experts": 4, "experts_per_token": 2, "rope_base": 1e6},
+        MOE,
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": False,
+            "head_dim": 8,
+        },
+        {
+            "experts": 6,
+            "experts_per_token": 3,
+            "expert_ffn": 20,
+            "router_norm": False,
+            "qk_norm": True,
+            "norm_eps": 1e-6,
+        },
+        MOE,
+    ),
+    # DeepSeek-V3's router, shared experts and dense layers, with attention as Qwen3's
+    "dots1": (
+        "Dots1ForCausalLM",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 20,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "layer_types": ["full_attention"] * 4,
+        },
+        {
+            "experts": 6,
+            "experts_per_token": 2,
+            "shared_experts": 2,
+            "expert_ffn": 20,
+            "dense_layers": 1,
+            "router": "sigmoid",
+            "router_scale": 2.5,
+            "qk_norm": True,
+            "norm_eps": 1e-6,
+        },
+        MOE,
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_inner": 48, "n_positions": SEQUENCE},
@@ -243,10 +303,21 @@ def _theirs(name: str, tensors: Mapping[str, Any], names: Names) -> Any:
         third = whole.chunk(3, dim=-1)[_THIRDS.index(part)]
         return third.T if kind == "weight" else third
     module, _, kind = name.rpartition(".")
+    if module.endswith("mlp.experts"):
+        return _of_experts(module, kind, tensors)
     number = next(iter(re.findall(r"\d+", module)), "")
     tensor = tensors[f"{names[re.sub(r'[0-9]+', '{}', module)].format(number)}.{kind}"]
     is_transposed = names is GPT2 and "blocks." in name and tensor.dim() > 1
     return tensor.T if is_transposed else tensor
+
+
+def _of_experts(module: str, kind: str, tensors: Mapping[str, Any]) -> Any:
+    """Theirs have gate and up in one tensor, the gates first."""
+    prefix = f"model.layers.{module.split('.')[1]}.mlp.experts"
+    if kind == "down":
+        return tensors[f"{prefix}.down_proj"]
+    gate, up = tensors[f"{prefix}.gate_up_proj"].chunk(2, dim=1)
+    return gate if kind == "gate" else up
 
 
 @contextmanager

@@ -155,7 +155,7 @@ def test_heads_that_ulysses_cannot_divide_are_named() -> None:
     place, finding, remedy = refusal(spec_of(HYBRID, degree=4, own=hf("llama", three)))
     assert place == "context.attention"
     assert finding == ("ulysses over 2 ranks does not divide 3 heads of model.layers.0.self_attn")
-    assert remedy == "choose ulysses from 1, 3, or attention: zigzag"
+    assert remedy == "write {ulysses: 1, ring: 4}, or attention: zigzag"
 
 
 def test_a_module_of_transformers_that_is_given_is_looked_at_as_one_that_is_named() -> None:
@@ -165,3 +165,32 @@ def test_a_module_of_transformers_that_is_given_is_looked_at_as_one_that_is_name
     attending = attending_of(module, spec)
     assert attending is not None and attending.positions == "position_ids"
     require_slices(module, spec, attending)
+
+
+@pytest.mark.parametrize(
+    "kind", ["module", "in-place", "samples", "flat", "tokens-first", "places"]
+)
+@pytest.mark.parametrize("attention", ["ring", "zigzag"])
+def test_dropout_of_tokens_by_themselves_is_cut_and_of_whole_samples_is_not(
+    attention: str, kind: str
+) -> None:
+    names = looked_at(spec_of(attention, own=own("dropping", kind=kind))).dropping
+    assert names == ("drop", "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("bound", "drop draws random numbers by itself (bernoulli_), others of a rank's tokens"),
+        ("itself", "drop draws random numbers by itself (rand_like), others of a rank's tokens"),
+        ("channels", "drop draws random numbers by itself (bernoulli_), others of a rank's"),
+        ("last", "drop drops out [1, 16, 16], and of a rank's tokens [1, 16, 8], where ranks cut"),
+        ("features", "drop drops out [1, 8], as many as a rank has tokens, and no tokens"),
+        ("place", "given tokens 8-15 of 16 alone, attends with another query than"),
+    ],
+)
+def test_what_draws_otherwise_is_refused_by_its_module(kind: str, words: str) -> None:
+    place, finding, remedy = refusal(spec_of("ring", own=own("dropping", kind=kind)))
+    assert place == "model.target"
+    assert words in finding
+    assert remedy.startswith("let it drop out [samples, tokens, …] by torch.nn.functional.dropout")

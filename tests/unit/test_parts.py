@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import date
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.derivation.estimate import derive
+from ptrain.derivation.estimate import derive, own_facts
 from ptrain.errors import PtrainError
 from ptrain.spec.job import Timeout
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.traces import tensor_parts
 from ptrain.traces.facts import facts_of
 from ptrain.traces.module_facts import module_facts
 from ptrain.traces.tensor_parts import timelines_of, traced
@@ -101,3 +103,76 @@ def test_the_processes_import_only_what_is_allowed():
     spec = spec_of("pairs", layers=1)
     found = traced(spec, module_facts(pairs(layers=1), spec), allow_import=False)
     assert "--allow-import" in found["problem"]
+
+
+class _Silent:
+    """A process that answers with its question's ranks; `at_once` says how many there were of it at
+    the same time."""
+
+    running: ClassVar[set[_Silent]] = set()
+    at_once: ClassVar[list[int]] = []
+    returncode = 0
+
+    def __init__(self, *command: Any, **pipes: Any) -> None:
+        self._ranks = [-1]
+        self.stdin: Any = SimpleNamespace(write=self._ask, close=lambda: None)
+        self.running.add(self)
+        self.at_once.append(len(self.running))
+
+    def _ask(self, question: str) -> None:
+        self._ranks = json.loads(question)[1]
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.running.discard(self)
+        return f"{self._ranks}\n", ""
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> type[_Silent]:
+    monkeypatch.setattr(tensor_parts, "Popen", _Silent)
+    monkeypatch.setattr(_Silent, "at_once", [])
+    tensor_parts._answers.cache_clear()
+    return _Silent
+
+
+def over_cp(attention: Any, degree: int) -> dict[str, Any]:
+    """As `timelines` which rank is traced in the place of each."""
+    mapping: dict[str, Any] = {
+        "name": "parts",
+        "model": {"family": "gpt", "layers": 2, "hidden": 48, "heads": 24, "vocab": 261},
+        "mesh": {"cp": degree},
+        "placement": {"cp": "R,R,R,S"},
+        "context": {"attention": attention},
+        "batch": {"global": 2, "micro": 1, "sequence": 96},
+    }
+    spec = require(load(mapping))
+    return traced(spec, own_facts(spec), allow_import=False)
+
+
+def test_no_more_processes_trace_at_once_than_there_are_cores(monkeypatch, silent):
+    monkeypatch.setattr(tensor_parts, "cores", lambda: 3)
+    assert over_cp("ring", 8) == {"timelines": [*range(8)]}
+    assert silent.at_once == [1, 2, 3] and not silent.running
+
+
+@pytest.mark.parametrize(
+    ("attention", "degree", "players"),
+    [
+        ("ulysses", 8, [0] * 8),
+        ("zigzag", 4, [0, 1, 2, 3]),  # as much work, of other kernels
+        ({"ulysses": 2, "ring": 2}, 4, [0, 0, 2, 2]),
+        ({"ulysses": 3, "ring": 2}, 6, [0, 1, 0, 3, 4, 3]),  # the middle has two stretches
+    ],
+)
+def test_ranks_of_cp_that_do_alike_are_traced_once(silent, attention, degree, players):
+    assert over_cp(attention, degree) == {"timelines": players}
+
+
+def test_a_model_that_does_not_run_on_slices_is_told_of_tokens_not_of_heads(monkeypatch, silent):
+    monkeypatch.setattr(silent, "returncode", 1)
+    problem = over_cp("zigzag", 2)["problem"]
+    assert "mesh.cp: the model runs whole, but not when its plan has cut it" in problem
+    assert "number of tokens" in problem and "tensor.plan" not in problem

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 from ptrain.derivation.estimate import derive
+from ptrain.errors import PtrainError
 from ptrain.spec.load import load
+from ptrain.train import session
+from ptrain.train.options import parse
 from ptrain.train.session import _announce
 
 
@@ -24,3 +30,17 @@ def test_a_warning_of_the_prediction_stands_below_the_preflight(caplog):
         lines = [record.getMessage() for record in caplog.records]
         assert lines[1].startswith("preflight  peak ")
         assert sum("warning: tp spans 2 nodes" in line for line in lines[2:]) == warned
+
+
+def test_a_rank_that_a_launcher_started_refuses_what_is_no_checkpoint_before_it_builds_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is built")
+
+    monkeypatch.setattr(session, "interpret", build)
+    (tmp_path / "empty").mkdir()
+    words = ["zero3", "mesh.dp_shard=1", "--resume", str(tmp_path / "empty")]
+    with pytest.raises(PtrainError, match="holds no checkpoint"):
+        session.run(parse([*words, "--run-dir", str(tmp_path / "run")]))
+    assert not (tmp_path / "run").exists()

@@ -99,3 +99,10 @@ def spans_at(step: ContextParallel, index: int) -> tuple[Span, ...]:
 def all_spans(step: ContextParallel) -> Iterator[tuple[Span, ...]]:
     """Yield those of every rank, in their order along cp."""
     return (spans_at(step, index) for index in range(step.ulysses * step.ring))
+
+
+def is_partition(step: ContextParallel) -> bool:
+    """Return whether the ranks' tokens are disjoint and cover the sample."""
+    spans = sorted(span for own in all_spans(step) for span in own)
+    edges = [0, *(behind for _, behind in spans)]
+    return edges == [*(first for first, _ in spans), step.sequence]

@@ -6,8 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.spec.axis import Axis
+from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
+
+
+def written_attention(spec: Spec) -> ContextAttention | Hybrid | None:
+    """Return the attention that a spec writes; None where it writes none, or no two ranks obey
+    it."""
+    return spec.context.attention if spec.context and spec.degree(Axis.CP) > 1 else None
 
 
 def left_to_others(spec: Spec) -> str:

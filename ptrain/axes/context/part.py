@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ptrain.axes.context.attention import spans_at
 from ptrain.steps.context import ContextParallel
 
 _TOLD_APART = 3  # hops
@@ -95,6 +96,13 @@ def part_at(step: ContextParallel, index: int) -> ContextPart:
         before=before,
         behind=step.ring - 1 - before,
     )
+
+
+def alike_by(step: ContextParallel, index: int) -> tuple[ContextPart, tuple[int, ...]]:
+    """Return what ranks along the axis have in common that allocate and compute the same: what they
+    do in attention, and how long the stretches are that their tokens are in."""
+    lengths = tuple(behind - first for first, behind in spans_at(step, index))
+    return part_at(step, index), lengths
 
 
 def parts_told_apart(kind: ContextKind) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import gcd
 
 from ptrain.axes.context.attention import attention_of, degrees, factor_of
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
@@ -24,6 +25,7 @@ from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S
 from ptrain.spec.spec import Spec
+from ptrain.units import counted
 
 
 def _whole(placement: Placement, optimizer: OptimizerSpec) -> bool:
@@ -93,35 +95,36 @@ def _product(spec: Spec) -> Iterator[Fault]:
     if factor is None or not isinstance(attention, Hybrid):
         return
     if attention.ulysses * attention.ring != factor.degree:
-        ways = (
-            str(Hybrid(ulysses=ulysses, ring=factor.degree // ulysses))
-            for ulysses in divisors(factor.degree)
-        )
         yield Fault(
             place="context.attention",
             finding=f"ulysses {attention.ulysses} × ring {attention.ring} are "
             f"{attention.ulysses * attention.ring} ranks, and cp has {factor.degree}",
-            remedy=f"write one of {', '.join(ways)}",
+            remedy=_one_of(factor.degree, divisors(factor.degree)),
         )
+
+
+def _one_of(ranks: int, degrees_of_ulysses: list[int]) -> str:
+    """Return the remedy of a hybrid: those of so many ranks."""
+    ways = [str(Hybrid(ulysses=ulysses, ring=ranks // ulysses)) for ulysses in degrees_of_ulysses]
+    return f"write {'one of ' * (len(ways) > 1)}{', '.join(ways)}"
 
 
 def _slices(spec: Spec) -> Iterator[Fault]:
     factor, attention, sequence = factor_of(spec), attention_of(spec), spec.batch.sequence
-    if factor is None or any(_product(spec)):
-        return
+    if factor is None or any(_product(spec)) or any(_heads(spec)):
+        return  # another degree is to be had first
     ulysses, ring = degrees(attention, factor.degree)
-    per_rank = 2 if attention.is_balanced else 1
+    per_rank = _chunks(attention)
     chunks = ulysses * ring * per_rank
     if sequence % chunks == 0:
         return
     near = _nearest(sequence, token_multiple(spec.factors, attention))
-    is_open = sequence % per_rank == 0 and not isinstance(attention, Hybrid)
-    degrees_that_do = [d for d in divisors(sequence // per_rank) if d <= 4 * factor.degree]
-    fewer = f", or cp of {_listed(degrees_that_do)}" if degrees_that_do and is_open else ""
+    degrees_that_do = _degrees(factor.degree, sequence, attention, _heads_of(spec))
+    fewer = f", or cp of {_listed(degrees_that_do)}" if degrees_that_do else ""
     contiguous = ", or attention: ring" if per_rank > 1 and sequence % factor.degree == 0 else ""
     yield Fault(
         place="batch.sequence",
-        finding=f"{sequence} tokens are not cut into {chunks} equal "
+        finding=f"{counted(sequence, 'token')} cannot be cut into {chunks} equal "
         + (f"chunks, two for each of {factor.degree} ranks" if per_rank > 1 else "slices")
         + f" of cp ({attention})",
         remedy=f"write sequence: {near}{fewer}{contiguous}{PADDED}",
@@ -134,38 +137,64 @@ def _nearest(sequence: int, multiple: int) -> str:
     return " or ".join(map(str, near))
 
 
+def _degrees(
+    ranks: int, sequence: int, attention: ContextAttention | Hybrid, heads: int
+) -> list[int]:
+    """Return the degrees of cp, up to a few times these `ranks`, of which each cuts the tokens, and
+    with Ulysses the heads; none of a hybrid, whose own degrees are written."""
+    if isinstance(attention, Hybrid):
+        return []
+    cut = gcd(sequence, heads) if attention is ContextAttention.ULYSSES and heads else sequence
+    return [d for d in divisors(cut) if d <= 4 * ranks and sequence % (_chunks(attention) * d) == 0]
+
+
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
 def _heads(spec: Spec) -> Iterator[Fault]:
-    """Ulysses gives each rank as many query heads as the others; those of keys and values it
-    repeats."""
-    ulysses, shape = _ulysses(spec), spec.model
-    if not isinstance(shape, ModelShape) or ulysses == 1:
-        return
-    heads = shape.heads // spec.degree(Axis.TP)
-    if heads % ulysses:
-        place = _place_of_ulysses(spec)
-        degree = "cp" if place == "mesh.cp" else "ulysses"
-        yield Fault(
-            place=place,
-            finding=f"ulysses over {ulysses} ranks does not divide {heads} heads"
-            f"{' that tp leaves a rank' if spec.degree(Axis.TP) > 1 else ''}",
-            remedy=f"choose {degree} from {_listed(divisors(heads))}, or attention: zigzag",
-        )
+    if _heads_of(spec):
+        yield from uncut_heads(spec, _heads_of(spec))
 
 
-def _ulysses(spec: Spec) -> int:
-    """Return the degree of Ulysses; 1 where there is none, or a hybrid is refused for its own."""
-    factor = factor_of(spec)
+def _heads_of(spec: Spec) -> int:
+    """Return how many query heads tp leaves a rank; 0 of a model that is not built in, whose
+    modules say it."""
+    shape = spec.model
+    return shape.heads // spec.degree(Axis.TP) if isinstance(shape, ModelShape) else 0
+
+
+def uncut_heads(spec: Spec, heads: int, whose: str = "") -> Iterator[Fault]:
+    """Yield the fault of `heads` on a rank that Ulysses does not divide. It gives each rank as many
+    query heads as the others; those of keys and values it repeats."""
+    factor, attention, sequence = factor_of(spec), attention_of(spec), spec.batch.sequence
     if factor is None or any(_product(spec)):
-        return 1
-    return degrees(attention_of(spec), factor.degree)[0]
+        return
+    ranks = factor.degree
+    ulysses, _ = degrees(attention, ranks)
+    if heads % ulysses == 0:
+        return
+    place = "mesh.cp"
+    remedy = f"choose cp from {_listed(_degrees(ranks, sequence, attention, heads))}"
+    if isinstance(attention, Hybrid):
+        place, remedy = "context.attention", _one_of(ranks, divisors(gcd(heads, ranks)))
+    rings = (ring for ring in _RINGS if sequence % (_chunks(ring) * ranks) == 0)
+    other = next((f", or attention: {ring}" for ring in rings), "")
+    yield Fault(
+        place=place,
+        finding=f"ulysses over {ulysses} ranks does not divide {counted(heads, 'head')}"
+        f"{f' of {whose}' if whose else ''}"
+        f"{' that tp leaves a rank' if spec.degree(Axis.TP) > 1 else ''}",
+        remedy=remedy + other,
+    )
 
 
-def _place_of_ulysses(spec: Spec) -> str:
-    return "context.attention" if isinstance(attention_of(spec), Hybrid) else "mesh.cp"
+_RINGS = (ContextAttention.ZIGZAG, ContextAttention.RING)  # that which waits least first
+
+
+def _chunks(attention: ContextAttention | Hybrid) -> int:
+    """Return in how many chunks a rank has its tokens."""
+    return 2 if attention.is_balanced else 1
 
 
 def _dropout(spec: Spec) -> Iterator[Fault]:
@@ -222,6 +251,26 @@ def _documents(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _whole_samples(spec: Spec) -> Iterator[Fault]:
+    """What a router's losses and an expert's places depend on is all of a sample's tokens."""
+    shape = spec.model
+    if factor_of(spec) is None or not isinstance(shape, ModelShape):
+        return
+    whose = {
+        "capacity_factor": "an expert's places are those",
+        "aux_loss": "what it balances is the choices",
+        "z_loss": "it is the mean",
+    }
+    for name, what in whose.items():
+        if value := getattr(shape, name):
+            yield Fault(
+                place=f"model.{name}",
+                finding=f"not yet: {value:g} over cp, where a rank has some of a sample's tokens, "
+                f"and {what} of all",
+                remedy=f"what works today: remove {name}, or cp",
+            )
+
+
 def _own_functions(spec: Spec) -> Iterator[Fault]:
     if factor_of(spec) is None:
         return
@@ -249,8 +298,8 @@ def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
     near = _nearest(sequence, token_multiple(spec.factors, attention_of(spec)))
     yield Fault(
         place="batch.sequence",
-        finding=f"{sequence // factor.degree} tokens of a rank of cp are not cut into {tp} equal "
-        "slices of tp",
+        finding=f"{counted(sequence // factor.degree, 'token')} of a rank of cp cannot be cut into "
+        f"{tp} equal slices of tp",
         remedy=f"write sequence: {near}, or activations: R on tp{PADDED}",
     )
 
@@ -320,6 +369,7 @@ CONTEXT = AxisRules(
     ),
     not_yet=(
         SpecRule(name="hops know of no mask", theorem="", faults=_documents),
+        SpecRule(name="routers see whole samples", theorem="", faults=_whole_samples),
         SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),
     ),
 )

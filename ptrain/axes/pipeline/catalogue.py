@@ -15,6 +15,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
+from ptrain.units import counted
 
 Need = Callable[[ScheduleName, PipelineShape], Iterator[Fault]]
 
@@ -71,7 +72,7 @@ def _stages_per_rank(number: int) -> Need:
         if pipeline.stages_per_rank != number:
             yield Fault(
                 place="pipeline.stages",
-                finding=f"{name} has {_counted(number, 'stage')} a rank, and "
+                finding=f"{name} has {counted(number, 'stage')} a rank, and "
                 f"{pipeline.stages} over pp={pipeline.ranks} are {pipeline.stages_per_rank}",
                 remedy=f"write {number * pipeline.ranks}, or a schedule over any number a rank: "
                 f"{', '.join(_ANY_STAGES)}",
@@ -120,10 +121,6 @@ def _equal_rounds(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault
 
 def _are_equal_rounds(microbatches: int, pipeline: PipelineShape) -> bool:
     return microbatches % loops.rounds(microbatches, pipeline.ranks) == 0
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 _ANY_STAGES = (ScheduleName.BFS, ScheduleName.INTERLEAVED, ScheduleName.ZERO_BUBBLE)

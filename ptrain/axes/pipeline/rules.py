@@ -28,6 +28,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, M, Placement, R, S, Tier
 from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
+from ptrain.units import counted
 
 _DISJOINT = "Theorem 4 (state consistency)"
 _PER_STAGE = "Theorem 7.2 (gradients are summed among a stage's replicas only)"
@@ -88,7 +89,7 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
     if listed != stages:
         yield Fault(
             place="pipeline.split",
-            finding=f"{_listed(spec)} has {_stages(listed)}, and "
+            finding=f"{_listed(spec)} has {counted(listed, 'stage')}, and "
             + (f"{said.schedule} has" if said.stages is None else "pipeline.stages says")
             + f" {stages}",
             remedy=f"{'' if said.stages is None else 'remove pipeline.stages, or '}list as many "
@@ -99,8 +100,8 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
         near = sorted({max(1, stages // ranks) * ranks, -(-stages // ranks) * ranks} - {0})
         yield Fault(
             place="pipeline.split" if is_listed else "pipeline.stages",
-            finding=f"{_listed(spec) + ' has ' if is_listed else ''}{_stages(stages)}, and every "
-            f"one of pp={ranks} ranks needs as many as the others",
+            finding=f"{_listed(spec) + ' has ' if is_listed else ''}{counted(stages, 'stage')}, "
+            f"and every one of pp={ranks} ranks needs as many as the others",
             remedy=f"{'list' if is_listed else 'write'} {' or '.join(map(str, near))}"
             f"{' numbers' if is_listed else ''}",
         )
@@ -134,10 +135,6 @@ def _layers(spec: Spec) -> Iterator[Fault]:
         f"{layers} layers: every stage needs one",
         remedy=", or ".join((*ways, "choose a model with more layers")),
     )
-
-
-def _stages(number: int) -> str:
-    return f"{number} stage{'' if number == 1 else 's'}"
 
 
 def _listed(spec: Spec) -> str:

@@ -81,9 +81,12 @@ def parameters(
     # query and output, key and value of perhaps fewer heads; up and down, and perhaps gate
     heads = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
     inner = 2 + shape.activation.is_gated
-    cut = hidden * heads + inner * hidden * ffn
+    num_layers = span.end - span.start
+    with_experts = sum(map(shape.has_experts, range(span.start, span.end)))
+    assert degree == 1 or not with_experts, "legality keeps experts whole"
+    cut = hidden * heads
     cut += shape.head_dim * (shape.heads + 2 * shape.kv_heads) * qkv_biased
-    cut += (inner - 1) * ffn * all_biased
+    dense = inner * hidden * ffn + (inner - 1) * ffn * all_biased
     whole_there = 2 * hidden * all_biased
     whole_there += _norms(shape) * norm * hidden + 2 * shape.qk_norm * norm * shape.head_dim
     ends = norm * hidden * span.is_last
@@ -91,7 +94,16 @@ def parameters(
         ends += sequence * hidden * span.is_first
     if shape.head_bias:
         ends += words(shape.vocab, degree, index) * span.is_last
-    return (span.end - span.start) * (cut // degree + whole_there) + tables + ends
+    mlps = (num_layers - with_experts) * (dense // degree) + with_experts * _of_experts(shape)
+    return num_layers * (cut // degree + whole_there) + mlps + tables + ends
+
+
+def _of_experts(shape: ModelShape) -> int:
+    """Return the elements of a layer's router, of its experts and of those that are shared."""
+    if shape.experts is None:
+        return 0
+    matrices = (2 + shape.activation.is_gated) * shape.width_of_expert
+    return shape.hidden * (shape.experts + (shape.experts + shape.shared_experts) * matrices)
 
 
 def _norms(shape: ModelShape) -> int:

@@ -21,7 +21,7 @@ from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Placement, R, S
 from ptrain.spec.spec import Spec
-from ptrain.units import ceil_div
+from ptrain.units import ceil_div, counted
 
 _AXES = (Axis.TP,)
 
@@ -129,7 +129,7 @@ def _tokens(spec: Spec) -> Iterator[Fault]:
     if cut and sequence % degree:
         yield Fault(
             place="batch.sequence",
-            finding=f"{sequence} tokens are not cut into {degree} equal slices",
+            finding=f"{counted(sequence, 'token')} cannot be cut into {degree} equal slices",
             remedy=f"write a multiple of {degree}, or activations: R on tp{PADDED}",
         )
 
@@ -197,6 +197,16 @@ def _naive_slices(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _experts(spec: Spec) -> Iterator[Fault]:
+    shape = spec.model
+    if spec.degree(Axis.TP) > 1 and isinstance(shape, ModelShape) and shape.experts is not None:
+        yield Fault(
+            place="placement.tp",
+            finding=f"not yet: a router and {shape.experts} experts over tp",
+            remedy="what works today: data axes, pp or cp in place of tp",
+        )
+
+
 TENSOR = AxisRules(
     axes=_AXES,
     tuples=_TUPLES,
@@ -216,6 +226,7 @@ TENSOR = AxisRules(
         SpecRule(name="all tokens between the blocks", theorem="", faults=_whole_tokens),
         SpecRule(name="the naive plan has all tokens", theorem="", faults=_naive_slices),
         SpecRule(name="equal slices are gathered", theorem="", faults=_logits),
+        SpecRule(name="experts are whole", theorem="", faults=_experts),
         SpecRule(name="shards of slices are alike", theorem="", faults=_shards_of_rows),
         SpecRule(name="slices have one kind of shards", theorem="", faults=_smaller_shards),
     ),

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 
-from ptrain.spec.axis import DATA_AXES, REDUCED_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, REDUCED_AXES
 from ptrain.verification.causes.common import (
     SUM_ONCE,
     chosen,
@@ -28,7 +28,7 @@ from ptrain.verification.factors import (
     multiple,
     share_of_sum,
 )
-from ptrain.verification.places import data_place
+from ptrain.verification.places import data_place, token_place
 
 
 def of_samples(scene: Investigation, names: list[str]) -> Cause | None:
@@ -101,8 +101,8 @@ def _missing_ranks(
                 return Cause(missing[0], f"missing all-reduce over {text}", sentence)
     gone = sorted(places - {place for its in seen.values() for place in its})
     if gone:
-        data_rank, token_place = gone[0]
-        of_tokens = f"cp rank {token_place} of " if len(slices_of_tokens(scene.spec)) > 1 else ""
+        data_rank, number = gone[0]
+        of_tokens = f"{scene.token_axis} rank {number} of " if scene.token_axis else ""
         sentence = (
             f"nothing of {of_tokens}data rank {data_rank} is in the gradient: reduce over all "
             "ranks that have samples or tokens"
@@ -113,7 +113,7 @@ def _missing_ranks(
 
 def _place(scene: Investigation, rank: int) -> tuple[int, int]:
     """Return which sources are this rank's own."""
-    return data_place(scene.spec, rank), scene.place(rank).get(Axis.CP, 0)
+    return data_place(scene.spec, rank), token_place(scene.spec, rank)
 
 
 def _missing_micro_batches(sources: list[Source], present: dict[int, set[Source]]) -> Cause | None:
@@ -142,29 +142,25 @@ def _uneven(
     if not odd:
         return ratio_cause(scene, usual, names) if abs(usual - 1.0) > EXACT else None
     shares = {source: its[i] for its in by_rank.values() for i, source in enumerate(sources)}
-    for what, key in _DIVIDING.items():
+    for what, (axis, key) in _dividing(scene).items():
         groups: dict[object, list[float]] = {}
         for source, share in shares.items():
             groups.setdefault(key(source), []).append(share)
         if len(groups) < len(shares) and all(is_even(group) for group in groups.values()):
             sentence = f"each {what} divides by its own number of tokens: divide by the global one"
-            return Cause(_axis_of(scene, what), f"normalised per {what}", sentence)
+            return Cause(axis, f"normalised per {what}", sentence)
     return _odd_samples(odd)
 
 
-_DIVIDING: dict[str, Callable[[Source], object]] = {
-    "data rank": lambda source: source.data_place,
-    "rank of cp": lambda source: source.place,
-    "micro-batch": lambda source: (source.data_place, source.k),
-    "micro-batch of a rank of cp": lambda source: (source.place, source.k),
-}
-
-
-def _axis_of(scene: Investigation, what: str) -> str:
-    """Return the axis that the word is about."""
-    if what.endswith("cp"):
-        return str(Axis.CP)
-    return _data_axis(scene) if what == "data rank" else ""
+def _dividing(scene: Investigation) -> dict[str, tuple[str, Callable[[Source], object]]]:
+    """Return who may divide by tokens of its own, with its axis and what its sources share."""
+    tokens = scene.token_axis
+    return {
+        "data rank": (_data_axis(scene), lambda source: source.data_place),
+        f"rank of {tokens}": (tokens, lambda source: source.place),
+        "micro-batch": ("", lambda source: (source.data_place, source.k)),
+        f"micro-batch of a rank of {tokens}": (tokens, lambda source: (source.place, source.k)),
+    }
 
 
 def _odd_samples(odd: dict[int, float]) -> Cause:

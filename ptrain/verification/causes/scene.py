@@ -11,7 +11,7 @@ import torch
 
 from ptrain.axes.context.tokens import Span
 from ptrain.report.finding import Departure, Moment, Subject
-from ptrain.spec.axis import REDUCED_AXES, Axis
+from ptrain.spec.axis import REDUCED_AXES, TOKEN_AXES, Axis
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import as_held
 from ptrain.verification.evidence import Evidence
@@ -105,6 +105,11 @@ class Investigation:
     def axes(self) -> tuple[Axis, ...]:
         """Innermost first: where a rank's neighbours are."""
         return tuple(factor.axis for factor in reversed(self.spec.factors))
+
+    @property
+    def token_axis(self) -> str:
+        """The axis along which ranks have other tokens of the same samples; "" without one."""
+        return next((str(axis) for axis in self.axes if axis in TOKEN_AXES), "")
 
     def line(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         return line(self.spec, rank, *axes)

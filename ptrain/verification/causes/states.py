@@ -13,7 +13,6 @@ from ptrain.costs import State
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Departure, Moment, Subject
-from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Distribution
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.causes.order import order_of_slices
@@ -249,7 +248,7 @@ def _of_positions(scene: Investigation, one: Departure, sides: Sides) -> Said | 
         return None
     text = positions_text(sides.own, table, spans) if one.name.endswith(OF_TOKENS) else ""
     sentence = f"{one.name} is of {text}: number tokens as in the whole sequence"
-    return Said(text, sentence, str(Axis.CP)) if text else None
+    return Said(text, sentence, scene.token_axis) if text else None
 
 
 def _of_another_rank(one: Departure, sides: Sides, places: Mapping[int, TensorBox]) -> Said | None:

@@ -3,7 +3,7 @@ ranks, and its positions are those of the rank's own tokens in the whole sequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import nn
@@ -12,12 +12,14 @@ from ptrain.axes.context.attention import spans_at
 from ptrain.axes.context.run.cores import GatheredCore, RingCore
 from ptrain.axes.context.run.documents import SlicedDocuments
 from ptrain.axes.context.run.own_models import give_positions, reach
+from ptrain.axes.context.run.randomness import MicroBatchCut, masks_at
 from ptrain.axes.context.run.slices import sliced
 from ptrain.axes.context.run.ulysses import UlyssesCore
 from ptrain.axes.context.tokens import Span
 from ptrain.facts.attention import Attending
 from ptrain.models.attention import Core
 from ptrain.models.batch import StepBatch
+from ptrain.models.dropout import dropouts
 from ptrain.models.transformer import Transformer
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.dials import ReduceScatterVia
@@ -37,12 +39,17 @@ def own_tokens(step: ContextParallel, mesh: Mesh) -> Callable[[StepBatch], StepB
 class ContextGroups:
     """The ranks that exchange tokens for heads, and those that keys and values go round; made once,
     in the same order on every rank. None where there is one of them. `attending`: the modules of a
-    model that is not built in whose attention goes over them."""
+    model that is not built in whose attention goes over them. `masks` are those of dropout."""
 
     def __init__(
-        self, step: ContextParallel, mesh: Mesh, attending: Attending | None = None
+        self,
+        step: ContextParallel,
+        mesh: Mesh,
+        cut: MicroBatchCut,
+        attending: Attending | None = None,
     ) -> None:
         self.attending = attending
+        self.masks = masks_at(step, mesh.coordinate(step.axis), cut)
         self.ulysses = self.ring = None
         degree, lines = step.ulysses * step.ring, range(step.ulysses * step.ring)
         if step.ulysses == degree:
@@ -68,7 +75,8 @@ def parallelize_context(
     """Let the layers of `model`, or of a stage of it, attend over `step.axis`. Its tensors may be
     on meta."""
     core_over = partial(_reaching, step=step, mesh=mesh, groups=groups, via=via)
-    spans = own_spans(step, mesh)
+    spans = groups.masks.spans
+    groups.masks.around(_dropping(model, groups.attending))
     if isinstance(model, Transformer):
         model.place_tokens(spans)
         if model.documents is not None:
@@ -86,6 +94,17 @@ def parallelize_context(
     for own in attending.modules:
         if own.name in known:  # else it is another stage's
             reach(known[own.name], core_over)
+
+
+def _dropping(model: nn.Module, attending: Attending | None) -> Iterator[nn.Module]:
+    """Yield the modules whose own code drops out something: of a model that is not built in those
+    that were seen to, which may be another stage's."""
+    known = dict(model.named_modules())
+    if attending is None:
+        names = [name.rpartition(".")[0] for name, _ in dropouts(model)]
+    else:
+        names = [name for name in attending.dropping if name in known]
+    yield from (known[name] for name in dict.fromkeys(names))
 
 
 def _reaching(

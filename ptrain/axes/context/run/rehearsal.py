@@ -4,22 +4,28 @@ A few tokens go through the model whole. Then a rank's slice of them goes throug
 its positions; what its modules that attend hand to attention must be the slice of what they did
 before, and they are given the slice of what they were given then. So nothing but attention may
 reach from token to token, and positions must be those that the model is given; no rank is needed,
-and a departure has the name of the first module where it shows.
+and a departure has the name of the first module where it shows. A model that drops out does so once
+more, under the same random numbers: what it draws must be the slice of what it drew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.axes.context.attention import context_of, spans_at
+from ptrain.axes.context.draw import spans_text
+from ptrain.axes.context.rules import uncut_heads
+from ptrain.axes.context.run.drawing import Draw, SlicedDraws, drawing
 from ptrain.axes.context.run.own_models import positions_of
+from ptrain.axes.context.run.randomness import MicroBatchCut, masks_at
 from ptrain.axes.context.tokens import Span
 from ptrain.errors import SpecError, refused
 from ptrain.facts.attention import Attending
@@ -29,22 +35,28 @@ from ptrain.models.attending import POSITIONS, AttendingCall, AttentionWatch, lo
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.buffers import copied_buffers
 from ptrain.models.contract import forward_of
+from ptrain.models.dropout import DropoutCall
 from ptrain.models.fake_values import READ
-from ptrain.models.generators import drawn_state, forked
+from ptrain.models.generators import drawn_state, forked, reseed
 from ptrain.models.meta import on_meta
 from ptrain.models.modes import in_mode, without_dropout
 from ptrain.models.roles import named_in_spec
 from ptrain.spec.axis import Axis
 from ptrain.spec.misfits import divisors
+from ptrain.spec.placement import R
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
+from ptrain.units import counted
 
 Spans = tuple[Span, ...]
+Around: TypeAlias = "Callable[[AttentionWatch], AbstractContextManager[None]]"
 
 _TOKENS = 1  # the dimension of inputs and logits
 _OF_HEADS = 2  # that of heads [B, H, T, D]
 _CHUNK = 2  # tokens of a chunk at least, of as many chunks as the spec's
 _MOST_TOKENS = 4096  # whose attention to one another is no more work than the rest
+_BY_DROPOUT = "let it drop out [samples, tokens, …] by torch.nn.functional.dropout, called by "
+_BY_DROPOUT += "this name, as nn.Dropout does"
 _OPERATIONS = 10**9  # of a forward pass: less than a second
 
 
@@ -55,7 +67,7 @@ def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) ->
     step = context_of(spec)
     if step is None or attending is None:
         return
-    _require_heads(model, spec, step, attending)
+    _require_heads(spec, attending)
     _require_plain(model, spec, attending)
     if detect_fake_mode() is None:
         _Rehearsal(model, spec, attending, _shortened(model, step)).require_alike()
@@ -89,27 +101,28 @@ def _require_plain(model: nn.Module, spec: Spec, attending: Attending) -> None:
             logits_at(bare, positions, attending.positions, spec)
 
 
-def _require_heads(
-    model: nn.Module, spec: Spec, step: ContextParallel, attending: Attending
-) -> None:
-    place, tp = named_in_spec(model, spec)[0], spec.degree(Axis.TP)
+def _require_heads(spec: Spec, attending: Attending) -> None:
+    tp = spec.degree(Axis.TP)
     for module in attending.modules:
-        counts = {"heads": module.heads.heads, "heads of keys": module.heads.kv_heads}
+        counts = {"": module.heads.heads, " of keys": module.heads.kv_heads}
         for what, heads in counts.items():
             if heads % tp:
-                finding = f"{heads} {what} of {module.name} are not divided by tp {tp}, and cp "
-                finding += "exchanges as many on each rank"
-                raise refused("mesh.tp", finding, f"choose tp from {_listed(heads)}")
-        own = module.heads.heads // tp
-        if own % step.ulysses:
-            finding = f"ulysses over {step.ulysses} ranks does not divide {own} heads of "
-            finding += module.name
-            remedy = f"choose ulysses from {_listed(own)}, or attention: zigzag"
-            raise refused(place if not spec.context else "context.attention", finding, remedy)
+                finding = f"tp {tp} does not divide {counted(heads, 'head')}{what} of "
+                finding += f"{module.name}, and cp exchanges as many on each rank"
+                choice = ", ".join(map(str, divisors(heads)))
+                raise refused("mesh.tp", finding, f"choose tp from {choice}")
+        if faults := [*uncut_heads(spec, module.heads.heads // tp, module.name)]:
+            raise SpecError(*faults)
 
 
-def _listed(number: int) -> str:
-    return ", ".join(map(str, divisors(number)))
+def _cut(spec: Spec) -> MicroBatchCut:
+    is_cut = any(f.axis is Axis.TP and f.placement.activations != R for f in spec.factors)
+    slices = spec.degree(Axis.CP) * (spec.degree(Axis.TP) if is_cut else 1)
+    return MicroBatchCut(samples=spec.batch.micro, slices=slices)
+
+
+def _nothing(_: AttentionWatch) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +143,7 @@ class _Rehearsal:
         self.positions = attending.positions
         self.place, self.name = named_in_spec(model, spec)
         self.whole: dict[str, _Attended] = {}
+        self._is_drawing = False
         self._torchs: Callable[..., Tensor] = F.scaled_dot_product_attention
 
     def require_alike(self) -> None:
@@ -144,11 +158,48 @@ class _Rehearsal:
                 whole = self._run(every, self._note)
                 for index in sorted(ends):
                     self._require_rank(spans_at(self.step, index), whole)
+        with copied_buffers(self.model), forked(), in_mode(self.model, training=True):
+            self._require_draws(every, sorted(ends))
 
-    def _run(self, spans: Spans, attend: Callable[[str, AttendingCall], Tensor]) -> Tensor:
+    def _require_draws(self, every: Spans, ends: Sequence[int]) -> None:
+        """Raises SpecError for random numbers that are not the slice of those of all tokens."""
+        before: list[Draw] = []
+
+        def note(draw: Draw, call: DropoutCall) -> Tensor:
+            before.append(draw)
+            return call.by_before()
+
+        self._is_drawing = True
+        reseed(0)
+        whole = self._run(every, self._note, partial(drawing, drop=note, meet=before.append))
+        in_training = context_of(self.spec)
+        assert in_training is not None, "the model is cut over cp"
+        for index in ends if before else ():
+            masks = masks_at(
+                self.step,
+                index,
+                MicroBatchCut(samples=1, slices=self.step.ulysses * self.step.ring),
+            )
+            known = masks_at(in_training, index, _cut(self.spec))
+            draws = SlicedDraws(before, masks, known, self._draws_otherwise)
+            reseed(0)
+            self._require_rank(spans_at(self.step, index), whole, draws.around)
+            draws.require_all()
+
+    def _draws_otherwise(self, draw: Draw, what: str) -> SpecError:
+        finding = f"{draw.module or self.name} {what}"
+        return refused(self.place, finding, f"{_BY_DROPOUT}, or write no cp")
+
+    def _run(
+        self,
+        spans: Spans,
+        attend: Callable[[str, AttendingCall], Tensor],
+        around: Around = _nothing,
+    ) -> Tensor:
         device = next(self.model.parameters()).device
         positions = positions_of(spans, device)
-        with AttentionWatch(self.model, attend).watching():
+        watch = AttentionWatch(self.model, attend)
+        with watch.watching(), around(watch):
             return logits_at(self.model, positions, self.positions, self.spec).detach()
 
     def _note(self, module: str, call: AttendingCall) -> Tensor:
@@ -156,9 +207,9 @@ class _Rehearsal:
         self.whole[module] = _Attended(call, output)
         return output
 
-    def _require_rank(self, spans: Spans, whole: Tensor) -> None:
+    def _require_rank(self, spans: Spans, whole: Tensor, around: Around = _nothing) -> None:
         attend = partial(self._replayed, spans)
-        logits = self._run(spans, attend)
+        logits = self._run(spans, attend, around)
         if not _is_alike(logits, _taken(whole, spans, _TOKENS)):
             raise self._departs(spans, self.name, "gives other logits")
 
@@ -173,9 +224,12 @@ class _Rehearsal:
         return _taken(before.output, spans, _OF_HEADS)
 
     def _departs(self, spans: Spans, module: str, what: str) -> SpecError:
-        tokens = ", ".join(f"{first}-{behind - 1}" for first, behind in spans)
-        finding = f"{module or self.name}, given tokens {tokens} of {self.step.sequence} alone, "
+        finding = f"{module or self.name}, given tokens {spans_text(spans)} of "
+        finding += f"{self.step.sequence} alone, "
         finding += f"{what} than given all of them: "
+        if self._is_drawing:
+            finding += "it does not only drop out tokens by themselves, but draws for all of them"
+            return refused(self.place, finding, f"{_BY_DROPOUT}, or write no cp")
         if self.positions:
             finding += f"{self.name} does not go by the {self.positions} that it is given"
             remedy = "let it take positions from there alone"

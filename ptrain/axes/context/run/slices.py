@@ -56,8 +56,9 @@ def sliced(batch: StepBatch, spans: Sequence[Span]) -> SlicedTokens:
 
 def token_slices(whole: SampleBatch, spans: Sequence[Span]) -> SampleBatch:
     """Return inputs and targets in these spans of whole samples of tokens, copied."""
-    return SampleBatch(TokenPair(_taken(whole.inputs, spans), _taken(whole.targets, spans)))
+    return SampleBatch(TokenPair(taken(whole.inputs, spans), taken(whole.targets, spans)))
 
 
-def _taken(tokens: Tensor, spans: Sequence[Span]) -> Tensor:
-    return torch.cat([tokens[:, first:behind] for first, behind in spans], dim=1)
+def taken(whole: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Return what is in these spans of a tensor [samples, tokens, ...], copied."""
+    return torch.cat([whole[:, first:behind] for first, behind in spans], dim=1)

@@ -29,6 +29,7 @@ class Crossing:
     def __init__(self, *, is_written: bool) -> None:
         self._is_written = is_written
         self._hidden: Tensor | None = None
+        self._before: Tensor | None = None
 
     @property
     def hidden(self) -> Tensor:
@@ -38,7 +39,15 @@ class Crossing:
 
     def enter(self, hidden: Tensor | None) -> None:
         """Begin a forward pass with what the stage was given, or end one."""
-        self._hidden = hidden
+        self._hidden, self._before = hidden, None
+
+    @property
+    def before(self) -> Tensor:
+        """What each layer of a stage before gives: as there may be a hundred, the same one, unless
+        it is written into."""
+        if self._before is None or self._is_written:
+            self._before = self.shaped(self.hidden.shape)
+        return self._before
 
     def swapped(self, _: nn.Module, given: Any, named: Any) -> Any:
         """A hook of the stage's first layer: the first tensor that this is given becomes the hidden
@@ -72,7 +81,7 @@ class LayerBefore(nn.Identity):
         self._crossing, self._returns = crossing, returns
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        hidden = self._crossing.shaped(self._crossing.hidden.shape)
+        hidden = self._crossing.before
         return (hidden, *(None,) * (self._returns - 1)) if self._returns else hidden
 
 

@@ -1,0 +1,148 @@
+"""A feed-forward part of experts, of which a router chooses some for every token.
+
+Legend of shape suffixes: B samples, T tokens, N tokens of all samples, C hidden, E experts, K
+experts of a token, M = N·K rows, F features inside an expert, S places of all experts.
+
+Note: no size depends on where tokens go. Without a capacity all rows are sorted by expert and
+multiplied group by group; with one every expert has as many places, of which some stay empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptrain.models.balance import Balance, with_loss
+from ptrain.models.feed_forward import FeedForward, activation_of
+from ptrain.models.grouped import grouped_product
+from ptrain.models.numerics import widen
+from ptrain.spec.experts import Router
+from ptrain.spec.model import ModelShape
+
+
+class Gate(nn.Module):
+    """Chooses the experts of each token, and what theirs counts. Its parameter is a matrix."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        assert shape.experts is not None, "there is something to choose"
+        self.router, self.is_normed = shape.router, shape.router_norm
+        self.scale, self.num_chosen = shape.router_scale, shape.experts_per_token
+        self.balance = Balance(shape)
+        self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
+
+    def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights [N, K] and experts [N, K], the best first."""
+        x_NC = x_BTC.flatten(0, 1)
+        logits_NE = F.linear(widen(x_NC), widen(self.weight))
+        is_softmax = self.router is Router.SOFTMAX
+        scores_NE = logits_NE.softmax(-1) if is_softmax else logits_NE.sigmoid()
+        weights_NK, chosen_NK = scores_NE.topk(self.num_chosen)
+        if self.training and self.balance.is_wanted:
+            routing = (logits_NE, scores_NE, chosen_NK)
+            loss = self.balance(*(x.unflatten(0, x_BTC.shape[:2]) for x in routing))
+            weights_NK = with_loss(weights_NK, loss, self.balance.weight)
+        if self.is_normed:
+            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        if self.scale is not None:
+            weights_NK = weights_NK * self.scale
+        return weights_NK.to(x_NC.dtype), chosen_NK
+
+
+class Experts(nn.Module):
+    """The weights of all experts, one tensor for each of their projections."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        assert shape.experts is not None, "somebody is one"
+        self.activate, self.num_experts = activation_of(shape), shape.experts
+        inner, outer = shape.width_of_expert, shape.hidden
+        is_gated = shape.activation.is_gated
+        self.gate = nn.Parameter(torch.empty(shape.experts, inner, outer)) if is_gated else None
+        self.up = nn.Parameter(torch.empty(shape.experts, inner, outer))
+        self.down = nn.Parameter(torch.empty(shape.experts, outer, inner))
+
+    def forward(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
+        """Return what rows that are sorted by expert become. `ends_E`: where each one's end."""
+        return self._through(lambda x, weights: grouped_product(x, weights.mT, ends_E), x_MC)
+
+    def in_places(self, x_ESC: Tensor) -> Tensor:
+        """Return what the rows of places become, of which every expert has as many."""
+        return self._through(lambda x, weights: x @ weights.mT, x_ESC)
+
+    def _through(self, times: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return what rows become that `times` multiplies with the weights of their experts."""
+        if self.gate is None:
+            h = self.activate(times(x, self.up))
+        else:
+            h = self.activate(times(x, self.gate)) * times(x, self.up)
+        return times(h, self.down)
+
+
+class MoE(nn.Module):
+    """Router and experts, and those that all tokens go to."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.router = Gate(shape)
+        self.experts = Experts(shape)
+        width = shape.shared_experts * shape.width_of_expert
+        self.shared = FeedForward(shape, width) if width else None
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_NC = x_BTC.flatten(0, 1)
+        weights_NK, chosen_NK = self.router(x_BTC)
+        if self.shape.capacity_factor is None:
+            rows_NKC = self._dropless(x_NC, chosen_NK)
+        else:
+            rows_NKC = self._in_places(x_NC, chosen_NK, num_tokens=x_BTC.shape[1])
+        y_BTC = (rows_NKC * weights_NK[..., None]).sum(1).view_as(x_BTC)
+        return y_BTC if self.shared is None else y_BTC + self.shared(x_BTC)
+
+    def _dropless(self, x_NC: Tensor, chosen_NK: Tensor) -> Tensor:
+        """Return what each token's experts give [N, K, C]."""
+        num_chosen, chosen_M = chosen_NK.shape[1], chosen_NK.flatten()
+        order_M = chosen_M.argsort(stable=True)
+        rows_MC = self.experts(x_NC[order_M // num_chosen], ends_of(chosen_M, self.experts))
+        return rows_MC[order_M.argsort()].unflatten(0, (-1, num_chosen))
+
+    def _in_places(self, x_NC: Tensor, chosen_NK: Tensor, *, num_tokens: int) -> Tensor:
+        """The same with a capacity: of a choice that finds no place, zeros."""
+        num_experts, capacity = self.experts.num_experts, self.shape.capacity(num_tokens)
+        places_NK = places_of(chosen_NK.unflatten(0, (-1, num_tokens)), num_experts, capacity)
+        num_samples = len(x_NC) // num_tokens
+        num_places = num_experts * num_samples * capacity
+        tokens_S = places_NK.new_full((num_places + 1,), len(x_NC))  # an empty place has row N
+        owners_NK = torch.arange(len(x_NC), device=x_NC.device)[:, None].expand_as(places_NK)
+        tokens_S = tokens_S.scatter(0, places_NK.flatten(), owners_NK.flatten())[:-1]
+        x_ESC = F.pad(x_NC, (0, 0, 0, 1))[tokens_S].unflatten(0, (num_experts, -1))
+        y_SC = self.experts.in_places(x_ESC).flatten(0, 1)
+        return F.pad(y_SC, (0, 0, 0, 1))[places_NK]
+
+
+def ends_of(chosen_M: Tensor, experts: Experts) -> Tensor:
+    """Return the rows behind the last of each expert, sorted by expert: int32, as torch's grouped
+    product takes them."""
+    counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=chosen_M.device)
+    counts_E = counts_E.scatter_add(0, chosen_M, torch.ones_like(chosen_M))
+    return counts_E.cumsum(0, dtype=torch.int32)
+
+
+def places_of(chosen_BTK: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Return the place [N, K] of each choice among those of all experts, which have `capacity` of
+    every sample each: the first choices of its tokens come before the second ones, and earlier
+    tokens before later ones (GShard, arXiv:2006.16668, algorithm 1). The number of places stands
+    for a choice that finds none."""
+    num_samples, num_tokens, num_chosen = chosen_BTK.shape
+    chosen_BQ = chosen_BTK.transpose(1, 2).flatten(1)  # in the order in which they are placed
+    is_own_BQE = F.one_hot(chosen_BQ, num_experts)
+    before_BQ = (is_own_BQE.cumsum(1) * is_own_BQE).sum(-1) - 1
+    samples_B1 = torch.arange(num_samples, device=chosen_BQ.device)[:, None]
+    places_BQ = (chosen_BQ * num_samples + samples_B1) * capacity + before_BQ
+    num_places = num_experts * num_samples * capacity
+    places_BQ = places_BQ.masked_fill(before_BQ >= capacity, num_places)
+    return places_BQ.unflatten(1, (num_chosen, num_tokens)).transpose(1, 2).flatten(0, 1)

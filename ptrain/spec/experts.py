@@ -1,0 +1,131 @@
+"""What a block's experts are, where it has some: each option is declared here, once."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from ptrain.spec.leaf import Choice, Real, Truth, Whole
+
+
+class Router(StrEnum):
+    """What makes scores of a router's logits."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertOptions:
+    """Of blocks whose feed-forward part is several, of which a router chooses some for a token."""
+
+    experts: Annotated[
+        int | None,
+        Whole(
+            "feed-forward parts of a block, of which a router chooses some for every token; "
+            "without: one that takes all tokens",
+            1,
+            2**16,
+            aka=("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+            null=True,
+        ),
+    ] = None
+    experts_per_token: Annotated[
+        int,
+        Whole(
+            "experts that a token goes to; without: 1",
+            1,
+            2**16,
+            aka=("num_experts_per_tok", "top_k", "moe_router_topk", "moe_top_k"),
+        ),
+    ] = 1
+    expert_ffn: Annotated[
+        int | None,
+        Whole(
+            "width inside an expert; without: ffn",
+            1,
+            2**22,
+            aka=("moe_intermediate_size", "moe_ffn_hidden_size"),
+            null=True,
+        ),
+    ] = None
+    shared_experts: Annotated[
+        int,
+        Whole(
+            "experts beside the chosen ones that take all tokens, as one of so many times "
+            "expert_ffn; without: 0",
+            0,
+            2**10,
+            aka=("n_shared_experts", "num_shared_experts"),
+        ),
+    ] = 0
+    dense_layers: Annotated[
+        int,
+        Whole(
+            "first layers without experts, of width ffn; without: 0",
+            0,
+            10_000,
+            aka=("first_k_dense_replace",),
+        ),
+    ] = 0
+    router: Annotated[
+        Router,
+        Choice(
+            "what makes scores of a router's logits, in at least fp32; without: softmax",
+            {
+                "softmax": "over all experts, as Mixtral's and Qwen3's",
+                "sigmoid": "of each expert by itself, as DeepSeek-V3's",
+            },
+            aka=("scoring_func", "moe_router_score_function"),
+            read=Router,
+        ),
+    ] = Router.SOFTMAX
+    router_norm: Annotated[
+        bool,
+        Truth(
+            "the scores of a token's experts are divided by their sum; without: true",
+            aka=("norm_topk_prob",),
+        ),
+    ] = True
+    router_scale: Annotated[
+        float | None,
+        Real(
+            "what the experts' weights are multiplied by; without: 1",
+            0.0,
+            1e6,
+            open=True,
+            aka=("routed_scaling_factor", "moe_router_topk_scaling_factor"),
+            null=True,
+        ),
+    ] = None
+    capacity_factor: Annotated[
+        float | None,
+        Real(
+            "an expert takes at most so many times its even share of a sample's tokens, first "
+            "choices before second ones; the rest passes it by. Without: all that is sent to it",
+            0.0,
+            1e6,
+            open=True,
+            aka=("moe_expert_capacity_factor", "expert_capacity_factor"),
+            null=True,
+        ),
+    ] = None
+    aux_loss: Annotated[
+        float,
+        Real(
+            "weight of the loss that balances the experts, of each sample's tokens and in every "
+            "layer that has some; without: 0",
+            0.0,
+            1e3,
+            aka=("router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss_alpha"),
+        ),
+    ] = 0.0
+    z_loss: Annotated[
+        float,
+        Real(
+            "weight of the loss that keeps a router's logits small, in every layer that has one; "
+            "without: 0",
+            0.0,
+            1e3,
+            aka=("router_z_loss_coef", "moe_z_loss_coeff"),
+        ),
+    ] = 0.0

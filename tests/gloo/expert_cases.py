@@ -1,0 +1,61 @@
+"""Specs of models with experts: small, with an odd vocabulary and odd numbers of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ptrain.algebra.legality import require
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+
+SIZES = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 259}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "top-1": {"experts": 4},
+    "top-2": {"experts": 4, "experts_per_token": 2, "shared_experts": 1, "expert_ffn": 24},
+    "capacity": {"experts": 3, "experts_per_token": 2, "capacity_factor": 1.0},
+    "capacity, top-1": {"experts": 4, "capacity_factor": 1.25, "shared_experts": 2},
+    "balanced": {"experts": 4, "experts_per_token": 2, "aux_loss": 0.5, "z_loss": 0.1},
+    "deep": {
+        "experts": 6,
+        "experts_per_token": 2,
+        "shared_experts": 1,
+        "expert_ffn": 20,
+        "dense_layers": 1,
+        "router": "sigmoid",
+        "router_scale": 2.5,
+        "qk_norm": True,
+        "tied": True,
+    },
+}
+SAMPLES = ("dp_replicate", "dp_shard")
+
+
+def spec_of(
+    model: str,
+    placement: Mapping[str, str] | None = None,
+    *,
+    degrees: Mapping[str, int] | None = None,
+    accumulate: int = 2,
+    shape: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> Spec:
+    """`placement` places axes of two ranks each, unless `degrees` says more."""
+    placement = placement or {"dp_shard": "zero3"}
+    order = ("pp", *SAMPLES, "cp", "tp")
+    mesh = {axis: (degrees or {}).get(axis, 2) for axis in order if axis in placement}
+    samples = accumulate
+    for axis in SAMPLES:
+        samples *= mesh.get(axis, 1)
+    mapping: dict[str, Any] = {
+        "name": model,
+        "model": {**SIZES, **MODELS[model], **(shape or {})},
+        "mesh": mesh,
+        "placement": dict(placement),
+        "precision": {"layout": "fp32", "compute": "fp64"},
+        "batch": {"global": samples, "micro": 1, "sequence": 16},
+        "optimizer": {"name": "adamw", "lr": 3e-3, "schedule": {"warmup": 2}, "clip": 1.0},
+        "data": {"corpus": "python-docs", "tokenizer": "bytes"},
+        "train": {"steps": 20, "seed": 0},
+    }
+    return require(load(mapping | sections))

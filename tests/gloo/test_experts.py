@@ -1,0 +1,91 @@
+"""Layers of experts over data ranks, stages and slices of the tokens compute what one device
+computes, and cost what is predicted to the byte: no size depends on where tokens go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.gloo.expert_cases import MODELS, spec_of
+from tests.gloo.expert_runs import MATRIX
+from tests.ranks import Ranks
+
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
+
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
+
+DATA: tuple[dict[str, str], ...] = (
+    {"dp_replicate": "ddp"},
+    {"dp_shard": "zero1"},
+    {"dp_shard": "zero2"},
+    {"dp_shard": "zero3"},
+    {"dp_replicate": "ddp", "dp_shard": "zero3"},
+)
+STAGES = {"pp": "S,S,S,R"}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+KEPT: tuple[dict[str, Any], ...] = (
+    {"activations": "M"},
+    {"activations": "M", "recompute": "selective"},
+    {"activations": "O"},
+    {"loss": {"chunk": 4}},
+    {"unit": "sub-block"},
+    {"batch": {"global": 8, "micro": 4, "sequence": 16}},
+)
+# of others the experts' places, or a router's losses, are of whole samples
+DROPLESS = ("top-1", "top-2", "deep")
+
+
+def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
+    """Those that do not run by default run at night."""
+    return [case if case in default else nightly(*case) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    some([*product(MODELS, DATA)], (("balanced", DATA[3]), ("capacity", DATA[1]))),
+)
+def test_with_data_ranks(ranks: Ranks, model: str, data: dict[str, str]) -> None:
+    assert not MATRIX.differences(ranks, spec_of(model, data))
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"), some([*product(MODELS, SCHEDULES)], (("deep", "1f1b"),))
+)
+def test_with_stages(ranks: Ranks, model: str, schedule: str) -> None:
+    spec = spec_of(model, STAGES, accumulate=4, pipeline={"schedule": schedule})
+    assert not MATRIX.differences(ranks, spec)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("attention", ["ring", "zigzag", "all-gather", "ulysses"])
+@pytest.mark.parametrize("model", DROPLESS)
+def test_with_slices_of_the_tokens(ranks: Ranks, model: str, attention: str) -> None:
+    activations = "S*" if attention == "all-gather" else "S"
+    states = {"cp": f"S*,S,S,{activations}"}
+    assert not MATRIX.differences(ranks, spec_of(model, states, context={"attention": attention}))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_with_activations_kept_otherwise(ranks: Ranks, model: str, kept: dict[str, Any]) -> None:
+    assert not MATRIX.differences(ranks, spec_of(model, **kept))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("placement", [STAGES | DATA[3], {"cp": "S*,S,S,S"} | DATA[3]], ids=str)
+@pytest.mark.parametrize("model", DROPLESS)
+def test_on_two_axes(ranks: Ranks, model: str, placement: dict[str, str]) -> None:
+    assert not MATRIX.differences(ranks, spec_of(model, placement))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    some([*product(MODELS, ("fp32", "bf16", "zero16"))], (("top-1", "bf16"),)),
+)
+def test_in_true_dtypes_bytes_are_exact(ranks: Ranks, model: str, layout: str) -> None:
+    assert not MATRIX.differences(ranks, spec_of(model, precision={"layout": layout}))

@@ -1,0 +1,100 @@
+"""What refused numbers of ranks, heads or tokens over cp are told, and what slices obey."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ptrain.plan.composition import compositions, theorem_3
+from ptrain.spec.axis import Axis
+from ptrain.spec.batch import PADDED
+from ptrain.spec.context import Hybrid
+from ptrain.spec.spec import Spec
+from tests.pure.build import GATHERED
+from tests.pure.test_context_rules import RING, SHAPE, TP, ULYSSES, ZIGZAG, plan_of, refusal, spec
+
+
+@pytest.mark.parametrize(
+    ("attention", "sequence", "finding", "remedy"),
+    [
+        (RING, 30, "30 tokens cannot be cut into 4 equal slices of cp (ring)",
+         "write sequence: 28 or 32, or cp of 1, 2, 3, 5, 6, 10, 15"),
+        (ZIGZAG, 36, "36 tokens cannot be cut into 8 equal chunks, two for each of 4 ranks of cp "
+         "(zigzag)",
+         "write sequence: 32 or 40, or cp of 1, 2, 3, 6, 9, or attention: ring"),
+        (ULYSSES, 3, "3 tokens cannot be cut into 4 equal slices of cp (ulysses)",
+         "write sequence: 4, or cp of 1, 3"),
+        (Hybrid(ulysses=2, ring=2), 33, "33 tokens cannot be cut into 8 equal chunks, two for each "
+         "of 4 ranks of cp ({ulysses: 2, ring: 2})", "write sequence: 32 or 40"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_sequence_that_does_not_divide_is_refused_with_what_would_do(
+    attention, sequence, finding, remedy
+):
+    refused = refusal(spec(4, attention, sequence=sequence))
+    assert refused == ("batch.sequence", finding, remedy + PADDED)
+
+
+def test_a_hybrid_of_other_ranks_is_refused_once():
+    place, finding, _ = refusal(spec(2, Hybrid(ulysses=5, ring=1), sequence=16))
+    assert (place, finding) == ("context.attention", "ulysses 5 × ring 1 are 5 ranks, and cp has 2")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sequence", "remedy"),
+    [
+        (5, 240, "choose cp from 1, 2, 3, 4, 6, 12, or attention: zigzag"),
+        (5, 40, "choose cp from 1, 2, 4, or attention: zigzag"),
+        (5, 35, "choose cp from 1, or attention: ring"),
+        (5, 36, "choose cp from 1, 2, 3, 4, 6, 12"),  # of which five chunks are none
+        (8, 36, "choose cp from 1, 2, 3, 4, 6, 12"),
+    ],
+)
+def test_heads_that_ulysses_does_not_divide_are_refused_once_with_what_would_do(
+    ranks, sequence, remedy
+):
+    made = spec(ranks, ULYSSES, sequence=sequence)
+    assert refusal(made) == ("mesh.cp", f"ulysses over {ranks} ranks does not divide 12 heads",
+                             remedy)  # fmt: skip
+
+
+def test_ulysses_divides_the_heads_that_tp_leaves():
+    place, finding, remedy = refusal(
+        spec(4, Hybrid(ulysses=4, ring=1), inside={Axis.TP: (2, TP)}, sequence=36)
+    )
+    assert place == "context.attention"
+    assert finding == "ulysses over 4 ranks does not divide 6 heads that tp leaves a rank"
+    assert remedy == "write one of {ulysses: 1, ring: 4}, {ulysses: 2, ring: 2}, or attention: ring"
+    one = spec(2, ULYSSES, inside={Axis.TP: (12, TP)}, model=replace(SHAPE, kv_heads=12, ffn=96))
+    assert "does not divide 1 head that tp leaves a rank" in refusal(one)[1]
+
+
+def test_a_sequence_that_does_not_divide_is_told_degrees_that_divide_the_heads_too():
+    _, _, remedy = refusal(spec(3, ULYSSES, sequence=40))
+    assert remedy == "write sequence: 39 or 42, or cp of 1, 2, 4" + PADDED
+
+
+def test_the_conditions_of_theorem_3_hold_and_fail_where_samples_are_told_apart():
+    made = spec(2, around={Axis.DP_SHARD: (2, GATHERED)})
+    plan = plan_of(made)
+    assert [condition.holds for condition in theorem_3(made, plan)] == [True] * 3
+    wrong = plan.having(replace(plan.context, axis=Axis.DP_SHARD))
+    assert [condition.holds for condition in theorem_3(made, wrong)] == [False, True, True]
+    short = plan.having(replace(plan.context, sequence=33))
+    assert [condition.holds for condition in theorem_3(made, short)] == [True, False, True]
+    local = plan.having(replace(plan.wrap, axes=(Axis.DP_SHARD,)))
+    assert [condition.holds for condition in theorem_3(made, local)] == [True, True, False]
+
+
+def headings(made: Spec) -> list[str]:
+    return [heading for heading, _ in compositions(made, plan_of(made))]
+
+
+def test_slices_of_the_tokens_are_told_apart_from_data_axes_where_axes_compose():
+    of_slices = "why cp computes what one device does"
+    assert headings(spec(2)) == [of_slices]
+    assert headings(spec(2, inside={Axis.TP: (2, TP)})) == [of_slices, "why tp and cp compose"]
+    three = spec(2, around={Axis.DP_SHARD: (2, GATHERED)}, inside={Axis.TP: (2, TP)})
+    assert headings(three) == [of_slices, "why tp and data axes compose"]

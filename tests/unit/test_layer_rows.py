@@ -1,0 +1,69 @@
+"""Layers that are alike: what the few that run tell of all of them is what all of them do."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.facts.model import ModelFacts
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.traces import layer_rows, tensor_parts
+from ptrain.traces.facts import facts_of
+
+nightly = pytest.mark.nightly
+
+# An odd number of tokens, or a norm of its own, has no table: such a model is traced.
+MODEL = (
+    "model={family: llama, layers: 7, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 64, "
+    "qk_norm: true}"
+)
+CP = "placement.cp=[S*, S, S, S]"
+OVER_BOTH = ("mesh={cp: 2, tp: 2}", f"placement={{{CP[10:].replace('=', ': ')}, tp: tp-sp}}")
+
+
+def spec_of(strategy: str, *changes: str) -> Spec:
+    batch = "batch={global: 16, micro: 1, sequence: 16}"
+    return load(strategy, [MODEL, batch, "device=cpu", *changes]).spec
+
+
+def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
+    """Facts of which every layer has run, here and in the processes that play the ranks."""
+    monkeypatch.setattr(layer_rows, "alike", lambda *_: None)
+    patch = "\nfrom ptrain.traces import layer_rows\nlayer_rows.alike = lambda *_: None\nfrom "
+    answer = tensor_parts._ANSWER.replace("\nfrom ", patch, 1)
+    monkeypatch.setattr(tensor_parts, "_ANSWER", answer)
+    tensor_parts._answers.cache_clear()
+    return facts_of(spec)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        ("zero3", ()),
+        ("zero3", ("activations=M", "recompute=selective", "loss.chunk=8")),
+        ("zero3", ("unit=sub-block", "activations=M")),
+        ("pp-1f1b", ("model.layers=13", "activations=M")),
+        pytest.param("pp-1f1b", ("model.layers=13", "model.tied=true"), marks=nightly),
+        ("fsdp-mixed", (*OVER_BOTH, "activations=M", "recompute=full")),
+        pytest.param("fsdp-mixed", (*OVER_BOTH, "context.attention=ulysses"), marks=nightly),
+        pytest.param(
+            "pp-1f1b",
+            (
+                "model.layers=26",
+                "mesh={pp: 4, cp: 2, tp: 2}",
+                "placement={pp: pp-1f1b, cp: [S*, S, S, S], tp: tp-saved}",
+                "activations=M",
+            ),
+            marks=nightly,
+        ),
+    ],
+)
+def test_a_few_layers_tell_of_all_that_are_alike(
+    strategy: str, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(strategy, *changes)
+    few = facts_of(spec)
+    assert few.timeline is not None and few.work is not None
+    whole = with_all_layers(spec, monkeypatch)
+    for name in ModelFacts.__dataclass_fields__:
+        assert getattr(few, name) == getattr(whole, name), name

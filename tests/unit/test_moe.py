@@ -1,0 +1,165 @@
+"""Layers of experts beside loops over tokens and beside torch's own grouped product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ptrain.models.balance import Balance, weigh
+from ptrain.models.grouped import grouped_product
+from ptrain.models.moe import MoE, places_of
+from ptrain.spec.block import Activation
+from ptrain.spec.experts import Router
+from ptrain.spec.model import ModelShape
+from ptrain.traces.facts import read_facts
+from tests.gloo.expert_cases import spec_of
+from tests.pure.build import ODD_SHAPE
+
+SHAPE = replace(
+    ODD_SHAPE, experts=4, experts_per_token=2, expert_ffn=10, shared_experts=1, router_scale=1.5
+)
+SHAPES = {
+    "two of four": SHAPE,
+    "one of four": replace(SHAPE, experts_per_token=1, shared_experts=0),
+    "ungated": replace(SHAPE, activation=Activation.RELU2),
+    "each by itself": replace(SHAPE, router=Router.SIGMOID, router_norm=False, router_scale=None),
+}
+ENDS = torch.tensor([3, 3, 7, 8], dtype=torch.int32)  # the second group has no row
+
+
+def layer_of(shape: ModelShape) -> MoE:
+    layer = MoE(shape).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0.0, 0.5, generator=generator)
+    return layer
+
+
+def tokens(shape: ModelShape) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(3, 7, shape.hidden, dtype=torch.float64, generator=generator)
+
+
+def by_token(layer: MoE, x_BTC: Tensor, capacity: int) -> Tensor:
+    """What a layer computes, one token and choice after the other."""
+    shape, experts = layer.shape, layer.experts
+    logits = x_BTC @ layer.router.weight.T
+    scores = logits.softmax(-1) if shape.router is Router.SOFTMAX else logits.sigmoid()
+    y_BTC = torch.zeros_like(x_BTC)
+    for sample, x_TC in enumerate(x_BTC):
+        taken = [0] * experts.num_experts
+        ranked = scores[sample].argsort(-1, descending=True)[:, : shape.experts_per_token]
+        for choice in range(shape.experts_per_token):
+            for token, x_C in enumerate(x_TC):
+                expert = int(ranked[token, choice])
+                taken[expert] += 1
+                if taken[expert] > capacity:
+                    continue
+                weight = scores[sample, token, expert]
+                if shape.router_norm:
+                    weight = weight / scores[sample, token, ranked[token]].sum()
+                h = experts.activate(
+                    (experts.up if experts.gate is None else experts.gate)[expert] @ x_C
+                )
+                if experts.gate is not None:
+                    h = h * (experts.up[expert] @ x_C)
+                factor = weight * (shape.router_scale or 1.0)
+                y_BTC[sample, token] += factor * (experts.down[expert] @ h)
+    return y_BTC if layer.shared is None else y_BTC + layer.shared(x_BTC)
+
+
+@pytest.mark.parametrize("factor", [None, 0.5, 1.0, 4.0])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_layer_computes_what_a_loop_over_its_tokens_does(name: str, factor: float | None):
+    shape = replace(SHAPES[name], capacity_factor=factor)
+    layer, x_BTC = layer_of(shape), tokens(shape).requires_grad_()
+    capacity = x_BTC.shape[1] if factor is None else shape.capacity(x_BTC.shape[1])
+    outputs = layer(x_BTC), by_token(layer, x_BTC, capacity)
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+    inputs = [x_BTC, *layer.parameters()]
+    ours, expected = (torch.autograd.grad(y.square().sum(), inputs) for y in outputs)
+    for gradient, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-11)
+
+
+def test_first_choices_have_their_places_before_second_ones():
+    chosen_BTK = torch.tensor([[[0, 1], [1, 0], [0, 1]]])
+    assert places_of(chosen_BTK, 2, 2).tolist() == [[0, 3], [2, 4], [1, 4]]  # 4: there is none
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_group_by_group_is_torchs_own(dtype: torch.dtype):
+    """Of fp64 numbers that the narrower dtype has: torch has none of fp64."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(8, 16, generator=generator).to(dtype)
+    weights = torch.randn(4, 24, 16, generator=generator).to(dtype)
+    gradient = torch.randn(8, 24, generator=generator).to(dtype)
+    results = []
+    for kind in (dtype, torch.float64):
+        given = [x.to(kind).requires_grad_(), weights.to(kind).requires_grad_()]
+        y = grouped_product(given[0], given[1].mT, ENDS)
+        assert y.grad_fn is not None
+        results.append([y, *torch.autograd.grad(y, given, gradient.to(kind))])
+    assert F.grouped_mm(x, weights.mT, offs=ENDS).equal(results[0][0])
+    bound = 1e-5 if dtype is torch.float32 else 4e-2  # of sums of up to 24 products
+    for ours, wide in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), wide, rtol=bound, atol=bound)
+    assert not results[1][2][1].any()  # no row came to the second
+
+
+@pytest.mark.parametrize("factor", [None, 1.25])
+@pytest.mark.parametrize("compute", [None, "fp64"])
+def test_no_size_depends_on_where_tokens_go(factor: float | None, compute: str | None):
+    shape = {"capacity_factor": factor} if factor else {}
+    precision = {"layout": "fp32", **({"compute": compute} if compute else {})}
+    facts = read_facts(spec_of("top-2", shape=shape, precision=precision))
+    assert not facts.by_data and not facts.untraced and facts.timeline is not None
+
+
+def test_an_even_router_has_the_least_loss_and_its_own_weight():
+    shape = replace(SHAPE, experts_per_token=1, aux_loss=0.25)
+    scores_BTE = torch.full((2, 8, 4), 0.25, dtype=torch.float64)
+    even_BTK = (torch.arange(8) % 4).expand(2, 8)[..., None]
+    loss = Balance(shape)(scores_BTE, scores_BTE, even_BTK)
+    assert float(loss) == pytest.approx(2 * 0.25)  # of two samples
+    to_one = scores_BTE.new_tensor([1.0, 0.0, 0.0, 0.0]).expand_as(scores_BTE)
+    assert float(Balance(shape)(to_one, to_one, even_BTK * 0)) == pytest.approx(2 * 0.25 * 4)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_routers_losses_are_in_the_gradients_as_if_they_were_added(samples: int):
+    """Beside the formulas, written for one sample; the layer's own output is what it was."""
+    shape = replace(SHAPE, aux_loss=0.3, z_loss=0.2, shared_experts=0)
+    layer, x_BTC = layer_of(shape), tokens(shape)[:samples]
+    weigh(layer, 0.125)
+    y_BTC = layer(x_BTC)
+    assert torch.equal(y_BTC, layer.eval()(x_BTC))
+    logits_BTE = x_BTC @ layer.router.weight.T
+    extra = torch.zeros((), dtype=torch.float64)
+    for logits_TE in logits_BTE:
+        chosen = logits_TE.topk(shape.experts_per_token).indices.flatten()
+        shares = torch.bincount(chosen, minlength=shape.experts) / len(chosen)
+        uneven = shape.experts * (shares * logits_TE.softmax(-1).mean(0)).sum()
+        extra = extra + 0.3 * uneven + 0.2 * logits_TE.logsumexp(-1).square().mean()
+    weight = layer.router.weight
+    (ours,) = torch.autograd.grad(y_BTC.square().sum(), weight)
+    plain = layer.eval()(x_BTC).square().sum()
+    (expected,) = torch.autograd.grad(plain + 0.125 * extra, weight)
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_balance_is_that_of_transformers_mixtral():
+    """Over one sample; theirs counts a choice once, ours the share that it has of a token's."""
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    generator = torch.Generator().manual_seed(4)
+    logits_TE = torch.randn(32, 4, dtype=torch.float64, generator=generator)
+    theirs = mixtral.load_balancing_loss_func((logits_TE,), 4, 2)
+    scores_TE = logits_TE.softmax(-1)
+    chosen_TK = scores_TE.topk(2).indices
+    ours = Balance(replace(SHAPE, aux_loss=1.0))(logits_TE[None], scores_TE[None], chosen_TK[None])
+    assert float(ours) == pytest.approx(float(theirs) / 2, rel=1e-6)
