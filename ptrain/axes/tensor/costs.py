@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from ptrain.spec.model import ModelShape
@@ -80,11 +81,17 @@ class ModuleRoles:
         return next(iter(self.roles(name.rpartition(".")[0])), None)
 
 
+@lru_cache(maxsize=16)
+def _modules(roles: Roles) -> ModuleRoles:
+    """Return what is known of the modules of models with these roles."""
+    return ModuleRoles(roles)
+
+
 def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, int]:
     """The dimension along which ranks have different slices of a tensor, by its name; those that
     every rank has whole are left out. Equal slices, rounded up, the last one shorter, as DTensor
     cuts."""
-    modules = ModuleRoles(step.roles)
+    modules = _modules(step.roles)
     dims: dict[str, int] = {}
     for name, shape in tensors:
         role = modules.of_tensor(name)
