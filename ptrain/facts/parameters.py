@@ -140,8 +140,8 @@ def _moe(shape: ModelShape) -> Table:
     shared = shape.shared_experts * width
     return (
         ("mlp.router.weight", (experts, hidden)),
-        *((f"mlp.{EXPERTS}.{part}", (experts, width, hidden)) for part in _inner(shape)),
-        (f"mlp.{EXPERTS}.down", (experts, hidden, width)),
+        *((f"mlp.{EXPERTS}.{part}.weight", (experts, width, hidden)) for part in _inner(shape)),
+        (f"mlp.{EXPERTS}.down.weight", (experts, hidden, width)),
         *(_feed_forward(shape, "mlp.shared", shared) if shared else ()),
     )
 
