@@ -93,7 +93,16 @@ class ByRank(Sequence[RowT]):
             [of_kind[kind] for kind in kind_of]
             for of_kind, (_, kind_of) in zip(sums, self.parts, strict=True)
         ]
-        return list(map(sum, zip(*of_part, strict=True)))
+        return list(map(sum, zip(*of_part, strict=True))) if len(of_part) > 1 else of_part[0]
+
+    def largest(self, size: Callable[[RowT], int]) -> int:
+        """Return the largest of these sums, of ranks that differ."""
+        sums = [[sum(map(size, rows)) for rows in kinds] for kinds, _ in self.parts]
+        unlike = {*zip(*(kind_of for _, kind_of in self.parts), strict=True)}
+        return max(
+            (sum(of_kind[k] for of_kind, k in zip(sums, kinds, strict=True)) for kinds in unlike),
+            default=0,
+        )
 
 
 def rows_by_rank(keys: Iterable[KeyT], rows: Callable[[KeyT], Sequence[RowT]]) -> ByRank[RowT]:
@@ -129,6 +138,11 @@ def of_ranks(rows: Sequence[RowT], ranks: Container[int]) -> tuple[RowT, ...]:
     if isinstance(rows, ByRank):
         return tuple(rows.of_ranks(ranks))
     return tuple(row for row in rows if row.rank in ranks)
+
+
+def largest(rows: Sequence[RowT], size: Callable[[RowT], int]) -> int:
+    """The most that the sizes of a rank's rows sum up to; 0 where there are none."""
+    return rows.largest(size) if isinstance(rows, ByRank) else max(totals(rows, size), default=0)
 
 
 def totals(rows: Sequence[RowT], size: Callable[[RowT], int]) -> list[int]:

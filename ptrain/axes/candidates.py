@@ -138,7 +138,7 @@ def chosen(spec: Spec, choices: Iterable[AxisChoice], batch: Batch | None = None
         factors += [factor for factor in own if factor.degree > 1]
         changes |= choice.changes
     factors.sort(key=lambda factor: _ORDER[factor.axis])
-    return replace(spec, factors=tuple(factors), trivial_factors=(), **changes)
+    return spec.but(factors=tuple(factors), trivial_factors=(), **changes)
 
 
 def _states(choices: Iterable[AxisChoice]) -> Placement | None:

@@ -58,6 +58,8 @@ def messages_of(
 ) -> Iterator[tuple[InnerCollective, Messages]]:
     """Yield each message of a pass, as it is awaited. Collectives that are awaited at once are not
     among them."""
+    if not any(isinstance(item, InnerCollective) and item.beside for item in work):
+        return  # then nobody asks how long the operators take
     now, free = 0.0, dict[str, float]()
     under_way = dict[int, list[tuple[InnerCollective, float, float]]]()  # by who awaits them
 

@@ -227,9 +227,11 @@ def _replaced(
 def _marks_of_others(items: Sequence[Any]) -> Iterator[Any]:
     """Of a stage that ends with the block: the gradient of its output is that of the block's, and
     its own backward begins there."""
-    for item in items:
-        if isinstance(item, tuple) and len(item) == 2 and not item[1].startswith(_BLOCK):
-            yield item
+    return filter(_is_mark_of_others, items)
+
+
+def _is_mark_of_others(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and not item[1].startswith(_BLOCK)
 
 
 def _shifted(block: Sequence[Any], base: Sequence[Any], plain: Sequence[Any]) -> Iterator[Any]:
@@ -257,7 +259,7 @@ def _gaps(items: Sequence[Any]) -> dict[Any, Run]:
     key = None
     for item in items:
         if not isinstance(item, Run):
-            key = key if item in [*_marks_of_others([item])] else _key(item)
+            key = key if _is_mark_of_others(item) else _key(item)
             gaps.setdefault(key, Run(0, 0))
         else:
             gaps[key] = gaps[key].then(item)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -247,10 +247,13 @@ class EvaluatedTable:
 
     content: Mapping[str, Any]
     sizes: tuple[int, ...]
+    known: dict[int, tuple[Any, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def events(self, part: int) -> list[Any]:
         """Return the events of the part with this number."""
-        return self.events_of([part])
+        if part not in self.known:
+            self.known[part] = tuple(self.events_of([part]))
+        return [*self.known[part]]
 
     def events_of(self, parts: Iterable[int]) -> list[Any]:
         """Return the events of several parts, one after the other."""

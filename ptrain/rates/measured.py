@@ -97,6 +97,7 @@ class MeasuredPace:
             key: Curve(points)
             for key, points in _by_last(_figures(rates.operators, column)).items()
         }
+        self.nearest: dict[tuple[OperatorKind, DType], Curve] = {}
         self.collectives = {
             key: Curve(points)
             for key, points in _by_last(_figures(rates.collectives, column)).items()
@@ -143,6 +144,11 @@ class MeasuredPace:
         return surface
 
     def _curve(self, kind: OperatorKind, dtype: DType) -> Curve:
+        if (kind, dtype) not in self.nearest:
+            self.nearest[kind, dtype] = self._nearest_curve(kind, dtype)
+        return self.nearest[kind, dtype]
+
+    def _nearest_curve(self, kind: OperatorKind, dtype: DType) -> Curve:
         """Of the dtype that is nearest in size where that one was not measured, and of copies where
         that kind was not: memory bounds them all."""
         for like in dict.fromkeys((kind, OperatorKind.COPY)):

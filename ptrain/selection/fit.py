@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ptrain.by_rank import totals
+from ptrain.by_rank import largest
 from ptrain.costs import Estimate, Footprint, State
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
@@ -96,7 +96,7 @@ def resident_bytes(estimate: Estimate) -> int:
     def resident(row: Footprint) -> int:
         return 0 if row.state in _PASSING else row.device_bytes
 
-    return max(totals(estimate.memory, resident), default=0)
+    return largest(estimate.memory, resident)
 
 
 def fit(spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False) -> Fit:
@@ -120,7 +120,7 @@ def fit(spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False) -> Fit:
 
 def host_bytes(estimate: Estimate, ranks: int) -> int:
     """Return the bytes that rest on the host of a node of so many ranks, each like the fullest."""
-    return ranks * max(totals(estimate.memory, lambda row: row.host_bytes), default=0)
+    return ranks * largest(estimate.memory, lambda row: row.host_bytes)
 
 
 def telling(

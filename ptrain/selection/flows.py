@@ -53,6 +53,15 @@ class PipelineFlow:
             microbatches=micro_batches,
         )
 
+    def crossings(self, micro_batches: int, *, overlaps: bool) -> int:
+        """Return how often a rank waits for a message forward: of the first micro-batch's way, of
+        every one's where each waits for the one before it, and of every one that it sends itself
+        where nothing moves beside what is computed."""
+        on_the_way = self.ranks - 1
+        if self.schedule is ScheduleName.NAIVE:
+            return micro_batches * on_the_way
+        return on_the_way + (0 if overlaps else micro_batches * self.per_rank)
+
 
 def flow_of(base: Spec, choice: AxisChoice) -> PipelineFlow:
     """Return a choice as a flow."""

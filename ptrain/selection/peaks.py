@@ -81,9 +81,8 @@ class RankPeaks:
     def _passes(self, rows: Columns, places: Array) -> Array:
         """Bytes of rows at a moment each."""
         np = numpy()
-        at, levels, parts = (
-            _taken(values, places) for values in (self._passing, self._levels, self.parts)
-        )
+        at, levels = _taken(self._passing, places), _taken(self._levels, places)
+        parts = _taken(self.parts, places)
         kept = np.maximum(rows["unreduced"], rows["grads"]) if self.is_many else rows["grads"]
         passes = _backward(rows, at, levels, parts, (self.block, kept, self.is_many))
         # the roots of a rank's other stages are given back, too, until these are passed

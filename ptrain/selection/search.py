@@ -49,7 +49,6 @@ from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
-from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 
 LegalWay = tuple[DataWay, Spec]  # and the base with its choice
@@ -268,18 +267,9 @@ class Search:
             longest = float(forward[at, slowest[at]]), float(backward[at, slowest[at]])
             stride = self.task.devices // flow.ranks
             crossing = self.wires.seconds(Collective.SEND, 2, stride, activity.hidden)
-            crossings = 2 * self._crossings(flow, number)
+            crossings = 2 * flow.crossings(number, overlaps=self.task.pace.overlaps)
             waits.append(self.flows.idle(flow, number, work, longest) + crossings * crossing)
         return np.array(waits)
-
-    def _crossings(self, flow: PipelineFlow, number: int) -> int:
-        """Return how often a rank waits for a message forward: of the first micro-batch's way, of
-        every one's where each waits for the one before it, and of every one that it sends itself
-        where nothing moves beside what is computed."""
-        on_the_way = flow.ranks - 1
-        if flow.schedule is ScheduleName.NAIVE:
-            return number * on_the_way
-        return on_the_way + (0 if self.task.pace.overlaps else number * flow.per_rank)
 
     def _activity(self, inner: InnerCut, micro: int, kept: Kept) -> Activity:
         """Sizes grow with the samples from two on; one alone saves less."""

@@ -65,17 +65,17 @@ class Candidate:
 def with_batch(spec: Spec, micro: int) -> Spec:
     """Return the spec with its samples in micro-batches of so many."""
     accumulate = max(1, spec.batch.global_samples // (micro * spec.data_degree))
-    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=accumulate))
+    return spec.but(batch=replace(spec.batch, micro=micro, accumulate=accumulate))
 
 
 def batched(spec: Spec, micro: int, number: int) -> Spec:
     """Return the spec with so many micro-batches of so many samples."""
-    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=number))
+    return spec.but(batch=replace(spec.batch, micro=micro, accumulate=number))
 
 
 def kept_so(spec: Spec, kept: Kept) -> Spec:
     """Return the spec with all blocks' activations kept so."""
-    return replace(spec, activations=ActivationSpec(default=kept))
+    return spec.but(activations=ActivationSpec(default=kept))
 
 
 def ways_to_keep(away: Tier) -> tuple[Kept, ...]:
@@ -226,10 +226,10 @@ class Legality:
         self, key: tuple[object, ...], spec: Callable[[], Spec], *, is_predicted: bool = False
     ) -> bool:
         if key not in self.known:
-            probe = replace(spec(), cluster=None)
+            probe = spec().but(cluster=None)
             self.known[key] = is_sound(probe)
             if is_predicted:
-                like = replace(probe, cluster=self.base.cluster)
+                like = probe.but(cluster=self.base.cluster)
                 self.known[key] = self.known[key] and is_tabulated(like)
                 if self.known[key] and like.is_for_cuda:
                     self.known[key] = takes_peak_of(like, self._facts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from ptrain.costs import State
 from ptrain.spec.activations import PLAIN, Kept
@@ -149,6 +150,14 @@ class Spec(Keys, Worded):
     def sm(self) -> int | None:
         """Return the compute capability of its cluster's GPUs (90: H100), or None."""
         return self.cluster.sm if self.cluster else None
+
+    def but(self, **changes: Any) -> Self:
+        """Return the spec with other values of some fields, as `dataclasses.replace` does: in a
+        tenth of its time, for a search makes thousands."""
+        assert changes.keys() <= self.__dict__.keys(), "fields of a spec"
+        spec = object.__new__(type(self))
+        spec.__dict__.update(self.__dict__, **changes)
+        return spec
 
     def degree(self, axis: Axis) -> int:
         for factor in self.factors:  # a generator takes twice as long, and all rules ask

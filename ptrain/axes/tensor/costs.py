@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from ptrain.spec.model import ModelShape
@@ -23,8 +24,10 @@ _CUT_DIM = {
     Role.VOCABULARY: (0, None),
     Role.ROW: (1, None),
     Role.TRANSPOSED_ROW: (0, None),
+    Role.INNER_COLUMN: (-2, None),
+    Role.INNER_ROW: (-1, None),
 }
-_MATRIX = 2
+_MATRICES = (2, 3)  # dimensions of one, and of those of all experts
 
 
 def slices(size: int, degree: int) -> list[int]:
@@ -39,6 +42,16 @@ def shards_differ(size: int, degree: int, shards: int) -> bool:
     offsets that torch then computes for a DTensor that is cut twice are wrong (2.11 to 2.13)."""
     heights = {ceil_div(rows, shards) for rows in slices(size, degree)}
     return shards > 1 and len(heights) > 1
+
+
+def cut_sizes(shape: ModelShape) -> dict[str, int]:
+    """Return by field what a degree must divide, so that every rank has as much of an operator."""
+    sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads}
+    if shape.experts is None or shape.dense_layers:
+        sizes["ffn"] = shape.ffn
+    if shape.experts is not None:
+        sizes["expert_ffn" if shape.expert_ffn else "ffn"] = shape.width_of_expert
+    return sizes
 
 
 class HowCut(Protocol):
@@ -80,18 +93,24 @@ class ModuleRoles:
         return next(iter(self.roles(name.rpartition(".")[0])), None)
 
 
+@lru_cache(maxsize=16)
+def _modules(roles: Roles) -> ModuleRoles:
+    """Return what is known of the modules of models with these roles."""
+    return ModuleRoles(roles)
+
+
 def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, int]:
     """The dimension along which ranks have different slices of a tensor, by its name; those that
     every rank has whole are left out. Equal slices, rounded up, the last one shorter, as DTensor
     cuts."""
-    modules = ModuleRoles(step.roles)
+    modules = _modules(step.roles)
     dims: dict[str, int] = {}
     for name, shape in tensors:
         role = modules.of_tensor(name)
         of_weight, of_bias = _CUT_DIM.get(role, (None, None)) if role else (None, None)
-        dim = of_weight if len(shape) == _MATRIX else of_bias
+        dim = of_weight if len(shape) in _MATRICES else of_bias
         if dim is not None:
-            dims[name] = dim
+            dims[name] = dim % len(shape)
     return dims
 
 

@@ -3,6 +3,7 @@ played by its ghost (`fsdp2`)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator
 from functools import cached_property
 
@@ -35,11 +36,13 @@ class Sharded(InPlace):
 
     @cached_property
     def _heights(self) -> list[Shape]:
-        """The numbers of rows that tensors have, each as a shape; none of a scalar."""
-        return sorted({shape[:1] for unit, _ in self.kinds for shape in unit.shapes})
+        """The numbers of rows that tensors have of which shards have not as many, each as a
+        shape."""
+        heights = {shape[:1] for unit, _ in self.kinds for shape in unit.shapes}
+        return sorted(height for height in heights if math.prod(height) % self.ranks)
 
     def kind_of_shard(self, shard: int) -> Hashable:
-        """Return the rows that the shard has of tensors of each height."""
+        """Return the rows that the shard has of tensors of each such height."""
         return tuple(local_rows(height, self.ranks, shard) for height in self._heights)
 
     @cached_property

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -29,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 from ptrain.axes.tensor.costs import shards_differ, slices
 from ptrain.axes.tensor.run.counts import OwnCounts
 from ptrain.axes.tensor.run.fused import FusedOrder
-from ptrain.axes.tensor.run.gradients import GradientsAsKept, SummedGradients
+from ptrain.axes.tensor.run.gradients import GradientsAsKept, OwnSlices, SummedGradients
 from ptrain.axes.tensor.run.randomness import OwnRandomness, drawn_by_rank
 from ptrain.axes.tensor.run.regather import Regather
 from ptrain.axes.tensor.run.transposed import TransposedColumn, TransposedRow
@@ -73,6 +80,44 @@ class WholeInput(ParallelStyle):
         if regather is not None:
             module.register_forward_hook(lambda *_: regather.leave(), always_call=True)
         return module
+
+
+class Addends(ParallelStyle):
+    """The first floating tensor that a module is given is made whole, a rank's own; what it returns
+    is a part of the ranks' sum. Within it nothing is a DTensor."""
+
+    def __init__(self, between: Placement, *, regathers: bool = False) -> None:
+        super().__init__()
+        self.between = between
+        self.regathers = regathers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        WholeInput(self.between, regathers=self.regathers)._apply(module, device_mesh)
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return with_first(args, kwargs, lambda x: x.to_local(grad_placements=[Partial()]))
+
+        def leave(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+            return _moved(output, device_mesh, Partial(), self.between)
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
+        return module
+
+
+class InnerSlices(ParallelStyle):
+    """A module's weight is cut along `dim`; the module reads its own slice of it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = module.get_parameter("weight")
+        cut = [Shard(weight.dim() + self.dim)]
+        slices_ = distribute_tensor(weight, device_mesh, cut, src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(slices_))
+        return OwnSlices()._apply(module, device_mesh)
 
 
 class WholeOutput(ParallelStyle):
@@ -308,6 +353,12 @@ def _styles(
             yield style(output_layouts=between)
         case Role.SHARED:
             yield SummedGradients(registry)
+        case Role.EXPERTS:
+            yield Addends(between, regathers=step.is_saved_cut)
+        case Role.INNER_COLUMN:
+            yield InnerSlices(-2)
+        case Role.INNER_ROW:
+            yield InnerSlices(-1)
         case Role.FIRST_BLOCK:
             yield OwnTokens(between)
         case Role.LAST_BLOCK:
