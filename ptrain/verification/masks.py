@@ -26,6 +26,7 @@ from ptrain.meters.randomness import drops
 from ptrain.meters.replicas import coordinates
 from ptrain.report.copies import SHARED, axes_between, listed
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.spec.axis import TOKEN_AXES
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import paths
 
@@ -109,7 +110,7 @@ class _Relation:
 
     def __init__(self, program: Program) -> None:
         self._places = coordinates(program)
-        self._axes = {str(axis) for step in program.plan.steps for axis in step.token_axes}
+        self._axes = {str(axis) for axis in TOKEN_AXES}
 
     def of(self, one: int, other: int) -> bool | None:
         """Return None for ranks that others stand between: these are judged beside them."""

@@ -49,7 +49,7 @@ def over_data(model: dict[str, Any], **sections: Any) -> Spec:
         nightly(over_data({"target": "tests.models_foreign:dropping"}, mesh={"dp_shard": 2},
                           placement={"dp_shard": "zero3"})),
     ],
-    ids=str,
+    ids=["ddp", "zigzag", "ring and zero3", "channels", "within attention"],
 )  # fmt: skip
 def test_what_torch_drops_is_switched_off_on_both_sides(ranks: Ranks, spec: Spec) -> None:
     result: Verification = ranks.run(spec.world_size, verified, spec, REQUEST)[0]
