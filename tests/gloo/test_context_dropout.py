@@ -79,7 +79,7 @@ def with_whole_samples(ranks: Ranks, spec: Spec) -> Trajectory:
     ("attention", "model", "degree"),
     some(
         [*product(VARIANTS, MODELS, (2, 4)), *product((HYBRID,), MODELS, (4,))],
-        {("zigzag", "gpt", 2), ("ring", "gqa", 2), ("ulysses", "llama", 2)},
+        {("zigzag", "gpt", 2)},
     ),
 )
 def test_slices_draw_the_masks_of_one_device(
@@ -127,7 +127,7 @@ def test_with_an_axis_that_draws_its_own_it_is_that_axis_alone(
     ("attention", "model"),
     some(
         [*product(("ring", "zigzag", "ulysses"), OWN)],
-        [("zigzag", "gpt2"), ("ring", "flat")],
+        [("zigzag", "gpt2")],
     ),
 )
 def test_models_that_are_not_built_in_drop_as_one_device_does(
