@@ -41,9 +41,12 @@ def kind_of_row(spec: Spec, layers: Names) -> Hashable:
     kinds = alike(spec, layers)
     if not kinds or len({*kinds}) > 1 or spec.pipeline.is_in_halves:
         return None
-    assert isinstance(spec.model, ModelShape), "a built-in model"
+    shape = spec.model
+    assert isinstance(shape, ModelShape), "a built-in model"
+    if not shape.has_equal_blocks or shape.experts is not None:  # each layer's router by its data
+        return None
     is_on_device = kinds[0].tier is Tier.DEVICE  # when copies are back depends on what runs ahead
-    return kinds[0] if spec.model.has_equal_blocks and is_on_device else None
+    return kinds[0] if is_on_device else None
 
 
 def running(spec: Spec, layers: Names) -> Names:
