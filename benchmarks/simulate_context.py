@@ -1,18 +1,22 @@
 """Long sequences over cp by execution on fake ranks, and beside what torchtitan published of them.
 
-Claim: of Llama 3.1 8B with 128k tokens at dp_shard 2 x cp 8, and of every other row, what was
-derived is equal to what was executed, to the byte. Of memory beside the published figure nothing is
+Claim: of Llama 3.1 8B with 128k tokens at dp_shard 2 x cp 8, with --model 405b of Llama 3.1 405B
+with 128k tokens at tp 8 x cp 16, and of every other row, what was derived is equal to what was
+executed, to the byte. Of memory beside the published figure nothing is
 claimed: those runs were compiled and in float8, so that what lives within a block is another
 figure. The page says of each row what an eager step in bf16 holds at its peak, and what is left.
 
-torchtitan's rows are of 8 H100s with full recomputation, a sequence a rank of dp_shard
-(benchmarks/llama3_h100_202412_torchtitan.md, its commit 9dec370), memory the allocator's reserved
-peak. Kernels are a CPU's here. Prints; writes a result only with --save.
+torchtitan's rows are of 8 H100s with full recomputation, a sequence a rank of dp_shard, and of 512
+with tp 8 and pp 8 by 1f1b, eight sequences a rank of dp_shard, each a micro-batch here
+(benchmarks/llama3_h100_202412_torchtitan.md, its commit 9dec370; what else it ran of 405B,
+simulate_published.py says), memory the allocator's reserved peak. Kernels are a CPU's here. Prints;
+writes a result only with --save.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -24,43 +28,74 @@ from _machine import conclude, header, this_command
 from simulate import Row, call, table
 
 GIB = 2**30
-EIGHT = (
-    "fsdp-mixed",
-    "model.preset=llama3.1-8b",
-    "activations=M",
-    "recompute=full",
-    "precision.reduced=fp32",
-)
+FULL = ("activations=M", "recompute=full", "precision.reduced=fp32")
+PLACEMENT = {
+    "pp": "[S, S, S, R]",
+    "dp_shard": "zero3",
+    "cp": "[S*, S, S, S]",
+    "tp": "[S, S, S, S]",
+}
+KEPT = "{gradients: last, reshard_after_forward: false, reshard_after_backward: false}"
+SECONDS = 1200  # for the traces, where the machine is shared
 
 
 @dataclass(frozen=True, kw_only=True)
 class Long:
-    """Llama 3.1 8B, a sequence a group of cp; `gib` as published, None where nothing is."""
+    """A model of Llama 3.1, `samples` sequences a group of cp, each a micro-batch; `gib` as
+    published, None where nothing is."""
 
     dp_shard: int
     cp: int
     sequence: int
     gib: float | None = None
+    model: str = "8b"
+    tp: int = 1
+    pp: int = 1
+    samples: int = 1
+    rank: int = 0
 
     @property
     def name(self) -> str:
-        return f"FSDP {self.dp_shard} x CP {self.cp}, {self.sequence} tokens"
+        more = "".join(f" x {a} {n}" for a, n in (("TP", self.tp), ("PP", self.pp)) if n > 1)
+        return f"FSDP {self.dp_shard} x CP {self.cp}{more}, {self.sequence} tokens"
 
     @property
     def words(self) -> tuple[str, ...]:
-        degrees = {"dp_shard": self.dp_shard, "cp": self.cp}
+        degrees = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
         mesh = ", ".join(f"{axis}: {degree}" for axis, degree in degrees.items() if degree > 1)
-        placement = {"dp_shard": "zero3", "cp": "[S*, S, S, S]"}
-        placed = ", ".join(f"{axis}: {placement[axis]}" for axis, n in degrees.items() if n > 1)
-        ranks = self.dp_shard * self.cp
+        placed = ", ".join(f"{axis}: {PLACEMENT[axis]}" for axis, n in degrees.items() if n > 1)
+        ranks = math.prod(degrees.values())
+        samples = self.dp_shard * self.samples
         return (
-            *EIGHT,
+            "fsdp-mixed",
+            f"model.preset=llama3.1-{self.model}",
+            *FULL,
             f"mesh={{{mesh}}}",
             f"placement={{{placed}}}",
-            f"batch={{global: {self.dp_shard}, micro: 1, sequence: {self.sequence}}}",
+            f"batch={{global: {samples}, micro: 1, sequence: {self.sequence}}}",
+            *((f"sync={KEPT}",) if self.pp > 1 else ()),
             "cluster.preset=h100-8",
             f"cluster.devices={ranks}",
+            *((f"timeout.init={SECONDS}",) if self.tp > 1 else ()),
         )
+
+
+def giant(
+    *, dp_shard: int, cp: int, pp: int, samples: int, gib: float | None = None, rank: int = 0
+) -> Long:
+    """Return a row of 405B with tp 8: of what is published 32768 tokens a rank of cp."""
+    sequence = 32768 * cp if gib else 131072
+    return Long(
+        model="405b",
+        dp_shard=dp_shard,
+        cp=cp,
+        tp=8,
+        pp=pp,
+        samples=samples,
+        sequence=sequence,
+        gib=gib,
+        rank=rank,
+    )
 
 
 PUBLISHED = (
@@ -70,6 +105,18 @@ PUBLISHED = (
     Long(dp_shard=1, cp=8, sequence=262144, gib=84.5),
 )
 CLAIMED = Long(dp_shard=2, cp=8, sequence=131072)
+GIANTS_PUBLISHED = (
+    giant(dp_shard=8, cp=1, pp=8, samples=8, gib=75.3),
+    giant(dp_shard=4, cp=2, pp=8, samples=8, gib=75.9),
+    giant(dp_shard=2, cp=4, pp=8, samples=8, gib=77.1),
+    giant(dp_shard=1, cp=8, pp=8, samples=8, gib=84.9),
+)
+GIANTS_CLAIMED = (
+    giant(dp_shard=8, cp=16, pp=1, samples=1),
+    giant(dp_shard=8, cp=16, pp=1, samples=1, rank=1023),
+)
+ROWS = {"8b": (CLAIMED, *PUBLISHED), "405b": (*GIANTS_PUBLISHED, *GIANTS_CLAIMED)}
+THEMES = {"8b": "simulate_context", "405b": "simulate_context_405b"}
 
 
 def attribution(rows: dict[Long, Row]) -> list[str]:
@@ -93,18 +140,19 @@ def attribution(rows: dict[Long, Row]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=[*ROWS], default="8b")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     lines = [header("simulate: long sequences over cp", this_command())]
-    rows = {long: call(long.words) for long in (CLAIMED, *PUBLISHED)}
+    rows = {long: call(long.words, rank=long.rank) for long in ROWS[args.model]}
     lines += table(list(rows.values()), (), [()] * len(rows))
     failed = [f"{long.name}: {name}" for long, row in rows.items() for name in row.differing()]
     lines += attribution({long: row for long, row in rows.items() if long.gib})
     return conclude(
-        "simulate_context",
+        THEMES[args.model],
         lines,
         failed=failed,
-        not_covered="405B, GPUs' kernels and allocator, float8 and what a compiler fuses",
+        not_covered="GPUs' kernels and allocator, float8 and what a compiler fuses",
         is_saved=args.save,
     )
 

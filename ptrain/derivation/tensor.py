@@ -271,7 +271,11 @@ class _Operators:
         rows = [shape[0] for shape in self._of(Role.ROW).values()]
         tables = list(self._of(Role.VOCABULARY).values())
         columns = {name: shape[1] for name, shape in self._of(Role.COLUMN).items()}
-        inputs = {} if step.is_naive else self._inputs(columns)
+        inner = self._of(Role.INNER_ROW)
+        experts = self._inputs({name: shape[-2] for name, shape in inner.items()}, Role.EXPERTS)
+        rows += experts.values()
+        inputs = {} if step.is_naive else self._inputs(columns, Role.WHOLE_INPUT)
+        inputs |= experts
         alone = [
             width
             for name, width in columns.items()
@@ -304,11 +308,11 @@ class _Operators:
         """The weights of the modules with a role."""
         return self._weights[role]
 
-    def _inputs(self, columns: dict[str, int]) -> dict[str, int]:
-        """Return the features of what each sub-block makes whole for its column operators."""
+    def _inputs(self, columns: dict[str, int], role: Role) -> dict[str, int]:
+        """Return the features of what each sub-block of a role makes whole for its operators."""
         widths: dict[str, int] = {}
         for name, width in columns.items():
             for parent in prefixes(name.rpartition(".")[0]):
-                if Role.WHOLE_INPUT in self._modules.roles(parent):
+                if role in self._modules.roles(parent):
                     widths.setdefault(parent, width)
         return widths

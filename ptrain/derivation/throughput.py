@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ptrain.costs import StepTime
-from ptrain.facts.model import ModelFacts, TensorFacts
-from ptrain.facts.parameters import is_of_experts
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.parameters import elements_met
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
@@ -54,18 +54,10 @@ def token_operations(
     shape: ModelShape, facts: ModelFacts, sequence: int, *, is_causal: bool
 ) -> int:
     """Return the operations of one token, forward and backward."""
-    elements = sum(_elements_met(shape, tensor) for tensor in facts.tensors)
+    tensors = [tensor for tensor in facts.tensors if not _is_looked_up(shape, tensor.name)]
+    elements = sum(elements_met(shape, tensor.name, tensor.numel) for tensor in tensors)
     scores = (_CAUSAL if is_causal else _FULL) * shape.layers * shape.query_width * sequence
     return _OF_A_PARAMETER * elements + scores
-
-
-def _elements_met(shape: ModelShape, tensor: TensorFacts) -> int:
-    """Return the elements of a tensor that a token is multiplied with."""
-    if _is_looked_up(shape, tensor.name):
-        return 0
-    if shape.experts is not None and is_of_experts(tensor.name):
-        return tensor.numel // shape.experts * shape.experts_per_token
-    return tensor.numel
 
 
 def _is_looked_up(shape: ModelShape, name: str) -> bool:

@@ -140,15 +140,18 @@ def _moe(shape: ModelShape) -> Table:
     shared = shape.shared_experts * width
     return (
         ("mlp.router.weight", (experts, hidden)),
-        *((f"mlp.{EXPERTS}.{part}", (experts, width, hidden)) for part in _inner(shape)),
-        (f"mlp.{EXPERTS}.down", (experts, hidden, width)),
+        *((f"mlp.{EXPERTS}.{part}.weight", (experts, width, hidden)) for part in _inner(shape)),
+        (f"mlp.{EXPERTS}.down.weight", (experts, hidden, width)),
         *(_feed_forward(shape, "mlp.shared", shared) if shared else ()),
     )
 
 
-def is_of_experts(name: str) -> bool:
-    """Return whether a built-in model's tensor of this name has a matrix for every expert."""
-    return EXPERTS in name.split(".")
+def elements_met(shape: ModelShape, name: str, numel: int) -> int:
+    """Return of how many of a tensor's elements a token makes use: of the experts' those of the
+    ones that it goes to, of any other all."""
+    if shape.experts is None or EXPERTS not in name.split("."):
+        return numel
+    return numel // shape.experts * shape.experts_per_token
 
 
 def _norm(shape: ModelShape, name: str, features: int) -> Table:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
+from ptrain.facts.parameters import EXPERTS
 from ptrain.spec.block import Positions
 from ptrain.spec.model import ModelShape
 from ptrain.spec.role import Role, Roles
@@ -11,26 +14,44 @@ def roles_of(shape: ModelShape) -> Roles:
     """Return the roles of a built-in model's modules, in the order of a forward pass. Norms of
     heads are used on a rank's own heads, all other norms between the sub-blocks."""
     is_learned = shape.positions is Positions.LEARNED
-    columns = {
-        "attention": ("query", "key", "value"),
-        "mlp": ("gate", "up") if shape.activation.is_gated else ("up",),
-    }
-    rows = {"attention": "output", "mlp": "down"}
-    shared = {"attention": ("query_norm", "key_norm") if shape.qk_norm else (), "mlp": ()}
-    blocks = tuple(
-        pair
-        for part, names in columns.items()
-        for pair in (
-            *((f"blocks.*.{name}", Role.NORM) for name in _norms(shape, part)),
-            (f"blocks.*.{part}", Role.WHOLE_INPUT),
-            *((f"blocks.*.{part}.{name}", Role.COLUMN) for name in names),
-            *((f"blocks.*.{part}.{name}", Role.SHARED) for name in shared[part]),
-            (f"blocks.*.{part}.{rows[part]}", Role.ROW),
-        )
+    heads = ("query_norm", "key_norm") if shape.qk_norm else ()
+    blocks = (
+        *((f"blocks.*.{name}", Role.NORM) for name in _norms(shape, "attention")),
+        ("blocks.*.attention", Role.WHOLE_INPUT),
+        *((f"blocks.*.attention.{name}", Role.COLUMN) for name in ("query", "key", "value")),
+        *((f"blocks.*.attention.{name}", Role.SHARED) for name in heads),
+        ("blocks.*.attention.output", Role.ROW),
+        *((f"blocks.*.{name}", Role.NORM) for name in _norms(shape, "mlp")),
+        *_feed_forward(shape),
     )
     positions = (("positions", Role.POSITIONS),) if is_learned else ()
     head = () if shape.tied else (("head", Role.HEAD),)
     return (("embed", Role.VOCABULARY), *positions, *blocks, ("norm", Role.LAST_NORM), *head)
+
+
+def _feed_forward(shape: ModelShape) -> Iterator[tuple[str, Role]]:
+    """Yield the roles of layers without experts and of those with them. There what each rank's
+    slices of their features give is a part of a sum, of the shared ones too: it is summed once."""
+    inner = ("gate", "up") if shape.activation.is_gated else ("up",)
+    for place in _places(shape, with_experts=False):
+        yield f"blocks.{place}.mlp", Role.WHOLE_INPUT
+        yield from ((f"blocks.{place}.mlp.{name}", Role.COLUMN) for name in inner)
+        yield f"blocks.{place}.mlp.down", Role.ROW
+    for place in _places(shape, with_experts=True):
+        yield f"blocks.{place}.mlp", Role.EXPERTS
+        yield f"blocks.{place}.mlp.router", Role.SHARED
+        for part in (EXPERTS, *(["shared"] if shape.shared_experts else [])):
+            names = (f"blocks.{place}.mlp.{part}.{name}" for name in inner)
+            yield from ((name, Role.INNER_COLUMN) for name in names)
+            yield f"blocks.{place}.mlp.{part}.down", Role.INNER_ROW
+
+
+def _places(shape: ModelShape, *, with_experts: bool) -> Iterable[object]:
+    """Return the numbers of such layers, or * where all are alike."""
+    if shape.experts is None or not shape.dense_layers:
+        return "*" if with_experts is (shape.experts is not None) else ()
+    dense = range(shape.dense_layers)
+    return range(shape.dense_layers, shape.layers) if with_experts else dense
 
 
 def _norms(shape: ModelShape, part: str) -> tuple[str, ...]:

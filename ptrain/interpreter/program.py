@@ -115,7 +115,7 @@ class Program:
     @property
     def random_index(self) -> int:
         """Whose random numbers this rank draws: those of its samples' ranks, and where these have
-        layers of their own, or slices of the tokens over tp, its own."""
+        layers of their own, or slices of the tokens whose masks nobody draws whole, its own."""
         return self.mesh.place(self.plan.drawing_axes)
 
     def samples(self, step: int) -> StepBatch:

@@ -27,8 +27,7 @@ from ptrain.models.transformer import Transformer
 from ptrain.spec.block import Norm
 
 STD = 0.02
-# what adds to the residual stream
-_RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.experts.down", "shared.down.weight")
+_RESIDUAL = ("attention.output.weight", ".down.weight")  # what adds to the residual stream
 
 
 def keeps_its_weights(module: nn.Module) -> bool:

@@ -9,8 +9,6 @@ multiplied group by group; with one every expert has as many places, of which so
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,8 +50,23 @@ class Gate(nn.Module):
         return weights_NK.to(x_NC.dtype), chosen_NK
 
 
+class ExpertProjections(nn.Module):
+    """One linear layer of every expert, their matrices in one tensor."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+
+    def forward(self, x: Tensor, ends_E: Tensor | None = None) -> Tensor:
+        """Return what rows give with the matrices of their experts: sorted by expert, with where
+        each one's rows end; or as many of each [E, S, inputs]."""
+        if ends_E is None:
+            return x @ self.weight.mT
+        return grouped_product(x, self.weight.mT, ends_E)
+
+
 class Experts(nn.Module):
-    """The weights of all experts, one tensor for each of their projections."""
+    """All experts of a layer: of each of their projections one module."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -61,25 +74,18 @@ class Experts(nn.Module):
         self.activate, self.num_experts = activation_of(shape), shape.experts
         inner, outer = shape.width_of_expert, shape.hidden
         is_gated = shape.activation.is_gated
-        self.gate = nn.Parameter(torch.empty(shape.experts, inner, outer)) if is_gated else None
-        self.up = nn.Parameter(torch.empty(shape.experts, inner, outer))
-        self.down = nn.Parameter(torch.empty(shape.experts, outer, inner))
+        self.gate = ExpertProjections(shape.experts, outer, inner) if is_gated else None
+        self.up = ExpertProjections(shape.experts, outer, inner)
+        self.down = ExpertProjections(shape.experts, inner, outer)
 
-    def forward(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
-        """Return what rows that are sorted by expert become. `ends_E`: where each one's end."""
-        return self._through(lambda x, weights: grouped_product(x, weights.mT, ends_E), x_MC)
-
-    def in_places(self, x_ESC: Tensor) -> Tensor:
-        """Return what the rows of places become, of which every expert has as many."""
-        return self._through(lambda x, weights: x @ weights.mT, x_ESC)
-
-    def _through(self, times: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return what rows become that `times` multiplies with the weights of their experts."""
+    def forward(self, x: Tensor, ends_E: Tensor | None = None) -> Tensor:
+        """Return what rows become; both as of a projection."""
         if self.gate is None:
-            h = self.activate(times(x, self.up))
+            h = self.activate(self.up(x, ends_E))
         else:
-            h = self.activate(times(x, self.gate)) * times(x, self.up)
-        return times(h, self.down)
+            h = self.activate(self.gate(x, ends_E)) * self.up(x, ends_E)
+        y: Tensor = self.down(h, ends_E)
+        return y
 
 
 class MoE(nn.Module):
@@ -120,7 +126,7 @@ class MoE(nn.Module):
         owners_NK = torch.arange(len(x_NC), device=x_NC.device)[:, None].expand_as(places_NK)
         tokens_S = tokens_S.scatter(0, places_NK.flatten(), owners_NK.flatten())[:-1]
         x_ESC = F.pad(x_NC, (0, 0, 0, 1))[tokens_S].unflatten(0, (num_experts, -1))
-        y_SC = self.experts.in_places(x_ESC).flatten(0, 1)
+        y_SC = self.experts(x_ESC).flatten(0, 1)
         return F.pad(y_SC, (0, 0, 0, 1))[places_NK]
 
 

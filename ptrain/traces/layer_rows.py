@@ -200,5 +200,5 @@ def _sent_again(recording: Recording, marks: Sequence[Event]) -> list[Pairs]:
     bounds = [recording.backward.index(mark) for mark in marks]
     parts: list[Pairs] = [[] for _ in range(len(bounds) + 1)]
     for place, work in recording.works.get("backward", ()):
-        parts[bisect_left(bounds, place)] += sent_again([(place, work)])
+        parts[bisect_left(bounds, place)] += sent_again(((place, work),))
     return parts

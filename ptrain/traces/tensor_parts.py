@@ -32,6 +32,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import WorkByKind
 from ptrain.facts.plain import from_plain, to_plain
 from ptrain.facts.traced_part import traced_part
+from ptrain.internals.dtensor import forget_shapes
 from ptrain.models.build import build
 from ptrain.models.facts import untraced_facts
 from ptrain.models.initialize import cast
@@ -232,6 +233,7 @@ def _play(
     are fakes."""
     if dist.is_initialized():  # of the rank before
         dist.destroy_process_group()
+        forget_shapes()  # which DTensor keeps with the groups that are gone
     mesh = _mesh(spec, index)
     if large is not None:
         with large.running(), kernels_for(spec):

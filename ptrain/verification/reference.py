@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_iter
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.data.source import SampleSource, Split
-from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.models.balance import weigh
+from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.models.build import build
 from ptrain.models.generators import seed_of_step
 from ptrain.models.initialize import cast, initialize

@@ -46,17 +46,17 @@ class _Sabotaged(torch.autograd.Function):
         with ctx.fault.backward():
             queries, keys, values, *others = ctx.kind.backward(ctx, gradient)
         gradients = ctx.fault.gradients(ctx, gradient, (queries, keys, values))
-        return queries, *gradients, None, *others
+        return *gradients, None, *others
 
 
 class CoreFault:
-    """What is around a core's passes, and what becomes of its gradients of keys and values."""
+    """What is around a core's passes, and what becomes of its gradients."""
 
     forward: Around = staticmethod(nullcontext)
     backward: Around = staticmethod(nullcontext)
 
-    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-        return heads[1], heads[2]
+    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> Heads:
+        return heads
 
 
 def sabotage(program: Program, fault: CoreFault, pattern: str = CORES) -> None:

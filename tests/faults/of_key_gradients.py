@@ -1,4 +1,5 @@
-"""Gradients of keys and values over cp that do not come home."""
+"""Gradients of attention over cp that are not all of the sum: of keys and values that do not come
+home, of queries that lack what they get from keys of other ranks."""
 
 from __future__ import annotations
 
@@ -22,21 +23,35 @@ from tests.faults.planting import exchanged, modules
 class _NotHome(CoreFault):
     """The last hop of the gradients of keys and values is missing: a rank keeps its neighbour's."""
 
-    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> Heads:
         keys, values = (exchanged(tensor, ctx.core.group) for tensor in heads[1:])
-        return keys, values
+        return heads[0], keys, values
 
 
-class _OwnAlone(CoreFault):
-    """No gradients of keys and values travel: a rank keeps those that its own queries gave."""
+class _Alone(CoreFault):
+    """What a rank's own queries and its own keys give each other, in a group of one rank."""
 
     def __init__(self, alone: dist.ProcessGroup) -> None:
         self.alone = alone
 
-    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    def own(self, ctx: Any, gradient: Tensor) -> Heads:
         with patch.object(ctx.core, "group", self.alone):
-            _, keys, values, _ = _Ring.backward(ctx, gradient)
-        return keys, values
+            queries, keys, values, _ = _Ring.backward(ctx, gradient)
+        return queries, keys, values
+
+
+class _OwnQueriesAlone(_Alone):
+    """No gradients of keys and values travel: a rank keeps those that its own queries gave."""
+
+    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> Heads:
+        return heads[0], *self.own(ctx, gradient)[1:]
+
+
+class _OwnKeysAlone(_Alone):
+    """Gradients of queries are not added up over the hops: they are those of the first."""
+
+    def gradients(self, ctx: Any, gradient: Tensor, heads: Heads) -> Heads:
+        return self.own(ctx, gradient)[0], *heads[1:]
 
 
 def not_sent_home(program: Program) -> None:
@@ -44,8 +59,15 @@ def not_sent_home(program: Program) -> None:
 
 
 def not_sent_at_all(program: Program) -> None:
-    alone = [dist.new_group([rank]) for rank in range(program.world.size)]
-    sabotage(program, _OwnAlone(alone[program.world.rank]), r"blocks\.1\.attention\.core")
+    sabotage(program, _OwnQueriesAlone(_group_of_one(program)), r"blocks\.1\.attention\.core")
+
+
+def of_first_hop(program: Program) -> None:
+    sabotage(program, _OwnKeysAlone(_group_of_one(program)), r"blocks\.1\.attention\.core")
+
+
+def _group_of_one(program: Program) -> dist.ProcessGroup:
+    return [dist.new_group([rank]) for rank in range(program.world.size)][program.world.rank]
 
 
 def not_reduced(program: Program) -> None:
@@ -145,5 +167,17 @@ FAULTS = (
         axis="cp",
         factor="dK and dV in the order of other strides",
         place=r"blocks\.1\.attention",
+    ),
+    *(
+        Fault(
+            name=f"dQ of own keys alone: {name}",
+            setting=setting,
+            plant=of_first_hop,
+            subjects=(Subject.ACTIVATIONS, Subject.GRADIENTS),
+            axis="cp",
+            factor="missing dQ from the keys of cp rank",
+            place=r"blocks\.1\.attention",
+        )
+        for name, setting in (("zigzag", ZIGZAG), ("ring of 4", RING_OF_4), ("hybrid", HYBRID))
     ),
 )

@@ -19,6 +19,7 @@ from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
 from tests.faults.fault import Fault, Setting
 from tests.faults.of_batches import batch_of
+from tests.faults.of_operators import masks_differ_between
 from tests.faults.planting import after_reduction, given, modules
 
 
@@ -34,6 +35,7 @@ VARIANTS = {
 }  # fmt: skip
 RING_OF_4, ZIGZAG_OF_4 = _setting("ring", 4), _setting("zigzag", 4)
 GPT = _setting("zigzag", model="gpt")
+CP_DROPOUT = _setting("zigzag", model="gpt", shape={"dropout": 0.1, "attention_dropout": 0.0})
 SHARDED = _setting("zigzag", placement={"cp": "S*,S,S,S"})
 WITH_DATA = Setting(
     mesh={"dp_replicate": 2, "cp": 2}, sections={"context": {"attention": "zigzag"}}
@@ -212,6 +214,14 @@ FAULTS = (
         r"positions 0-\d for",
         subjects=(Subject.BUFFERS,),
         place="_TK",
+    ),
+    Fault(
+        name="dropout masks different where slices of one must be taken (cp)",
+        setting=CP_DROPOUT,
+        plant=masks_differ_between,
+        subjects=(Subject.RANDOM,),
+        axis="cp",
+        factor="differs where slices of one must be taken",
     ),
     Fault(
         name="loss divided by a rank's own count, unequal over cp",

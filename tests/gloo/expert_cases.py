@@ -14,7 +14,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "top-1": {"experts": 4},
     "top-2": {"experts": 4, "experts_per_token": 2, "shared_experts": 1, "expert_ffn": 24},
     "capacity": {"experts": 3, "experts_per_token": 2, "capacity_factor": 1.0},
-    "capacity, top-1": {"experts": 4, "capacity_factor": 1.25, "shared_experts": 2},
+    "capacity-top-1": {"experts": 4, "capacity_factor": 1.25, "shared_experts": 2},
     "balanced": {"experts": 4, "experts_per_token": 2, "aux_loss": 0.5, "z_loss": 0.1},
     "deep": {
         "experts": 6,

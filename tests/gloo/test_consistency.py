@@ -78,8 +78,9 @@ def test_nor_in_other_dtypes(ranks: Ranks, name: str, layout: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", listing("strategies"))
 def test_nor_where_something_is_dropped_out(ranks: Ranks, name: str) -> None:
-    gpt = "model={family: gpt, layers: 8, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
-    spec = small(name, gpt, "train.seed=3")
+    within = 0.0 if load(name).spec.degree(Axis.CP) > 1 else 0.1
+    gpt = "model={family: gpt, layers: 8, hidden: 24, heads: 4, vocab: 260, dropout: 0.1, "
+    spec = small(name, f"{gpt}attention_dropout: {within}}}", "train.seed=3")
     for seen in ranks.run(spec.world_size, watch, spec, 3):
         assert not seen.departures
         assert seen.draws

@@ -3,24 +3,33 @@ sequence, so that slices compute what all tokens on one rank compute, and cost w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
+from ptrain.axes.context.attention import context_of, spans_at
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
-from ptrain.verification.reference import Trajectory
+from ptrain.verification.compare import FP64, compare
+from ptrain.verification.reference import Trajectory, one_device
 from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, spec_of
 from tests.gloo.context_runs import MATRIX, STEPS
 from tests.gloo.runs import train
-from tests.gloo.test_context import DATA, KEPT, MODELS, SHARDED, STAGES, STATES, some
+from tests.gloo.test_context import DATA, IN_SLICES, KEPT, MODELS, SHARDED, STAGES, STATES, some
+from tests.gloo.test_exact import failing
 from tests.gloo.test_own_context import GPT2
+from tests.gloo.test_tensor_dropout import STEPS as DROPPED_STEPS
+from tests.gloo.test_tensor_dropout import Drawn, train_and_keep_masks
 from tests.ranks import Ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
 
+SEQUENCE = 16
+Spans = Sequence[tuple[int, int]]
 OUTSIDE: dict[str, Any] = {"dropout": 0.1, "attention_dropout": 0.0}
 
 
@@ -132,3 +141,49 @@ def test_models_that_are_not_built_in_drop_as_one_device_does(
 def test_so_do_they_beside_an_axis_that_draws_its_own(ranks: Ranks, other: dict[str, str]) -> None:
     spec = own_dropping("zigzag", "gpt2", other=other, accumulate=2)
     assert not MATRIX.differences(ranks, spec, with_whole_samples(ranks, spec))
+
+
+def joined(masks: Sequence[torch.Tensor], spans: Sequence[Spans]) -> torch.Tensor:
+    """One device's mask of those from which the ranks of cp × tp took their parts: where these are
+    of some of the tokens, of the tokens that each rank has."""
+    whole = torch.empty(masks[0].shape[0], SEQUENCE, *masks[0].shape[2:], dtype=torch.bool)
+    for own, mask in zip(spans, masks, strict=True):
+        places = torch.cat([torch.arange(*span) for span in own])
+        whole[:, places] = mask
+    return whole
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("attention", "model"), [("zigzag", "gpt"), ("ring", "gqa")])
+def test_in_slices_over_tp_each_token_has_a_mask_of_its_own(
+    ranks: Ranks, attention: str, model: str
+) -> None:
+    """With these masks one device computes the same."""
+    spec = dropping(attention, model, other=IN_SLICES, accumulate=1)
+    reports = ranks.run(spec.world_size, train_and_keep_masks, spec)
+    step, half = context_of(spec), SEQUENCE // 4
+    assert step is not None
+    spans, kept = [], []
+    for rank, (_, masks) in enumerate(reports):
+        index, place = divmod(rank, 2)
+        tokens = [token for span in spans_at(step, index) for token in range(*span)]
+        own = tokens[place * half :][:half]
+        spans.append(tuple((token, token + 1) for token in own))
+        kept.append([mask[:, index * half :][:, :half] for mask in masks])
+    replayed = [joined(masks, spans) for masks in zip(*kept, strict=True)]
+    assert len({mask.numpy().tobytes() for masks in kept for mask in masks}) == 4 * len(kept[0])
+    with Drawn(mask.double() for mask in replayed) as drawn:
+        reference = one_device(spec, DROPPED_STEPS)
+    assert len(drawn.masks) == len(replayed)
+    trajectory = reports[0][0].trajectory
+    assert trajectory is not None
+    assert not failing(compare(reference, trajectory, FP64))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("attention", ["ring", "zigzag"])
+def test_in_slices_over_tp_bytes_are_exact(ranks: Ranks, attention: str) -> None:
+    """Beside the same run: what it computes is the test's before."""
+    spec = dropping(attention, "gpt", other=IN_SLICES)
+    again = ranks.run(spec.world_size, train, spec, STEPS)[0].trajectory
+    assert not MATRIX.differences(ranks, spec, again)

@@ -35,6 +35,7 @@ KEPT: tuple[dict[str, Any], ...] = (
     {"unit": "sub-block"},
     {"batch": {"global": 8, "micro": 4, "sequence": 16}},
 )
+BESIDE = [STAGES | DATA[3], {"cp": "S*,S,S,S"} | DATA[3], {"tp": "S,S,S,S"} | DATA[3]]
 # of others the experts' places, or a router's losses, are of whole samples
 DROPLESS = ("top-1", "top-2", "deep")
 
@@ -60,6 +61,13 @@ def test_with_stages(ranks: Ranks, model: str, schedule: str) -> None:
     assert not MATRIX.differences(ranks, spec)
 
 
+@pytest.mark.parametrize(
+    ("model", "activations"), some([*product(MODELS, ("R", "S", "S*"))], (("deep", "S"),))
+)
+def test_with_operators_cut(ranks: Ranks, model: str, activations: str) -> None:
+    assert not MATRIX.differences(ranks, spec_of(model, {"tp": f"S,S,S,{activations}"}))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("attention", ["ring", "zigzag", "all-gather", "ulysses"])
 @pytest.mark.parametrize("model", DROPLESS)
@@ -77,7 +85,11 @@ def test_with_activations_kept_otherwise(ranks: Ranks, model: str, kept: dict[st
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("placement", [STAGES | DATA[3], {"cp": "S*,S,S,S"} | DATA[3]], ids=str)
+@pytest.mark.parametrize(
+    "placement",
+    [STAGES | DATA[3], {"cp": "S*,S,S,S"} | DATA[3], {"tp": "S,S,S,S"} | DATA[3]],
+    ids=str,
+)
 @pytest.mark.parametrize("model", DROPLESS)
 def test_on_two_axes(ranks: Ranks, model: str, placement: dict[str, str]) -> None:
     assert not MATRIX.differences(ranks, spec_of(model, placement))

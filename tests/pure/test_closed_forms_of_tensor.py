@@ -148,6 +148,21 @@ def test_experts_count_in_the_layers_that_have_them(shared, width):
     assert parameters(shape, whole(shape), sequence=16) == known.numel
 
 
+@pytest.mark.parametrize("dense", [0, 1])
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("plan", PLANS)
+def test_experts_are_cut_over_tp_and_summed_once_a_layer(plan, shared, dense):
+    experts = {"experts": 3, "experts_per_token": 2, "expert_ffn": 60, "layers": 3}
+    experts |= {"shared_experts": shared, "dense_layers": dense}
+    spec = drawn(("llama", False, plan, True), model=experts)
+    derivation, shape, degree = derive(spec), shape_of(spec), spec.degree(Axis.TP)
+    assert over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
+    size = spec.precision.effective.parameters.itemsize
+    for index in range(degree):
+        own = parameters(shape, whole(shape), sequence=16, degree=degree, index=index)
+        assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
+
+
 @pytest.mark.parametrize("chunk", [None, 3, 10_000])
 @every_kind
 def test_operators_send_what_the_axis_means(kind, chunk):

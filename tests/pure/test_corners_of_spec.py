@@ -336,7 +336,7 @@ NAMED = {
 WAITING = """axes that are executed; routers know no scale; replicas outside shards;
     hops know of no mask; routers see whole samples; ranks have as many stretches;
     all tokens between the blocks; the naive plan has all tokens;
-    equal slices are gathered; experts are whole; shards of slices are alike;
+    equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;
     units within a stage; one policy for both passes; units wait for their weights;
     saved slices are gathered once; shared gradients meet before the update;

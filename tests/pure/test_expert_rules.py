@@ -39,7 +39,6 @@ def test_experts_that_cannot_be_are_refused(changes, place, finding, remedy):
 @pytest.mark.parametrize(
     ("model", "placement", "place", "finding"),
     [
-        ("top-2", {"tp": "S,S,S,R"}, "placement.tp", "not yet: a router and 4 experts over tp"),
         ("capacity", {"cp": "R,R,R,S"}, "model.capacity_factor",
          "not yet: 1 over cp, where a rank has some of a sample's tokens"),
         ("balanced", {"cp": "R,R,R,S"}, "model.aux_loss",

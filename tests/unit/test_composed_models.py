@@ -79,7 +79,6 @@ SANDWICH = LLAMA | {
 }
 MOE = LLAMA | {
     "blocks.{}.mlp.router": "model.layers.{}.mlp.gate",
-    "blocks.{}.mlp.experts": "model.layers.{}.mlp.experts",
     **{
         f"blocks.{{}}.mlp.shared.{part}": f"model.layers.{{}}.mlp.shared_experts.{part}_proj"
         for part in ("gate", "up", "down")
@@ -303,17 +302,18 @@ def _theirs(name: str, tensors: Mapping[str, Any], names: Names) -> Any:
         third = whole.chunk(3, dim=-1)[_THIRDS.index(part)]
         return third.T if kind == "weight" else third
     module, _, kind = name.rpartition(".")
-    if module.endswith("mlp.experts"):
-        return _of_experts(module, kind, tensors)
+    if ".mlp.experts." in module:
+        return _of_experts(module, tensors)
     number = next(iter(re.findall(r"\d+", module)), "")
     tensor = tensors[f"{names[re.sub(r'[0-9]+', '{}', module)].format(number)}.{kind}"]
     is_transposed = names is GPT2 and "blocks." in name and tensor.dim() > 1
     return tensor.T if is_transposed else tensor
 
 
-def _of_experts(module: str, kind: str, tensors: Mapping[str, Any]) -> Any:
+def _of_experts(module: str, tensors: Mapping[str, Any]) -> Any:
     """Theirs have gate and up in one tensor, the gates first."""
-    prefix = f"model.layers.{module.split('.')[1]}.mlp.experts"
+    _, layer, *_, kind = module.split(".")
+    prefix = f"model.layers.{layer}.mlp.experts"
     if kind == "down":
         return tensors[f"{prefix}.down_proj"]
     gate, up = tensors[f"{prefix}.gate_up_proj"].chunk(2, dim=1)

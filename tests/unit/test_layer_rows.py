@@ -17,8 +17,7 @@ MODEL = (
     "model={family: llama, layers: 7, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 64, "
     "qk_norm: true}"
 )
-CP = "placement.cp=[S*, S, S, S]"
-OVER_BOTH = ("mesh={cp: 2, tp: 2}", f"placement={{{CP[10:].replace('=', ': ')}, tp: tp-sp}}")
+OVER_BOTH = ("mesh={cp: 2, tp: 2}", "placement={cp: [S*, S, S, S], tp: tp-sp}")
 
 
 def spec_of(strategy: str, *changes: str) -> Spec:

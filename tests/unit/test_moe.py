@@ -63,13 +63,12 @@ def by_token(layer: MoE, x_BTC: Tensor, capacity: int) -> Tensor:
                 weight = scores[sample, token, expert]
                 if shape.router_norm:
                     weight = weight / scores[sample, token, ranked[token]].sum()
-                h = experts.activate(
-                    (experts.up if experts.gate is None else experts.gate)[expert] @ x_C
-                )
+                gated = experts.up if experts.gate is None else experts.gate
+                h = experts.activate(gated.weight[expert] @ x_C)
                 if experts.gate is not None:
-                    h = h * (experts.up[expert] @ x_C)
+                    h = h * (experts.up.weight[expert] @ x_C)
                 factor = weight * (shape.router_scale or 1.0)
-                y_BTC[sample, token] += factor * (experts.down[expert] @ h)
+                y_BTC[sample, token] += factor * (experts.down.weight[expert] @ h)
     return y_BTC if layer.shared is None else y_BTC + layer.shared(x_BTC)
 
 

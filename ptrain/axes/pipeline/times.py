@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ptrain.facts.parameters import elements_met
 from ptrain.facts.stages import Layers, Tensor
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 _OF_A_MATRIX, _OF_SCORES = 2 + 4, 4 + 8
-_MATRIX = 2  # dimensions
+_MATRICES = (2, 3)  # dimensions of one, and of those of all experts
 
 
 def times(spec: Spec, model: Layers) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -27,11 +28,15 @@ def times(spec: Spec, model: Layers) -> tuple[tuple[int, ...], tuple[int, int]]:
     scores = 0
     if isinstance(spec.model, ModelShape):
         scores = _OF_SCORES * spec.batch.sequence * spec.model.hidden
-    layers = tuple(_multiplying(layer.tensors) + scores for layer in model.layers)
+    layers = tuple(_multiplying(spec, layer.tensors) + scores for layer in model.layers)
     tied = dict(model.tied)
     copies = [tensor for tensor in model.front if tensor.name in tied]
-    return layers, (0, _multiplying((*copies, *model.behind)))
+    return layers, (0, _multiplying(spec, (*copies, *model.behind)))
 
 
-def _multiplying(tensors: Iterable[Tensor]) -> int:
-    return sum(_OF_A_MATRIX * tensor.numel for tensor in tensors if len(tensor.shape) == _MATRIX)
+def _multiplying(spec: Spec, tensors: Iterable[Tensor]) -> int:
+    shape = spec.model
+    matrices = [tensor for tensor in tensors if len(tensor.shape) in _MATRICES]
+    if not isinstance(shape, ModelShape):
+        return sum(_OF_A_MATRIX * matrix.numel for matrix in matrices)
+    return sum(_OF_A_MATRIX * elements_met(shape, matrix.name, matrix.numel) for matrix in matrices)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
+from ptrain.axes.tensor.costs import cut_sizes
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Placement, R, S
@@ -29,7 +30,7 @@ def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
     most = min(devices, cluster.devices_per_node) if cluster else devices
     common = most
     if isinstance(shape, ModelShape):
-        common = gcd(shape.heads, shape.kv_heads, shape.ffn)
+        common = gcd(*cut_sizes(shape).values())
     yield from (degree for degree in divisors(common) if degree <= most and not devices % degree)
 
 

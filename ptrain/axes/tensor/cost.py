@@ -82,8 +82,7 @@ def parameters(
     heads = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
     inner = 2 + shape.activation.is_gated
     num_layers = span.end - span.start
-    with_experts = sum(map(shape.has_experts, range(span.start, span.end)))
-    assert degree == 1 or not with_experts, "legality keeps experts whole"
+    with_experts = _with_experts(shape, span)
     cut = hidden * heads
     cut += shape.head_dim * (shape.heads + 2 * shape.kv_heads) * qkv_biased
     dense = inner * hidden * ffn + (inner - 1) * ffn * all_biased
@@ -94,16 +93,24 @@ def parameters(
         ends += sequence * hidden * span.is_first
     if shape.head_bias:
         ends += words(shape.vocab, degree, index) * span.is_last
-    mlps = (num_layers - with_experts) * (dense // degree) + with_experts * _of_experts(shape)
+    mlps = (num_layers - with_experts) * (dense // degree)
+    mlps += with_experts * _of_experts(shape, degree)
     return num_layers * (cut // degree + whole_there) + mlps + tables + ends
 
 
-def _of_experts(shape: ModelShape) -> int:
-    """Return the elements of a layer's router, of its experts and of those that are shared."""
+def _with_experts(shape: ModelShape, span: LayerSpan) -> int:
+    """Return how many layers of a span have experts."""
+    return sum(map(shape.has_experts, range(span.start, span.end)))
+
+
+def _of_experts(shape: ModelShape, degree: int) -> int:
+    """Return the elements of a layer's router, which is whole, and of a rank's slices of its
+    experts and of those that are shared."""
     if shape.experts is None:
         return 0
     matrices = (2 + shape.activation.is_gated) * shape.width_of_expert
-    return shape.hidden * (shape.experts + (shape.experts + shape.shared_experts) * matrices)
+    of_experts = (shape.experts + shape.shared_experts) * matrices // degree
+    return shape.hidden * (shape.experts + of_experts)
 
 
 def _norms(shape: ModelShape) -> int:
@@ -166,8 +173,10 @@ def _calls(
     # Attention and MLP each end in a sum; the embedding is a sum of what the ranks have of words.
     sums = 2 * layers + span.is_first
     # A gradient is a sum where all of a rank's column operators begin; naively, where each does.
-    columns = 4 + shape.activation.is_gated if step.is_naive else 2
-    openings = columns * layers + span.is_last
+    with_experts = _with_experts(shape, span)
+    dense = 1 + shape.activation.is_gated if step.is_naive else 1
+    openings = (3 if step.is_naive else 1) * layers + span.is_last  # of attention
+    openings += dense * (layers - with_experts) + with_experts
     again = sum(mode.policy is not None for mode in kept)
     for phase, ends, starts in (
         (Phase.FORWARD, sums, openings),
@@ -193,6 +202,8 @@ def _calls(
         yield *summed, norms * vectors, features
     if shape.qk_norm:  # of its own heads a rank has a part of their gradients
         yield *summed, 2 * layers * vectors, shape.head_dim * itemsize
+    if shape.experts is not None:  # of a router a part, whose choices weigh a rank's addends
+        yield *summed, with_experts, shape.experts * features
     if span.is_last:
         yield from _of_loss(spec, step, shape)
 

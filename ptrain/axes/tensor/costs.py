@@ -24,8 +24,10 @@ _CUT_DIM = {
     Role.VOCABULARY: (0, None),
     Role.ROW: (1, None),
     Role.TRANSPOSED_ROW: (0, None),
+    Role.INNER_COLUMN: (-2, None),
+    Role.INNER_ROW: (-1, None),
 }
-_MATRIX = 2
+_MATRICES = (2, 3)  # dimensions of one, and of those of all experts
 
 
 def slices(size: int, degree: int) -> list[int]:
@@ -40,6 +42,16 @@ def shards_differ(size: int, degree: int, shards: int) -> bool:
     offsets that torch then computes for a DTensor that is cut twice are wrong (2.11 to 2.13)."""
     heights = {ceil_div(rows, shards) for rows in slices(size, degree)}
     return shards > 1 and len(heights) > 1
+
+
+def cut_sizes(shape: ModelShape) -> dict[str, int]:
+    """Return by field what a degree must divide, so that every rank has as much of an operator."""
+    sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads}
+    if shape.experts is None or shape.dense_layers:
+        sizes["ffn"] = shape.ffn
+    if shape.experts is not None:
+        sizes["expert_ffn" if shape.expert_ffn else "ffn"] = shape.width_of_expert
+    return sizes
 
 
 class HowCut(Protocol):
@@ -96,9 +108,9 @@ def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, in
     for name, shape in tensors:
         role = modules.of_tensor(name)
         of_weight, of_bias = _CUT_DIM.get(role, (None, None)) if role else (None, None)
-        dim = of_weight if len(shape) == _MATRIX else of_bias
+        dim = of_weight if len(shape) in _MATRICES else of_bias
         if dim is not None:
-            dims[name] = dim
+            dims[name] = dim % len(shape)
     return dims
 
 

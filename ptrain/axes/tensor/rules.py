@@ -13,7 +13,7 @@ from math import gcd, prod
 
 from ptrain.axes.data.form import BY_TENSOR, ELEMENTWISE, data_factors, form_of
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
-from ptrain.axes.tensor.costs import shards_differ, slices
+from ptrain.axes.tensor.costs import cut_sizes, shards_differ, slices
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import PADDED
@@ -70,7 +70,7 @@ def _divides(spec: Spec) -> Iterator[Fault]:
     degree, shape = spec.degree(Axis.TP), spec.model
     if degree == 1 or not isinstance(shape, ModelShape):
         return
-    fields = {"heads": shape.heads, "kv_heads": shape.kv_heads, "ffn": shape.ffn}
+    fields = cut_sizes(shape)
     common = gcd(*fields.values())
     choices = [d for d in range(1, common + 1) if common % d == 0]
     for name, number in fields.items():
@@ -197,16 +197,6 @@ def _naive_slices(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _experts(spec: Spec) -> Iterator[Fault]:
-    shape = spec.model
-    if spec.degree(Axis.TP) > 1 and isinstance(shape, ModelShape) and shape.experts is not None:
-        yield Fault(
-            place="placement.tp",
-            finding=f"not yet: a router and {shape.experts} experts over tp",
-            remedy="what works today: data axes, pp or cp in place of tp",
-        )
-
-
 TENSOR = AxisRules(
     axes=_AXES,
     tuples=_TUPLES,
@@ -226,7 +216,6 @@ TENSOR = AxisRules(
         SpecRule(name="all tokens between the blocks", theorem="", faults=_whole_tokens),
         SpecRule(name="the naive plan has all tokens", theorem="", faults=_naive_slices),
         SpecRule(name="equal slices are gathered", theorem="", faults=_logits),
-        SpecRule(name="experts are whole", theorem="", faults=_experts),
         SpecRule(name="shards of slices are alike", theorem="", faults=_shards_of_rows),
         SpecRule(name="slices have one kind of shards", theorem="", faults=_smaller_shards),
     ),

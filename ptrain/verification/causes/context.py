@@ -7,6 +7,7 @@ from collections import Counter
 from ptrain.axes.context.attention import context_of
 from ptrain.report.finding import Moment
 from ptrain.verification.causes.attended import other_heads, other_keys, other_positions
+from ptrain.verification.causes.query_gradients import of_some_keys
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.causes.sent_home import not_home
 from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout
@@ -53,4 +54,4 @@ def _own(scene: Investigation) -> Own | None:
 
 
 _FORWARD = (other_heads, other_keys, other_positions)
-_BACKWARD = (not_home,)
+_BACKWARD = (not_home, of_some_keys)

@@ -17,8 +17,8 @@ from ptrain.verification.causes.rerun import (
     gradient_with,
 )
 from ptrain.verification.causes.scene import EXACT, Investigation
+from ptrain.verification.causes.shares import lacking
 from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout, ranks_text
-from ptrain.verification.factors import ABSENT, combination
 from ptrain.verification.parts import relative
 
 
@@ -49,20 +49,10 @@ def _seen_by(rows: Tensor, core: Core, heads: Heads, mask: Tensor | None) -> Ten
 def _share_missing(
     scene: Investigation, own: Own, shares: Sequence[Tensor]
 ) -> Iterator[Explanation]:
-    parts = [own.part(share) for share in shares]
-    known = [owner for owner, part in enumerate(parts) if bool(part.any())]
-    fit = combination(own.tensor, [parts[owner] for owner in known])
-    if not fit.holds(EXACT):
+    owners = lacking(own.tensor, [own.part(share) for share in shares])
+    if not owners:
         return
-    usual = max(map(abs, fit.coefficients))
-    lacking = [
-        owner
-        for owner, share in zip(known, fit.coefficients, strict=True)
-        if abs(share) <= ABSENT * usual
-    ]
-    if not lacking:
-        return
-    ranks = ranks_text(scene, lacking)
+    ranks = ranks_text(scene, owners)
     sentence = (
         f"rank {scene.rank} has no gradient of its keys and values from the queries of {ranks}: "
         "send every share of dK and dV home, and add them"

@@ -92,7 +92,7 @@ class SlicedMasks:
             by_samples = x.unflatten(0, (self._flat_samples(x.shape), -1))
             return self.drop(replace(call, input=by_samples)).flatten(0, 1)
         if x.is_cuda and not call.is_in_place:
-            return self._masked(x, call.rate)
+            return self.masked(x, call.rate)
         kept = self._noise(x, call.rate)
         return x.mul_(kept) if call.is_in_place else x * kept
 
@@ -101,7 +101,7 @@ class SlicedMasks:
         own = self._own(x.new_empty(self.of_all(x.shape)).bernoulli_(1 - rate))
         return own.div_(1 - rate)
 
-    def _masked(self, x: Tensor, rate: float) -> Tensor:
+    def masked(self, x: Tensor, rate: float) -> Tensor:
         """Return what at::dropout gives on a GPU, where it is one kernel, whose mask is a byte an
         element: by this mask its backward pass does to a gradient what it does to its input."""
         _, mask = torch.native_dropout(x.new_empty(self.of_all(x.shape)), rate, True)

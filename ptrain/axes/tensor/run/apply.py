@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -31,138 +30,26 @@ from ptrain.axes.tensor.run.counts import OwnCounts
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.axes.tensor.run.gradients import GradientsAsKept, SummedGradients
 from ptrain.axes.tensor.run.randomness import OwnRandomness, drawn_by_rank
-from ptrain.axes.tensor.run.regather import Regather
+from ptrain.axes.tensor.run.styles import (
+    SEQUENCE,
+    Addends,
+    AllTokens,
+    HeadParallel,
+    InnerSlices,
+    LocalInput,
+    OwnTokens,
+    ReplicateParallel,
+    WholeInput,
+    WholeOutput,
+)
 from ptrain.axes.tensor.run.transposed import TransposedColumn, TransposedRow
 from ptrain.errors import refused
-from ptrain.models.arguments import with_first
 from ptrain.models.chunked import LossInside
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.sub_blocks import standing_alone
 from ptrain.rooms.registry import Registry
 from ptrain.spec.role import COLUMNS, ROWS, Role, fits
 from ptrain.steps.step import ChunkedLoss, Parallelize
-
-_SEQUENCE = 1  # the dimension of tokens, behind that of samples
-
-
-class WholeInput(ParallelStyle):
-    """The first floating tensor that a module is given is made whole; as a DTensor, so that what
-    its users' gradients add up to is summed over the ranks once, where it came from."""
-
-    def __init__(self, between: Placement, *, regathers: bool = False) -> None:
-        super().__init__()
-        self.between = between
-        self.regathers = regathers
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        regather = Regather(device_mesh, _SEQUENCE) if self.regathers else None
-
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if regather is not None:
-                regather.enter()
-
-            def whole(part: torch.Tensor) -> DTensor:
-                gathered = _whole(part, device_mesh, self.between)
-                if regather is not None:
-                    regather.keeps(part, gathered)
-                return gathered
-
-            return with_first(args, kwargs, whole)
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        if regather is not None:
-            module.register_forward_hook(lambda *_: regather.leave(), always_call=True)
-        return module
-
-
-class WholeOutput(ParallelStyle):
-    """What a module returns is made whole, as a DTensor."""
-
-    def __init__(self, between: Placement) -> None:
-        super().__init__()
-        self.between = between
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(
-            lambda _, __, output: _whole(output, device_mesh, self.between)
-        )
-        return module
-
-
-class OwnTokens(ParallelStyle):
-    """Of the first floating tensor that a module is given, which all ranks have alike, each takes
-    its part."""
-
-    def __init__(self, between: Placement) -> None:
-        super().__init__()
-        self.between = between
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def part(whole: torch.Tensor) -> torch.Tensor:
-            return _moved(whole, device_mesh, Replicate(), self.between)
-
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return with_first(args, kwargs, part)
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        return module
-
-
-class AllTokens(ParallelStyle):
-    """Of the first tensor that a module returns, of which each rank has its part, all get the
-    whole."""
-
-    def __init__(self, between: Placement) -> None:
-        super().__init__()
-        self.between = between
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def leave(_: nn.Module, __: object, output: Any) -> Any:
-            if isinstance(output, tuple):
-                first, *others = output
-                return (_moved(first, device_mesh, self.between, Replicate()), *others)
-            return _moved(output, device_mesh, self.between, Replicate())
-
-        module.register_forward_hook(leave)
-        return module
-
-
-class LocalInput(ParallelStyle):
-    """The first floating tensor that a module is given becomes the rank's own part, which is what
-    it is given when it runs again."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return with_first(
-                args, kwargs, lambda part: part.to_local() if isinstance(part, DTensor) else part
-            )
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        return module
-
-
-class HeadParallel(ColwiseParallel):
-    """A head's logits are cut over the vocabulary; a loss in their place is whole."""
-
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
-    ) -> Any:
-        if not isinstance(outputs, DTensor):
-            return outputs
-        return ColwiseParallel._prepare_output_fn(
-            output_layouts, use_local_output, mod, outputs, device_mesh
-        )
-
-
-class ReplicateParallel(ParallelStyle):
-    """Every rank has all of a module's tensors, and uses them on its part of the tokens."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            replica = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(replica))
-        return module
 
 
 def parallelize(
@@ -281,7 +168,7 @@ def _styles(
     step: Parallelize, role: Role, registry: Registry, *, is_alone: bool
 ) -> Iterator[ParallelStyle]:
     """`is_alone`: no sub-block makes the module's input whole."""
-    between = Shard(_SEQUENCE) if step.is_sequence else Replicate()
+    between = Shard(SEQUENCE) if step.is_sequence else Replicate()
     has_positions = any(role is Role.POSITIONS for _, role in step.roles)
     match role:
         case Role.VOCABULARY if step.has_whole_ends:
@@ -308,6 +195,12 @@ def _styles(
             yield style(output_layouts=between)
         case Role.SHARED:
             yield SummedGradients(registry)
+        case Role.EXPERTS:
+            yield Addends(between, regathers=step.is_saved_cut)
+        case Role.INNER_COLUMN:
+            yield InnerSlices(-2)
+        case Role.INNER_ROW:
+            yield InnerSlices(-1)
         case Role.FIRST_BLOCK:
             yield OwnTokens(between)
         case Role.LAST_BLOCK:
@@ -346,23 +239,6 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
             is_cut = isinstance(parameter, DTensor), isinstance(kept, DTensor)
             assert is_cut[0] is is_cut[1], f"{first} and {name} are one tensor, and one is cut"
             model.get_submodule(path).register_parameter(attribute, kept)
-
-
-def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DTensor:
-    tensor = (
-        part
-        if isinstance(part, DTensor)
-        else DTensor.from_local(part, device_mesh, [layout], run_check=False)
-    )
-    return tensor.redistribute(placements=[Replicate()])
-
-
-def _moved(
-    part: torch.Tensor, device_mesh: DeviceMesh, source: Placement, target: Placement
-) -> torch.Tensor:
-    """A rank's tensor as another placement has it; where ranks have the same, gradients are too."""
-    distributed = DTensor.from_local(part, device_mesh, [source], run_check=False)
-    return distributed.redistribute(placements=[target]).to_local()
 
 
 def _gathered(logits: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,6 @@ class _ReadThrough(ParallelStyle):
     """While a module runs, its own parameters are what `through` makes of them, whoever holds
     them."""
 
-    def __init__(self, registry: Registry) -> None:
-        super().__init__()
-        self.registry = registry
-
     @abstractmethod
     def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
         """`parameter` itself in a forward pass, with a backward pass of its own."""
@@ -47,14 +43,27 @@ class _ReadThrough(ParallelStyle):
         return module
 
 
-class GradientsAsKept(_ReadThrough):
+class OwnSlices(_ReadThrough):
+    """Of a tensor that is cut, for a module that computes with the rank's slice alone."""
+
+    def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _Registering(_ReadThrough):
+    def __init__(self, registry: Registry) -> None:
+        super().__init__()
+        self.registry = registry
+
+
+class GradientsAsKept(_Registering):
     """Of a tensor that is used on a rank's tokens, or cut while its gradient comes whole."""
 
     def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
         return _AsKept.apply(parameter, self.registry)
 
 
-class SummedGradients(_ReadThrough):
+class SummedGradients(_Registering):
     """Of a tensor that every rank has whole and uses on its own slice of the features (a norm of
     the heads within attention): what the ranks' gradients add up to is the gradient of each."""
 

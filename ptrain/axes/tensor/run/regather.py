@@ -16,13 +16,14 @@ from ptrain.internals.autograd import Hooks, saving_hooks
 class _Slice:
     """A saved view of a gathered tensor, as the slice that it was gathered from."""
 
-    def __init__(self, source: _Source, part: _Saved, view: torch.Size) -> None:
+    def __init__(self, source: _Source, part: _Saved, saved: torch.Tensor) -> None:
         self.source = source
         self.part = part
-        self.view = view
+        self.view, self.is_local = saved.shape, not isinstance(saved, DTensor)
 
     def tensor(self) -> torch.Tensor:
-        return self.source.whole(self.part).view(self.view)
+        whole = self.source.whole(self.part)
+        return (whole.to_local() if self.is_local else whole).view(self.view)
 
 
 class _Saved:
@@ -93,13 +94,12 @@ class Regather:
 
     def _pack(self, saved: torch.Tensor) -> _Slice | _Saved:
         source, part = self._source, self._part
-        is_whole = (
-            isinstance(saved, DTensor) and saved._local_tensor.untyped_storage()._cdata == self._key
-        )
+        local = saved._local_tensor if isinstance(saved, DTensor) else saved
+        is_whole = local.untyped_storage()._cdata == self._key
         if source is None or part is None or not is_whole:
             return _Saved(saved, self._outer)
         source.num_saved += 1
-        return _Slice(source, _Saved(part, self._outer), saved.shape)
+        return _Slice(source, _Saved(part, self._outer), saved)
 
 
 def _unpack(packed: _Slice | _Saved) -> torch.Tensor:

@@ -1,0 +1,200 @@
+"""How a module's parameters, inputs and outputs lie over the tensor axis: styles beside those that
+torch has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+
+from ptrain.axes.tensor.run.gradients import OwnSlices
+from ptrain.axes.tensor.run.regather import Regather
+from ptrain.models.arguments import with_first
+
+SEQUENCE = 1  # the dimension of tokens, behind that of samples
+
+
+class WholeInput(ParallelStyle):
+    """The first floating tensor that a module is given is made whole; as a DTensor, so that what
+    its users' gradients add up to is summed over the ranks once, where it came from."""
+
+    def __init__(self, between: Placement, *, regathers: bool = False) -> None:
+        super().__init__()
+        self.between = between
+        self.regathers = regathers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        regather = Regather(device_mesh, SEQUENCE) if self.regathers else None
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if regather is not None:
+                regather.enter()
+
+            def whole(part: torch.Tensor) -> DTensor:
+                gathered = _whole(part, device_mesh, self.between)
+                if regather is not None:
+                    regather.keeps(part, gathered)
+                return gathered
+
+            return with_first(args, kwargs, whole)
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        if regather is not None:
+            module.register_forward_hook(lambda *_: regather.leave(), always_call=True)
+        return module
+
+
+class Addends(ParallelStyle):
+    """The first floating tensor that a module is given is made whole, a rank's own; what it returns
+    is a part of the ranks' sum. Within it nothing is a DTensor."""
+
+    def __init__(self, between: Placement, *, regathers: bool = False) -> None:
+        super().__init__()
+        self.between = between
+        self.regathers = regathers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        WholeInput(self.between, regathers=self.regathers)._apply(module, device_mesh)
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return with_first(args, kwargs, lambda x: x.to_local(grad_placements=[Partial()]))
+
+        def leave(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+            return _moved(output, device_mesh, Partial(), self.between)
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
+        return module
+
+
+class InnerSlices(ParallelStyle):
+    """A module's weight is cut along `dim`; the module reads its own slice of it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = module.get_parameter("weight")
+        cut = [Shard(weight.dim() + self.dim)]
+        slices_ = distribute_tensor(weight, device_mesh, cut, src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(slices_))
+        return OwnSlices()._apply(module, device_mesh)
+
+
+class WholeOutput(ParallelStyle):
+    """What a module returns is made whole, as a DTensor."""
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(
+            lambda _, __, output: _whole(output, device_mesh, self.between)
+        )
+        return module
+
+
+class OwnTokens(ParallelStyle):
+    """Of the first floating tensor that a module is given, which all ranks have alike, each takes
+    its part."""
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def part(whole: torch.Tensor) -> torch.Tensor:
+            return _moved(whole, device_mesh, Replicate(), self.between)
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return with_first(args, kwargs, part)
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        return module
+
+
+class AllTokens(ParallelStyle):
+    """Of the first tensor that a module returns, of which each rank has its part, all get the
+    whole."""
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def leave(_: nn.Module, __: object, output: Any) -> Any:
+            if isinstance(output, tuple):
+                first, *others = output
+                return (_moved(first, device_mesh, self.between, Replicate()), *others)
+            return _moved(output, device_mesh, self.between, Replicate())
+
+        module.register_forward_hook(leave)
+        return module
+
+
+class LocalInput(ParallelStyle):
+    """The first floating tensor that a module is given becomes the rank's own part, which is what
+    it is given when it runs again."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return with_first(
+                args, kwargs, lambda part: part.to_local() if isinstance(part, DTensor) else part
+            )
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        return module
+
+
+class HeadParallel(ColwiseParallel):
+    """A head's logits are cut over the vocabulary; a loss in their place is whole."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
+    ) -> Any:
+        if not isinstance(outputs, DTensor):
+            return outputs
+        return ColwiseParallel._prepare_output_fn(
+            output_layouts, use_local_output, mod, outputs, device_mesh
+        )
+
+
+class ReplicateParallel(ParallelStyle):
+    """Every rank has all of a module's tensors, and uses them on its part of the tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            replica = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(replica))
+        return module
+
+
+def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DTensor:
+    tensor = (
+        part
+        if isinstance(part, DTensor)
+        else DTensor.from_local(part, device_mesh, [layout], run_check=False)
+    )
+    return tensor.redistribute(placements=[Replicate()])
+
+
+def _moved(
+    part: torch.Tensor, device_mesh: DeviceMesh, source: Placement, target: Placement
+) -> torch.Tensor:
+    """A rank's tensor as another placement has it; where ranks have the same, gradients are too."""
+    distributed = DTensor.from_local(part, device_mesh, [source], run_check=False)
+    return distributed.redistribute(placements=[target]).to_local()
