@@ -71,15 +71,6 @@ def best_of_eight() -> PlacementRanking:
 # -- the space
 
 
-def test_a_spec_with_other_fields_is_the_one_that_replace_makes(on_eight):
-    base = on_eight.job.base
-    batch = replace(base.batch, micro=2)
-    assert base.but(batch=batch, cluster=None) == replace(base, batch=batch, cluster=None)
-    assert base.batch != batch and base.cluster is not None
-    with pytest.raises(AssertionError, match="fields of a spec"):
-        base.but(batches=batch)
-
-
 def test_ranks_are_divided_over_axes_in_every_way():
     assert list(degrees_over(0, 1)) == [()]
     assert list(degrees_over(0, 2)) == []
