@@ -93,7 +93,7 @@ class ByRank(Sequence[RowT]):
             [of_kind[kind] for kind in kind_of]
             for of_kind, (_, kind_of) in zip(sums, self.parts, strict=True)
         ]
-        return list(map(sum, zip(*of_part, strict=True))) if len(of_part) > 1 else of_part[0]
+        return of_part[0] if len(of_part) == 1 else list(map(sum, zip(*of_part, strict=True)))
 
     def largest(self, size: Callable[[RowT], int]) -> int:
         """Return the largest of these sums, of ranks that differ."""

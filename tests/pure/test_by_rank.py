@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptrain.by_rank import ByRank, distinct, of_own, of_ranks, rows_by_rank, totals
+from ptrain.by_rank import ByRank, distinct, largest, of_own, of_ranks, rows_by_rank, totals
 from ptrain.costs import Column, Estimate, Footprint, State
 
 
@@ -66,3 +66,11 @@ def test_an_estimate_answers_the_same_either_way():
     assert kept.bytes_of(State.PARAMETERS) == written.bytes_of(State.PARAMETERS) == 5
     assert kept.bytes_of(State.PARAMETERS, 2) == written.bytes_of(State.PARAMETERS, 2) == 3
     assert kept.of_ranks({1}) == written.of_ranks({1})
+
+
+def test_the_most_that_a_rank_has_is_the_largest_of_all_ranks_totals():
+    for size in (lambda r: r.device_bytes, lambda r: r.host_bytes, lambda r: -r.device_bytes):
+        most = max(totals(WRITTEN, size))
+        assert largest(KEPT, size) == largest(WRITTEN, size) == most
+    assert totals(ByRank(), lambda r: r.rank) == totals((), lambda r: r.rank) == []
+    assert largest((), lambda r: r.device_bytes) == largest(ByRank(), lambda r: r.host_bytes) == 0

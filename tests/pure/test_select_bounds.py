@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from ptrain.derivation.estimate import derive
 from ptrain.selection.deriver import played_as
@@ -68,3 +71,12 @@ def test_of_one_micro_batch_it_is_nothing_to_the_closed_form_when_gradients_are_
             compared += 1
         assert all(len(of_one) == 1 for of_one in figures.values())
         assert len(figures) < compared
+
+
+def test_a_spec_with_other_fields_is_the_one_that_replace_makes():
+    base = chooser().job.base
+    batch = replace(base.batch, micro=2)
+    assert base.but(batch=batch, cluster=None) == replace(base, batch=batch, cluster=None)
+    assert base.batch != batch and base.cluster is not None
+    with pytest.raises(AssertionError, match="fields of a spec"):
+        base.but(batches=batch)
