@@ -26,6 +26,7 @@ THEIRS = {
 }
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 GEMMA3 = {"head_dim": 256, "pad_token_id": None}
+QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "moe_intermediate_size": 768}
 
 # The sizes of their configs, in ORDER, and what else a count depends on.
 CONFIGS: Mapping[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
@@ -55,6 +56,9 @@ CONFIGS: Mapping[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "qwen3-14b": ("Qwen3", (40, 5120, 40, 8, 17408, 151936), {}),
     "qwen3-32b": ("Qwen3", (64, 5120, 64, 8, 25600, 151936), {}),
     "mistral-7b": ("Mistral", (32, 4096, 32, 8, 14336, 32000), {}),
+    "mixtral-8x7b": ("Mixtral", (32, 4096, 32, 8, 14336, 32000), {"num_local_experts": 8}),
+    "mixtral-8x22b": ("Mixtral", (56, 6144, 48, 8, 16384, 32000), {"num_local_experts": 8}),
+    "qwen3-30b-a3b": ("Qwen3Moe", (48, 2048, 32, 4, 6144, 151936), QWEN3_MOE),
     "gemma2-2b": ("Gemma2", (26, 2304, 8, 4, 9216, 256000), {"head_dim": 256}),
     "gemma2-9b": ("Gemma2", (42, 3584, 16, 8, 14336, 256000), {"head_dim": 256}),
     "gemma2-27b": ("Gemma2", (46, 4608, 32, 16, 36864, 256000), {"head_dim": 128}),
@@ -84,7 +88,7 @@ GPT2 = {
     "gpt3-175b": (96, 12288, 96),
 }
 AT_ONCE = {"llama3.2-1b", "qwen2-0.5b", "qwen3-0.6b", "gemma2-2b", "gemma3-1b", "phi-1.5"}
-AT_ONCE |= {"phi-3-mini", "starcoder2-3b", "mistral-7b", "gpt2-124m"}
+AT_ONCE |= {"mixtral-8x7b", "phi-3-mini", "starcoder2-3b", "mistral-7b", "gpt2-124m"}
 
 
 def shape_of(preset: str) -> ModelShape:
