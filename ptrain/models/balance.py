@@ -17,7 +17,8 @@ from ptrain.spec.model import ModelShape
 class Balance(nn.Module):
     """The losses of one router, summed over the samples of a micro-batch (0-d). Each sample's has
     all of its tokens and no other's, so that it is the same wherever samples are computed, and
-    `weight`, one over the samples of the global batch, makes their mean of the sum."""
+    `weight`, one over the samples of the global batch, makes their mean of the sum; where several
+    ranks route the same tokens each adds its share of it."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -55,10 +56,10 @@ class Balance(nn.Module):
 
 
 def weigh(model: nn.Module, weight: float) -> None:
-    """Let the routers' losses of a model be multiplied by this in a step's loss."""
+    """Let the routers' losses of a model be multiplied by this too in a step's loss."""
     for module in model.modules():
         if isinstance(module, Balance):
-            module.weight = weight
+            module.weight *= weight
 
 
 def with_loss(x: Tensor, loss: Tensor, weight: float) -> Tensor:

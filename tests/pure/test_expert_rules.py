@@ -74,3 +74,10 @@ def test_a_router_does_not_know_the_scale_of_a_loss():
     with pytest.raises(SpecError) as refused:
         spec_of("balanced", precision={"layout": "fp16"})
     assert [fault.place for fault in refused.value.faults] == ["model.aux_loss", "model.z_loss"]
+
+
+def test_muon_waits_for_matrices_that_share_a_tensor():
+    with pytest.raises(SpecError) as refused:
+        spec_of("top-1", {"dp_shard": "muon"}, optimizer={"name": "muon", "lr": 1e-3})
+    fault = refused.value.faults[0]
+    assert fault.place == "optimizer.name" and "muon for experts" in fault.finding

@@ -24,6 +24,7 @@ from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.axis import DATA_AXES, REDUCED_AXES, Factor
 from ptrain.spec.dials import GradientSync, UnitKind
 from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, MODES, S_STAR, Distribution, M, Mode, Placement, R, S
 from ptrain.spec.spec import Spec
 
@@ -186,6 +187,18 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _matrices_of_experts(spec: Spec) -> Iterator[Fault]:
+    shape = spec.model
+    has_experts = isinstance(shape, ModelShape) and shape.experts is not None
+    if has_experts and not is_elementwise(spec.optimizer):
+        yield Fault(
+            place="optimizer.name",
+            finding=f"not yet: {spec.optimizer.name} for experts, whose matrices are one tensor of "
+            "three dimensions for each projection",
+            remedy="what works today: adamw or sgd, or remove experts",
+        )
+
+
 def _master_copies(spec: Spec) -> Iterator[Fault]:
     has_master = spec.precision.layout.master is not None
     for factor in data_factors(spec):
@@ -273,5 +286,8 @@ DATA = AxisRules(
         ),
         *DIALS,
     ),
-    not_yet=(SpecRule(name="replicas outside shards", theorem="", faults=_replicas_inside_shards),),
+    not_yet=(
+        SpecRule(name="replicas outside shards", theorem="", faults=_replicas_inside_shards),
+        SpecRule(name="experts are no matrices", theorem="", faults=_matrices_of_experts),
+    ),
 )

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from ptrain.axes.tensor.run.gradients import OwnSlices
 from ptrain.axes.tensor.run.regather import Regather
 from ptrain.models.arguments import with_first
+from ptrain.models.balance import weigh
 
 SEQUENCE = 1  # the dimension of tokens, behind that of samples
 
@@ -66,6 +67,8 @@ class Addends(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         WholeInput(self.between, regathers=self.regathers)._apply(module, device_mesh)
+        # every rank routes all tokens, and what their losses give is summed with the rest
+        weigh(module, 1.0 / device_mesh.size())
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return with_first(args, kwargs, lambda x: x.to_local(grad_placements=[Partial()]))
