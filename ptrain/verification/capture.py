@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ptrain.axes.data.run.target import Named
+from ptrain.axes.tensor.addends import gets_addend, gives_addend
 from ptrain.costs import Phase
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.torch import tensor_of
+from ptrain.spec.role import Roles
 from ptrain.train.exchange import Exchange
 from ptrain.verification.outputs import Key, Outputs
 from ptrain.verification.own_tokens import TokensOfRank
@@ -118,14 +120,21 @@ class Capture:
         return self.program.order.canonical(self._used)
 
     def beside(self, expected: Outputs) -> Outputs:
-        """Return what another device's modules give, as ranks hold what they give."""
-        program = self.program
-        own = TokensOfRank(program.spec, program.world.rank)
+        """Return what another device's modules give, as ranks hold what they give; nothing of what
+        a rank has an addend of."""
+        program, tensor = self.program, self.program.plan.tensor
+        own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
 
-        def held(outputs: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-            return {key: as_held(program, key[0], outputs[key], own) for key in outputs}
+        def held(
+            outputs: dict[Key, torch.Tensor], is_addend: Callable[[Roles, str], bool]
+        ) -> dict[Key, torch.Tensor]:
+            whole = [key for key in outputs if not is_addend(roles, key[0])]
+            return {key: as_held(program, key[0], outputs[key], own) for key in whole}
 
-        return Outputs(forward=held(expected.forward), backward=held(expected.backward))
+        return Outputs(
+            forward=held(expected.forward, gives_addend),
+            backward=held(expected.backward, gets_addend),
+        )
 
     def gradients(self, exchange: Exchange) -> Named:
         """Return gradients by canonical name, full tensors or DTensors: zeros of what this rank's

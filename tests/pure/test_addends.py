@@ -1,0 +1,34 @@
+"""What ranks of tp have addends of while layers with experts run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ptrain.axes.tensor.addends import gets_addend, gives_addend
+from ptrain.facts.roles import roles_of
+from tests.pure.build import ODD_SHAPE
+
+EXPERTS = replace(ODD_SHAPE, experts=4, shared_experts=1, dense_layers=1, qk_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "gives", "gets"),
+    [
+        ("blocks.1", False, False),
+        ("blocks.1.attention.query_norm", False, False),
+        ("blocks.1.mlp", False, False),
+        ("blocks.1.mlp.router", False, True),
+        ("blocks.1.mlp.router.balance", False, True),
+        ("blocks.1.mlp.experts", True, False),
+        ("blocks.1.mlp.experts.up", False, False),
+        ("blocks.1.mlp.experts.down", True, False),
+        ("blocks.1.mlp.shared.down", True, False),
+        ("blocks.0.mlp.down", False, False),  # a layer without them
+    ],
+)
+def test_what_is_summed_behind_the_experts_is_an_addend_before(module, gives, gets):
+    roles = roles_of(EXPERTS)
+    assert (gives_addend(roles, module), gets_addend(roles, module)) == (gives, gets)
+    assert not gives_addend((), module) and not gets_addend((), module)
