@@ -13,6 +13,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.examine import TOLERANCE, Examination, examine
+from tests.gloo.expert_cases import spec_of
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -39,6 +40,14 @@ def examined(spec: Spec, steps: int) -> Examination:
         return examine(interpret(spec, world=world), exchange, steps)
     finally:
         exchange.close()
+
+
+@pytest.mark.parametrize("activations", ["S", pytest.param("R", marks=pytest.mark.nightly)])
+def test_addends_of_what_experts_give_are_not_taken_for_it(ranks: Ranks, activations: str) -> None:
+    """Over tp they are summed behind the layer, and so are the gradients of what weighs them."""
+    spec = spec_of("deep", {"tp": f"S,S,S,{activations}"}, shape={"aux_loss": 0.5})
+    for examination in ranks.run(spec.world_size, examined, spec, 1):
+        assert not examination.departures
 
 
 @pytest.mark.parametrize(
