@@ -1,5 +1,5 @@
-"""Layers of experts over data ranks, stages and slices of the tokens compute what one device
-computes, and cost what is predicted to the byte: no size depends on where tokens go."""
+"""Layers of experts over data ranks, stages, slices of the tokens and cut operators compute what
+one device computes, and cost what is predicted to the byte: no size depends on where tokens go."""
 
 from __future__ import annotations
 
@@ -87,11 +87,14 @@ def test_with_activations_kept_otherwise(ranks: Ranks, model: str, kept: dict[st
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "placement",
-    [STAGES | DATA[3], {"cp": "S*,S,S,S"} | DATA[3], {"tp": "S,S,S,S"} | DATA[3]],
+    ("model", "placement"),
+    [
+        (model, placement)
+        for model, placement in product((*DROPLESS, "balanced"), BESIDE)
+        if model in DROPLESS or "cp" not in placement
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("model", DROPLESS)
 def test_on_two_axes(ranks: Ranks, model: str, placement: dict[str, str]) -> None:
     assert not MATRIX.differences(ranks, spec_of(model, placement))
 
