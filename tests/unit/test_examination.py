@@ -19,6 +19,7 @@ from ptrain.verification.consistency import consistency
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.examine import KEPT, examine
 from ptrain.verification.protocol import STAGES, Context, Request, interpreted
+from ptrain.verification.undropped import NOTE
 
 TINY = (
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24",
@@ -108,7 +109,7 @@ def test_dropout_that_a_model_brings_along_is_said_and_the_whole_model_has_a_nam
     )
     failing = {check.name: check.why for check in outcome.checks if not check.holds}
     if rate:
-        assert outcome.notes == ("dropout that the model brings along is not switched off",)
+        assert outcome.notes == (NOTE,)  # `verify_here` switches it off around the stage
         assert "departs at the model, step 0" in failing["gradients of activations"]
     else:
         assert (outcome.notes, failing) == ((), {})
