@@ -10,7 +10,7 @@ its part: their generators stand alike, whatever they are given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import combinations
 from typing import Any
@@ -77,9 +77,9 @@ class Masks:
         """Return what departs, in the order in which the modules run."""
         everyone: list[dict[str, Seen]] = exchange.gather(self._seen)
         keys = dict.fromkeys(key for its in everyone for key in its)
-        relation = _Relation(self.program)
+        are_slices = _Relation(self.program).of
         return tuple(
-            departure for key in keys for departure in _differing(key, everyone, step, relation)
+            departure for key in keys for departure in _differing(key, everyone, step, are_slices)
         )
 
     def culprit(self, departures: tuple[Departure, ...]) -> Culprit | None:
@@ -122,18 +122,21 @@ class _Relation:
 
 
 def _differing(
-    key: str, everyone: list[dict[str, Seen]], step: int, relation: _Relation
+    key: str,
+    everyone: list[dict[str, Seen]],
+    step: int,
+    are_slices: Callable[[int, int], bool | None],
 ) -> Iterator[Departure]:
-    """Yield the departures of pairs of ranks that run the module."""
+    """Yield the departures of pairs of ranks that run the module. `are_slices`: `_Relation.of`."""
     path, _, micro_batch = key.rpartition(" ")
     ranks = [rank for rank, its in enumerate(everyone) if key in its]
     modes = [everyone[rank][key][2] for rank in ranks]
     usual = modes.count(True) * 2 >= len(modes)
     for one, other in combinations(ranks, 2):
-        are_slices = relation.of(one, other)
-        if are_slices is None:
+        relation = are_slices(one, other)
+        if relation is None:
             continue
-        fault = _fault(everyone[one][key], everyone[other][key], are_slices=are_slices)
+        fault = _fault(everyone[one][key], everyone[other][key], are_slices=relation)
         if fault:
             yield Departure(
                 step=step,

@@ -334,8 +334,8 @@ NAMED = {
     "attention has a backward pass": INTEGRITY,
 }
 WAITING = """axes that are executed; routers know no scale; replicas outside shards;
-    experts are no matrices;
-    hops know of no mask; routers see whole samples; ranks have as many stretches;
+    experts are no matrices; hops know of no mask; routers see whole samples;
+    ranks have as many stretches;
     all tokens between the blocks; the naive plan has all tokens;
     equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;

@@ -13,7 +13,7 @@ from ptrain.verification.causes.positions import positions_text
 from ptrain.verification.causes.sent_home import under_other_strides
 from ptrain.verification.causes.targets import _other
 from ptrain.verification.causes.token_layout import TokenLayout
-from ptrain.verification.masks import DIFFERENT, EVALUATES, Seen, _differing
+from ptrain.verification.masks import DIFFERENT, EVALUATES, UNLIKE, Seen, _differing
 
 WHOLE = torch.randn(8, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -50,9 +50,10 @@ def test_targets_of_a_loss_are_told_by_shift_or_micro_batch() -> None:
     assert list(_other(wanted[0].roll(2, 1), wanted, 0)) == ["targets shifted 2 too little"]
 
 
-def _told(*ranks: Seen) -> list[tuple[int, str]]:
-    found = _differing("blocks.0 3", [{"blocks.0 3": each} for each in ranks], step=0)
-    return [(each.rank, each.told) for each in found]
+def _told(*ranks: Seen, are_slices: bool | None = False) -> list[tuple[int, str]]:
+    of_ranks = [{"blocks.0 3": seen} for seen in ranks]
+    departures = _differing("blocks.0 3", of_ranks, 0, lambda *_: are_slices)
+    return [(departure.rank, departure.told) for departure in departures]
 
 
 def test_ranks_draw_alike_where_they_are_given_the_same_and_apart_elsewhere() -> None:
@@ -61,6 +62,12 @@ def test_ranks_draw_alike_where_they_are_given_the_same_and_apart_elsewhere() ->
     assert _told(("x", "a", True), ("x", "b", True)) == [(1, DIFFERENT)]
     assert _told(("x", "a", True), ("y", "a", True)) == [(1, "shared where it must differ")]
     assert not _told(("x", "a", False), ("y", "a", False))  # who evaluates draws nothing
+
+
+def test_ranks_with_slices_of_the_same_samples_draw_alike() -> None:
+    assert not _told(("x", "a", True), ("y", "a", True), are_slices=True)
+    assert _told(("x", "a", True), ("y", "b", True), are_slices=True) == [(1, UNLIKE)]
+    assert not _told(("x", "a", True), ("y", "b", True), are_slices=None)
 
 
 def test_the_rank_that_evaluates_alone_is_named() -> None:
