@@ -8,7 +8,7 @@ from typing import Any
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from tests.gloo.tensor_cases import MODELS, SIZES
+from tests.gloo.tensor_cases import MODELS, SIZES, training
 
 VARIANTS = ("ring", "zigzag", "all-gather", "ulysses")
 HYBRID = "hybrid"  # of two Ulysses groups of two
@@ -44,10 +44,6 @@ def spec_of(
         "mesh": {axis: axes[axis] for axis in order if axis in axes},
         "placement": {**other, "cp": f"{states},{slices}"},
         "context": {"attention": {"ulysses": 2, "ring": 2} if variant == HYBRID else variant},
-        "precision": {"layout": "fp32", "compute": "fp64"},
-        "batch": {"global": samples, "micro": 1, "sequence": 16},
-        "optimizer": {"name": "adamw", "lr": 3e-3, "schedule": {"warmup": 2}, "clip": 1.0},
-        "data": {"corpus": "python-docs", "tokenizer": "bytes"},
-        "train": {"steps": 20, "seed": 0},
+        **training(samples),
     }
     return require(load(mapping | sections))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ptrain.axes.context.attention import attention_of
-from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
-from tests.gloo.matrix import MEASURED, Matrix, Result, product
+from tests.gloo.matrix import MEASURED, Matrix, Result, arithmetic, details, product
 
 STEPS = 20
 OWN_KERNELS = ("attention_soft_cap", "window")
@@ -42,21 +41,13 @@ def _cells(result: Result) -> tuple[str, ...]:
         str(attention_of(spec)),
         product(spec),
         ", ".join(_details(spec)),
-        "fp64" if spec.precision.compute_fp64 else spec.precision.layout.name,
+        arithmetic(spec),
     )
 
 
 def _details(spec: Spec) -> Iterator[str]:
-    """Yield what else the spec says, as it says it."""
-    if spec.degree(Axis.PP) > 1:
-        stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
-        yield f"{spec.pipeline.schedule}, {stages} stages"
-    yield f"{spec.batch.accumulate} x {spec.batch.micro}"
-    said = spec.resolved
-    for key in ("activations", "recompute", "loss", "attention"):
-        if key in said:
-            yield f"{key}: {said[key]}".replace("'", "").replace("*", "\\*")
-    shape = said["model"]
+    yield from details(spec, ("activations", "recompute", "loss", "attention"))
+    shape = spec.resolved["model"]
     assert isinstance(shape, dict)
     yield from (f"{key}: {shape[key]}" for key in OWN_KERNELS if key in shape)
 

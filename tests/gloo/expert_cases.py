@@ -8,6 +8,7 @@ from typing import Any
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from tests.gloo.tensor_cases import training
 
 SIZES = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 259}
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -52,10 +53,6 @@ def spec_of(
         "model": {**SIZES, **MODELS[model], **(shape or {})},
         "mesh": mesh,
         "placement": dict(placement),
-        "precision": {"layout": "fp32", "compute": "fp64"},
-        "batch": {"global": samples, "micro": 1, "sequence": 16},
-        "optimizer": {"name": "adamw", "lr": 3e-3, "schedule": {"warmup": 2}, "clip": 1.0},
-        "data": {"corpus": "python-docs", "tokenizer": "bytes"},
-        "train": {"steps": 20, "seed": 0},
+        **training(samples),
     }
     return require(load(mapping | sections))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ptrain.spec.axis import Axis
-from ptrain.spec.spec import Spec
-from tests.gloo.matrix import MEASURED, Matrix, Result, product
+from tests.gloo.matrix import MEASURED, Matrix, Result, arithmetic, details, product
 
 STEPS = 20
+SAID = ("activations", "recompute", "loss", "context", "unit")
 CLAIM = f"""\
 Claim: where tokens go to experts, which every rank has, `exact` and measured differ by 0 in
 resident memory (per state and rank) and in traffic (calls, payload and sent per axes, collective,
@@ -29,21 +26,9 @@ def _cells(result: Result) -> tuple[str, ...]:
     return (
         spec.name,
         product(spec),
-        ", ".join(_details(spec)),
-        "fp64" if spec.precision.compute_fp64 else spec.precision.layout.name,
+        ", ".join(details(spec, SAID)),
+        arithmetic(spec),
     )
-
-
-def _details(spec: Spec) -> Iterator[str]:
-    """Yield what else the spec says, as it says it."""
-    if spec.degree(Axis.PP) > 1:
-        stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
-        yield f"{spec.pipeline.schedule}, {stages} stages"
-    yield f"{spec.batch.accumulate} x {spec.batch.micro}"
-    said = spec.resolved
-    for key in ("activations", "recompute", "loss", "context", "unit"):
-        if key in said:
-            yield f"{key}: {said[key]}".replace("'", "").replace("*", "\\*")
 
 
 MATRIX = Matrix(

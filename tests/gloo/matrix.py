@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare
 from ptrain.simulation.execute import simulate
+from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.verification.band import loss_band
@@ -148,6 +149,24 @@ def product(spec: Spec) -> str:
     """The placements on the axes, as a page has them."""
     factors = (f"{factor.axis} {factor.degree} {factor.placement}" for factor in spec.factors)
     return " ⊗ ".join(factors).replace("*", "\\*")
+
+
+def arithmetic(spec: Spec) -> str:
+    """In which numbers a spec computes, as a page has it."""
+    return "fp64" if spec.precision.compute_fp64 else spec.precision.layout.name
+
+
+def details(spec: Spec, keys: Sequence[str]) -> Iterator[str]:
+    """Yield schedule and stages, micro-batches x samples in each, and what of `keys` the spec
+    says."""
+    if spec.degree(Axis.PP) > 1:
+        stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
+        yield f"{spec.pipeline.schedule}, {stages} stages"
+    yield f"{spec.batch.accumulate} x {spec.batch.micro}"
+    said = spec.resolved
+    for key in keys:
+        if key in said:
+            yield f"{key}: {said[key]}".replace("'", "").replace("*", "\\*")
 
 
 def _figures(result: Result) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from ptrain.spec.dials import Reshard
 from ptrain.spec.placement import Distribution
 from ptrain.spec.spec import Spec
 from tests.gloo.matrix import MEASURED as MEASURED_STEP
-from tests.gloo.matrix import STEPS, Matrix, Result, product
+from tests.gloo.matrix import STEPS, Matrix, Result, arithmetic, product
 
 CLAIM = f"""\
 Claim: with a model cut into stages, alone and within any product of data ranks and operators cut
@@ -56,7 +56,7 @@ def _schedule(spec: Spec) -> str:
 
 
 def _policy(spec: Spec) -> Iterator[str]:
-    yield "fp64" if spec.precision.compute_fp64 else spec.precision.layout.name
+    yield arithmetic(spec)
     if spec.optimizer.clip is None:
         yield "no clip"
     if any(

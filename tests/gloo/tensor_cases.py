@@ -21,6 +21,17 @@ ACTIVATIONS = ("R", "S", "S*")
 DATA = ("ddp", "zero1", "zero2", "zero3")
 
 
+def training(samples: int) -> dict[str, Any]:
+    """How a spec of a matrix trains, in fp64: with so many samples a step, one by one."""
+    return {
+        "precision": {"layout": "fp32", "compute": "fp64"},
+        "batch": {"global": samples, "micro": 1, "sequence": 16},
+        "optimizer": {"name": "adamw", "lr": 3e-3, "schedule": {"warmup": 2}, "clip": 1.0},
+        "data": {"corpus": "python-docs", "tokenizer": "bytes"},
+        "train": {"steps": 20, "seed": 0},
+    }
+
+
 def spec_of(
     model: str = "llama",
     *,
@@ -45,11 +56,7 @@ def spec_of(
         "model": own or {**SIZES, **MODELS[model], **(shape or {})},
         "mesh": mesh,
         "placement": placement,
-        "precision": {"layout": "fp32", "compute": "fp64"},
-        "batch": {"global": samples, "micro": 1, "sequence": 16},
-        "optimizer": {"name": "adamw", "lr": 3e-3, "schedule": {"warmup": 2}, "clip": 1.0},
-        "data": {"corpus": "python-docs", "tokenizer": "bytes"},
-        "train": {"steps": 20, "seed": 0},
+        **training(samples),
     }
     return require(load(mapping | sections))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ptrain.spec.axis import Axis
-from tests.gloo.matrix import MEASURED, STEPS, Matrix, Result, product
+from tests.gloo.matrix import MEASURED, STEPS, Matrix, Result, arithmetic, product
 
 CLAIM = f"""\
 Claim: with operators cut over tp, alone and within data ranks, `exact` and measured differ by 0 in
@@ -26,7 +26,7 @@ def _cells(result: Result) -> tuple[str, ...]:
         spec.name,
         product(spec),
         plan if spec.tensor.loss_parallel else f"{plan}, logits gathered",
-        "fp64" if spec.precision.compute_fp64 else spec.precision.layout.name,
+        arithmetic(spec),
     )
 
 
