@@ -30,17 +30,17 @@ every_layout = pytest.mark.parametrize("layout", ["fp32", "bf16"])
 def stages_of(spec: Spec) -> list[Passes]:
     """Each stage's passes, first to last."""
     plan, facts = derive(spec).plan, own_facts(spec)
-    found = staged(spec, plan, facts, cut_by(spec, facts))
-    taken_apart = [found[each.like] for each in found]
+    all_facts = staged(spec, plan, facts, cut_by(spec, facts))
+    taken_apart = [all_facts[stage_facts.like] for stage_facts in all_facts]
     return [
         passes(
             spec,
-            each.stage,
-            len(found),
-            everyone(each.facts.units, len(each.stage.layers)),
+            apart.stage,
+            len(all_facts),
+            everyone(apart.facts.units, len(apart.stage.layers)),
             RankCut(),
         )
-        for each in taken_apart
+        for apart in taken_apart
     ]
 
 
