@@ -13,6 +13,7 @@ from typing import Protocol
 from ptrain.activations import rules as activations
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
+from ptrain.axes.expert.rules import EXPERT
 from ptrain.axes.pipeline.dials import DIALS as PIPELINE_DIALS
 from ptrain.axes.pipeline.rules import PIPELINE
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
@@ -26,7 +27,7 @@ from ptrain.spec.misfits import misfits
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 
-ROOMS: tuple[AxisRules, ...] = (DATA, CONTEXT, TENSOR, PIPELINE)
+ROOMS: tuple[AxisRules, ...] = (DATA, CONTEXT, EXPERT, TENSOR, PIPELINE)
 BYTE_VOCAB = 259  # 256 bytes and three specials
 # takes every tuple that some optimizer takes: on one rank, where nothing is cut, any may be tried
 _UNDEMANDING = OptimizerSpec(name="sgd")

@@ -41,6 +41,7 @@ from ptrain.derivation.timeline import Replay, replay
 from ptrain.derivation.traffic import sent
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.model import ModelFacts
+from ptrain.facts.parameters import expert_modules
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
 from ptrain.plan.lower import lower
@@ -168,7 +169,7 @@ def own_facts(spec: Spec) -> ModelFacts:
                 "read_facts(spec, allow_import=True)), or use a preset or a shape",
             )
         )
-    return facts_of(spec.model, spec.batch.sequence, spec.unit)
+    return facts_of(spec.model, spec.batch.sequence, spec.unit, expert_modules(spec))
 
 
 def facts_from_shape(spec: Spec) -> ModelFacts | None:

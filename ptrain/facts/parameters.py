@@ -6,13 +6,16 @@ torch. Tests compare every fact with the module itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
+from ptrain.spec.axis import EXPERT_AXES
 from ptrain.spec.block import Bias, Positions
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Attention, Family, ModelShape
+from ptrain.spec.spec import Spec
 
 EXPERTS = "experts"  # the module of a block that has all of them
 LOCAL = "window_"  # in front of the names of tables that layers with a window have of their own
@@ -22,15 +25,42 @@ Shape = tuple[int, ...]
 Table = tuple[tuple[str, Shape], ...]
 
 
-def facts(shape: ModelShape, sequence: int, unit: UnitSize | None = None) -> ModelFacts:
+def facts(
+    shape: ModelShape,
+    sequence: int,
+    unit: UnitSize | None = None,
+    apart: Sequence[str] = (),
+) -> ModelFacts:
     """Return what derivation knows of a built-in model that takes `sequence` tokens and is wrapped
-    in units of this size (one block, where it is not given)."""
+    in units of this size (one block, where it is not given), modules that are kept `apart` in units
+    of their own."""
     blocks = {f"blocks.{layer}": _block(shape, layer) for layer in range(shape.layers)}
+    units = _units(unit or UnitSize(), blocks, _root(shape, sequence))
     return ModelFacts(
-        units=_units(unit or UnitSize(), blocks, _root(shape, sequence)),
+        units=tuple(own for whole in units for own in _parted(whole, apart)),
         buffers=_buffers(shape, sequence),
         gradient_order=_gradient_order(shape, blocks),
     )
+
+
+def expert_modules(spec: Spec) -> tuple[str, ...]:
+    """Return the modules that hold a layer's experts, where ranks have experts of their own."""
+    shape = spec.model
+    if not isinstance(shape, ModelShape) or not spec.is_cut_over(EXPERT_AXES):
+        return ()
+    layers = filter(shape.has_experts, range(shape.layers))
+    return tuple(f"blocks.{layer}.mlp.{EXPERTS}" for layer in layers)
+
+
+def _parted(unit: UnitFacts, apart: Sequence[str]) -> Iterator[UnitFacts]:
+    """Yield the units of the modules within a unit that are kept apart, then what is left."""
+    left = unit.tensors
+    for name in apart:
+        own = tuple(tensor for tensor in left if tensor.name.startswith(f"{name}."))
+        if own:
+            yield UnitFacts(modules=(name,), tensors=own)
+            left = tuple(tensor for tensor in left if tensor not in own)
+    yield replace(unit, tensors=left) if len(left) < len(unit.tensors) else unit
 
 
 def remainder(shape: ModelShape, sequence: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.interpreter.program import Program
 from ptrain.meters.digest import of_bytes
-from ptrain.spec.axis import CUTTING_AXES, TOKEN_AXES, Axis
+from ptrain.spec.axis import CUTTING_AXES, SAMPLE_AXES, TOKEN_AXES, Axis
 
 
 def drawn(program: Program) -> tuple[str, str] | None:
@@ -23,7 +23,8 @@ def drawn(program: Program) -> tuple[str, str] | None:
     if not draws(program.model):
         return None
     mesh = program.mesh
-    alike = TOKEN_AXES if has_token_slices(program.model) else CUTTING_AXES
+    cutting = [axis for axis in CUTTING_AXES if axis not in SAMPLE_AXES]
+    alike = TOKEN_AXES if has_token_slices(program.model) else cutting
     apart = (axis for axis in mesh.axes if axis not in alike)
     place = ",".join(f"{axis}={mesh.coordinate(axis)}" for axis in apart)
     device = program.world.device

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
+from ptrain.facts.parameters import expert_modules
 from ptrain.models.attending import attending_of
 from ptrain.models.batch import sample_bytes
 from ptrain.models.chain import chain_of_module
@@ -23,7 +24,9 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """Return the facts that are read off the module itself."""
     roles, fusions = cutting_of_module(model, spec)
     return ModelFacts(
-        units=_units(model, unit_modules(model, spec.unit, spec.model.blocks)),
+        units=_units(
+            model, unit_modules(model, spec.unit, spec.model.blocks, expert_modules(spec))
+        ),
         buffers=tuple((name, _nbytes(buffer)) for name, buffer in model.named_buffers()),
         roles=roles,
         fusions=fusions,

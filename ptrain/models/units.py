@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 from torch import nn
@@ -19,10 +19,14 @@ Units = tuple[tuple[str, ...], ...]
 
 
 def unit_modules(
-    module: nn.Module, unit: UnitSize | None = None, pattern: str | None = None
+    module: nn.Module,
+    unit: UnitSize | None = None,
+    pattern: str | None = None,
+    apart: Sequence[str] = (),
 ) -> Units:
     """The modules of each unit, inner before outer: made of the blocks as `unit` says (one block
-    each, where it is not given), then the root. `pattern` as of `blocks_of`."""
+    each, where it is not given), then the root. Those that are kept `apart` are units of their own,
+    before that which they are a part of. `pattern` as of `blocks_of`."""
     size = unit or UnitSize()
     names = blocks_of(module, pattern)
     match size.kind:
@@ -34,7 +38,17 @@ def unit_modules(
             inner = []
         case kind:
             assert_never(kind)
-    return (*inner, (ROOT,))
+    units, left = [], list(apart)
+    for modules in (*inner, (ROOT,)):
+        own = [name for name in left if any(_is_part(name, outer) for outer in modules)]
+        units += [*((name,) for name in own), modules]
+        left = [name for name in left if name not in own]
+    return tuple(units)
+
+
+def _is_part(name: str, outer: str) -> bool:
+    """Return whether a module is a part of another one."""
+    return name.startswith(f"{outer}." if outer else "")
 
 
 def blocks_of(module: nn.Module, pattern: str | None = None) -> list[str]:

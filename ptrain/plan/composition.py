@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ptrain.algebra.layout import groups, positions
 from ptrain.axes.context.attention import is_partition
-from ptrain.spec.axis import DATA_AXES
+from ptrain.spec.axis import SAMPLE_AXES
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import Ran, WrapStep
 from ptrain.steps.step import Parallelize, Plan
@@ -130,7 +130,7 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
 
 def compositions(spec: Spec, plan: Plan) -> Iterator[tuple[str, tuple[Condition, ...]]]:
     """Yield the conditions of every theorem that is about the plan, under a heading."""
-    has_samples = any(axis in plan.summed_axes for axis in DATA_AXES)
+    has_samples = any(axis in plan.summed_axes for axis in SAMPLE_AXES)
     others = "data axes" if has_samples else " and ".join(plan.summed_axes)
     if plan.context is not None:
         yield f"why {plan.context.axis} computes what one device does", theorem_3(spec, plan)

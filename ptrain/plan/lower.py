@@ -13,10 +13,12 @@ from typing import assert_never
 from ptrain.activations.rules import blocks_outside
 from ptrain.axes.context.attention import context_of
 from ptrain.axes.data.form import Form, data_factors, form_of, tier_of, whole_axes
+from ptrain.axes.expert.form import experts_of
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.costs import State
 from ptrain.errors import SpecError, refused
+from ptrain.facts.parameters import EXPERTS
 from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis, Factor
@@ -58,7 +60,10 @@ def lower(
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
     wrap, tensor = _wrap(spec), _parallelize(spec, roles, fusions)
     pipeline = _pipeline(spec, stages)
-    operator_axes = (tensor.axis,) if tensor else ()
+    experts = experts_of(spec, units, EXPERTS)
+    # of what is whole on ep all ranks have the same, of the experts each has its own
+    apart = () if experts is None or experts.axis in wrap.reduced_axes else (experts.axis,)
+    operator_axes = (*((tensor.axis,) if tensor else ()), *apart)
     cut_axes = (*((pipeline.axis,) if pipeline else ()), *wrap.reduced_axes)
     layout = spec.precision.effective
     mesh = CreateMesh(
@@ -75,6 +80,7 @@ def lower(
         pipeline,  # a stage is a model like any other for what comes next
         tensor,  # Theorem 6.2: operators are cut before units are wrapped
         context_of(spec),  # attention over cp is of the heads that tp leaves
+        experts,
         _keep(spec, blocks),  # what wraps do before a block runs is then done once
         wrap,
         chunked_loss(spec),  # whose head the wrap has gathered

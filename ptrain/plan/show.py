@@ -32,6 +32,7 @@ from ptrain.spec.precision import Layout
 from ptrain.spec.role import Role, Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
+from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import (
     Accumulate,
     ChunkedLoss,
@@ -88,6 +89,10 @@ def _step(step: Step, *, stateless: bool) -> str:
             return _parallelize(step)
         case ContextParallel():
             return step_text(step)
+        case ExpertParallel():
+            return (
+                f"give each rank of {step.axis} some of a layer's experts; tokens travel to theirs"
+            )
         case Keep():
             return keep_text(step)
         case ChunkedLoss():

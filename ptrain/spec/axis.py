@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptrain.spec.placement import Placement
@@ -17,13 +18,15 @@ class Axis(Word):
     TP = "tp"
 
 
-EXECUTED_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
-DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)  # along which ranks have samples of their own
+EXECUTED_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.EP, Axis.TP)
+DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)  # that do nothing but spread samples and states
+EXPERT_AXES = (Axis.EP,)  # along which ranks have experts of their own
+SAMPLE_AXES = (*DATA_AXES, *EXPERT_AXES)  # along which ranks have samples of their own
 TOKEN_AXES = (Axis.CP,)  # along which they have tokens of their own of the same samples
 # along which gradients are summed, as every rank has addends of them: outermost first
-REDUCED_AXES = (*DATA_AXES, *TOKEN_AXES)
+REDUCED_AXES = (*DATA_AXES, *TOKEN_AXES, *EXPERT_AXES)
 # along which they run other parts of a layer, or it on other tokens
-CUTTING_AXES = (*TOKEN_AXES, Axis.TP)
+CUTTING_AXES = (*TOKEN_AXES, *EXPERT_AXES, Axis.TP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +36,8 @@ class Factor:
     axis: Axis
     degree: int
     placement: Placement
+
+
+def without(axes: Sequence[Axis], others: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Return these axes but for those."""
+    return tuple(axis for axis in axes if axis not in others)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, REDUCED_AXES, Axis, Factor
+from ptrain.spec.axis import EXECUTED_AXES, REDUCED_AXES, SAMPLE_AXES, Axis, Factor
 from ptrain.spec.batch import padded
 from ptrain.spec.dials import (
     GradientSync,
@@ -77,7 +77,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     factors = _factors(raw, tuple(order) if isinstance(order, dict) else (), findings)
     batch = None
     if factors is not None:
-        data_degree = math.prod(factor.degree for factor in factors if factor.axis in DATA_AXES)
+        data_degree = math.prod(factor.degree for factor in factors if factor.axis in SAMPLE_AXES)
         batch = resolve_batch(raw.batch, data_degree, findings)
         batch = batch and padded(batch, factors, raw.context)
     model = resolve_model(raw.model, resolve_attention(raw.attention), findings)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ptrain.costs import State
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import DATA_AXES, TOKEN_AXES, Axis, Factor
+from ptrain.spec.axis import SAMPLE_AXES, TOKEN_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.function import UserFunction
@@ -120,7 +120,7 @@ class Spec(Keys, Worded):
     @property
     def data_degree(self) -> int:
         """Ranks that see different samples."""
-        return math.prod(self.degree(axis) for axis in DATA_AXES)
+        return math.prod(self.degree(axis) for axis in SAMPLE_AXES)
 
     @property
     def has_token_slices(self) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import SAMPLE_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import PlanStep
 
@@ -30,7 +30,7 @@ class PlanAxes:
     @property
     def sample_axes(self) -> tuple[Axis, ...]:
         """The axes whose ranks have samples of their own, the outermost first."""
-        return tuple(axis for axis in DATA_AXES if axis in self.mesh.axes)
+        return tuple(axis for axis in SAMPLE_AXES if axis in self.mesh.axes)
 
     @property
     def cutting_axes(self) -> tuple[Axis, ...]:

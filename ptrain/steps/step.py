@@ -3,11 +3,12 @@ wrapper is decided anywhere else, and what others must know of a step they ask i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import Axis, without
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Tier
@@ -17,6 +18,7 @@ from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
 from ptrain.steps.axes import PlanAxes
 from ptrain.steps.context import ContextParallel
+from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.kind import PlanStep, WrapStep
 from ptrain.wording import Worded
 
@@ -132,6 +134,10 @@ def chunked_loss(spec: Spec) -> ChunkedLoss | None:
 class LocalGradients(WrapStep):
     """One device: no data axis, nothing is wrapped."""
 
+    def without(self, axis: Axis) -> LocalGradients:
+        """Return itself, which is over no axis."""
+        return self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicate(WrapStep):
@@ -155,6 +161,11 @@ class Replicate(WrapStep):
     @property
     def policy(self) -> SyncPolicy:
         return SyncPolicy(gradients=GradientSync.LAST)
+
+    def without(self, axis: Axis) -> Replicate | LocalGradients:
+        """Return the same over the other axes."""
+        axes = without(self.axes, (axis,))
+        return replace(self, axes=axes) if axes else LocalGradients()
 
     @property
     def treats_equal_blocks_alike(self) -> bool:
@@ -189,6 +200,14 @@ class FullyShard(WrapStep):
     @property
     def reduced_axes(self) -> tuple[Axis, ...]:
         return self.shard_axes
+
+    def without(self, axis: Axis) -> FullyShard | LocalGradients:
+        """Return the same over the other axes, of which some shards."""
+        shards, replicas = without(self.shard_axes, (axis,)), without(self.replicate_axes, (axis,))
+        assert shards or not replicas, "replicas alone are flat units (axes.data.form)"
+        if not shards:
+            return LocalGradients()
+        return replace(self, shard_axes=shards, replicate_axes=replicas)
 
     @property
     def row_axes(self) -> tuple[Axis, ...]:
@@ -269,6 +288,18 @@ class FlatUnits(WrapStep):
     def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
         return (*self.updated, *self.gathered_gradients) if within_tp else ()
 
+    def without(self, axis: Axis) -> FlatUnits:
+        """Return the same over the other axes."""
+        return replace(
+            self,
+            axes=without(self.axes, (axis,)),
+            parameters=without(self.parameters, (axis,)),
+            optimizer=without(self.optimizer, (axis,)),
+            gradients=without(self.gradients, (axis,)),
+            updated=without(self.updated, (axis,)),
+            gathered_gradients=without(self.gathered_gradients, (axis,)),
+        )
+
     @property
     def first_differs(self) -> bool:
         """Whether a run's first step is another than those that follow: it learns in which order
@@ -339,7 +370,7 @@ class Update(PlanStep):
     scale_axes: tuple[Axis, ...] = ()  # of a scaled loss: along which overflows are looked for
 
 
-Cut = Pipeline | Parallelize | ContextParallel
+Cut = Pipeline | Parallelize | ContextParallel | ExpertParallel
 Step = CreateMesh | Cut | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
 
 
@@ -359,6 +390,7 @@ class Plan(PlanAxes, Worded):
     update: Update = field(init=False, compare=False)
     tensor: Parallelize | None = field(init=False, compare=False)
     context: ContextParallel | None = field(init=False, compare=False)
+    experts: ExpertParallel | None = field(init=False, compare=False)
     pipeline: Pipeline | None = field(init=False, compare=False)
     keep: Keep | None = field(init=False, compare=False)
     loss: ChunkedLoss | None = field(init=False, compare=False)
@@ -369,6 +401,13 @@ class Plan(PlanAxes, Worded):
         assert by_name.keys() >= _NEEDED, f"no {', '.join(sorted(_NEEDED - by_name.keys()))}"
         for name in _NAMES.values():
             object.__setattr__(self, name, by_name.get(name))
+
+    def wrap_of(self, unit: Sequence[str]) -> Wrap:
+        """Return how a unit of these modules is wrapped: one of experts as the axes say that do not
+        give ranks other experts."""
+        if self.experts is None or not self.experts.has(unit):
+            return self.wrap
+        return self.wrap.without(self.experts.axis)
 
     def having(self, *steps: Step) -> Self:
         """The plan with these in the place of its steps of their kinds."""
@@ -383,6 +422,7 @@ _NAMES: dict[type[PlanStep], str] = {
     Pipeline: "pipeline",
     Parallelize: "tensor",
     ContextParallel: "context",
+    ExpertParallel: "experts",
     Keep: "keep",
     **dict.fromkeys((LocalGradients, Replicate, FullyShard, FlatUnits), "wrap"),
     ChunkedLoss: "loss",

@@ -3,7 +3,7 @@ that a program that has it wrong is told."""
 
 from __future__ import annotations
 
-from ptrain.spec.axis import DATA_AXES, TOKEN_AXES, Axis
+from ptrain.spec.axis import SAMPLE_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec
 
 
@@ -18,7 +18,7 @@ def coordinates(spec: Spec, rank: int) -> dict[Axis, int]:
 def data_place(spec: Spec, rank: int) -> int:
     """Return which share of every global batch is this rank's."""
     where, place = coordinates(spec, rank), 0
-    for axis in DATA_AXES:
+    for axis in SAMPLE_AXES:
         if axis in where:
             place = place * spec.degree(axis) + where[axis]
     return place

@@ -16,7 +16,7 @@ from typing import Generic
 from ptrain.axes.data.costs import Run, padded_flat, shard_runs, stretches
 from ptrain.costs import State
 from ptrain.rooms.room import Move, Room, T
-from ptrain.spec.axis import REDUCED_AXES, Axis
+from ptrain.spec.axis import REDUCED_AXES, Axis, without
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 
@@ -24,11 +24,6 @@ Axes = tuple[Axis, ...]
 
 # Replicas, which stand outermost in a mesh, last: so a shard over all others lies in group order.
 _MAJOR_FIRST = (*REDUCED_AXES[1:], REDUCED_AXES[0])
-
-
-def without(axes: Sequence[Axis], others: Sequence[Axis]) -> Axes:
-    """These axes but for those."""
-    return tuple(axis for axis in axes if axis not in others)
 
 
 class Cuts(Generic[T]):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from ptrain.costs import State
-from ptrain.spec.axis import REDUCED_AXES, Axis, Factor
+from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, Axis, Factor, without
 from ptrain.spec.placement import S_STAR, TIER_DISTANCE, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec
 
@@ -66,7 +66,7 @@ def form_of(spec: Spec) -> Form:
         if not factors:
             return Form.LOCAL
         # torch's DDP takes no DTensors, which are what an operator that is cut has
-        is_cut = spec.degree(Axis.TP) > 1
+        is_cut = spec.degree(Axis.TP) > 1 or _have_experts(factors)
         # and it waits for autograd to accumulate, which halves of a backward pass do not do
         in_halves = spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves
         if len(whole_axes(factors)) == len(factors) and not is_cut and not in_halves:
@@ -87,7 +87,16 @@ def _replicas_around(factors: tuple[Factor, ...], inner: tuple[Mode, Mode, Mode]
     """Whether axes with these modes stand innermost, and everything is whole on the others."""
     whole = whole_axes(factors)
     sharded = tuple(factor.axis for factor in factors if modes(factor) == inner)
-    return bool(sharded) and whole + sharded == tuple(factor.axis for factor in factors)
+    if not sharded or whole + sharded != tuple(factor.axis for factor in factors):
+        return False
+    # fully_shard shards over some axis; experts are on no axis that gives ranks others
+    return any(axis not in EXPERT_AXES for axis in sharded) or not without(whole, EXPERT_AXES)
+
+
+def _have_experts(factors: tuple[Factor, ...]) -> bool:
+    """Whether ranks have experts of their own, which are summed over fewer axes than the rest: one
+    DistributedDataParallel sums all alike."""
+    return any(factor.axis in EXPERT_AXES for factor in factors)
 
 
 def _has_torch_s_spread_update(spec: Spec, factors: tuple[Factor, ...]) -> bool:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic
 
-from ptrain.axes.data.cuts import Axes, without
+from ptrain.axes.data.cuts import Axes
 from ptrain.axes.data.theta import Parameters
 from ptrain.costs import State
 from ptrain.rooms.room import Move, T
+from ptrain.spec.axis import without
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import FlatUnits
 

@@ -7,9 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Generic
 
-from ptrain.axes.data.cuts import Axes, Cuts, without
+from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.costs import State
 from ptrain.rooms.room import T
+from ptrain.spec.axis import without
 from ptrain.spec.placement import Tier
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from typing import Generic
 
-from ptrain.axes.data.cuts import Cuts, without
+from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.gradients import Gradients
 from ptrain.axes.data.route import Route, RoutedSlot, TensorSlot
 from ptrain.axes.data.theta import Parameters
 from ptrain.costs import State
 from ptrain.optimizers.update import Resident, Slot
 from ptrain.rooms.room import Members, T
+from ptrain.spec.axis import without
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.steps.step import FlatUnits

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 
-from ptrain.spec.axis import DATA_AXES, REDUCED_AXES
+from ptrain.spec.axis import REDUCED_AXES, SAMPLE_AXES
 from ptrain.verification.causes.common import (
     SUM_ONCE,
     chosen,
@@ -253,7 +253,7 @@ def of_another_operator(scene: Investigation, names: list[str]) -> Cause | None:
     shares = _shares(scene, name)
     said: list[list[str]] = []
     own = own_part_of(scene, name)
-    data = [axis for axis in scene.axes if axis in DATA_AXES]
+    data = [axis for axis in scene.axes if axis in SAMPLE_AXES]
     if own is not None:
         tensor, _, part = own
         for axis in data:
@@ -289,7 +289,7 @@ def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Cause | Non
 
 
 def _data_axis(scene: Investigation) -> str:
-    return next((str(axis) for axis in scene.axes if axis in DATA_AXES), "")
+    return next((str(axis) for axis in scene.axes if axis in SAMPLE_AXES), "")
 
 
 def _usual(shares: Iterable[float]) -> float:

@@ -1,0 +1,26 @@
+"""What a spec says of the expert axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.spec import Spec
+from ptrain.steps.experts import ExpertParallel
+
+
+def factor_of(spec: Spec) -> Factor | None:
+    """The factor of ep, whose tuple is that of all tensors but the experts'; None where it has no
+    two ranks."""
+    return next((f for f in spec.factors if f.axis is Axis.EP and f.degree > 1), None)
+
+
+def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertParallel | None:
+    """Return the step that gives ranks their experts, which are units of modules called `name`;
+    None where ep has no two ranks."""
+    factor = factor_of(spec)
+    if factor is None:
+        return None
+    modules = (module for unit in units for module in unit)
+    held = tuple(module for module in modules if module.rpartition(".")[2] == name)
+    return ExpertParallel(axis=factor.axis, modules=held)

@@ -1,0 +1,31 @@
+"""The step of the expert axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ptrain.spec.axis import Axis
+from ptrain.steps.kind import PlanStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParallel(PlanStep):
+    """Theta, Omega and G of a layer's experts are S on `axis`, by expert: a rank has some of them,
+    all tokens that go to these, of all ranks' samples, travel to it, and what it makes of them
+    travels back. For all else `axis` is a data axis: its ranks have samples of their own.
+
+    `modules` are those that hold the experts of a layer, and units of their own; each of their
+    tensors has an expert for every place of its first dimension.
+    """
+
+    axis: Axis
+    modules: tuple[str, ...]
+
+    def has(self, modules: Sequence[str]) -> bool:
+        """Return whether a unit of these modules is one of experts."""
+        return any(name in self.modules for name in modules)
+
+    @property
+    def cutting_axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
