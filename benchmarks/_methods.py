@@ -15,7 +15,8 @@ from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.names import listing
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate, Wrap
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
 
 BASE = "ddp"
 STATES = {State.PARAMETERS: "Θ", State.OPTIMIZER: "Ω", State.GRADIENTS: "G"}

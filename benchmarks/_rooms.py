@@ -16,7 +16,15 @@ from tests.source_tree import SourceTree
 # In the order of reading, which is that of the imports.
 ROOMS = (
     *("spec", "facts", "rates", "steps", "rooms", "optimizers"),
-    *("axes", "axes/data", "axes/tensor", "axes/pipeline", "axes/context", "activations"),
+    *(
+        "axes",
+        "axes/data",
+        "axes/tensor",
+        "axes/pipeline",
+        "axes/context",
+        "axes/expert",
+        "activations",
+    ),
     *("algebra", "plan", "derivation", "selection", "report"),
     *("internals", "models", "data", "interpreter", "traces", "meters", "train"),
     *("calibration", "simulation", "verification", "charts", "cli"),

@@ -27,7 +27,7 @@ from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
 from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook, OperatorKind
-from ptrain.steps.step import FlatUnits
+from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Complete, Kind, Mark
 
 # Does something to items, each of the unit with its number, as often as there are such units.

@@ -19,7 +19,8 @@ from ptrain.rooms.ghost import Ghost
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits, Plan
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Timeline
 
 Sizes = Counter[tuple[State, Tier]]

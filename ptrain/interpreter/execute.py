@@ -41,17 +41,13 @@ from ptrain.steps.step import (
     ChunkedLoss,
     Clip,
     CreateMesh,
-    FlatUnits,
-    FullyShard,
     Keep,
-    LocalGradients,
     Parallelize,
     Pipeline,
-    Replicate,
     Step,
     Update,
-    Wrap,
 )
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
 
 
 def execute(rank: Construction) -> None:

@@ -31,19 +31,15 @@ from ptrain.steps.step import (
     Accumulate,
     Clip,
     CreateMesh,
-    FlatUnits,
-    FullyShard,
     Keep,
-    LocalGradients,
     Parallelize,
     Pipeline,
     Plan,
-    Replicate,
     Units,
     Update,
-    Wrap,
     chunked_loss,
 )
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
 
 
 def lower(

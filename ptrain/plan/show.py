@@ -38,18 +38,15 @@ from ptrain.steps.step import (
     ChunkedLoss,
     Clip,
     CreateMesh,
-    FlatUnits,
-    FullyShard,
     Keep,
-    LocalGradients,
     Parallelize,
     Pipeline,
     Plan,
-    Replicate,
     Step,
     Units,
     Update,
 )
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 from ptrain.units import counted, format_bytes
 
 _FEW_GROUPS = 8

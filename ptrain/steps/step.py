@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import Axis, without
-from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName
-from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.schedule_file import ListedSchedule
@@ -19,7 +17,8 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.axes import PlanAxes
 from ptrain.steps.context import ContextParallel
 from ptrain.steps.experts import ExpertParallel
-from ptrain.steps.kind import PlanStep, WrapStep
+from ptrain.steps.kind import PlanStep
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
 from ptrain.wording import Worded
 
 Units = tuple[tuple[str, ...], ...]  # a wrap unit is the modules that are gathered together
@@ -128,208 +127,6 @@ def chunked_loss(spec: Spec) -> ChunkedLoss | None:
     if spec.loss.chunk is None:
         return None
     return ChunkedLoss(tokens=spec.loss.chunk, fused=spec.loss.fused)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalGradients(WrapStep):
-    """One device: no data axis, nothing is wrapped."""
-
-    def without(self, axis: Axis) -> LocalGradients:
-        """Return itself, which is over no axis."""
-        return self
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replicate(WrapStep):
-    """Theta and G are R on every data axis: DistributedDataParallel over `axes`; buckets in the
-    order in which gradients arrive, reduced (summed) after the last micro-batch: beside its
-    backward pass (`overlaps`), or one by one when it is over.
-
-    Omega is R, or with `zero_redundancy` S by torch's ZeroRedundancyOptimizer: whole tensors are
-    spread over the ranks, and each owner broadcasts what it updated.
-    """
-
-    axes: tuple[Axis, ...]
-    bucket_bytes: int
-    overlaps: bool = True
-    zero_redundancy: bool = False
-
-    @property
-    def summed_axes(self) -> tuple[Axis, ...]:
-        return self.axes
-
-    @property
-    def policy(self) -> SyncPolicy:
-        return SyncPolicy(gradients=GradientSync.LAST)
-
-    def without(self, axis: Axis) -> Replicate | LocalGradients:
-        """Return the same over the other axes."""
-        axes = without(self.axes, (axis,))
-        return replace(self, axes=axes) if axes else LocalGradients()
-
-    @property
-    def treats_equal_blocks_alike(self) -> bool:
-        return not self.zero_redundancy
-
-    def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
-        return self.axes if self.zero_redundancy else ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullyShard(WrapStep):
-    """Theta is S*, Omega and G are S on `shard_axes` and all three R on `replicate_axes`: FSDP2's
-    `fully_shard` on each unit and then the root (HSDP with a replicate axis).
-
-    `materialized`: Theta is M; the shards are the optimizer's master copies, and a gathered unit
-    is a cast of them. `prefetch`: units gathered ahead in both passes, None for torch's own (the
-    next in backward). Without `overlaps` nothing is gathered ahead, and a reduction is awaited.
-    """
-
-    shard_axes: tuple[Axis, ...]
-    replicate_axes: tuple[Axis, ...]
-    sync: SyncPolicy
-    reduce_scatter: ReduceScatterVia
-    materialized: bool = False
-    prefetch: int | None = None
-    overlaps: bool = True
-
-    @property
-    def summed_axes(self) -> tuple[Axis, ...]:
-        return (*self.replicate_axes, *self.shard_axes)
-
-    @property
-    def reduced_axes(self) -> tuple[Axis, ...]:
-        return self.shard_axes
-
-    def without(self, axis: Axis) -> FullyShard | LocalGradients:
-        """Return the same over the other axes, of which some shards."""
-        shards, replicas = without(self.shard_axes, (axis,)), without(self.replicate_axes, (axis,))
-        assert shards or not replicas, "replicas alone are flat units (axes.data.form)"
-        if not shards:
-            return LocalGradients()
-        return replace(self, shard_axes=shards, replicate_axes=replicas)
-
-    @property
-    def row_axes(self) -> tuple[Axis, ...]:
-        return self.shard_axes
-
-    @property
-    def gathered_by_unit(self) -> tuple[Axis, ...]:
-        return self.shard_axes
-
-    @property
-    def reduced_by_unit(self) -> tuple[Axis, ...]:
-        return self.shard_axes
-
-    def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
-        return self.shard_axes
-
-    @property
-    def policy(self) -> SyncPolicy:
-        return self.sync
-
-    @property
-    def is_filled_as_shards(self) -> bool:
-        return True
-
-    @property
-    def has_masters_for_parameters(self) -> bool:
-        return self.materialized
-
-    @property
-    def gathers_parameters(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatUnits(WrapStep):
-    """Any other tuple: each unit's tensors in one flat padded buffer, a handler per state.
-
-    `axes` are all data axes, outermost first; `parameters`, `optimizer` and `gradients` those
-    along which the state is kept as a shard, each on its tier. Theta is brought whole to the
-    device by unit for use; `materialized`: it is M and made of Omega's master shards. G is
-    reduced to shards over `gradients` in the backward pass; along `gathered_gradients` (S*) it is
-    made whole again by unit for the update; `consumed`: it is M, and a unit is reduced and updated
-    as soon as its gradients are complete. The update works on shards over `updated` (where Omega
-    is S), on `update_tier`; along `optimizer` without `updated` (S*) Omega is gathered for it.
-    """
-
-    axes: tuple[Axis, ...]
-    parameters: tuple[Axis, ...]
-    optimizer: tuple[Axis, ...]
-    gradients: tuple[Axis, ...]
-    updated: tuple[Axis, ...]
-    sync: SyncPolicy
-    reduce_scatter: ReduceScatterVia
-    parameters_tier: Tier = Tier.DEVICE
-    optimizer_tier: Tier = Tier.DEVICE
-    gradients_tier: Tier = Tier.DEVICE
-    update_tier: Tier = Tier.DEVICE
-    materialized: bool = False
-    consumed: bool = False
-    gathered_gradients: tuple[Axis, ...] = ()
-    overlaps: bool = False
-    prefetch: int = 0
-    gather_after_update: GatherAfterUpdate = GatherAfterUpdate.BLOCKING
-    path: str | None = None
-
-    @property
-    def summed_axes(self) -> tuple[Axis, ...]:
-        return self.axes
-
-    @property
-    def gathered_by_unit(self) -> tuple[Axis, ...]:
-        return self.parameters
-
-    @property
-    def reduced_by_unit(self) -> tuple[Axis, ...]:
-        return self.gradients
-
-    def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
-        return (*self.updated, *self.gathered_gradients) if within_tp else ()
-
-    def without(self, axis: Axis) -> FlatUnits:
-        """Return the same over the other axes."""
-        return replace(
-            self,
-            axes=without(self.axes, (axis,)),
-            parameters=without(self.parameters, (axis,)),
-            optimizer=without(self.optimizer, (axis,)),
-            gradients=without(self.gradients, (axis,)),
-            updated=without(self.updated, (axis,)),
-            gathered_gradients=without(self.gathered_gradients, (axis,)),
-        )
-
-    @property
-    def first_differs(self) -> bool:
-        """Whether a run's first step is another than those that follow: it learns in which order
-        units are used, or no update before it has left anything to it."""
-        late = self.gather_after_update is GatherAfterUpdate.NEXT_FORWARD
-        return late or self.prefetch > 0
-
-    @property
-    def reduced_axes(self) -> tuple[Axis, ...]:
-        return tuple(a for a in self.axes if a in (*self.updated, *self.gathered_gradients))
-
-    @property
-    def policy(self) -> SyncPolicy:
-        return self.sync
-
-    @property
-    def is_updated_in_backward(self) -> bool:
-        return self.consumed
-
-    @property
-    def keeps_gradients_on_device(self) -> bool:
-        return not self.consumed and self.gradients_tier is Tier.DEVICE
-
-    @property
-    def gathers_parameters(self) -> bool:
-        off_device = self.parameters_tier is not Tier.DEVICE
-        return bool(self.parameters) or self.materialized or off_device
-
-
-Wrap = LocalGradients | Replicate | FullyShard | FlatUnits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

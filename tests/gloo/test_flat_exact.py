@@ -12,7 +12,8 @@ from ptrain.plan.lower import lower
 from ptrain.report.record import compare
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import LONG_NORM, FlatUnits
+from ptrain.steps.step import LONG_NORM
+from ptrain.steps.wraps import FlatUnits
 from ptrain.traces.facts import facts_of
 from tests.gloo.rows import ROWS, Setting, default, pairwise
 from tests.gloo.runs import train

@@ -27,7 +27,8 @@ from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia,
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.precision import LAYOUTS, DType, Layout
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits, FullyShard, Plan
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits, FullyShard
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
 

@@ -29,7 +29,8 @@ from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.precision import LAYOUTS, Layout
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits, Plan
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Boundary, Complete, Mark, Timeline
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
 from tests.pure.lives_of_units import GradientsOfUnit, Life, StepOfUnits, residents

@@ -25,7 +25,8 @@ from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.precision import FP32, LAYOUTS
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import LONG_NORM, FlatUnits, FullyShard, LocalGradients, Pipeline, Replicate
+from ptrain.steps.step import LONG_NORM, Pipeline
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 from ptrain.version import TESTED_TORCH
 from tests.pure.build import (
     BY_HAND,

@@ -23,7 +23,8 @@ from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia,
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.precision import FP32, LAYOUTS, ZERO16, DType
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import Clip, FlatUnits, Plan
+from ptrain.steps.step import Clip, Plan
+from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Timeline
 from tests.pure.build import BY_HAND, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of
 

@@ -30,7 +30,8 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.precision import FP32, LAYOUTS, ZERO16, DType
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FullyShard, Plan
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FullyShard
 from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_1, make_facts, make_spec, tuple_of
 
 # Two blocks and a root, of which 4 ranks have unequal rows.

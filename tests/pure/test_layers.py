@@ -29,7 +29,7 @@ LAYERS = (
     r"ptrain\.steps(\..*)?",
     r"ptrain\.rooms\.(room|ghost)",
     r"ptrain\.optimizers\.(update|ghost)",
-    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(context|data|pipeline|tensor)\.(?!run|cost\b)\w+"
+    r"ptrain\.axes(\.\w+)?|ptrain\.axes\.(context|data|expert|pipeline|tensor)\.(?!run|cost\b)\w+"
     r"|ptrain\.activations(\.rules)?|ptrain\.plan(\..*)?|ptrain\.algebra(\..*)?",
     r"ptrain\.axes\.\w+\.cost(\..*)?",
     r"ptrain\.derivation(\..*)?",
@@ -62,7 +62,7 @@ CLOSED_FORM = r"ptrain\.axes\.\w+\.cost(\..*)?"
 FIRST_OPINION = (
     r"ptrain\.(derivation|rooms)\b.*"
     r"|ptrain\.axes\.pipeline\.(instructions|simulate|loops|vees|catalogue|holdings)"
-    r"|ptrain\.axes\.(context|tensor)\.costs"
+    r"|ptrain\.axes\.(context|expert|tensor)\.costs"
 )
 
 # Where an import may be lazy: the dispatcher, the package's __getattr__, one module per extra,

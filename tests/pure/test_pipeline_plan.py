@@ -14,7 +14,8 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import CreateMesh, FullyShard, Parallelize, Pipeline, Plan
+from ptrain.steps.step import CreateMesh, Parallelize, Pipeline, Plan
+from ptrain.steps.wraps import FullyShard
 from tests.pure.piped import SHAPE, legal
 from tests.pure.pipelines import BY_NAME, pipeline
 

@@ -21,7 +21,8 @@ from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import LAYOUTS, ZERO16
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits, Plan
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind, Timeline
 from tests.pure.build import ZERO_2, make_facts, tuple_of
 from tests.pure.test_flat_life import on_two, plans

@@ -17,7 +17,8 @@ from ptrain.rooms.room import Axes, Move
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits, Plan
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Timeline
 from tests.pure.build import make_facts
 from tests.pure.test_flat_life import BLOCK

@@ -12,7 +12,7 @@ from ptrain.costs import State
 from ptrain.rooms.room import Move, T
 from ptrain.spec.axis import without
 from ptrain.spec.placement import Tier
-from ptrain.steps.step import FlatUnits
+from ptrain.steps.wraps import FlatUnits
 
 
 class Gradients(Generic[T]):

@@ -16,7 +16,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
-from ptrain.steps.step import FlatUnits
+from ptrain.steps.wraps import FlatUnits
 
 
 class Parameters(Generic[T]):

@@ -14,7 +14,7 @@ from ptrain.costs import State
 from ptrain.rooms.room import T
 from ptrain.spec.dials import GradientSync
 from ptrain.spec.placement import Tier
-from ptrain.steps.step import FlatUnits
+from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind
 
 

@@ -21,7 +21,7 @@ from ptrain.rooms.room import Members, T
 from ptrain.spec.axis import without
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
-from ptrain.steps.step import FlatUnits
+from ptrain.steps.wraps import FlatUnits
 
 
 class UnitState(Generic[T]):

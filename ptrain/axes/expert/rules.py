@@ -63,6 +63,8 @@ def _not_executed(spec: Spec) -> Iterator[Fault]:
 EXPERT = AxisRules(
     axes=(Axis.EP,),
     tuples=_TUPLES,
-    specs=(SpecRule(name="ranks have as many experts", theorem="", faults=_experts_divide),),
+    specs=(
+        SpecRule(name="ranks have as many experts", theorem="Definition 2", faults=_experts_divide),
+    ),
     not_yet=(SpecRule(name="ep is executed", theorem="", faults=_not_executed),),
 )

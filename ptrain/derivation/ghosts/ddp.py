@@ -19,7 +19,7 @@ from ptrain.derivation.ghosts.one_device import Local
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped
 from ptrain.derivation.tape import Account, Scene
 from ptrain.spec.rates import Hook, OperatorKind
-from ptrain.steps.step import Replicate
+from ptrain.steps.wraps import Replicate
 from ptrain.timeline import Complete
 
 _INDEX_BYTES = 4  # int32

@@ -14,7 +14,7 @@ from ptrain.derivation.ghosts.wrapping import Times, Wrapped
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.spec.placement import Tier
-from ptrain.steps.step import FlatUnits
+from ptrain.steps.wraps import FlatUnits
 
 
 class Units:

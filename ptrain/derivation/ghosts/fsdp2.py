@@ -22,7 +22,7 @@ from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes
 from ptrain.derivation.tape import Scene
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
 from ptrain.spec.rates import Hook, OperatorKind
-from ptrain.steps.step import FullyShard
+from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Complete, Kind, Mark, boundaries
 
 

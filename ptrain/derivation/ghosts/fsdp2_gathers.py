@@ -20,7 +20,7 @@ from ptrain.costs import Collective, State
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.tape import Scene
 from ptrain.spec.rates import Hook, OperatorKind
-from ptrain.steps.step import FullyShard
+from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Mark
 
 

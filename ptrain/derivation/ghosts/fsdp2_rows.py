@@ -17,7 +17,7 @@ from ptrain.derivation.ghosts.wrapping import Times, Wrapped, micro_batches, row
 from ptrain.derivation.tape import Account, Scene
 from ptrain.facts.model import UnitFacts
 from ptrain.rooms.room import Shape
-from ptrain.steps.step import FullyShard
+from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Complete
 
 

@@ -12,7 +12,8 @@ from ptrain.derivation.ghosts.wrapping import Wrapped, Wrapping
 from ptrain.derivation.ghosts.zero_redundancy import SpreadUpdate
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 
 
 def wrapping(spec: Spec, plan: Plan, facts: ModelFacts) -> Wrapping:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ptrain.axes.data.costs import padded_flat
 from ptrain.spec.axis import REDUCED_AXES, Axis
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits
+from ptrain.steps.wraps import FlatUnits
 
 Axes = tuple[Axis, ...]
 

@@ -21,7 +21,8 @@ from ptrain.axes.data.cost.update import UnitUpdate, UpdateTarget
 from ptrain.costs import State
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits, Plan
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

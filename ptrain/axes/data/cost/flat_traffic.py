@@ -21,7 +21,7 @@ from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.spec.dials import GatherAfterUpdate, ReduceScatterVia
 from ptrain.spec.placement import Tier
-from ptrain.steps.step import FlatUnits
+from ptrain.steps.wraps import FlatUnits
 
 TO_DEVICE, TO_HOST = Collective.HOST_TO_DEVICE, Collective.DEVICE_TO_HOST
 READ, WRITE = Collective.FILE_READ, Collective.FILE_WRITE

@@ -34,7 +34,8 @@ from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FullyShard, Plan
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FullyShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)

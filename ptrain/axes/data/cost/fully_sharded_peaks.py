@@ -19,7 +19,7 @@ from ptrain.axes.data.fsdp2 import Habits, habits
 from ptrain.costs import Phase
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
 from ptrain.spec.precision import Layout
-from ptrain.steps.step import FullyShard
+from ptrain.steps.wraps import FullyShard
 
 
 def fully_sharded_peaks(sharded: FullyShardedForm, index: int) -> dict[Phase, int]:

@@ -14,7 +14,7 @@ from ptrain.axes.data.cost.buffer import Axes, Buffer, without
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
-from ptrain.steps.step import FlatUnits
+from ptrain.steps.wraps import FlatUnits
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import LocalGradients, Plan, Replicate
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import LocalGradients, Replicate
 
 _INDEX_BYTES = 4  # int32: of a bucket's tensors, broadcast when buckets are rebuilt
 

@@ -31,7 +31,7 @@ from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits
+from ptrain.steps.wraps import FlatUnits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

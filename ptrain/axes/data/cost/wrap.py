@@ -22,7 +22,8 @@ from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 
 
 class WrapForm(Protocol):

@@ -16,7 +16,8 @@ from ptrain.axes.data.run.replicated import ReplicatedWrap
 from ptrain.axes.data.run.wrapped import ParameterWrap, WrappedModel
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
-from ptrain.steps.step import FlatUnits, FullyShard, LocalGradients, Plan, Replicate
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 
 
 def apply(model: nn.Module, plan: Plan, mesh: Mesh, registry: Registry) -> WrappedModel:

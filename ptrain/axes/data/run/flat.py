@@ -30,8 +30,9 @@ from ptrain.rooms.registry import Registry
 from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
-from ptrain.steps.step import FlatUnits, Plan
+from ptrain.steps.step import Plan
 from ptrain.steps.step import Units as UnitModules
+from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind
 
 

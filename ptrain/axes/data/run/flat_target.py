@@ -16,7 +16,7 @@ from ptrain.costs import State
 from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
-from ptrain.steps.step import FlatUnits
+from ptrain.steps.wraps import FlatUnits
 from ptrain.units import ceil_div
 
 

@@ -28,7 +28,8 @@ from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
 from ptrain.spec.dials import GradientSync, Reshard
 from ptrain.spec.precision import Layout
-from ptrain.steps.step import FullyShard, Plan
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Kind
 
 _RETURNS_A_VIEW = "FSDP2-wrapped module .* returned a view tensor"

@@ -23,7 +23,8 @@ from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
-from ptrain.steps.step import Replicate, Units
+from ptrain.steps.step import Units
+from ptrain.steps.wraps import Replicate
 from ptrain.timeline import Kind
 
 _STOCK_BUCKET_MB = 25
