@@ -1,4 +1,4 @@
-"""What is compared with one device drops nothing: several ranks draw other masks than one does.
+"""What is compared with one device drops nothing: ranks may draw other masks than one does.
 
 A built-in model is one of another shape for that (`variants.without_dropout`). Of any other torch's
 functions are switched off, which its layers call; a model whose loss depends on random numbers all
@@ -26,7 +26,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
 from ptrain.verification.variants import exactly
 
-NOTE = "dropout is 0 beside one device: several ranks draw other masks than one does"
+NOTE = "dropout is 0 beside one device: ranks may draw other masks than one does"
 _SEEDS = (0, 1)
 
 
