@@ -16,6 +16,7 @@ from ptrain.axes.context.run.apply import ContextGroups, own_tokens, parallelize
 from ptrain.axes.context.run.randomness import MicroBatchCut
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import parameters_by_unit
+from ptrain.axes.expert.run.apply import parallelize_experts
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize, require_rows
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.errors import BrokenPlan
@@ -35,6 +36,7 @@ from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.tiers import Tiers
 from ptrain.rooms.torch import TorchRoom
 from ptrain.steps.context import ContextParallel
+from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.kind import PlanStep, Ran
 from ptrain.steps.step import (
     Accumulate,
@@ -117,6 +119,12 @@ def _slice_tokens(step: ContextParallel, piece: Workpiece, rank: Construction) -
     parallelize_context(piece.module, step, rank.mesh, rank.context, via)
 
 
+def _give_experts(step: ExpertParallel, piece: Workpiece, rank: Construction) -> None:
+    before = "units are wrapped already, with the experts of all ranks"
+    _require(piece.wrapped is None, step, before)
+    parallelize_experts(piece.module, step, rank.mesh)
+
+
 def _keep_less(step: Keep, piece: Workpiece, rank: Construction) -> None:
     _require(
         piece.wrapped is None,
@@ -194,6 +202,7 @@ OF_RANK: dict[type[PlanStep], Callable[[Any, Construction], None]] = {
 OF_PIECES: dict[type[PlanStep], Callable[[Any, Workpiece, Construction], None]] = {
     Parallelize: _cut_operators,
     ContextParallel: _slice_tokens,
+    ExpertParallel: _give_experts,
     Keep: _keep_less,
     LocalGradients: _wrap_units,
     Replicate: _wrap_units,

@@ -9,6 +9,8 @@ multiplied group by group; with one every expert has as many places, of which so
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from ptrain.models.balance import Balance, with_loss
 from ptrain.models.feed_forward import FeedForward, activation_of
 from ptrain.models.grouped import grouped_product
+from ptrain.models.journey import Journey
 from ptrain.models.numerics import widen
 from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
@@ -89,11 +92,13 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router and experts, and those that all tokens go to."""
+    """Router and experts, and those that all tokens go to. `journey` makes what rows go through in
+    a forward pass, before their experts and behind them."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
+        self.journey: Callable[[], Journey] = Journey
         self.router = Gate(shape)
         self.experts = Experts(shape)
         width = shape.shared_experts * shape.width_of_expert
@@ -111,10 +116,15 @@ class MoE(nn.Module):
 
     def _dropless(self, x_NC: Tensor, chosen_NK: Tensor) -> Tensor:
         """Return what each token's experts give [N, K, C]."""
-        num_chosen, chosen_M = chosen_NK.shape[1], chosen_NK.flatten()
+        journey, num_chosen, chosen_M = self.journey(), chosen_NK.shape[1], chosen_NK.flatten()
         order_M = chosen_M.argsort(stable=True)
-        rows_MC = self.experts(x_NC[order_M // num_chosen], ends_of(chosen_M, self.experts))
-        return rows_MC[order_M.argsort()].unflatten(0, (-1, num_chosen))
+        x_MC, ends_E = journey.rows_there(
+            x_NC[order_M // num_chosen], ends_of(chosen_M, self.experts)
+        )
+        y_MC = self.experts(x_MC, ends_E)
+        del x_MC, ends_E  # what backward does not need is given back before rows travel
+        y_MC = journey.rows_back(y_MC)
+        return y_MC[order_M.argsort()].unflatten(0, (-1, num_chosen))
 
     def _in_places(self, x_NC: Tensor, chosen_NK: Tensor, *, num_tokens: int) -> Tensor:
         """The same with a capacity: of a choice that finds no place, zeros."""
@@ -125,9 +135,14 @@ class MoE(nn.Module):
         tokens_S = places_NK.new_full((num_places + 1,), len(x_NC))  # an empty place has row N
         owners_NK = torch.arange(len(x_NC), device=x_NC.device)[:, None].expand_as(places_NK)
         tokens_S = tokens_S.scatter(0, places_NK.flatten(), owners_NK.flatten())[:-1]
-        x_ESC = F.pad(x_NC, (0, 0, 0, 1))[tokens_S].unflatten(0, (num_experts, -1))
-        y_SC = self.experts(x_ESC).flatten(0, 1)
-        return F.pad(y_SC, (0, 0, 0, 1))[places_NK]
+        journey = self.journey()
+        x_ESC = journey.places_there(
+            F.pad(x_NC, (0, 0, 0, 1))[tokens_S].unflatten(0, (num_experts, -1))
+        )
+        y_ESC = self.experts(x_ESC)
+        del x_ESC
+        y_ESC = journey.places_back(y_ESC)
+        return F.pad(y_ESC.flatten(0, 1), (0, 0, 0, 1))[places_NK]
 
 
 def ends_of(chosen_M: Tensor, experts: Experts) -> Tensor:

@@ -81,16 +81,18 @@ class FlatWrap(OfWholeModel):
         self.module = model
         self.step = step
         room = TorchRoom(mesh, registry, step.path)
-        cut = step.parameters + step.optimizer + step.gradients
         wrapped = list(parameters_by_unit(model, plan.units))
         states, members = [], []
-        for _, parameters in wrapped:
+        for modules, parameters in wrapped:
+            own = plan.wrap_of(modules)
+            assert isinstance(own, FlatUnits)
             tensors = ParameterMembers(
                 [(name, stored_part(parameter)) for name, parameter in parameters]
             )
             numel = sum(parameter.numel() for _, parameter in tensors.named)
-            cuts = Cuts(room, numel, cut, step.reduce_scatter)
-            states.append(FlatState(tensors, cuts, step, plan.update.layout, room))
+            cut = own.parameters + own.optimizer + own.gradients
+            cuts = Cuts(room, numel, cut, own.reduce_scatter)
+            states.append(FlatState(tensors, cuts, own, plan.update.layout, room))
             members.append(tensors)
         self.units = ModelLife(states, [modules == (ROOT,) for modules, _ in wrapped], step)
         self.hooks = [

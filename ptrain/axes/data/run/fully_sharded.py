@@ -45,35 +45,54 @@ class FullyShardedWrap(ParameterWrap):
         if not keeps_its_weights(model):
             # a gpt's mlp returns a view, and nothing in our models writes into what a unit returns
             warnings.filterwarnings("ignore", _RETURNS_A_VIEW, UserWarning)
-        self.step = step
-        device_mesh = fsdp_mesh(step, mesh)
+        self.step, self.registry = step, registry
+        steps = [(modules, plan.wrap_of(modules)) for modules in plan.units]
+        units = [(modules, own) for modules, own in steps if isinstance(own, FullyShard)]
+        apart = [modules for modules, own in steps if not isinstance(own, FullyShard)]
+        # what no axis shards stays with autograd
+        self._local = {
+            parameter
+            for modules in apart
+            for module in self._members(modules)
+            for parameter in module.parameters()
+        }
         self.sharded: list[FSDPModule] = []  # one of each unit's modules, which share their state
-        for modules in plan.units:
-            members = [model.get_submodule(name) for name in modules]
-            with unset_fake_temporarily():  # the mesh of a smaller group is cut from a tensor
-                fully_shard(
-                    members,
-                    mesh=device_mesh,
-                    reshard_after_forward=_after_forward(step.sync.reshard_after_forward),
-                    mp_policy=_precision(step, plan.update.layout),
-                )
-            assert isinstance(members[0], FSDPModule)
-            self.sharded.append(members[0])
-        for module, modules in zip(self.sharded, plan.units, strict=True):
-            name, waits = modules[0] or "root", not step.overlaps
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_all_gather(TaggedAllGather(registry, name))
-            module.set_custom_reduce_scatter(
-                TaggedReduceScatter(step.reduce_scatter, registry, name, is_awaited=waits)
-            )
-            for group in parameter_groups(module):
-                _name_smaller_group(group, step, mesh)
+        for modules, own in units:
+            self._shard(modules, own, plan.update.layout, mesh)
+        for module, (modules, own) in zip(self.sharded, units, strict=True):
+            self._sum(module, modules[0] or "root", own, mesh)
         if not step.overlaps:
             fsdp2.gather_behind_computation(model)
         prefetch = step.prefetch if step.overlaps else 0
         if prefetch is not None:
-            Prefetch(self.sharded, [self._members(modules) for modules in plan.units], prefetch)
+            Prefetch(self.sharded, [self._members(modules) for modules, _ in units], prefetch)
+
+    def _shard(self, modules: Sequence[str], step: FullyShard, layout: Layout, mesh: Mesh) -> None:
+        members = self._members(modules)
+        with unset_fake_temporarily():  # the mesh of a smaller group is cut from a tensor
+            fully_shard(
+                members,
+                mesh=fsdp_mesh(step, mesh),
+                reshard_after_forward=_after_forward(step.sync.reshard_after_forward),
+                mp_policy=_precision(step, layout),
+                ignored_params=self._local or None,
+            )
+        assert isinstance(members[0], FSDPModule)
+        self.sharded.append(members[0])
+
+    def _sum(self, module: FSDPModule, name: str, step: FullyShard, mesh: Mesh) -> None:
+        """Let a unit's gradients be summed, not averaged, by collectives that say whose they
+        are."""
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(TaggedAllGather(self.registry, name))
+        module.set_custom_reduce_scatter(
+            TaggedReduceScatter(
+                step.reduce_scatter, self.registry, name, is_awaited=not step.overlaps
+            )
+        )
+        for group in parameter_groups(module):
+            _name_smaller_group(group, step, mesh)
 
     def _members(self, modules: Sequence[str]) -> list[nn.Module]:
         return [self.model.get_submodule(name) for name in modules]
@@ -139,6 +158,10 @@ class FullyShardedWrap(ParameterWrap):
                     yield State.TRANSIENT, between
                 for gradient in fsdp2.gradients(part):
                     yield State.GRADIENTS, local(gradient)
+        for parameter in self._local:
+            yield State.PARAMETERS, local(parameter.detach())
+            if parameter.grad is not None:
+                yield State.GRADIENTS, local(parameter.grad)
 
 
 class Prefetch:

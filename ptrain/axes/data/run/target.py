@@ -116,13 +116,13 @@ class ParameterTarget:
 
 
 def has_cut_operator(parameter: torch.Tensor) -> bool:
-    """Return whether the tensor axis cuts the parameter; what a data axis cuts is of one tensor all
-    the same."""
+    """Return whether ranks have other features of the parameter's operator, or other experts of it;
+    what a data axis cuts is of one tensor all the same."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
     return any(
-        name == Axis.TP and placement.is_shard()
+        name in (Axis.TP, Axis.EP) and placement.is_shard()
         for name, placement in zip(names, parameter.placements, strict=True)
     )
 

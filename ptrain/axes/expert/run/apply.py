@@ -1,0 +1,56 @@
+"""What the expert axis does to a module: of the experts' tensors a rank has its own, and rows
+travel to the ranks of theirs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ptrain.axes.expert.run.exchange import JourneyOverRanks
+from ptrain.axes.tensor.run.gradients import OwnSlices
+from ptrain.internals.dtensor import side_by_side
+from ptrain.models.moe import MoE
+from ptrain.rooms.mesh import Mesh
+from ptrain.spec.axis import Axis
+from ptrain.steps.experts import ExpertParallel
+
+
+def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> None:
+    """Give this rank its experts of `model`, or of a stage of it. Its tensors may be on meta, and
+    those whose features are cut over another axis are cut over both."""
+    group = mesh.group((step.axis,))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, MoE):
+            module.journey = partial(JourneyOverRanks, group)
+        if name in step.modules:
+            for projection in module.children():
+                _give_own(projection, step.axis, mesh)
+
+
+def _give_own(projection: nn.Module, axis: Axis, mesh: Mesh) -> None:
+    """Cut the weight of all experts by its first dimension."""
+    weight = projection.get_parameter("weight")
+    own = nn.Parameter(_own(weight, axis, mesh), requires_grad=weight.requires_grad)
+    projection.register_parameter("weight", own)
+    if not isinstance(weight, DTensor):  # else it is read so already
+        OwnSlices()._apply(projection, mesh.submesh((axis,)))
+
+
+@torch.no_grad()
+def _own(weight: torch.Tensor, axis: Axis, mesh: Mesh) -> DTensor:
+    held, device_mesh, placements = weight, mesh.submesh((axis,)), [Shard(0)]
+    if isinstance(weight, DTensor):
+        device_mesh = side_by_side(device_mesh, weight.device_mesh)
+        held, placements = weight.to_local(), [*placements, *weight.placements]
+    own = len(held) // mesh.size((axis,))
+    return DTensor.from_local(
+        held.narrow(0, own * mesh.coordinate(axis), own).clone(),
+        device_mesh,
+        placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
