@@ -11,15 +11,20 @@ import os
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 from typing import NoReturn
 
+from ptrain.charts.canvas import Format, painted
+from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.routing import logged_tokens, routing_sheet
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, RankFailed, SpecError, refused
 from ptrain.installed import require_torch
+from ptrain.report.routing import routes
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import settled
 from ptrain.spec.batch import chosen_lines
@@ -30,7 +35,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, options
 from ptrain.train.candidates import again, is_done, require_resumable
-from ptrain.train.folder import Claim, open_run
+from ptrain.train.folder import Claim, RunFolder, open_run
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import launch
 from ptrain.train.options import Options
@@ -40,14 +45,23 @@ from ptrain.train.tensorboard import MISSING
 
 def add_arguments(parser: ArgumentParser) -> None:
     options.add_arguments(parser)
+    parser.add_argument(
+        "--chart",
+        type=Path,
+        metavar="FILE",
+        help="tokens per expert over the steps as FILE.png or FILE.svg (a model with experts)",
+    )
 
 
 def run(arguments: Namespace) -> int:
     """Run the job and return its exit code."""
     choices = options.from_arguments(arguments)
+    if environment.launched() or choices.wants_elastic:
+        _require_own_ranks(arguments.chart)
     if environment.launched():
         _become("ptrain.train", options.to_argv(choices))
     spec = checked(choices)
+    form = None if arguments.chart is None else _form_of_chart(arguments.chart, spec)
     if choices.wants_elastic:
         _become("ptrain.train.elastic", [*options.to_argv(choices), *options.elastic_argv(choices)])
     if not choices.force:
@@ -55,7 +69,28 @@ def run(arguments: Namespace) -> int:
     if not (choices.json or choices.quiet):  # the ranks read a spec that says what became of it
         for line in chosen_lines(spec.batch, spec.data_degree):
             print(line, flush=True)
-    return start(spec, choices)
+    return start(spec, choices, lambda folder: _draw(spec, folder, arguments.chart, form))
+
+
+def _require_own_ranks(chart: Path | None) -> None:
+    """Raises SpecError where somebody else starts the ranks, and this process is one of them."""
+    if chart is not None:
+        finding = "the ranks are another launcher's, which ends with them"
+        raise refused("--chart", finding, "draw with ptrain train on one machine, or leave it out")
+
+
+def _form_of_chart(chart: Path, spec: Spec) -> Format:
+    """Raises SpecError for a model of which nothing is logged that could be drawn."""
+    if not routes(spec):
+        finding = "it draws tokens per expert, and the model has no experts that are watched"
+        raise refused("--chart", finding, "leave it out, or choose a built-in model with experts")
+    return require_writable(chart)
+
+
+def _draw(spec: Spec, folder: RunFolder, chart: Path | None, form: Format | None) -> None:
+    if chart is not None and form is not None:
+        sheet = routing_sheet(spec.name, logged_tokens(folder.metrics))
+        write_whole(chart, painted(sheet, form))
 
 
 def checked(choices: Options) -> Spec:
@@ -95,8 +130,8 @@ def _require_one_node(spec: Spec) -> None:
         raise refused("mesh", finding, remedy)
 
 
-def start(spec: Spec, choices: Options) -> int:
-    """One process per rank on this machine."""
+def start(spec: Spec, choices: Options, after: Callable[[RunFolder], None]) -> int:
+    """One process per rank on this machine; `after` is called when all have ended."""
     claim = open_run(
         spec,
         given=choices.run_dir,
@@ -111,7 +146,9 @@ def start(spec: Spec, choices: Options) -> int:
         prepared=True,
     )
     try:
-        return _attempts(spec, prepared, claim)
+        code = _attempts(spec, prepared, claim)
+        after(claim.folder)
+        return code
     except PtrainError as error:
         if error.exit_code == PtrainError.exit_code:
             claim.withdraw()

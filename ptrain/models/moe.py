@@ -24,13 +24,25 @@ from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
 
 
+class Score(nn.Module):
+    """Makes scores of a router's logits."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, logits_NE: Tensor) -> Tensor:
+        return logits_NE.softmax(-1) if self.router is Router.SOFTMAX else logits_NE.sigmoid()
+
+
 class Gate(nn.Module):
     """Chooses the experts of each token, and what theirs counts. Its parameter is a matrix."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         assert shape.experts is not None, "there is something to choose"
-        self.router, self.is_normed = shape.router, shape.router_norm
+        self.shape = shape
+        self.score, self.is_normed = Score(shape.router), shape.router_norm
         self.scale, self.num_chosen = shape.router_scale, shape.experts_per_token
         self.balance = Balance(shape)
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
@@ -39,8 +51,7 @@ class Gate(nn.Module):
         """Return weights [N, K] and experts [N, K], the best first."""
         x_NC = x_BTC.flatten(0, 1)
         logits_NE = F.linear(widen(x_NC), widen(self.weight))
-        is_softmax = self.router is Router.SOFTMAX
-        scores_NE = logits_NE.softmax(-1) if is_softmax else logits_NE.sigmoid()
+        scores_NE: Tensor = self.score(logits_NE)
         weights_NK, chosen_NK = scores_NE.topk(self.num_chosen)
         if self.training and self.balance.is_wanted:
             routing = (logits_NE, scores_NE, chosen_NK)

@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from ptrain.costs import Estimate
 from ptrain.interpreter.scaling import LossScale
 from ptrain.meters.counter import Counter
+from ptrain.report import routing
+from ptrain.report.routing import LayerRouting
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder
 from ptrain.units import format_bytes
@@ -36,6 +38,12 @@ class StepReport:
     lr: float
     seconds: float
     scaling: LossScale | None = None
+    routing: Sequence[LayerRouting] = ()
+
+
+def is_shown(spec: Spec, step: int) -> bool:
+    """Return whether a step, counted from 1, has a line of its own."""
+    return step % spec.log_every == 0 or step in (1, spec.train.steps)
 
 
 class Sink(Protocol):
@@ -80,9 +88,11 @@ class Journal:
         self.seconds.append(report.seconds)
         if self._metrics is None:
             return
-        shown = report.step % self.spec.log_every == 0 or report.step in (1, self.spec.train.steps)
+        shown = is_shown(self.spec, report.step)
         figures = self._figures(report) | self._counted(report.step, wanted=shown)
-        self._metrics.write(json.dumps({"step": report.step, **figures}) + "\n")
+        tokens = {"tokens_per_expert": {layer.layer: layer.tokens for layer in report.routing}}
+        row = {"step": report.step, **figures, **(tokens if report.routing else {})}
+        self._metrics.write(json.dumps(row) + "\n")
         for sink in self.sinks:
             sink.log(report.step, figures)
         if self._progress is not None:
@@ -125,6 +135,8 @@ class Journal:
         }
         if report.gradient_norm is not None:
             figures["gradient_norm"] = float(report.gradient_norm)
+        if report.routing:
+            figures |= routing.figures(report.routing)
         if report.scaling is not None:
             figures |= self._scaled(report.scaling, figures)
         if self.peak_bytes is not None:
@@ -176,6 +188,8 @@ class Journal:
         ]
         if "loss_scale" in figures:
             parts.append(f"scale {figures['loss_scale']:g}")
+        if "expert_load" in figures:
+            parts.append(routing.words(figures))
         if figures.get("skipped_steps"):
             parts.append(f"{figures['skipped_steps']:g} skipped")
         for name in ("peak_bytes", "sent_bytes"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from signal import Signals
@@ -15,6 +15,7 @@ from ptrain.data.source import SampleSource, Split
 from ptrain.interpreter.program import Program
 from ptrain.models.batch import StepBatch
 from ptrain.models.generators import seed_of_step
+from ptrain.report.routing import LayerRouting
 from ptrain.spec.job import CheckpointSpec
 from ptrain.train.exchange import Exchange
 from ptrain.train.finite import Guard
@@ -26,13 +27,15 @@ from ptrain.train.schedule import learning_rate
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What the loop uses beside the program. `watch(step)` surrounds a step with the meters and
-    profilers that are due; `save(steps_done)` writes a checkpoint."""
+    profilers that are due, `routing(step)` gives what its routers chose, where they were watched;
+    `save(steps_done)` writes a checkpoint."""
 
     corpus: SampleSource
     exchange: Exchange
     interrupts: Interrupts
     journal: Journal
     watch: Callable[[int], AbstractContextManager[object]]
+    routing: Callable[[int], Sequence[LayerRouting]]
     save: Callable[[int], None]
 
 
@@ -64,7 +67,8 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
             loss, interrupt = guard.agree(step, share, norm)
             program.apply(rate)
         seconds = time.perf_counter() - began
-        parts.journal.step(StepReport(step + 1, loss, norm, rate, seconds, program.scaling))
+        routing, scaling = parts.routing(step), program.scaling
+        parts.journal.step(StepReport(step + 1, loss, norm, rate, seconds, scaling, routing))
         if _is_due(step + 1, spec.eval.every):
             held_out = _evaluate(program, parts)
             parts.journal.held_out(step + 1, held_out)

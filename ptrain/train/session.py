@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +47,7 @@ from ptrain.train.options import Options
 from ptrain.train.probe import Probe
 from ptrain.train.profiled_steps import require_reachable
 from ptrain.train.resume import resume
+from ptrain.train.routing import RoutingLog
 from ptrain.train.tensorboard import TensorBoard
 
 
@@ -139,18 +140,20 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
             measured=journal.measured,
         )
         consistency = Consistency(program, session.exchange, partial(_continuation, session))
+        routing = RoutingLog(program, session.exchange)
         parts = Parts(
             corpus=text,
             exchange=session.exchange,
             interrupts=interrupts,
             journal=journal,
-            watch=lambda step: consistency.around(step, probe(step)),
+            watch=lambda step: consistency.around(step, routing.around(step, probe(step))),
+            routing=routing.of_step,
             save=partial(_save, program, session, consistency),
         )
         if world.is_first:
             begin(session.folder)
         outcome = train(program, parts, first=first)
-    return _conclude(session, derivation, probe.estimate, outcome, journal)
+    return _conclude(session, derivation, probe.estimate, outcome, journal, routing.record())
 
 
 def _on_first(exchange: Exchange, trace: Callable[[], Any]) -> Any:
@@ -244,6 +247,7 @@ def _conclude(
     estimate: Estimate | None,
     outcome: Outcome,
     journal: Journal,
+    routing: Mapping[str, object] | None,
 ) -> int:
     """Compare, write summary.json, say the last lines; the exit code, equal on all ranks."""
     measured, seconds = None, journal.step_seconds()
@@ -260,6 +264,7 @@ def _conclude(
             step_seconds={"measured": seconds} if seconds else None,
         )
         result["run"] = _run_figures(session, outcome)
+        result |= {"routing": routing} if routing else {}
         write_json(session.folder.summary, result)
         if session.options.json:
             say(json.dumps(result))

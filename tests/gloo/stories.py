@@ -23,11 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 import ptrain
 from ptrain.verification.jobs.verdict import OwnVerdict
 from tests.gloo.context_loop import attentive, over_context
+from tests.gloo.expert_loop import of_experts, over_experts, routed, unevenness
 from tests.gloo.own_loops import batches, built, mean_loss, whole_batch
 from tests.gloo.sequence_parallel import SequenceParallelNet
 
 MASKED = -100  # cross_entropy's own mark of a target that does not count
 MICRO = 2  # micro-batches of a rank
+WEIGHT = 0.1  # of the loss that balances experts
+
+Balance = Callable[[Tensor, Tensor], Tensor]  # (scores [tokens, experts], counts [experts])
 
 
 def masked_batches() -> list[dict[str, Tensor]]:
@@ -242,6 +246,86 @@ def gathered_context(fault: bool) -> OwnVerdict:
     return ptrain.verify(on_one_device(plain), job, batches(), terms=terms)
 
 
+def _experts(between: Callable[[nn.Module], None], balance: Balance | None = None) -> OwnVerdict:
+    """A rank has half of the experts and half of the samples; gradients of all else are averaged,
+    as DDP does it. `balance`: the loss of each layer's router over the ranks."""
+    plain = routed()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    model, size = over_experts(plain, mesh), mesh.size()
+
+    def average(model: nn.Module) -> None:
+        own = {id(parameter) for parameter in of_experts(model)}
+        for parameter in model.parameters():
+            if id(parameter) not in own:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= size
+        between(model)
+
+    def of_one(tokens: Tensor) -> Tensor:
+        loss = mean_loss(plain, tokens)
+        return loss + _balanced(plain, unevenness) if balance else loss
+
+    def of_rank(tokens: Tensor) -> Tensor:
+        loss = mean_loss(model, tokens)
+        return loss + _balanced(model, balance) if balance else loss
+
+    return ptrain.verify(
+        whole_batch(plain, of_one), whole_batch(model, of_rank, between=average), batches(),
+        share=lambda tokens: tokens.chunk(size)[mesh.get_local_rank()],
+        terms=ptrain.Terms(mesh=mesh),
+    )  # fmt: skip
+
+
+def _balanced(model: nn.Module, balance: Balance) -> Tensor:
+    return WEIGHT * sum(balance(block.shares, block.counts) for block in model.blocks)
+
+
+def _divided(model: nn.Module) -> None:
+    """Each rank's loss is the mean of its own tokens, and an expert has seen those of all ranks."""
+    for parameter in of_experts(model):
+        parameter.grad /= dist.get_world_size()
+
+
+def experts_averaged(fault: bool) -> OwnVerdict:
+    """Expert parallelism by hand, gradients averaged over the data ranks. The fault: those of
+    experts have seen the tokens of all ranks already, and are averaged over the ranks that have
+    the same experts, of which there is one (pytorch#160285, Megatron-LM#5956). The cure divides
+    them by the ranks that sent tokens."""
+    return _experts((lambda _: None) if fault else _divided)
+
+
+def balance_per_rank(fault: bool) -> OwnVerdict:
+    """The same with a loss that balances the experts. The fault: each rank balances its own tokens
+    (Megatron-LM#3768, #1652). The cure counts those of all ranks; the scores are averaged as the
+    gradients are."""
+
+    def balance(shares: Tensor, counts: Tensor) -> Tensor:
+        return unevenness(shares, counts if fault else _of_all(counts))
+
+    return _experts(_divided, balance)
+
+
+def counts_overwritten(fault: bool) -> OwnVerdict:
+    """The same; a rank's part of the loss counts by its own tokens, which it takes from the counts.
+    The fault: these were all-reduced in place, so that the number is that of all ranks and the
+    router's gradient of it as many times too large (Megatron-LM#7452). The cure reduces a copy."""
+
+    def balance(shares: Tensor, counts: Tensor) -> Tensor:
+        everyone = _of_all(counts)
+        if fault:
+            counts.copy_(everyone)
+        own = counts.sum() * dist.get_world_size() / everyone.sum()
+        return unevenness(shares, everyone) * own
+
+    return _experts(_divided, balance)
+
+
+def _of_all(counts: Tensor) -> Tensor:
+    everyone = counts.clone()
+    dist.all_reduce(everyone)
+    return everyone
+
+
 class _as_launched:
     """What a launcher tells accelerate through the environment, and none of its own state of
     before."""
@@ -274,6 +358,9 @@ STORIES: dict[str, Story] = {
         fsdp2_optimizer,
         accelerated,
         gathered_context,
+        experts_averaged,
+        balance_per_rank,
+        counts_overwritten,
     )
 }
 

@@ -29,11 +29,16 @@ NAMED = {
         "other gradients from the ranks' other slices",
         "blocks.1.value",
     ),
+    "experts_averaged": ("gradients", "ep", "× 2", "blocks.*.experts.up"),
+    "balance_per_rank": ("activations", "", "differs by 0.327", "blocks.1.router"),
+    "counts_overwritten": ("activations", "", "differs by 0.595", "blocks.1.router"),
     "accelerated": ("loss", "", "÷ 4 (micro-batches)", "embed.weight"),
 }
 MARKS = {
     "accelerated": (needs_accelerate, nightly),
     "gathered_context": (nightly,),
+    "balance_per_rank": (nightly,),
+    "counts_overwritten": (nightly,),
     "fsdp2_twice": (nightly,),
     "fsdp2_optimizer": (nightly,),
 }

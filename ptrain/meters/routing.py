@@ -1,0 +1,128 @@
+"""Where a step's tokens go: how many choices fall on each expert of a layer, how many find no
+place, and how undecided the routers are.
+
+The routers of built-in models are watched by hooks, outside of what other meters see: what is
+counted is counted beside the step, on the device, and read when the step is over. A pass that runs
+again in backward chooses what it chose before, and counts once.
+
+Legend of shape suffixes: N tokens of all samples, E experts, K experts of a token, B samples,
+Q choices of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptrain.internals.dispatch import without_modes
+from ptrain.interpreter.program import Program
+from ptrain.models.moe import Gate
+from ptrain.models.recomputing import runs_again
+from ptrain.report.routing import LayerRouting
+
+Rows = dict[str, list[float]]  # by layer: choices of each expert, then what else is summed
+_OTHERS = 3  # choices that found no place, entropy of all tokens, tokens
+
+
+class RoutingMeter:
+    """Counts on one rank; `gather` sums over the ranks."""
+
+    def __init__(self, program: Program) -> None:
+        self._gates = {
+            name.rpartition(".")[0]: gate
+            for piece in program.pieces
+            for name, gate in piece.module.named_modules()
+            if isinstance(gate, Gate)
+        }
+        # of ranks that route the same tokens one counts
+        self._counts = not any(program.mesh.coordinate(axis) for axis in program.plan.loss_axes)
+        self._sums: dict[str, Tensor] = {}
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether a router of this rank is watched."""
+        return bool(self._gates)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what is chosen within."""
+        self._sums = {}
+        hooks = []
+        for layer, gate in self._gates.items() if self._counts else ():
+            hooks.append(gate.score.register_forward_hook(_beside(partial(self._scored, layer))))
+            hooks.append(gate.register_forward_hook(_beside(partial(self._chosen, layer, gate))))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def rows(self) -> Rows:
+        """Return what this rank has counted since the last step began."""
+        return {layer: sums.tolist() for layer, sums in self._sums.items()}
+
+    def _of(self, layer: str, device: torch.device) -> Tensor:
+        if layer not in self._sums:
+            size = _num_experts(self._gates[layer]) + _OTHERS
+            self._sums[layer] = torch.zeros(size, dtype=torch.float64, device=device)
+        return self._sums[layer]
+
+    def _scored(self, layer: str, _: Tensor, scores_NE: Tensor) -> None:
+        shares_NE = (scores_NE / scores_NE.sum(-1, keepdim=True)).double()
+        entropy = torch.special.entr(shares_NE).sum()
+        sums = self._of(layer, entropy.device)
+        sums[-2] += entropy
+        sums[-1] += len(scores_NE)
+
+    def _chosen(self, layer: str, gate: Gate, x_BTC: Tensor, output: tuple[Tensor, Tensor]) -> None:
+        chosen_BQ = output[1].reshape(len(x_BTC), -1)
+        counts_BE = F.one_hot(chosen_BQ, _num_experts(gate)).sum(1)
+        sums = self._of(layer, counts_BE.device)
+        sums[:-_OTHERS] += counts_BE.sum(0)
+        if gate.shape.capacity_factor is not None:
+            sums[-_OTHERS] += (counts_BE - gate.shape.capacity(x_BTC.shape[1])).clamp(min=0).sum()
+
+
+def _num_experts(gate: Gate) -> int:
+    assert gate.shape.experts is not None, "there is something to choose"
+    return gate.shape.experts
+
+
+def _beside(count: Callable[[Any, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
+    """Return a hook whose operators nobody else sees."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if runs_again() or not torch.is_grad_enabled():
+            return
+        with torch.no_grad(), without_modes():
+            count(args[0], output)
+
+    return hook
+
+
+def summed(everyone: Sequence[Rows]) -> tuple[LayerRouting, ...]:
+    """Return the layers in the order of their numbers, with what all ranks counted of them."""
+    layers = sorted({layer for its in everyone for layer in its}, key=_number)
+    return tuple(
+        _joined(layer, [its[layer] for its in everyone if layer in its]) for layer in layers
+    )
+
+
+def _joined(layer: str, rows: Sequence[list[float]]) -> LayerRouting:
+    *tokens, dropped, entropy, num_tokens = map(sum, zip(*rows, strict=True))
+    return LayerRouting(
+        layer=layer,
+        tokens=tuple(map(int, tokens)),
+        dropped=int(dropped),
+        entropy=entropy / num_tokens,
+    )
+
+
+def _number(layer: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in layer.split(".") if part.isdecimal())

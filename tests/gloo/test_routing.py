@@ -1,0 +1,83 @@
+"""Where tokens go is counted over all ranks as on one device, once, and beside the other meters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ptrain.costs import Estimate
+from ptrain.interpreter.program import interpret
+from ptrain.meters.measure import measure
+from ptrain.meters.routing import RoutingMeter, Rows, summed
+from ptrain.report.routing import LayerRouting
+from ptrain.spec.spec import ActivationSpec, Spec
+from tests.gloo.expert_cases import spec_of
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+STEADY, RATE = 2, 1e-3
+PLACEMENTS = (
+    pytest.param({"dp_shard": "zero3", "tp": "S,S,S,S"}, {}),
+    pytest.param({"pp": "S,S,S,R", "dp_replicate": "ddp"}, {}, marks=pytest.mark.nightly),
+    pytest.param({"dp_shard": "zero2"}, {"activations": "M"}, marks=pytest.mark.nightly),
+)
+
+
+def counted(spec: Spec, *, is_watched: bool = True) -> tuple[Rows, Estimate]:
+    """What this rank counted in a steady step, and what its other meters saw of it."""
+    program = interpret(spec)
+    meter = RoutingMeter(program)
+    for step in range(STEADY):
+        program.forward_backward(program.samples(step))
+        program.step(RATE)
+    samples = program.samples(STEADY)
+    with measure(program) as measurement:
+        if is_watched:
+            with meter.watching():
+                program.forward_backward(samples)
+        else:
+            program.forward_backward(samples)
+        program.step(RATE)
+    return meter.rows(), measurement.estimate()
+
+
+def layers_of(ranks: Ranks, spec: Spec) -> tuple[LayerRouting, ...]:
+    rows = [rows for rows, _ in ranks.run(spec.world_size, counted, spec)]
+    return summed(rows)
+
+
+@pytest.mark.parametrize(("placement", "besides"), PLACEMENTS)
+def test_all_ranks_count_what_one_device_counts(ranks: Ranks, placement, besides) -> None:
+    spec = spec_of("capacity", placement, accumulate=4 if "pp" in placement else 2, **besides)
+    here, there = layers_of(ranks, spec), layers_of(ranks, _of_one_device(spec))
+    choices = spec.batch.tokens * spec.model.experts_per_token
+    assert len(here) == spec.model.layers
+    assert all(sum(layer.tokens) == choices for layer in here)
+    assert [(one.layer, one.tokens, one.dropped) for one in here] == [
+        (other.layer, other.tokens, other.dropped) for other in there
+    ]
+    assert [layer.entropy for layer in here] == pytest.approx([layer.entropy for layer in there])
+    assert any(layer.dropped for layer in here)
+
+
+def test_no_other_meter_sees_that_it_counts(ranks: Ranks) -> None:
+    spec = spec_of("capacity", {"dp_shard": "zero3"})
+    ((_, watched), *_) = ranks.run(2, counted, spec)
+    ((_, alone), *_) = ranks.run(2, _alone, spec)
+    assert (watched.memory, watched.peak, watched.traffic) == (
+        alone.memory,
+        alone.peak,
+        alone.traffic,
+    )
+
+
+def _of_one_device(spec: Spec) -> Spec:
+    """The same training on one device, all samples in one micro-batch."""
+    batch = replace(spec.batch, micro=spec.batch.global_samples, accumulate=1)
+    return replace(spec, factors=(), batch=batch, activations=ActivationSpec())
+
+
+def _alone(spec: Spec) -> tuple[Rows, Estimate]:
+    return counted(spec, is_watched=False)
