@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from ptrain.axes.data.run.target import NamedTarget
 from ptrain.axes.data.run.wrapped import WrappedModel
 from ptrain.costs import State
 from ptrain.interpreter.scaling import LossScale
 from ptrain.models.tags import tier_of
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.tiers import Tiers, alike
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import Axis, without
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import LONG_NORM, NORM_ROW, Clip
 
-
-@dataclass(frozen=True, slots=True)
-class ByOperator:
-    """Views that make up gradients: of tensors whose operator is cut, and of those that the ranks
-    have alike."""
-
-    cut: Sequence[torch.Tensor]
-    whole: Sequence[torch.Tensor]
+# Views that make up gradients, by the axes along which ranks have other parts of their operators:
+# those that are cut over most axes first.
+ByOperator: TypeAlias = Mapping[tuple[Axis, ...], Sequence[torch.Tensor]]
 
 
 class Clipping:
@@ -46,11 +42,8 @@ class Clipping:
         targets = list(chain.from_iterable(wrapped.targets()))
         by_operator = None
         if self.step.operator_axes:
-            parts = [target.cut_and_whole() for target in targets if not wrapped.is_copy(target)]
-            by_operator = ByOperator(
-                cut=[view for cut, _ in parts for view in cut],
-                whole=[view for _, whole in parts for view in whole],
-            )
+            own = [target for target in targets if not wrapped.is_copy(target)]
+            by_operator = _by_operator(own, self.step.operator_axes)
         copied = [id(target.gradient) for target in targets if wrapped.is_copy(target)]
         return global_norm(gradients, self.step, self.mesh, scaling, by_operator, copied)
 
@@ -76,12 +69,14 @@ def global_norm(
     """
     by_row = not mesh.world.stands_in
     if by_operator is not None:
-        square = _square(by_operator.cut, gradients[0], by_row=by_row)
-        shared = _square(by_operator.whole, gradients[0], by_row=by_row)
-        # One rank's account for all: sharded over other axes the ranks may add it up in other
-        # orders, and what a scale of an ulp more does to their copies would stay there.
-        if not any(mesh.coordinate(axis) for axis in step.operator_axes):
-            square.add_(shared)
+        (_, cut), *others = by_operator.items()
+        square = _square(cut, gradients[0], by_row=by_row)
+        for axes, views in others:
+            shared = _square(views, gradients[0], by_row=by_row)
+            # One rank's account for all: sharded over other axes the ranks may add it up in other
+            # orders, and what a scale of an ulp more does to their copies would stay there.
+            if not any(mesh.coordinate(axis) for axis in without(step.operator_axes, axes)):
+                square.add_(shared)
     else:
         square = _square(
             [gradient for gradient in gradients if id(gradient) not in copied],
@@ -94,6 +89,17 @@ def global_norm(
     if scaling is not None:
         norm.div_(scaling.beside(gradients[0])[0])
     return norm
+
+
+def _by_operator(targets: Iterable[NamedTarget], axes: tuple[Axis, ...]) -> ByOperator:
+    """Return what the targets have, of tensors that are cut over all of `axes`, then of those that
+    are over the first of them alone, and at last of those that all of their ranks have alike."""
+    views: dict[tuple[Axis, ...], list[torch.Tensor]]
+    views = {axes[:count]: [] for count in range(len(axes), -1, -1)}
+    for target in targets:
+        for cutting, view in target.views():
+            views[tuple(axis for axis in axes if axis in cutting)].append(view)
+    return views
 
 
 def scale_down(gradients: Sequence[torch.Tensor], norm: torch.Tensor, step: Clip) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from ptrain.axes.data.run.target import has_cut_operator
+from ptrain.axes.data.run.target import cutting_axes
 from ptrain.axes.tensor.run.apply import micro_batch, parallelize
 from ptrain.costs import Phase, State, Traffic
 from ptrain.data.corpus import corpus
@@ -93,7 +93,7 @@ def moved(spec: Spec, *, is_wrapped_first: bool) -> set[bool]:
     program = Program(rank)
     holding = [each.holds for each in theorem_6(spec, plan, program.ran)]
     assert holding == [True, not is_wrapped_first, True]
-    cut = [each for each in program.model.parameters() if has_cut_operator(each)]
+    cut = [each for each in program.model.parameters() if cutting_axes(each)]
     before = [local_of(each).detach().clone() for each in cut]
     samples = local_batch(program, corpus(spec.data), 0)
     program.forward_backward(samples)

@@ -3,6 +3,8 @@ the tensors that it stands for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -10,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.axes.data.run.local_part import part_of, whole_of
 from ptrain.axes.data.run.members import ParameterMembers
-from ptrain.axes.data.run.target import Named
+from ptrain.axes.data.run.target import CutView, Named
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import State
 from ptrain.rooms.torch import TorchRoom
@@ -33,6 +35,7 @@ class FlatState(UnitState[torch.Tensor]):
     ) -> None:
         super().__init__(members, cuts, step, layout)
         self.named, self.pieces = members.named, members.pieces
+        self.cutting_axes = members.cutting_axes
         self.mesh, self.device = room.mesh, room.device
 
     def whole(self, cuts: Cuts[torch.Tensor], part: torch.Tensor, cut: Axes) -> torch.Tensor:
@@ -58,14 +61,13 @@ class FlatTarget(ShardTarget[torch.Tensor]):
     def gradient(self) -> torch.Tensor | None:
         return self.unit.gradients.kept
 
-    def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        gradients = self.unit.gradients
+    def views(self) -> Iterable[CutView]:
+        gradients, cutting = self.unit.gradients, self.unit.cutting_axes
         held = gradients.kept
         if held is None:
-            return [], []
+            return []
         runs = self.unit.parameters.cut_runs(gradients.now)
-        views = [(held[start:end], is_cut) for start, end, is_cut in runs]
-        return [v for v, is_cut in views if is_cut], [v for v, is_cut in views if not is_cut]
+        return [(cutting if is_cut else (), held[start:end]) for start, end, is_cut in runs]
 
     def split(self, part: torch.Tensor) -> Named:
         """Rows of the named tensors: gathers one unit, keeps this rank's share of every tensor."""
@@ -124,8 +126,8 @@ class FlatTensorTarget(TensorTarget[torch.Tensor]):
     def gradient(self) -> torch.Tensor | None:
         return self._whole.gradient if self.index == 0 else None
 
-    def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return self._whole.cut_and_whole() if self.index == 0 else ([], [])
+    def views(self) -> Iterable[CutView]:
+        return self._whole.views() if self.index == 0 else []
 
     def named(self, part: torch.Tensor) -> Named:
         return {self.name: self.unit.rows(part.view(self.shape))}

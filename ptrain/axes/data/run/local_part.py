@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.data.run.target import has_cut_operator, rows_of
+from ptrain.axes.data.run.target import cutting_axes, rows_of
+from ptrain.spec.axis import Axis
 
 
 class LocalPart:
@@ -59,8 +60,9 @@ class LocalPart:
         self.parameter.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     @property
-    def is_cut(self) -> bool:
-        return has_cut_operator(self.parameter)
+    def cutting_axes(self) -> tuple[Axis, ...]:
+        """The axes that cut its operator: no other cuts it."""
+        return cutting_axes(self.parameter)
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """A tensor that is cut like the parameter, made whole on every rank."""
@@ -90,9 +92,9 @@ def stored_part(parameter: nn.Parameter) -> Parameter:
     return LocalPart(parameter) if isinstance(parameter, DTensor) else parameter
 
 
-def is_cut(parameter: Parameter) -> bool:
-    """Return whether the parameter's operator is cut over ranks."""
-    return isinstance(parameter, LocalPart) and parameter.is_cut
+def axes_of(parameter: Parameter) -> tuple[Axis, ...]:
+    """Return the axes that cut the parameter's operator over ranks."""
+    return parameter.cutting_axes if isinstance(parameter, LocalPart) else ()
 
 
 def whole_of(parameter: Parameter, part: torch.Tensor) -> torch.Tensor:

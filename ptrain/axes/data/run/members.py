@@ -8,7 +8,8 @@ from itertools import accumulate
 
 import torch
 
-from ptrain.axes.data.run.local_part import Parameter, is_cut
+from ptrain.axes.data.run.local_part import Parameter, axes_of
+from ptrain.spec.axis import Axis
 
 
 class ParameterMembers:
@@ -18,7 +19,10 @@ class ParameterMembers:
         self.named = list(named)
         self.names = [name for name, _ in named]
         self.shapes = [tuple(parameter.shape) for _, parameter in named]
-        self.are_cut = [is_cut(parameter) for _, parameter in named]
+        axes = {axes for _, parameter in named if (axes := axes_of(parameter))}
+        assert len(axes) <= 1, "what is cut over other axes is of another unit"
+        self.cutting_axes: tuple[Axis, ...] = next(iter(axes), ())
+        self.are_cut = [bool(axes_of(parameter)) for _, parameter in named]
         self._starts = [0, *accumulate(map(math.prod, self.shapes))]
 
     def pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@ the place where its optimizer state is kept."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -13,9 +14,11 @@ from ptrain.internals.dtensor import compute_local_shape_and_global_offset
 from ptrain.models.ledger import local
 from ptrain.optimizers.update import Resident, Slot, Target
 from ptrain.rooms.tiers import same_memory
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import EXPERT_AXES, Axis
 
 Named = dict[str, torch.Tensor]
+OPERATOR_AXES = (*EXPERT_AXES, Axis.TP)  # that may have parts of an operator
+CutView = tuple[tuple[Axis, ...], torch.Tensor]  # axes that cut the operator, and elements of it
 
 
 class NamedTarget(Target[torch.Tensor], Protocol):
@@ -26,9 +29,8 @@ class NamedTarget(Target[torch.Tensor], Protocol):
         """The reduced gradient where and as it is kept: what is clipped and checked."""
         ...
 
-    def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views that make up `gradient`: of tensors whose operator is cut over ranks, and of
-        others, which those ranks have alike."""
+    def views(self) -> Iterable[CutView]:
+        """Views that make up `gradient`, and along which axes ranks have others in their place."""
         ...
 
     def named(self, part: torch.Tensor) -> Named:
@@ -68,10 +70,9 @@ class ParameterTarget:
         gradient = self.parameter.grad
         return None if gradient is None else local(gradient)
 
-    def cut_and_whole(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def views(self) -> Iterable[CutView]:
         gradient = self.gradient
-        views = [] if gradient is None else [gradient]
-        return (views, []) if has_cut_operator(self.parameter) else ([], views)
+        return [] if gradient is None else [(cutting_axes(self.parameter), gradient)]
 
     def working_gradient(self) -> torch.Tensor | None:
         return self.gradient
@@ -115,16 +116,16 @@ class ParameterTarget:
         self.value().copy_(rows_of(named[self.name], self.parameter))
 
 
-def has_cut_operator(parameter: torch.Tensor) -> bool:
-    """Return whether ranks have other features of the parameter's operator, or other experts of it;
-    what a data axis cuts is of one tensor all the same."""
+def cutting_axes(parameter: torch.Tensor) -> tuple[Axis, ...]:
+    """Return along which axes ranks have other features of the parameter's operator, or other
+    experts of it, or where nobody has experts of his own, other rows; what axes of data alone cut
+    is of one tensor all the same."""
     if not isinstance(parameter, DTensor):
-        return False
+        return ()
     names = parameter.device_mesh.mesh_dim_names or ()
-    return any(
-        name in (Axis.TP, Axis.EP) and placement.is_shard()
-        for name, placement in zip(names, parameter.placements, strict=True)
-    )
+    cut = zip(names, parameter.placements, strict=True)
+    sharded = [name for name, placement in cut if placement.is_shard()]
+    return tuple(axis for axis in OPERATOR_AXES if axis in sharded)
 
 
 def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,22 @@ experts get, C hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ptrain.internals.functional_collectives import all_to_all_single_autograd, awaited
+from ptrain.internals.fakes import detect_fake_mode
+from ptrain.internals.functional_collectives import (
+    all_to_all_single_autograd,
+    awaited,
+    exchanged,
+)
 from ptrain.models.journey import Journey
+
+Counts: TypeAlias = Sequence[Sequence[int]]  # rows, by rank and by expert of one rank
 
 
 class JourneyOverRanks(Journey):
@@ -21,6 +32,29 @@ class JourneyOverRanks(Journey):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self._routed: Routed | None = None
+
+    def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+        counts_Ne = _counts_of(ends_E).unflatten(0, (self.group.size(), -1))
+        received_Ne = exchanged(counts_Ne, self.group)
+        if detect_fake_mode() is None:
+            sent, received = torch.stack([counts_Ne, received_Ne]).tolist()
+            self._routed = Routed(sent, received)
+        else:
+            ranks, own = counts_Ne.shape
+            self._routed = balanced(len(x_MC), ranks, own, self.group.rank())
+        x_RC = self._travelled(x_MC, self._routed.sent, self._routed.received)
+        del x_MC
+        return self._routed.by_expert(x_RC), received_Ne.sum(0).cumsum(0, dtype=torch.int32)
+
+    def rows_back(self, y_RC: Tensor) -> Tensor:
+        assert self._routed is not None, "they have come"
+        y_RC = self._routed.by_rank(y_RC)
+        return self._travelled(y_RC, self._routed.received, self._routed.sent)
+
+    def _travelled(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
+        splits = [sum(of_rank) for of_rank in arrived], [sum(of_rank) for of_rank in left]
+        return awaited(all_to_all_single_autograd(x, *splits, self.group))
 
     def places_there(self, x_ESC: Tensor) -> Tensor:
         x_NeSC = self._places_exchanged(x_ESC)
@@ -37,3 +71,44 @@ class JourneyOverRanks(Journey):
         sizes = [len(x_ESC) // ranks] * ranks
         received_ESC = awaited(all_to_all_single_autograd(x_ESC, sizes, sizes, self.group))
         return received_ESC.unflatten(0, (ranks, -1))
+
+
+class Routed:
+    """How many rows go to each expert of each rank, and how many come from each rank for each of
+    this one's."""
+
+    def __init__(self, sent: Counts, received: Counts) -> None:
+        self.sent, self.received = sent, received
+
+    def by_expert(self, x_RC: Tensor) -> Tensor:
+        """Return rows that lie as they came, by rank, by expert."""
+        return _transposed(x_RC, self.received)
+
+    def by_rank(self, y_RC: Tensor) -> Tensor:
+        """Return rows that lie by expert by rank, as they go back."""
+        return _transposed(y_RC, [*zip(*self.received, strict=True)])
+
+
+def balanced(rows: int, ranks: int, own: int, rank: int) -> Routed:
+    """Return what nothing but sizes is known of: of `rows` rows of every rank each expert gets as
+    many, the first ones one more where they do not divide; a rank has `own` experts."""
+    share, more = divmod(rows, ranks * own)
+    sent = [
+        [share + (place * own + expert < more) for expert in range(own)] for place in range(ranks)
+    ]
+    return Routed(sent, [sent[rank]] * ranks)
+
+
+def _transposed(x_RC: Tensor, counts: Counts) -> Tensor:
+    """Return rows that lie in groups of groups of these sizes so that what was inner is outer."""
+    if len(counts) == 1 or len(counts[0]) == 1:
+        return x_RC
+    # of pieces, not by an index: nothing is kept for backward
+    pieces = x_RC.split([count for group in counts for count in group])
+    inner = len(counts[0])
+    return torch.cat([piece for place in range(inner) for piece in pieces[place::inner]])
+
+
+def _counts_of(ends_E: Tensor) -> Tensor:
+    """Return the rows of each expert."""
+    return ends_E.to(torch.int64).diff(prepend=ends_E.new_zeros(1, dtype=torch.int64))
