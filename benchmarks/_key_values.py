@@ -19,7 +19,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.names import listing, strategy
@@ -47,6 +47,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "mesh.dp_shard": (1, 4096),
     "mesh.dp": (1, 4096),
     "mesh.cp": (1, 4),
+    "mesh.ep": (1, 4),
     "mesh.tp": (1, 8),
     "batch.global": (1, 4096),
     "batch.micro": (1, 4),
@@ -95,7 +96,8 @@ def texts() -> Mapping[str, tuple[str, ...]]:
         "name": ("drawn",),
         "model.preset": tuple(sorted(listing("models"))),
         "placement": strategies,
-        **{f"placement.{axis}": _tuples(strategies, {axis}) for axis in EXECUTED_AXES},
+        **{f"placement.{axis}": _tuples(strategies, {axis}) for axis in Axis},
+        "placement.ep": _tuples(strategies, {*DATA_AXES}),
         "placement.dp": _tuples(strategies, {*DATA_AXES}),
         "batch.global": ("1k tokens", "0.5k tokens", "300 tokens"),
         "unit": ("1 blocks", "2 blocks", "3 blocks"),
@@ -139,15 +141,13 @@ def values() -> Mapping[str, tuple[Value, ...]]:
 
 
 def declared() -> Iterator[tuple[str, Leaf | Section]]:
-    """Yield every key of the grammar by its dotted place, but axes that nothing executes."""
+    """Yield every key of the grammar by its dotted place."""
     return _declared(SpecRaw, ())
 
 
 def _declared(kind: type, above: tuple[str, ...]) -> Iterator[tuple[str, Leaf | Section]]:
     for key, (_, holds) in keys(kind).items():
         place = ".".join((*above, key))
-        if key in {*Axis} - {*EXECUTED_AXES} and above in (("mesh",), ("placement",)):
-            continue
         yield place, holds
         if isinstance(holds, Section):
             yield from _declared(holds.kind, (*above, key))
