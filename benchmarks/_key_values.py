@@ -19,7 +19,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from ptrain.spec.axis import DATA_AXES, EXECUTED_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.names import listing, strategy
@@ -58,6 +58,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "context.attention": (1, 2),
 }
 
+_WAITING = (Axis.EP,)  # axes that are refused until they are executed
 _OUTSIDE = "a model of somebody's own code: tests/unit/test_external.py and test_huggingface.py"
 _FUNCTION = "a function of somebody's own: tests/unit/test_user_functions.py"
 _ROLES = "roles are of models that are not built in"
@@ -95,7 +96,7 @@ def texts() -> Mapping[str, tuple[str, ...]]:
         "name": ("drawn",),
         "model.preset": tuple(sorted(listing("models"))),
         "placement": strategies,
-        **{f"placement.{axis}": _tuples(strategies, {axis}) for axis in EXECUTED_AXES},
+        **{f"placement.{axis}": _tuples(strategies, {axis}) for axis in {*Axis} - {*_WAITING}},
         "placement.dp": _tuples(strategies, {*DATA_AXES}),
         "batch.global": ("1k tokens", "0.5k tokens", "300 tokens"),
         "unit": ("1 blocks", "2 blocks", "3 blocks"),
@@ -146,7 +147,7 @@ def declared() -> Iterator[tuple[str, Leaf | Section]]:
 def _declared(kind: type, above: tuple[str, ...]) -> Iterator[tuple[str, Leaf | Section]]:
     for key, (_, holds) in keys(kind).items():
         place = ".".join((*above, key))
-        if key in {*Axis} - {*EXECUTED_AXES} and above in (("mesh",), ("placement",)):
+        if key in _WAITING and above in (("mesh",), ("placement",)):
             continue
         yield place, holds
         if isinstance(holds, Section):

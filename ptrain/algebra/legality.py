@@ -20,7 +20,7 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.axes.tensor.dials import DIALS as TENSOR_DIALS
 from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import EXECUTED_AXES, Factor
+from ptrain.spec.axis import Factor
 from ptrain.spec.batch import token_multiple
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import misfits
@@ -221,16 +221,6 @@ def _scaled_router_losses(spec: Spec) -> Iterator[Fault]:
                 )
 
 
-def _axes_that_wait(spec: Spec) -> Iterator[Fault]:
-    for factor in spec.factors:
-        if factor.axis not in EXECUTED_AXES:
-            yield Fault(
-                place=f"mesh.{factor.axis}",
-                finding=f"the axis {factor.axis} is not executed yet",
-                remedy=f"use {', '.join(EXECUTED_AXES)}",
-            )
-
-
 _PRODUCT_RULES = (
     SpecRule(name="heads divide", theorem="Definition 1", faults=_shape_faults),
     SpecRule(name="an operator knows the logits", theorem="Definition 1", faults=_fused_faults),
@@ -269,7 +259,6 @@ RULES: tuple[TupleRule | SpecRule, ...] = (
     *SPEC_RULES,
 )
 NOT_YET: tuple[SpecRule, ...] = (
-    SpecRule(name="axes that are executed", theorem="", faults=_axes_that_wait),
     SpecRule(name="routers know no scale", theorem="", faults=_scaled_router_losses),
     *(rule for room in ROOMS for rule in room.not_yet),
     *activations.NOT_YET,

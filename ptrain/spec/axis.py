@@ -18,7 +18,6 @@ class Axis(Word):
     TP = "tp"
 
 
-EXECUTED_AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.EP, Axis.TP)
 DATA_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD)  # that do nothing but spread samples and states
 EXPERT_AXES = (Axis.EP,)  # along which ranks have experts of their own
 SAMPLE_AXES = (*DATA_AXES, *EXPERT_AXES)  # along which ranks have samples of their own

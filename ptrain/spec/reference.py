@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass
 from typing import Any
 
-from ptrain.spec.axis import EXECUTED_AXES, Axis
 from ptrain.spec.check import is_required
 from ptrain.spec.grammar import ExpertTupleRaw, SpecRaw, TupleRaw
 from ptrain.spec.leaf import Leaf
@@ -38,7 +37,7 @@ def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
             takes = "a strategy's name, or a mode of each state" if is_tuple else "its keys"
             yield KeyRow(
                 place=place,
-                takes=_executed_axis(key, takes),
+                takes=takes,
                 default=NEEDED if is_required(spot) else NONE,
                 about=holds.about,
                 is_section=True,
@@ -48,7 +47,7 @@ def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
         else:
             yield KeyRow(
                 place=place,
-                takes=_executed_axis(key, _executed(holds)),
+                takes=_executed(holds),
                 default=_default(spot, holds),
                 about=holds.about,
             )
@@ -60,11 +59,6 @@ def _executed(leaf: Leaf) -> str:
         return leaf.takes()
     works = [flow(value) for value in leaf.executed]
     return f"{' or '.join(works)}; not yet: {leaf.takes()}" if works else f"not yet: {leaf.takes()}"
-
-
-def _executed_axis(key: str, takes: str) -> str:
-    is_planned = key in set(Axis) and key not in EXECUTED_AXES
-    return f"not yet: {takes}" if is_planned else takes
 
 
 def _default(spot: Field[Any], leaf: Leaf) -> str:

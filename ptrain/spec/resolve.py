@@ -14,7 +14,7 @@ from typing import Any
 
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import EXECUTED_AXES, REDUCED_AXES, SAMPLE_AXES, Axis, Factor
+from ptrain.spec.axis import REDUCED_AXES, SAMPLE_AXES, Axis, Factor
 from ptrain.spec.batch import padded
 from ptrain.spec.dials import (
     GradientSync,
@@ -174,7 +174,7 @@ def _trivial_factors(
     """The axes of degree 1 that have a tuple. Nothing moves on them, and a tuple that no degree
     allows is refused all the same."""
     placement, taken = raw.placement or PlacementRaw(), {factor.axis for factor in factors}
-    written = (axis for axis in EXECUTED_AXES if getattr(placement, axis.value) is not None)
+    written = (axis for axis in Axis if getattr(placement, axis.value) is not None)
     return tuple(_factor(raw, axis, 1, findings) for axis in written if axis not in taken)
 
 

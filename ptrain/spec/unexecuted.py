@@ -1,11 +1,10 @@
-"""What the grammar knows and nothing executes yet: of keys, and of axes."""
+"""What the grammar knows and nothing executes yet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ptrain.errors import Fault
-from ptrain.spec.axis import EXECUTED_AXES, Axis
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.section import Section, keys
@@ -16,7 +15,7 @@ from ptrain.spec.text import Route, Tree, flow
 def refusals(tree: Tree) -> dict[Route, Fault]:
     """Every key of the tree that is valid and not executed yet."""
     faults: dict[Route, Fault] = {}
-    for route, finding, remedy in (*_rows(tree), *_axes(tree)):
+    for route, finding, remedy in _rows(tree):
         faults[route] = mark_of(tree, route).fault(".".join(route), finding, remedy)
     return faults
 
@@ -45,16 +44,3 @@ def planned(kind: type, above: Route = ()) -> Iterator[tuple[Route, Leaf]]:
             yield from planned(holds.kind, route)
         elif holds.executed is not None:
             yield route, holds
-
-
-def _axes(tree: Tree) -> Iterator[_Finding]:
-    """An axis that is only named, with degree 1, says nothing; a tuple on it does."""
-    for axis in Axis:
-        degree = ("mesh", axis.value)
-        tuple_ = ("placement", axis.value)
-        if axis in EXECUTED_AXES:
-            continue
-        route = tuple_ if tree.at(degree) in (None, 1) else degree
-        if tree.at(route) not in (None, 1):
-            finding = f"not yet: the axis {axis} is in the grammar, and nothing executes it"
-            yield route, finding, f"what works today: {', '.join(EXECUTED_AXES)}"

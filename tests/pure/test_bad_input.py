@@ -136,7 +136,7 @@ LINES = [
     ("layout: fp32", "layout: fp23", "precision.layout", "'fp23'", "did you mean 'fp32'"),
     ("{preset: llama-tiny}", "{hf: A, layers: 2}", "model.layers", "hf gives", "model.config"),
     # in the grammar, not executed yet
-    ("mesh: {", "mesh: {ep: 2, ", "mesh.ep", "not yet", "pp, dp_replicate, dp_shard, cp, tp"),
+    ("mesh: {", "mesh: {ep: 2, ", "placement", "the mesh has ep: 2", "write placement: {ep: ...}"),
     ("mesh: {", "mesh: {cp: 2, ", "placement", "the mesh has cp: 2", "write placement: {cp: ...}"),
     ("mesh: {", "mesh: {pp: 2, ", "placement", "the mesh has pp: 2", "{pp: [S, S, S, R]}"),
     ("train:", "attention: flash\ntrain:", "attention", "not yet", "sdpa or eager"),
@@ -231,7 +231,7 @@ def test_the_caret_points_at_the_fault(old, new, line, pointed_at, tmp_path):
 
 def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path):
     text = GOOD.replace("name: good", "name: a/b").replace("llama-tiny", "llama-tinny")
-    text = text.replace("dp_shard: 2", "dp_shard: 2, ep: 4").replace("S*", "Q")
+    text = text.replace("dp_shard: 2", "dp_shard: 2, ep: 0").replace("S*", "Q")
     text = text.replace("lr: 3e-4", "lr: x").replace("seed: 0", "seed: -1, seed: 2")
     file = tmp_path / "spec.yaml"
     file.write_text(text + "compile: true\neval: &x {every: !!int 3}\nlog: *x\n")

@@ -277,6 +277,7 @@ NAMED = {
     "activations belong to their rank": INTEGRITY,
     "every token counts once": INTEGRITY,
     "activations are slices of the tokens": "Definition 2",
+    "activations are those of a rank's samples": INTEGRITY,
     "an operator's slice has its own states": CONSISTENCY,
     "gradients are summed across tp groups, not within": BY_TP,
     "activations are whole or slices of the tokens": "Definition 2",
@@ -317,6 +318,7 @@ NAMED = {
     "parts of attention are joined": "Definition 2",
     "attention is one that is reached": "Definition 2",
     "the loss is a sum over tokens": INTEGRITY,
+    "ranks have as many experts": "Definition 2",
     "the degree divides the operators": "Definition 2",
     "every rank has rows": "Definition 2",
     "roles are the family's own": "Definition 2",
@@ -333,9 +335,9 @@ NAMED = {
     "attention drops what the model says": "Definition 1",
     "attention has a backward pass": INTEGRITY,
 }
-WAITING = """axes that are executed; routers know no scale; replicas outside shards;
+WAITING = """routers know no scale; replicas outside shards;
     experts are no matrices; hops know of no mask; routers see whole samples;
-    ranks have as many stretches;
+    ranks have as many stretches; ep is executed;
     all tokens between the blocks; the naive plan has all tokens;
     equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;

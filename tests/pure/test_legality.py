@@ -287,15 +287,6 @@ def test_a_tuple_that_some_optimizer_takes_may_be_tried_with_any_on_one_rank():
         assert check(load({**spec, "mesh": {"dp_shard": 2}}).spec)
 
 
-def test_an_axis_that_waits_is_named_with_those_that_run():
-    (fault,) = executed(make_spec({Axis.EP: (2, WHOLE)}))
-    assert fault == Fault(
-        place="mesh.ep",
-        finding="the axis ep is not executed yet",
-        remedy="use pp, dp_replicate, dp_shard, cp, tp",
-    )
-
-
 def test_a_batch_that_does_not_multiply_out_is_refused_with_the_product():
     spec = make_spec({Axis.DP_SHARD: (2, ZERO_2)})
     wrong = replace(spec, batch=replace(spec.batch, global_samples=7))

@@ -24,7 +24,15 @@ from ptrain.spec import (
     tensor,
     text,
 )
-from ptrain.spec.axis import CUTTING_AXES, DATA_AXES, EXECUTED_AXES, REDUCED_AXES, TOKEN_AXES, Axis
+from ptrain.spec.axis import (
+    CUTTING_AXES,
+    DATA_AXES,
+    EXPERT_AXES,
+    REDUCED_AXES,
+    SAMPLE_AXES,
+    TOKEN_AXES,
+    Axis,
+)
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole
 from ptrain.spec.names import SPEC_FOLDERS, root
@@ -83,12 +91,13 @@ def test_every_name_of_a_word_in_the_code_says_the_word():
             assert said == unlike.get(each.name, plain), each
 
 
-def test_axes_that_run_and_axes_of_data():
-    assert [axis.value for axis in EXECUTED_AXES] == ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+def test_axes_of_data_and_axes_that_cut_layers():
     assert [axis.value for axis in DATA_AXES] == ["dp_replicate", "dp_shard"]
-    assert [axis.value for axis in REDUCED_AXES] == ["dp_replicate", "dp_shard", "cp"]
+    assert [axis.value for axis in EXPERT_AXES] == ["ep"]
+    assert [axis.value for axis in SAMPLE_AXES] == ["dp_replicate", "dp_shard", "ep"]
+    assert [axis.value for axis in REDUCED_AXES] == ["dp_replicate", "dp_shard", "cp", "ep"]
     assert [axis.value for axis in TOKEN_AXES] == ["cp"]
-    assert [axis.value for axis in CUTTING_AXES] == ["cp", "tp"]
+    assert [axis.value for axis in CUTTING_AXES] == ["cp", "ep", "tp"]
 
 
 def test_the_five_modes_and_how_far_each_tier_is():

@@ -195,15 +195,12 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
         expert={"a": 1},
         attention="flash",
         compile=True,
-        mesh={"dp_shard": 2, "ep": 2},
     )
-    axes = "what works today: pp, dp_replicate, dp_shard, cp, tp"
     assert {place: fault.remedy for place, fault in found.items()} == {
         "tensor.asynchronous": "what works today: asynchronous: false",
         "expert": "remove expert",
         "attention": "what works today: attention: sdpa or eager or flex or math",
         "compile": "what works today: compile: false",
-        "mesh.ep": axes,
     }
     plain = {place: fault.finding.partition(" is in the grammar, and nothing executes it")
              for place, fault in found.items()}  # fmt: skip
@@ -212,7 +209,6 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
         "expert": "not yet: expert",
         "attention": "not yet: attention flash",
         "compile": "not yet: compile true",
-        "mesh.ep": "not yet: the axis ep",
     }
     why = {place: reason for place, (_, _, reason) in plain.items() if reason}
     assert list(why) == ["tensor.asynchronous", "attention"]
@@ -223,17 +219,6 @@ def test_what_works_of_all_that_waits_is_taken():
     for word in ("sdpa", "eager", "flex", "math"):
         assert loaded(attention=word, compile=False, tensor={"asynchronous": False})
     assert loaded(mesh={"dp_shard": 2, "cp": 1, "ep": 1}).world_size == 2
-
-
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "cp": 1, "ep": 1}, {"dp_shard": 2}])
-def test_a_tuple_on_an_axis_that_waits_is_refused_at_degree_one_too(mesh):
-    expert = {"experts": "S,S,S,S", "rest": "R,R,R,R"}
-    found = faults(mesh=mesh, placement={"dp_shard": "S*,S,S,R", "ep": expert})
-    works = "what works today: pp, dp_replicate, dp_shard, cp, tp"
-    assert {place: fault.remedy for place, fault in found.items()} == {
-        "placement.ep": works,
-    }
-    assert "not yet: the axis ep" in found["placement.ep"].finding
 
 
 def test_flash_is_refused_as_what_waits_and_nothing_else():

@@ -122,3 +122,12 @@ def test_a_preset_has_as_many_parameters_as_the_class_of_transformers(preset):
         config = {THEIRS[key]: size for key, size in zip(ORDER, sizes, strict=True)}
         expected = counted(f"{name}ForCausalLM", **config, **more)
     assert facts(shape_of(preset), SEQUENCE).numel == expected
+
+
+def test_deepseek_v3_s_shape_has_all_of_its_class_but_attention():
+    """That of transformers compresses keys and values."""
+    with torch.device("meta"):
+        theirs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config())
+    expected = sum(p.numel() for name, p in theirs.named_parameters() if "self_attn" not in name)
+    tensors = facts(shape_of("deepseek-v3-shape"), SEQUENCE).tensors
+    assert sum(t.numel for t in tensors if ".attention." not in t.name) == expected
