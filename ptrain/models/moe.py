@@ -132,9 +132,9 @@ class MoE(nn.Module):
         x_MC, ends_E = journey.rows_there(
             x_NC[order_M // num_chosen], ends_of(chosen_M, self.experts)
         )
-        y_MC = self.experts(x_MC, ends_E)
-        del x_MC, ends_E  # what backward does not need is given back before rows travel
-        y_MC = journey.rows_back(y_MC)
+        # handed on, so that what rows become is given back where they set out
+        y_MC = journey.rows_back(self.experts(x_MC, ends_E))
+        del x_MC, ends_E
         return y_MC[order_M.argsort()].unflatten(0, (-1, num_chosen))
 
     def _in_places(self, x_NC: Tensor, chosen_NK: Tensor, *, num_tokens: int) -> Tensor:
@@ -150,9 +150,8 @@ class MoE(nn.Module):
         x_ESC = journey.places_there(
             F.pad(x_NC, (0, 0, 0, 1))[tokens_S].unflatten(0, (num_experts, -1))
         )
-        y_ESC = self.experts(x_ESC)
+        y_ESC = journey.places_back(self.experts(x_ESC))
         del x_ESC
-        y_ESC = journey.places_back(y_ESC)
         return F.pad(y_ESC.flatten(0, 1), (0, 0, 0, 1))[places_NK]
 
 

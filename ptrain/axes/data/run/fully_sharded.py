@@ -50,12 +50,12 @@ class FullyShardedWrap(ParameterWrap):
         units = [(modules, own) for modules, own in steps if isinstance(own, FullyShard)]
         apart = [modules for modules, own in steps if not isinstance(own, FullyShard)]
         # what no axis shards stays with autograd
-        self._local = {
+        self._local = [
             parameter
             for modules in apart
             for module in self._members(modules)
             for parameter in module.parameters()
-        }
+        ]
         self.sharded: list[FSDPModule] = []  # one of each unit's modules, which share their state
         for modules, own in units:
             self._shard(modules, own, plan.update.layout, mesh)
@@ -75,7 +75,7 @@ class FullyShardedWrap(ParameterWrap):
                 mesh=fsdp_mesh(step, mesh),
                 reshard_after_forward=_after_forward(step.sync.reshard_after_forward),
                 mp_policy=_precision(step, layout),
-                ignored_params=self._local or None,
+                ignored_params=set(self._local),
             )
         assert isinstance(members[0], FSDPModule)
         self.sharded.append(members[0])

@@ -45,7 +45,8 @@ class JourneyOverRanks(Journey):
             self._routed = balanced(len(x_MC), ranks, own, self.group.rank())
         x_RC = self._travelled(x_MC, self._routed.sent, self._routed.received)
         del x_MC
-        return self._routed.by_expert(x_RC), received_Ne.sum(0).cumsum(0, dtype=torch.int32)
+        x_RC = self._routed.by_expert(x_RC)
+        return x_RC, received_Ne.sum(0).cumsum(0, dtype=torch.int32)
 
     def rows_back(self, y_RC: Tensor) -> Tensor:
         assert self._routed is not None, "they have come"
@@ -62,9 +63,9 @@ class JourneyOverRanks(Journey):
         return x_NeSC.movedim(0, 1).flatten(1, 2)
 
     def places_back(self, y_eTC: Tensor) -> Tensor:
-        y_NeSC = y_eTC.unflatten(1, (self.group.size(), -1)).movedim(1, 0)
+        y_ESC = y_eTC.unflatten(1, (self.group.size(), -1)).movedim(1, 0).flatten(0, 1)
         del y_eTC
-        return self._places_exchanged(y_NeSC.flatten(0, 1)).flatten(0, 1)
+        return self._places_exchanged(y_ESC).flatten(0, 1)
 
     def _places_exchanged(self, x_ESC: Tensor) -> Tensor:
         ranks = self.group.size()
