@@ -113,10 +113,12 @@ class FullySharded(InPlaceUpdate):
             return
         if self.habits.casts_on_arrival and self.casts_before and not self.reduces:
             size = gradient.size // self.e_parameters * self.e_reduced
-            self.tape.add(size)
-            self.tape.add(autograd.added(gradient))
+            self.tape.spike(autograd.rise(gradient))
+            self.tape.add(autograd.kept(gradient) + size)
+            self.tape.add(-gradient.size)
             self.fresh[unit][gradient.parameter] = size
             return
+        self.tape.spike(autograd.rise(gradient))
         self.tape.add(autograd.kept(gradient))
         self.fresh[unit][gradient.parameter] = gradient.size
         if self.habits.names_last_gradient and gradient.parameter in self.last_tensors:
