@@ -21,10 +21,10 @@ from ptrain.internals import process_groups
 from ptrain.models.ledger import OperatorMode, storage_of
 from ptrain.models.tags import is_tagged, tier_of
 from ptrain.rooms.registry import Registry
-from ptrain.spec.axis import TOKEN_AXES, Axis
+from ptrain.spec.axis import EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.placement import Tier
 
-_OF_TOKENS = {(axis.value,) for axis in TOKEN_AXES}
+_OF_TOKENS = {(axis.value,) for axis in (*TOKEN_AXES, *EXPERT_AXES)}
 _NAMESPACES = ("c10d", "_c10d_functional")
 
 # Operator -> collective, and which argument holds the full tensor of the call: the operators'

@@ -78,6 +78,8 @@ def form_of(spec: Spec) -> Form:
         if _replicas_around(factors, _FULLY_SHARDED):
             return Form.FULLY_SHARD
     is_made_of_masters = layout.gradients is layout.master and not layout.keeps_both
+    # what no axis shards has no masters apart from its parameters, of which experts would be made
+    is_made_of_masters &= _shards_experts(factors)
     if is_made_of_masters and _replicas_around(factors, _MATERIALIZED):
         return Form.MATERIALIZE
     return Form.FLAT
@@ -91,6 +93,12 @@ def _replicas_around(factors: tuple[Factor, ...], inner: tuple[Mode, Mode, Mode]
         return False
     # fully_shard shards over some axis; experts are on no axis that gives ranks others
     return any(axis not in EXPERT_AXES for axis in sharded) or not without(whole, EXPERT_AXES)
+
+
+def _shards_experts(factors: tuple[Factor, ...]) -> bool:
+    """Whether some axis but those that give ranks experts of their own shards, or none does."""
+    whole = (*whole_axes(factors), *EXPERT_AXES)
+    return not _have_experts(factors) or any(factor.axis not in whole for factor in factors)
 
 
 def _have_experts(factors: tuple[Factor, ...]) -> bool:
