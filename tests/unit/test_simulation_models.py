@@ -63,6 +63,22 @@ def transposed() -> nn.Module:
     return Transposed()
 
 
+class Scaled(Necks):
+    """Has a matrix of its own, beside those of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 2, 259)
+        self.mixing = nn.Parameter(torch.eye(259))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits_BTV: Tensor = super().forward(tokens_BT) @ self.mixing
+        return logits_BTV
+
+
+def scaled() -> nn.Module:
+    return Scaled()
+
+
 def of_class() -> Spec:
     pytest.importorskip("transformers")
     return load("zero3", [f"model={{hf: LlamaForCausalLM, config: {CONFIG}}}", BATCH]).spec
@@ -101,6 +117,10 @@ def test_a_model_of_the_user_is_simulated() -> None:
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
 def test_a_copy_of_a_gradient_stands_beside_what_it_is_made_of(strategy: str) -> None:
     assert_as_derived(of_user("tests.unit.test_simulation_models:transposed", strategy))
+
+
+def test_what_a_module_has_itself_is_the_last_that_fsdp2_lists() -> None:
+    assert_as_derived(of_user("tests.unit.test_simulation_models:scaled"))
 
 
 def test_without_leave_nothing_of_the_user_is_imported() -> None:
