@@ -33,8 +33,9 @@ def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
     for key, (spot, holds) in keys(kind).items():
         place = f"{above}{key}"
         if isinstance(holds, Section):
-            is_tuple = holds.kind in (TupleRaw, ExpertTupleRaw)
-            takes = "a strategy's name, or a mode of each state" if is_tuple else "its keys"
+            is_tuple = holds.kind is TupleRaw
+            is_named = is_tuple or holds.kind is ExpertTupleRaw
+            takes = "a strategy's name, or a mode of each state" if is_named else "its keys"
             yield KeyRow(
                 place=place,
                 takes=takes,
