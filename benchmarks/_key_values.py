@@ -25,8 +25,8 @@ from ptrain.spec.leaf import Leaf
 from ptrain.spec.names import listing, strategy
 from ptrain.spec.rates import Rates
 from ptrain.spec.section import Section, keys
-from ptrain.spec.shorthand import POLICIES
 from ptrain.spec.text import flow
+from ptrain.spec.tuples import POLICIES
 
 Shape = Mapping[str, Any]  # a JSON Schema
 

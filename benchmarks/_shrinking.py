@@ -14,8 +14,8 @@ from _random_specs import TooLarge, Written, accepted
 from ptrain.costs import PLACED
 from ptrain.errors import SpecError
 from ptrain.spec.load import load
-from ptrain.spec.shorthand import POLICIES
 from ptrain.spec.text import flow
+from ptrain.spec.tuples import POLICIES
 
 Route = tuple[str, ...]
 Fails = Callable[[Written], bool]

@@ -120,10 +120,15 @@ def _by_hand(strategy: str) -> Callable[[], float]:
 
 
 def hand_written_steps(
-    spec: Spec, model: nn.Module, rows_of: Callable[[int], Tensor], own: slice | Tensor
+    spec: Spec,
+    model: nn.Module,
+    rows_of: Callable[[int], Tensor],
+    own: slice | Tensor,
+    clip: Callable[[nn.Module, float], object] | None = None,
 ) -> Callable[[], float]:
     """Return the next step of what one would write: loop, clip, step. Gradients are averaged by the
-    wrapper around `model`; of a sample's positions the rank has its `own`."""
+    wrapper around `model`; of a sample's positions the rank has its `own`. `clip`: in the place of
+    torch's."""
     import torch
     import torch.nn.functional as F
 
@@ -144,7 +149,10 @@ def hand_written_steps(
         logits = model(rows[:, :-1][:, own])
         loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:][:, own].flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        if clip is None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        else:
+            clip(model, settings.clip)
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, (number + 1) / max(1, settings.schedule.warmup))
         optimizer.step()

@@ -54,11 +54,13 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Complete:
     """A parameter's gradient is complete: `size` bytes that stand alive, unless `cloned`: then
-    they are allocated here where the gradient is kept, and not where it is added to another."""
+    they are allocated here where the gradient is kept, and not where it is added to another.
+    `beside`: bytes that lived while the copy was made and are gone here, as what it is made of."""
 
     parameter: str
     size: int
     cloned: bool = False
+    beside: int = 0
 
 
 @dataclass(frozen=True, slots=True)

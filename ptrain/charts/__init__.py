@@ -1,1 +1,1 @@
-"""A schedule, a step's memory, or who has which tokens, as a picture (the extra `report`)."""
+"""A schedule, a step's memory, or where tokens go, as a picture (the extra `report`)."""

@@ -78,7 +78,9 @@ class GhostMembers:
             self._reader.computed(OperatorKind.POINTWISE, self._bound.dtype, 3 * gradient.size)
         if self._bound is None and index not in self._gradients:
             name, state = self.names[index], State.GRADIENTS
+            self._reader.allocated(gradient.beside, Tier.DEVICE)
             kept = Storage(gradient.size, Tier.DEVICE, state, name, self._reader)
+            self._reader.allocated(-gradient.beside, Tier.DEVICE)
             self._gradients[index] = kept
 
 

@@ -160,8 +160,8 @@ def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterato
             if unit is not None:
                 yield Boundary(mark, unit)
         else:
-            pattern, size, cloned = item
-            yield Complete(pattern.replace("*", number), size, cloned)
+            pattern, *sizes = item
+            yield Complete(pattern.replace("*", number), *sizes)
 
 
 # -- stages

@@ -186,9 +186,11 @@ class Recorder(Ledger):
         places = reversed(range(len(self.events)))
         place, last = next((p, e) for p in places if isinstance(e := self.events[p], Born))
         cloned = last.id == number and last.operator.split("::")[-1].startswith(_COPIES)
+        freed: tuple[int, ...] = ()
         if cloned:
+            freed = tuple(event.id for event in self.events[place:] if isinstance(event, Died))
             del self.events[place]  # whether there is a copy depends on who keeps gradients
-        self.events.append(Completion(name, number, cloned))
+        self.events.append(Completion(name, number, cloned, freed))
 
     def end(self, name: str) -> None:
         """Called when a pass is over: what happened since the one before it is its own."""

@@ -35,11 +35,13 @@ class Died:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A parameter's gradient is complete and lies in storage `id`; `cloned` where autograd had to
-    copy it there because it could not keep the tensor that arrived."""
+    copy it there because it could not keep the tensor that arrived. `freed` are the storages that
+    died since: before a hook is called autograd has let go of what arrived."""
 
     parameter: str
     id: int
     cloned: bool
+    freed: tuple[int, ...] = ()
 
 
 Event = Born | Died | Completion | Boundary
@@ -137,4 +139,5 @@ def _completion(
 ) -> timeline.Complete:
     """Gradients that are views of one storage keep it until the last of them goes."""
     size = sizes[event.id] if last_view[event.id] is event else 0
-    return timeline.Complete(event.parameter, size, event.cloned)
+    beside = sum(sizes[number] for number in event.freed)
+    return timeline.Complete(event.parameter, size, event.cloned, beside)

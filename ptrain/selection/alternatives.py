@@ -22,9 +22,9 @@ from ptrain.spec.keys import dials
 from ptrain.spec.names import listing, strategy
 from ptrain.spec.offload import Offload
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, Mode, Placement, R, S, Tier
-from ptrain.spec.shorthand import POLICIES
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import flow
+from ptrain.spec.tuples import POLICIES, modes_of
 
 # Tuples that are tried in place of the spec's own: what needs no other layout or optimizer. Those
 # with states on the host begin with the fewest there.
@@ -230,7 +230,7 @@ def _named_tuples() -> dict[str, dict[str, str]]:
         tree = strategy(name)
         if tree and isinstance(tree.root, dict) and not {*POLICIES} & {*tree.root}:
             placement = tree.root["placement"]
-            tuples[name] = {axis: ",".join(modes.values()) for axis, modes in placement.items()}
+            tuples[name] = {axis: ",".join(modes_of(own)) for axis, own in placement.items()}
     return tuples
 
 

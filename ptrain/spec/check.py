@@ -16,6 +16,7 @@ from ptrain.spec.section import Section, keys
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.suggest import for_unknown, listed
 from ptrain.spec.text import COMMAND_LINE, Route, Tree, flow
+from ptrain.spec.tuples import REST
 
 # Stand-ins for what every spec needs: nothing more is reported of a section that is at fault.
 _NEEDED: dict[Route, object] = {
@@ -138,6 +139,9 @@ def is_required(spot: Field[Any]) -> bool:
 
 def _missing(route: Route) -> tuple[str, str]:
     """Finding and remedy of a key that every spec, or every tuple, needs."""
+    if route[0] == "placement" and route[-1] == REST:
+        finding = "the tuple of all tensors but the experts' is missing"
+        return finding, f"add {REST}: a strategy's name or four modes"
     if route[0] == "placement":
         return f"all 4 states are needed: missing {route[-1]!r}", f"add {route[-1]}: R, S or S*"
     section = f" in {'.'.join(route[:-1])}" if len(route) > 1 else ""

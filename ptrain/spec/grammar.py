@@ -6,6 +6,7 @@ refuses those that nothing executes yet. `ptrain.spec.resolve` makes the `Spec` 
 """
 
 from dataclasses import field, replace
+from functools import partial
 from typing import Annotated, Any
 
 from ptrain.spec.activations import ACTIVATIONS, LOSS, RECOMPUTE, LossRaw, RecomputeRaw
@@ -14,10 +15,10 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import RESHARD
 from ptrain.spec.function import StepRaw
 from ptrain.spec.keys import Keys
-from ptrain.spec.leaf import Choice, Either, Free, Text, Truth, Whole, declared, meanings
+from ptrain.spec.leaf import Choice, Free, Text, Truth, Whole, declared, meanings
 from ptrain.spec.leaf_mode import KEPT_MEANINGS, KeptText, ModeText
 from ptrain.spec.model import ModelRaw
-from ptrain.spec.placement import Mode, R
+from ptrain.spec.placement import Mode, S
 from ptrain.spec.precision import PrecisionRaw
 from ptrain.spec.section import Section, section
 
@@ -79,7 +80,14 @@ class MeshRaw:
             1,
             MAX_DEGREE,
             words=("auto",),
-            aka=("expert", "expert_parallel"),
+            aka=(
+                "expert",
+                "expert_parallel",
+                "ep_size",
+                "expert_parallel_size",
+                "expert_parallel_degree",
+                "expert_model_parallel_size",
+            ),
         ),
     ] = None
     tp: Annotated[
@@ -113,24 +121,22 @@ class TupleRaw:
     activations: Annotated[Mode, KeptText("A, what forward saves for backward")]
 
 
-@declared
-class ExpertTupleRaw:
-    """The tuples of expert parallelism: one for the experts, one for the rest."""
-
-    experts: Annotated[
-        Any, Either("the experts' tuple", "a name or a tuple", (Text(""), Free("")))
-    ] = None
-    rest: Annotated[
-        Any, Either("everybody else's tuple", "a name or a tuple", (Text(""), Free("")))
-    ] = None
-    parameters: Annotated[Mode | None, ModeText("Θ, the model's parameters")] = None
-    optimizer: Annotated[Mode | None, ModeText("Ω, the optimizer's state")] = None
-    gradients: Annotated[Mode | None, ModeText("G, the gradients")] = None
-    activations: Annotated[Mode, KeptText("A, what forward saves for backward")] = R
-
-
 def _tuple(about: str) -> Section:
     return Section(TupleRaw, about, also=_TUPLE_TEXTS)
+
+
+REST_TUPLE = _tuple("the tuple of all tensors but the experts': a strategy's name or the modes")
+EXPERTS_TUPLE = _tuple("the experts' tuple: a rank has some of them, whole (S, S, S, S)")
+
+
+@declared
+class ExpertTupleRaw:
+    """The tuples of ep: one of the experts, and one of all else, for which ep is a data axis."""
+
+    experts: Annotated[TupleRaw, EXPERTS_TUPLE] = field(
+        default_factory=partial(TupleRaw, parameters=S, optimizer=S, gradients=S, activations=S)
+    )
+    rest: Annotated[TupleRaw, REST_TUPLE]
 
 
 PP_TUPLE = _tuple("the tuple on pp: a strategy's name or the modes")
@@ -151,7 +157,11 @@ class PlacementRaw:
     cp: Annotated[TupleRaw | None, CP_TUPLE] = None
     ep: Annotated[
         ExpertTupleRaw | None,
-        Section(ExpertTupleRaw, "the tuple on ep, for experts and rest", also=_TUPLE_TEXTS),
+        Section(
+            ExpertTupleRaw,
+            "the tuples on ep, of the experts and of the rest; or the rest's alone",
+            also=({"$ref": "#/$defs/TupleRaw"}, *_TUPLE_TEXTS),
+        ),
     ] = None
     tp: Annotated[TupleRaw | None, TP_TUPLE] = None
     dp: Annotated[TupleRaw | None, DP_TUPLE] = None

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import slips
-from ptrain.spec.axis import DATA_AXES
+from ptrain.spec.axis import DATA_AXES, EXPERT_AXES
 from ptrain.spec.leaf import describe
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.shorthand import expand_shorthands
 from ptrain.spec.text import COMMAND_LINE, Route, SourceMark, Tree, as_override, parse_value
+from ptrain.spec.tuples import EXPERTS, REST, route_of
 
 _OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)*=")
 _INSTEAD: dict[Route, Route] = {
@@ -86,6 +87,8 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
     node = tree.root
     for depth, key in enumerate(route[:-1]):
         assert isinstance(node, dict), "only mappings are entered"
+        if route[: depth + 1] in map(route_of, EXPERT_AXES):
+            expand_shorthands(tree)  # of a tuple alone, which is that of the rest
         if key not in node:
             tree.keys[route[: depth + 1]] = SourceMark(source=override.source)
         inner = node.setdefault(key, {})
@@ -165,8 +168,9 @@ def _take_marks(tree: Tree, value: Tree, route: Route) -> None:
 def _is_tuple(key: str, parts: list[str]) -> bool:
     """`placement.dp_shard=S*,S,S,R` is one tuple, no sweep, and so is one with a slip in it: no
     strategy bears the name of a mode. `placement=S*,S,S,R` is one that misses its axis."""
-    depth = len(key.removeprefix("--").split("."))
-    is_placement = key.removeprefix("--").split(".")[0] == "placement" and depth <= 2
+    route = key.removeprefix("--").split(".")
+    is_whole = len(route) <= 2 or route[-1] in (EXPERTS, REST)
+    is_placement = route[0] == "placement" and is_whole
     return is_placement and any(slips.mode(part.strip()) in KEPT_MEANINGS for part in parts)
 
 

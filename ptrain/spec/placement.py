@@ -77,3 +77,6 @@ class Placement:
         return ",".join(
             map(str, (self.parameters, self.optimizer, self.gradients, self.activations))
         )
+
+
+OF_EXPERTS = Placement(parameters=S, optimizer=S, gradients=S, activations=S)  # on ep

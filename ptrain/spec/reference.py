@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, dataclass
 from typing import Any
 
 from ptrain.spec.check import is_required
-from ptrain.spec.grammar import ExpertTupleRaw, SpecRaw, TupleRaw
+from ptrain.spec.grammar import EXPERTS_TUPLE, ExpertTupleRaw, SpecRaw, TupleRaw
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.section import Section, keys
 from ptrain.spec.text import flow
@@ -28,13 +28,18 @@ class KeyRow:
     is_section: bool = False
 
 
+_OF_TUPLES = "a strategy's name, or a mode of each state"
+
+
 def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:
     """Every key in the order of the grammar, a section before what is in it."""
     for key, (spot, holds) in keys(kind).items():
         place = f"{above}{key}"
         if isinstance(holds, Section):
-            is_tuple = holds.kind in (TupleRaw, ExpertTupleRaw)
-            takes = "a strategy's name, or a mode of each state" if is_tuple else "its keys"
+            is_tuple = holds.kind is TupleRaw
+            takes = _OF_TUPLES if is_tuple or holds.kind is ExpertTupleRaw else "its keys"
+            if holds is EXPERTS_TUPLE:  # which no strategy is
+                takes = "a mode of each state"
             yield KeyRow(
                 place=place,
                 takes=takes,

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import REDUCED_AXES, SAMPLE_AXES, Axis, Factor
+from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, SAMPLE_AXES, Axis, Factor
 from ptrain.spec.batch import padded
 from ptrain.spec.dials import (
     GradientSync,
@@ -42,6 +43,7 @@ from ptrain.spec.resolve_sections import (
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import Route, Tree
+from ptrain.spec.tuples import fault_of_experts, route_of
 from ptrain.spec.write import to_mapping
 
 
@@ -88,6 +90,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     tensor = resolve_tensor(raw, loss, degrees, tree, findings)
     cluster = resolve_cluster(raw.cluster, findings)
     _obeys_offload(raw, factors or (), findings)
+    _obeys_experts(raw, findings)
     data = resolve_data(raw, tree, findings)
     if findings.faults:
         raise SpecError(*findings.faults.values())
@@ -156,6 +159,8 @@ def _factors(raw: SpecRaw, order: tuple[str, ...], findings: Findings) -> tuple[
             remedy = f"write placement: {{{axis}: ...}} with a strategy's name or four modes"
             if axis is Axis.PP:  # stages can be placed in one way only
                 remedy = f"write placement: {{{axis}: [S, S, S, R]}}"
+            elif axis in EXPERT_AXES:
+                remedy += ", those of all tensors but the experts"
             findings.add("placement" if raw.placement else "mesh." + axis, finding, remedy)
         elif degree > 1:
             factors.append(_factor(raw, axis, degree, findings))
@@ -178,18 +183,30 @@ def _trivial_factors(
     return tuple(_factor(raw, axis, 1, findings) for axis in written if axis not in taken)
 
 
+def _obeys_experts(raw: SpecRaw, findings: Findings) -> None:
+    """Of experts there is one tuple, so a spec has no place for another."""
+    tuples = raw.placement.ep if raw.placement else None
+    if tuples is None:
+        return
+    modes = {str(state): getattr(tuples.experts, state.value) for state in PLACED}
+    wrong = fault_of_experts(Placement(**modes))
+    if wrong is not None:
+        findings.add("placement.ep.experts", *wrong)
+
+
 def _factor(raw: SpecRaw, axis: Axis, degree: int, findings: Findings) -> Factor:
     modes = {str(state): _mode(raw, axis, state, findings.tree) for state in PLACED}
     return Factor(axis=axis, degree=degree, placement=Placement(**modes))
 
 
 def _mode(raw: SpecRaw, axis: Axis, state: State, tree: Tree) -> Mode:
-    mode: Mode = getattr(getattr(raw.placement, axis.value), state.value)
-    return on_tier(mode, tree.at(("placement", axis.value, state.value)), raw)
+    route = (*route_of(axis), state.value)
+    mode: Mode = attrgetter(".".join(route))(raw)
+    return on_tier(mode, tree.at(route), raw)
 
 
 def _is_short(tree: Tree, axis: Axis, state: State) -> bool:
-    return tree.at(("placement", axis.value, state.value)) == "O"
+    return tree.at((*route_of(axis), state.value)) == "O"
 
 
 def _obeys_offload(raw: SpecRaw, factors: Sequence[Factor], findings: Findings) -> None:

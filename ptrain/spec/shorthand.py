@@ -8,31 +8,22 @@ A short form that cannot be written out stays as it is and gives a fault.
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 from ptrain.costs import PLACED
 from ptrain.errors import Fault
 from ptrain.spec import schedule_file, slips
-from ptrain.spec.axis import DATA_AXES, TOKEN_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, Axis
 from ptrain.spec.dials import Reshard
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
-from ptrain.spec.text import Route, SourceMark, Tree, flow
+from ptrain.spec.text import Route, SourceMark, Tree
+from ptrain.spec.tuples import POLICIES, WORDS, Mapping, Report, expand_tuples, policy_of
 
-Mapping = dict[str, object]
 _DATA = tuple(axis.value for axis in DATA_AXES)
 _AUTO = "auto"
 _OPEN, _CHOOSE = "auto: a run has one, and only a search chooses it", "ptrain select SPEC"
 _RESHARD = ("sync", "reshard_after_forward")
-POLICIES = (
-    "sync",
-    "tensor",
-    "pipeline",
-    "context",
-    "recompute",
-)  # sections of a strategy beside its tuples
 
 
 def expand_shorthands(tree: Tree) -> list[Fault]:
@@ -48,7 +39,7 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
     _reshard(tree, root, fault)
     named = _whole_placement(root, fault)
     if not named:
-        _tuples(tree, root, fault)
+        expand_tuples(tree, root.get("placement"), fault)
     _data_degree(root, fault)
     _small_forms(root)
     _schedule_file(tree, root, fault)
@@ -64,10 +55,7 @@ def mark_of(tree: Tree, route: Route, *, key: bool = False) -> SourceMark:
     return table.get(route, SourceMark(source=tree.source))
 
 
-_Report = Callable[..., None]
-
-
-def _whole_placement(root: Mapping, fault: _Report) -> bool:
+def _whole_placement(root: Mapping, fault: Report) -> bool:
     """`placement: NAME`: all tuples of the strategy, and its policies."""
     name = root.get("placement")
     if not isinstance(name, str):
@@ -86,7 +74,7 @@ def _whole_placement(root: Mapping, fault: _Report) -> bool:
     root["placement"] = tuples
     _sits_right(root.get("mesh"), name, tuple(tuples), fault)
     for section in POLICIES:
-        policy, written = _policy(tree_named.root, section), root.setdefault(section, {})
+        policy, written = policy_of(tree_named.root, section), root.setdefault(section, {})
         if isinstance(written, dict) and not (section == "recompute" and _says_what(written)):
             for key, value in policy.items():
                 written.setdefault(key, value)
@@ -109,7 +97,7 @@ def _axis_missing(text: str, root: Mapping) -> tuple[str, str] | None:
     )
 
 
-def _sits_right(mesh: object, name: str, axes: tuple[str, ...], fault: _Report) -> None:
+def _sits_right(mesh: object, name: str, axes: tuple[str, ...], fault: Report) -> None:
     if not isinstance(mesh, dict) or "dp" in mesh:
         return
     present = [axis for axis in mesh if mesh[axis] != 1 and axis in set(Axis)]
@@ -119,111 +107,17 @@ def _sits_right(mesh: object, name: str, axes: tuple[str, ...], fault: _Report) 
         return
     degree = mesh[wrong[0]] if wrong else 2
     mesh_text = ", ".join(f"{axis}: {mesh.get(axis, degree)}" for axis in axes)
+    by_axis = ", ".join(f"{axis}: {name}" for axis in present)
+    is_tuple = len(axes) == 1 and axes[0] in _DATA and {*wrong} <= {*EXPERT_AXES}
     fault(
         ("placement",),
         f"{name} sits on {' and '.join(axes)}; the mesh has {', '.join(present)}",
-        f"write mesh: {{{mesh_text}}}, or give one tuple per axis",
+        f"write mesh: {{{mesh_text}}}, or "
+        + (f"placement: {{{by_axis}}}" if is_tuple else "give one tuple per axis"),
     )
 
 
-def _tuples(tree: Tree, root: Mapping, fault: _Report) -> None:
-    placement = root.get("placement")
-    if not isinstance(placement, dict) or _cut_at_commas(tree, placement, fault):
-        return
-    for axis, value in placement.items():
-        route = ("placement", axis)
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, list):
-            continue
-        modes = [part.strip() if isinstance(part, str) else part for part in parts]
-        if isinstance(value, list) or len(modes) > 1 or modes[0] in KEPT_MEANINGS:
-            if len(modes) == len(PLACED):
-                placement[axis] = dict(zip(map(str, PLACED), modes, strict=True))
-            else:
-                finding = f"a tuple has 4 modes, for Θ, Ω, G, A; got {len(modes)}"
-                fault(route, finding, f"write four: {axis}: [{', '.join(_usual(axis))}]")
-        else:
-            _named_tuple(placement, axis, str(value), fault)
-
-
-def _cut_at_commas(tree: Tree, placement: Mapping, fault: _Report) -> bool:
-    """`{dp_shard: S*,S,M,R}`: within braces YAML reads the modes after a comma as keys, which stand
-    behind their axis."""
-    keys = list(placement)
-    strays = [key for key in keys if key in KEPT_MEANINGS and placement[key] is None]
-    if not strays:
-        return False
-    first = keys.index(strays[0])
-    axis, route = (keys[first - 1], ("placement", keys[first - 1])) if first else (_DATA[1], ())
-    modes = _modes_at(tree.values.get(route)) or [
-        str(placement[axis]) if first else "",
-        *itertools.takewhile(strays.__contains__, keys[first:]),  # of equal keys the first is left
-    ]
-    if len(modes) != len(PLACED):
-        modes = _usual(axis)
-    fault(
-        ("placement",),
-        "within { } a comma ends the value, so the modes after it are keys",
-        f"write a list: {{{axis}: [{', '.join(modes)}]}}",
-        route,
-    )
-    return True
-
-
-def _usual(axis: str) -> list[str]:
-    """Return a legal tuple of the axis, as an example."""
-    if axis == Axis.DP_REPLICATE:
-        return ["R"] * len(PLACED)
-    if axis in TOKEN_AXES:
-        return ["R", "R", "R", "S"]
-    return ["S*" if axis == Axis.DP_SHARD else "S", "S", "S", "R"]
-
-
-def _modes_at(mark: SourceMark | None) -> list[str]:
-    """The tuple that begins there, if the line has all of it."""
-    rest = mark.text[mark.column - 1 :].split("}")[0] if mark and mark.line else ""
-    modes = [part.strip() for part in rest.split(",")][: len(PLACED)]
-    return modes if all(mode in KEPT_MEANINGS for mode in modes) else []
-
-
-def _named_tuple(placement: Mapping, axis: str, name: str, fault: _Report) -> None:
-    route = ("placement", axis)
-    tree = strategy(name)
-    if tree is None:
-        fault(route, *missing(name, "strategy", "strategies"))
-        return
-    assert isinstance(tree.root, dict), "a strategy's file is a mapping"
-    tuples = tree.root["placement"]
-    home, alone = list(tuples), f"placement: {name}"
-    is_alone, has_policy = len(placement) == 1, any(key in tree.root for key in POLICIES)
-    if len(home) > 1:
-        remedy = alone if is_alone else _written_out(tree.root)
-        fault(route, f"{name} spans {' and '.join(home)}", f"write {remedy}")
-    elif axis not in (home[0], "dp"):
-        remedy = f"placement: {{{home[0]}: {name}}}"
-        if has_policy:
-            remedy = alone if is_alone else _written_out(tree.root)
-        remedy = f"write {remedy} and mesh: {{{home[0]}: N}}"
-        fault(route, f"{name} sits on {home[0]}, not on {axis}", remedy)
-    elif has_policy:
-        either = f"{alone}, or " * is_alone  # the name would say of no other axis
-        remedy = f"write {either}{_written_out(tree.root)}"
-        fault(route, f"{name} is more than a tuple", remedy)
-    else:
-        placement[axis] = copy.deepcopy(tuples[home[0]])
-
-
-def _written_out(strategy: Mapping) -> str:
-    """Return a strategy's tuples and policies as they are written beside those of other axes."""
-    tuples = strategy["placement"]
-    assert isinstance(tuples, dict), "a strategy places its axes"
-    parts = [f"placement.{axis}: [{', '.join(modes.values())}]" for axis, modes in tuples.items()]
-    sections = (key for key in POLICIES if key in strategy)
-    parts += [f"{section}: {flow(_policy(strategy, section))}" for section in sections]
-    return " and ".join(parts)
-
-
-def _data_degree(root: Mapping, fault: _Report) -> None:
+def _data_degree(root: Mapping, fault: Report) -> None:
     """`mesh: {dp: N}` becomes dp_replicate or dp_shard, by its tuple."""
     mesh, placement = root.get("mesh"), root.get("placement")
     if mesh == _AUTO:
@@ -270,7 +164,7 @@ def _homes(placement: Mapping) -> list[str]:
     return [_DATA[0] if replicated else _DATA[1]]
 
 
-def _reshard(tree: Tree, root: Mapping, fault: _Report) -> None:
+def _reshard(tree: Tree, root: Mapping, fault: Report) -> None:
     """`reshard` is another word for a key of `sync`, and stands above a strategy's policy."""
     value, policy = root.get("reshard"), root.get("sync", {})
     if not (isinstance(value, int) or value in list(Reshard)) or not isinstance(policy, dict):
@@ -301,7 +195,7 @@ def _small_forms(root: Mapping) -> None:
         root["reduce_scatter"] = "all_to_all" if via is True else "native"
 
 
-def _schedule_file(tree: Tree, root: Mapping, fault: _Report) -> None:
+def _schedule_file(tree: Tree, root: Mapping, fault: Report) -> None:
     """`pipeline: {schedule: FILE.csv}`: the rows of the file, so that what ran can be rerun from
     its spec alone. A relative one stands beside the spec; one of the command line, where that is.
     """
@@ -323,24 +217,15 @@ def _schedule_file(tree: Tree, root: Mapping, fault: _Report) -> None:
     pipeline["schedule"] = lines
 
 
-_WORDS = {"recompute": "policy", "loss": "kind"}
-
-
 def _words(tree: Tree, root: Mapping) -> None:
     """`recompute: full` is {policy: full}; what is no word, the grammar refuses as one."""
-    for section, key in _WORDS.items():
+    for section, key in WORDS.items():
         value = root.get(section)
         if isinstance(value, str | bool | int | float):
             root[section] = {key: value}
             for table in (tree.keys, tree.values):
                 if (section,) in table:
                     table[(section, key)] = table[(section,)]
-
-
-def _policy(strategy: Mapping, section: str) -> Mapping:
-    """What a strategy's file says in a section, a word written out."""
-    value = strategy.get(section, {})
-    return value if isinstance(value, dict) else {_WORDS[section]: value}
 
 
 def _says_what(recompute: Mapping) -> bool:

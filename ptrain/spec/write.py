@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ptrain.costs import PLACED
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import EXPERT_AXES, Axis, Factor
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.leaf import Leaf
@@ -16,7 +16,7 @@ from ptrain.spec.model import FAMILIES, ExternalModel, HuggingFaceModel, ModelSh
 from ptrain.spec.names import listing
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import OF_EXPERTS, Tier
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
 from ptrain.spec.section import Section, keys
 from ptrain.spec.spec import Spec
@@ -44,10 +44,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         "name": spec.name,
         "model": _model(spec.model),
         "mesh": {factor.axis.value: factor.degree for factor in spec.factors},
-        "placement": {
-            factor.axis.value: {str(state): str(factor.placement[state]) for state in PLACED}
-            for factor in spec.factors
-        },
+        "placement": {factor.axis.value: _tuples(factor) for factor in spec.factors},
         "precision": _precision(spec.precision),
         "batch": {
             "global": spec.batch.global_samples,
@@ -58,6 +55,14 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
     }
     cluster = {"cluster": section(spec.cluster)} if spec.cluster else {}
     return {**first, **said, **cluster, **kept(spec)}
+
+
+def _tuples(factor: Factor) -> dict[str, object]:
+    """A tuple, or on an axis that gives ranks their experts both."""
+    modes: dict[str, object] = {str(state): str(factor.placement[state]) for state in PLACED}
+    if factor.axis not in EXPERT_AXES:
+        return modes
+    return {"experts": {str(state): str(OF_EXPERTS[state]) for state in PLACED}, "rest": modes}
 
 
 def section(values: object) -> dict[str, object]:

@@ -69,7 +69,8 @@ class CodedTrace:
             case Boundary(mark, unit):
                 name = self.units[unit][0]
                 return _SIGNS[mark] + (name.replace(layer, "*") if layer else name)
-            case Completion(parameter, storage, cloned):
+            case Completion(parameter, storage, cloned, freed):
+                assert not freed, "no built-in model's gradient is copied from what goes at once"
                 name = parameter.replace(f"{layer}.", "blocks.*.") if layer else parameter
                 return [name, self.size(storage), int(cloned)]
 

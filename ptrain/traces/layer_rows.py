@@ -151,8 +151,8 @@ class TracedLayers:
             match item:
                 case Boundary(mark, unit):
                     yield mark, _pattern(self.units[unit][0], layer)
-                case Complete(parameter, size, cloned):
-                    yield _pattern(parameter, layer), size, cloned
+                case Complete(parameter, size, cloned, beside):
+                    yield _pattern(parameter, layer), size, cloned, beside
                 case _:
                     yield item
 

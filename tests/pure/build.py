@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ptrain.derivation.tables import Setting
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
+from ptrain.spec.axis import SAMPLE_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
@@ -60,7 +60,7 @@ def make_spec(
     )
     data_degree = 1
     for factor in factors:
-        data_degree *= factor.degree if factor.axis in DATA_AXES else 1
+        data_degree *= factor.degree if factor.axis in SAMPLE_AXES else 1
     whole = all(str(factor.placement.gradients) == "R" for factor in factors)
     default = SyncPolicy(gradients=GradientSync.LAST if whole else GradientSync.EVERY)
     return Spec(

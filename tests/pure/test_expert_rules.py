@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from ptrain.algebra.legality import check
+from ptrain.algebra.legality import check, executed
+from ptrain.axes.data.rules import DATA
+from ptrain.axes.expert.rules import EXPERT
+from ptrain.costs import PLACED
 from ptrain.derivation.throughput import token_operations
 from ptrain.errors import Fault, SpecError
 from ptrain.facts.parameters import facts
+from ptrain.spec.axis import Axis
 from ptrain.spec.block import Bias
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
+from ptrain.spec.model import HuggingFaceModel
+from ptrain.spec.placement import MODES, Placement, R
 from tests.gloo.expert_cases import spec_of
-from tests.pure.build import ODD_SHAPE, make_spec
+from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, make_spec, tuple_of
+
+ADAMW, STATELESS = OptimizerSpec(name="adamw"), OptimizerSpec(name="sgd")
+MUON = OptimizerSpec(name="muon", momentum=0.95)
+TUPLES = [
+    Placement(parameters=theta, optimizer=omega, gradients=gradients, activations=activations)
+    for theta, omega, gradients, activations in product(MODES, repeat=4)
+]
+SHAPE = replace(ODD_SHAPE, experts=6, experts_per_token=2)
 
 
 @pytest.mark.parametrize(
@@ -81,3 +97,111 @@ def test_muon_waits_for_matrices_that_share_a_tensor():
         spec_of("top-1", {"dp_shard": "muon"}, optimizer={"name": "muon", "lr": 1e-3})
     fault = refused.value.faults[0]
     assert fault.place == "optimizer.name" and "muon for experts" in fault.finding
+
+
+# ---- the tuple on ep of all but the experts
+
+
+@pytest.mark.parametrize(("optimizer", "legal"), [(STATELESS, 95), (ADAMW, 80), (MUON, 24)])
+def test_95_of_625_tuples_are_legal_and_80_with_an_optimizer_that_keeps_state(optimizer, legal):
+    kept = [legal for legal in TUPLES if not any(EXPERT.broken(legal, optimizer))]
+    assert len(TUPLES) == 625 and len(kept) == legal
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
+def test_a_tuple_is_legal_on_ep_where_it_is_on_a_data_axis_and_a_is_whole(optimizer):
+    for placement in TUPLES:
+        is_legal = placement.activations == R and not any(DATA.broken(placement, optimizer))
+        assert is_legal is not any(EXPERT.broken(placement, optimizer))
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])
+def test_the_nearest_tuple_on_ep_is_legal_and_a_legal_one_is_its_own(optimizer):
+    for placement in TUPLES:
+        nearest = EXPERT.nearest(placement, optimizer)
+        assert not any(EXPERT.broken(nearest, optimizer))
+        assert (nearest == placement) is not any(EXPERT.broken(placement, optimizer))
+
+
+@pytest.mark.parametrize("rule", EXPERT.tuples, ids=lambda rule: rule.name)
+def test_every_rule_about_tuples_on_ep_refuses_some_tuple_alone(rule):
+    assert any(
+        [*EXPERT.broken(placement, optimizer)] == [rule]
+        for optimizer in (ADAMW, STATELESS, MUON)
+        for placement in TUPLES
+    )
+
+
+def test_what_is_refused_on_ep_names_its_theorem_and_the_nearest_as_a_file_has_it():
+    for placement in TUPLES:
+        spec = make_spec({Axis.EP: (2, placement)}, model=SHAPE, clip=None)
+        faults = [fault for fault in check(spec) if "nearest legal" in fault.remedy]
+        broken = [*EXPERT.broken(placement, ADAMW)]
+        nearest = EXPERT.nearest(placement, ADAMW)
+        for rule, fault in zip(broken, faults, strict=True):
+            said = f"({placement}) on ep: {rule.message}; it breaks {rule.theorem}"
+            assert (fault.place, fault.finding) == ("placement.ep", said)
+            written = fault.remedy.removeprefix("nearest legal: ep: ")
+            assert written == as_mapping(nearest)
+
+
+def test_the_nearest_tuple_is_written_as_a_file_may_have_it():
+    for written in {as_mapping(EXPERT.nearest(placement, ADAMW)) for placement in TUPLES}:
+        overrides = ["model.preset=moe-tiny", "mesh={ep: 2}", f"placement={{ep: {written}}}"]
+        assert as_mapping(load("zero3", overrides).spec.factors[0].placement) == written
+
+
+def as_mapping(placement: Placement) -> str:
+    return f"{{{', '.join(f'{state}: {placement[state]}' for state in PLACED)}}}"
+
+
+@pytest.mark.parametrize("kept", ["S", "S*", "M", "O"])
+def test_activations_on_ep_are_those_of_a_ranks_own_samples(kept):
+    (fault,) = check(make_spec({Axis.EP: (2, tuple_of(f"R,R,R,{kept}"))}, model=SHAPE))
+    assert fault.place == "placement.ep" and "Theorem 3" in fault.finding
+    assert "activations: M at the top of the spec" in fault.finding
+    assert fault.remedy.endswith("ep: {parameters: R, optimizer: R, gradients: R, activations: R}")
+
+
+# ---- the degree, the mesh, the model
+
+
+@pytest.mark.parametrize(
+    ("model", "degree", "finding", "remedy"),
+    [
+        (SHAPE, 4, "4 ranks do not divide 6 experts", "choose ep from 1, 2, 3, 6"),
+        (SHAPE, 12, "12 ranks do not divide 6 experts", "choose ep from 1, 2, 3, 6"),
+        (ODD_SHAPE, 2, "the model has no experts that ranks of ep could have",
+         "write model.experts, or dp_shard in place of ep"),
+    ],
+)  # fmt: skip
+def test_ranks_have_as_many_experts(model, degree, finding, remedy):
+    spec = make_spec({Axis.EP: (degree, WHOLE)}, model=model)
+    assert check(spec) == (Fault(place="mesh.ep", finding=finding, remedy=remedy),)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 6])
+def test_every_degree_that_divides_the_experts_is_legal(degree):
+    assert check(make_spec({Axis.EP: (degree, WHOLE)}, model=SHAPE)) == ()
+
+
+def test_a_token_goes_to_no_more_experts_than_there_are_whatever_ep_is():
+    spec = make_spec({Axis.EP: (2, WHOLE)}, model=replace(SHAPE, experts_per_token=7))
+    assert [fault.place for fault in check(spec)] == ["model.experts_per_token"]
+
+
+@pytest.mark.parametrize("inner", [Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP])
+def test_ep_is_inside_the_axes_along_which_experts_are_summed(inner):
+    placement = tuple_of("R,R,R,S") if inner is Axis.CP else WHOLE
+    spec = make_spec({Axis.EP: (2, WHOLE), inner: (2, placement)}, model=SHAPE)
+    assert not check(spec)
+    assert [(fault.place, fault.remedy) for fault in executed(spec) if inner in fault.place] == [
+        (f"mesh.{inner}", f"write {inner} before ep: the mesh is outermost first")
+    ]
+
+
+def test_experts_of_a_model_that_is_not_built_in_are_not_spread():
+    model = HuggingFaceModel(hf="MixtralForCausalLM", config={"vocab_size": 259})
+    spec = make_spec({Axis.EP: (2, GATHERED)}, model=model)
+    (fault,) = (*check(spec), *executed(spec))
+    assert fault.place == "mesh.ep" and "of a model that is not built in" in fault.finding

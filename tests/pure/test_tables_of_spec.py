@@ -355,8 +355,6 @@ def test_a_value_of_one_of_several_kinds_is_told_all_that_it_may_be():
     wanted = {place: each.wanted for place, each in KEYS.items() if isinstance(each, Either)}
     assert wanted == {
         "model.config": "a mapping, or the name of a JSON file",
-        "placement.ep.experts": "a name or a tuple",
-        "placement.ep.rest": "a name or a tuple",
         "batch.global": "an integer in 1..2147483647 (samples), or tokens like 4M tokens",
         "sync.reshard_after_forward": reshard,
         "reduce_scatter": "native or all_to_all",

@@ -87,6 +87,21 @@ def test_one_device_keeps_what_forward_leaves_and_the_gradients():
     assert found[Phase.UPDATE] == 3 * 400
 
 
+@pytest.mark.parametrize(
+    "mesh", [{}, {Axis.DP_REPLICATE: (2, WHOLE)}, {Axis.DP_SHARD: (2, ZERO_2)}]
+)
+def test_a_copy_of_a_gradient_stands_beside_what_it_is_made_of(mesh):
+    """The copy is made 700 bytes above where it is complete, and is all that happens."""
+    facts = small()
+    backward: list[Item] = [Boundary(Mark.PRE_BACKWARD, ROOT)]
+    backward += [Run(700, 0), Complete("root.0", 400, cloned=True, beside=700), Run(0, 0)]
+    backward += [Boundary(Mark.POST_BACKWARD, ROOT)]
+    facts = replace(facts, timeline=Timeline(forward=_quiet(facts), backward=tuple(backward)))
+    spec = make_spec(mesh, clip=None, model=BY_HAND)
+    quiet = peaks(spec, facts)[Phase.FORWARD]
+    assert peaks(spec, facts)[Phase.BACKWARD] == quiet + 700 + 400
+
+
 def test_later_micro_batches_add_to_gradients_that_live():
     spec = make_spec({}, clip=None, accumulate=2, model=BY_HAND)
     found = peaks(spec, small())

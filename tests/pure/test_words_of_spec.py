@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from ptrain.errors import Fault, SpecError
-from ptrain.spec import check, leaf_mode, load, overrides, resolve_sections, shorthand, slips
+from ptrain.spec import check, leaf_mode, load, overrides, resolve_sections, slips, tuples
 from ptrain.spec.activations import LossRaw, RecomputeRaw
 from ptrain.spec.batch import MAX_SAMPLES
 from ptrain.spec.grammar import SpecRaw
@@ -335,7 +335,7 @@ def test_a_fault_in_these_sections_silences_findings_about_those():
 
 
 def test_short_forms_have_their_keys():
-    assert shorthand.POLICIES == ("sync", "tensor", "pipeline", "context", "recompute")
+    assert tuples.POLICIES == ("sync", "tensor", "pipeline", "context", "recompute")
     wrong = faults(recompute="fulll", loss="fussed", reshard=1)
     assert set(wrong) == {"recompute.policy", "loss.kind", "sync.reshard_after_forward"}
     assert loaded(placement={"dp": "S*,S,S,R"}, mesh={"dp": 2}) == loaded()

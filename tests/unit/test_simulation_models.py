@@ -34,13 +34,58 @@ def reading() -> nn.Module:
     return Reading(10, 2, 259)
 
 
+class Products(nn.Module):
+    """Multiplies with matrices transposed, as experts with places do: their gradient, which is most
+    of the model, is copied by autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 64, 259))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_ENC = x_BTC.flatten(0, 1).expand(3, -1, -1)
+        return x_BTC + (x_ENC @ self.weight.mT).mean((0, -1)).view_as(x_BTC[..., :1])
+
+
+class Transposed(Necks):
+    """Ends in such products."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 2, 259)
+        self.products = Products()
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits_BTV: Tensor = self.products(super().forward(tokens_BT))
+        return logits_BTV
+
+
+def transposed() -> nn.Module:
+    return Transposed()
+
+
+class Scaled(Necks):
+    """Has a matrix of its own, beside those of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 2, 259)
+        self.mixing = nn.Parameter(torch.eye(259))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits_BTV: Tensor = super().forward(tokens_BT) @ self.mixing
+        return logits_BTV
+
+
+def scaled() -> nn.Module:
+    return Scaled()
+
+
 def of_class() -> Spec:
     pytest.importorskip("transformers")
     return load("zero3", [f"model={{hf: LlamaForCausalLM, config: {CONFIG}}}", BATCH]).spec
 
 
-def of_user(target: str) -> Spec:
-    return load("zero3", [f"model={{target: '{target}'}}", BATCH, "device=cpu"]).spec
+def of_user(target: str, strategy: str = "zero3") -> Spec:
+    return load(strategy, [f"model={{target: '{target}'}}", BATCH, "device=cpu"]).spec
 
 
 def assert_as_derived(spec: Spec) -> None:
@@ -67,6 +112,15 @@ def test_without_its_patch_transformers_makes_a_mask_for_samples_that_may_be_pac
 
 def test_a_model_of_the_user_is_simulated() -> None:
     assert_as_derived(of_user("tests.models_external:necks"))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+def test_a_copy_of_a_gradient_stands_beside_what_it_is_made_of(strategy: str) -> None:
+    assert_as_derived(of_user("tests.unit.test_simulation_models:transposed", strategy))
+
+
+def test_what_a_module_has_itself_is_the_last_that_fsdp2_lists() -> None:
+    assert_as_derived(of_user("tests.unit.test_simulation_models:scaled"))
 
 
 def test_without_leave_nothing_of_the_user_is_imported() -> None:

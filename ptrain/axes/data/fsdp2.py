@@ -8,6 +8,7 @@ which a name ends sooner (`release_all_gather_state_for_comm_reuse`,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptrain.version import counted_torch
@@ -44,3 +45,19 @@ HABITS = {
 def habits() -> Habits:
     """Return what FSDP2 does in the torch whose bytes are counted."""
     return HABITS[counted_torch()]
+
+
+def listed(names: Sequence[str], start: int = 0) -> list[str]:
+    """Return a unit's parameters as `fully_shard` lists them (`_fsdp_init._get_managed_modules`):
+    a module's own behind those of the modules within it. In `names` they stand in front, as in
+    torch's `named_parameters`; the modules around are named in the first `start` letters."""
+    own: list[str] = []
+    within: dict[str, list[str]] = {}
+    for name in names:
+        end = name.find(".", start)
+        if end < 0:
+            own.append(name)
+        else:
+            within.setdefault(name[:end], []).append(name)
+    inner = (listed(of_module, len(module) + 1) for module, of_module in within.items())
+    return [*(name for part in inner for name in part), *own]

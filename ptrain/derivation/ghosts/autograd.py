@@ -24,6 +24,12 @@ def kept(gradient: Complete) -> int:
     return gradient.size if gradient.cloned else 0
 
 
+def rise(gradient: Complete) -> int:
+    """Return the bytes that come for a moment where a first gradient is kept: a copy stands beside
+    what it is made of."""
+    return gradient.beside + gradient.size if gradient.cloned else 0
+
+
 def added(gradient: Complete) -> int:
     """Return the bytes that come (negative: go) where one is added to what is kept."""
     return 0 if gradient.cloned else -gradient.size

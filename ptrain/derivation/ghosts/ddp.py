@@ -94,7 +94,7 @@ class Replicated(Local):
     def complete(self, gradient: Complete) -> None:
         """A full bucket is reduced while the gradient that filled it still lives."""
         if gradient.cloned and self.copies:
-            self.tape.spike(gradient.size)
+            self.tape.spike(autograd.rise(gradient))
         dtype = self.scene.plan.update.layout.gradients
         if self.copies:
             self.tape.computed(OperatorKind.COPY, dtype, 2 * gradient.size)

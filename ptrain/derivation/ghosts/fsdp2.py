@@ -7,19 +7,20 @@ the reduction. What torch's versions do otherwise is `axes.data.fsdp2`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import padded_rows
-from ptrain.axes.data.fsdp2 import habits
+from ptrain.axes.data.fsdp2 import habits, listed
 from ptrain.costs import Collective, State
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.fsdp2_gathers import Gathers
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes
 from ptrain.derivation.tape import Scene
+from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.wraps import FullyShard
@@ -34,7 +35,8 @@ class FullySharded(InPlaceUpdate):
     def __init__(self, scene: Scene, step: FullyShard, wrapping: InPlace) -> None:
         self.scene, self.tape, self.step, self.wrapping = scene, scene.tape, step, wrapping
         self.ranks = ranks_over(scene.spec, step.shard_axes)
-        padded = _padded(scene, self.ranks)
+        self.listed = [_listed(unit) for unit in scene.units]
+        padded = _padded(self.listed, self.ranks)
         self.gathers = Gathers(scene, step, padded)
         layout = scene.plan.update.layout
         self.e_parameters, self.e_reduced = layout.parameters.itemsize, layout.reduced.itemsize
@@ -45,7 +47,7 @@ class FullySharded(InPlaceUpdate):
         self.reduced = [size * layout.reduced.itemsize for size in totals]
         self.kept = [size * layout.gradients.itemsize for size in totals]
         self.unit_of = scene.unit_of()
-        self.last_tensors = {u.tensors[-1].name for u in scene.units if u.tensors}
+        self.last_tensors = {tensors[-1].name for tensors in self.listed if tensors}
         num_units = len(totals)
         self.root = num_units - 1
         self.has_shard = [False] * num_units
@@ -113,10 +115,12 @@ class FullySharded(InPlaceUpdate):
             return
         if self.habits.casts_on_arrival and self.casts_before and not self.reduces:
             size = gradient.size // self.e_parameters * self.e_reduced
-            self.tape.add(size)
-            self.tape.add(autograd.added(gradient))
+            self.tape.spike(autograd.rise(gradient))
+            self.tape.add(autograd.kept(gradient) + size)
+            self.tape.add(-gradient.size)
             self.fresh[unit][gradient.parameter] = size
             return
+        self.tape.spike(autograd.rise(gradient))
         self.tape.add(autograd.kept(gradient))
         self.fresh[unit][gradient.parameter] = gradient.size
         if self.habits.names_last_gradient and gradient.parameter in self.last_tensors:
@@ -160,7 +164,7 @@ class FullySharded(InPlaceUpdate):
         """Unreduced gradients wait in the dtype of the reduction; torch casts them in the order of
         the parameters, whatever order they came in."""
         fresh = self.fresh[unit]
-        for tensor in self.scene.units[unit].tensors:
+        for tensor in self.listed[unit]:
             size = fresh.get(tensor.name, 0)
             cast = size // self.e_parameters * self.e_reduced
             self.tape.add(cast)
@@ -250,10 +254,19 @@ class FullySharded(InPlaceUpdate):
         )
 
 
-def _padded(scene: Scene, ranks: int) -> list[list[int]]:
+def _listed(unit: UnitFacts) -> list[TensorFacts]:
+    """Return a unit's tensors as FSDP2 lists them."""
+    tensors = {tensor.name: tensor for tensor in unit.tensors}
+    return [tensors[name] for name in listed([*tensors])]
+
+
+def _padded(units: Sequence[Sequence[TensorFacts]], ranks: int) -> list[list[int]]:
     """Elements of one rank's padded part of every tensor, by unit."""
     rows: dict[Shapes, list[int]] = {}
-    for unit in scene.units:
-        if unit.shapes not in rows:
-            rows[unit.shapes] = [padded_rows(shape, ranks) for shape in unit.shapes]
-    return [rows[unit.shapes] for unit in scene.units]
+    padded: list[list[int]] = []
+    for tensors in units:
+        shapes = tuple([tensor.shape for tensor in tensors])
+        if shapes not in rows:
+            rows[shapes] = [padded_rows(shape, ranks) for shape in shapes]
+        padded.append(rows[shapes])
+    return padded

@@ -58,6 +58,7 @@ class Local(InPlaceUpdate):
     def complete(self, gradient: Complete) -> None:
         dtype = self.scene.plan.update.layout.gradients
         if self.is_first:
+            self.tape.spike(autograd.rise(gradient))
             self.tape.add(autograd.kept(gradient))
             autograd.keeps(self.tape, dtype, gradient)
         else:
