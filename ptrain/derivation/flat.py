@@ -25,8 +25,10 @@ from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
+from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook, OperatorKind
+from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Complete, Kind, Mark
 
@@ -162,14 +164,16 @@ class Flat:
             self.tape.repeat(times if self.tape.is_reading else 1, turn)
 
     def _states(self) -> list[UnitState[Ghost]]:
-        step, layout = self.step, self.scene.plan.update.layout
-        cut = (*step.parameters, *step.optimizer, *step.gradients)
+        layout = self.scene.plan.update.layout
+        steps = [flat_step_of(self.scene.plan, unit) for unit in self.used]
+        kinds = [(unit.numel, cut_axes(step)) for unit, step in zip(self.used, steps, strict=True)]
         cuts = {
-            unit.numel: Cuts(self.room, unit.numel, cut, step.reduce_scatter) for unit in self.used
+            (numel, axes): Cuts(self.room, numel, axes, self.step.reduce_scatter)
+            for numel, axes in dict.fromkeys(kinds)
         }
         return [
-            UnitState(members, cuts[unit.numel], step, layout)
-            for members, unit in zip(self.members, self.used, strict=True)
+            UnitState(members, cuts[kind], step, layout)
+            for members, kind, step in zip(self.members, kinds, steps, strict=True)
         ]
 
     def _update(self) -> RepeatedUpdate:
@@ -324,6 +328,19 @@ class Flat:
         """Gathers that were issued during the update are awaited."""
         self.units.finish_update()
         self.units.clear_gradients()
+
+
+def flat_step_of(plan: Plan, unit: UnitFacts) -> FlatUnits:
+    """Return how a unit of a plan of flat units is wrapped."""
+    step = plan.wrap_of(unit.modules)
+    assert isinstance(step, FlatUnits), "without an axis flat units are flat units"
+    return step
+
+
+def cut_axes(step: FlatUnits) -> tuple[Axis, ...]:
+    """The axes along which any state is a shard, in mesh order."""
+    cut = {*step.parameters, *step.optimizer, *step.gradients}
+    return tuple(axis for axis in step.axes if axis in cut)
 
 
 def _do(act: Callable[[Any], None], items: Iterable[Any]) -> None:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import padded_flat
 from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
-from ptrain.derivation.flat import SCALE_BYTES, Flat
+from ptrain.derivation.flat import SCALE_BYTES, Flat, cut_axes, flat_step_of
 from ptrain.derivation.ghosts.wrapping import micro_batches
 from ptrain.derivation.optimizer_state import needs_whole_tensors
 from ptrain.derivation.tape import Account, Scene, Tape
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.rooms.ghost import Ghost
-from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -41,7 +40,7 @@ class FlatRows:
 def flat_rows(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> FlatRows:
     """Return them of all units, one of each kind of which is played."""
     sizes, sent = Sizes(), list[Traffic]()
-    for unit, times in _kinds(spec, facts):
+    for unit, times in _kinds(spec, plan, facts):
         account = Account(spec, times)
         for key, size in _play(spec, plan, wrap, facts, unit, account).items():
             sizes[key] += times * size
@@ -61,12 +60,13 @@ def _footprints(sizes: Sizes) -> Iterator[Footprint]:
         )
 
 
-def _kinds(spec: Spec, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
+def _kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
     """One unit of each kind, and how many there are of it: they keep and send the same."""
     kinds: dict[Hashable, list[UnitFacts]] = {}
     for unit in facts.units:
         if unit.numel:
-            kinds.setdefault(_kind(spec, unit), []).append(unit)
+            kind = _kind(spec, unit), plan.is_apart(unit.modules)
+            kinds.setdefault(kind, []).append(unit)
     return ((units[0], len(units)) for units in kinds.values())
 
 
@@ -116,16 +116,13 @@ def _sizes(held: Iterable[tuple[State, Ghost]]) -> Sizes:
     return sizes
 
 
-def flat_buffers(spec: Spec, wrap: FlatUnits, facts: ModelFacts) -> Counter[int]:
+def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
     """Elements of the units' flat buffers, padded for all the axes that cut any state."""
-    ranks = ranks_over(spec, cut_axes(wrap))
-    return Counter(padded_flat(unit.numel, ranks) for unit in facts.units if unit.numel)
-
-
-def cut_axes(wrap: FlatUnits) -> tuple[Axis, ...]:
-    """The axes along which any state is a shard, in mesh order."""
-    cut = {*wrap.parameters, *wrap.optimizer, *wrap.gradients}
-    return tuple(axis for axis in wrap.axes if axis in cut)
+    return Counter(
+        padded_flat(unit.numel, ranks_over(spec, cut_axes(flat_step_of(plan, unit))))
+        for unit in facts.units
+        if unit.numel
+    )
 
 
 def scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:

@@ -1,4 +1,4 @@
-"""The tensor axis in the exact column: each rank's own part of the model, and what tp sends.
+"""The cutting axes in the exact column: each rank's own part of the model, and what tp sends.
 
 The part is a model like any other, smaller: the data axes derive its costs as they do a whole
 model's. What the operators send is counted here, call by call.
@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from ptrain.algebra.layout import place_of, ranks_over
 from ptrain.axes.context.part import ContextPart, part_at
+from ptrain.axes.expert.part import with_own_experts
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.costs import Cut, ModuleRoles, cut_dims, slices
@@ -107,6 +108,8 @@ def units_by_place(
     so."""
     axes, step = plan.cutting_axes, plan.tensor
     places = range(ranks_over(spec, axes))
+    if plan.experts is not None:
+        facts = with_own_experts(facts, plan.experts, spec.degree(plan.experts.axis))
     if step is None:
         yield facts.units, tuple(places)
         return

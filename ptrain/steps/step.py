@@ -202,9 +202,13 @@ class Plan(PlanAxes, Worded):
     def wrap_of(self, unit: Sequence[str]) -> Wrap:
         """Return how a unit of these modules is wrapped: one of experts as the axes say that do not
         give ranks other experts."""
-        if self.experts is None or not self.experts.has(unit):
+        if self.experts is None or not self.is_apart(unit):
             return self.wrap
         return self.wrap.without(self.experts.axis)
+
+    def is_apart(self, unit: Sequence[str]) -> bool:
+        """Return whether a unit of these modules is one of experts."""
+        return self.experts is not None and self.experts.has(unit)
 
     def having(self, *steps: Step) -> Self:
         """The plan with these in the place of its steps of their kinds."""

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ptrain.algebra.layout import ranks_over
 from ptrain.costs import Footprint, Traffic
-from ptrain.derivation.flat import Flat
+from ptrain.derivation.flat import Flat, flat_step_of
 from ptrain.derivation.flat_rows import FlatRows, flat_buffers, flat_rows, scalars
 from ptrain.derivation.ghosts.unit_notes import accumulation, kept_root
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped
@@ -51,16 +51,17 @@ class Units:
         return scalars(self.wrapped.plan, self.step)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
-        spec, alone = self.wrapped.spec, ModelFacts(units=(unit,))
-        kept = (*self.step.updated, *self.step.gathered_gradients)
-        yield sum(flat_buffers(spec, self.step, alone).elements()) // ranks_over(spec, kept)
+        spec, plan, alone = self.wrapped.spec, self.wrapped.plan, ModelFacts(units=(unit,))
+        step = flat_step_of(plan, unit)
+        kept = (*step.updated, *step.gathered_gradients)
+        yield sum(flat_buffers(spec, plan, alone).elements()) // ranks_over(spec, kept)
 
     def notes(self) -> Iterator[str]:
         yield from accumulation(self.wrapped)
         yield from kept_root(self.wrapped)
         yield from self._update()
         facts = self.wrapped.facts
-        buffers = flat_buffers(self.wrapped.spec, self.step, facts)
+        buffers = flat_buffers(self.wrapped.spec, self.wrapped.plan, facts)
         if more := sum(size * times for size, times in buffers.items()) - facts.numel:
             elements_more = f"{more} element{'' if more == 1 else 's'} more"
             yield f"flat units are padded: {elements_more} than the model has"

@@ -11,14 +11,14 @@ from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 
-from ptrain.algebra.layout import ranks_over
-from ptrain.axes.data.costs import padded_rows
 from ptrain.axes.data.fsdp2 import habits, listed
 from ptrain.costs import Collective, State
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.fsdp2_gathers import Gathers
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes
+from ptrain.derivation.ghosts.one_device import Local
+from ptrain.derivation.ghosts.unit_shards import UnitShards, shards_of
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
@@ -34,10 +34,11 @@ class FullySharded(InPlaceUpdate):
 
     def __init__(self, scene: Scene, step: FullyShard, wrapping: InPlace) -> None:
         self.scene, self.tape, self.step, self.wrapping = scene, scene.tape, step, wrapping
-        self.ranks = ranks_over(scene.spec, step.shard_axes)
+        self.unwrapped = Local(scene, wrapping)
+        self.shards = [shards_of(scene.spec, scene.plan, unit) for unit in scene.units]
         self.listed = [_listed(unit) for unit in scene.units]
-        padded = _padded(self.listed, self.ranks)
-        self.gathers = Gathers(scene, step, padded)
+        padded = _padded(self.listed, self.shards)
+        self.gathers = Gathers(scene, step, self.shards, padded)
         layout = scene.plan.update.layout
         self.e_parameters, self.e_reduced = layout.parameters.itemsize, layout.reduced.itemsize
         self.casts_before = layout.reduced is not layout.parameters
@@ -69,6 +70,7 @@ class FullySharded(InPlaceUpdate):
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self.is_last = is_last
+        self.unwrapped.begin(is_first=is_first, is_last=is_last)
         self.reduces = is_last or self.step.sync.gradients is GradientSync.EVERY
         # between micro-batches in flight torch's root is told that backward is not over
         self.is_over = is_last or not self.is_pipelined
@@ -109,6 +111,9 @@ class FullySharded(InPlaceUpdate):
 
     def complete(self, gradient: Complete) -> None:
         unit = self.unit_of[gradient.parameter]
+        if not self.shards[unit].is_wrapped:
+            self.unwrapped.complete(gradient)
+            return
         if self.accumulates[unit]:
             self.tape.add(autograd.added(gradient))
             autograd.adds(self.tape, self.scene.plan.update.layout.parameters, gradient)
@@ -174,7 +179,7 @@ class FullySharded(InPlaceUpdate):
 
     def _reduce(self, unit: int) -> None:
         """The last gradient may outlive the others: where torch's loop variable still names it."""
-        whole, shard = self.reduced[unit] * self.ranks, self.reduced[unit]
+        whole, shard = self.reduced[unit] * self.shards[unit].ranks, self.reduced[unit]
         self.tape.add(-self.all_reduced[unit])
         self.all_reduced[unit] = 0
         last = self.last_gradient[unit]
@@ -184,14 +189,14 @@ class FullySharded(InPlaceUpdate):
         self.tape.add(whole)
         self.tape.add(last - gradients)
         self.tape.add(shard)
-        self._send(whole, shard)
+        self._send(self.shards[unit], whole, shard)
         self._accumulate(unit)
         self.tape.add(-last)
         self.reduce_input = whole
         self.fresh[unit], self.added[unit], self.last_gradient[unit] = {}, 0, 0
         self.accumulates[unit] = False
 
-    def _send(self, whole: int, shard: int) -> None:
+    def _send(self, shards: UnitShards, whole: int, shard: int) -> None:
         """To shards, by exchange through a buffer more; and over replicas in place."""
         step = self.step
         is_native = step.reduce_scatter is ReduceScatterVia.NATIVE
@@ -201,17 +206,17 @@ class FullySharded(InPlaceUpdate):
         self.tape.add(received)
         self.reducing = self.tape.sent(
             Collective.REDUCE_SCATTER,
-            step.shard_axes,
+            shards.axes,
             State.GRADIENTS,
             whole,
             via,
             is_awaited=not step.overlaps,
         )
         self.tape.add(-received)
-        if step.replicate_axes:
+        if shards.replicas:
             self.all_reducing = self.tape.sent(
                 Collective.ALL_REDUCE,
-                step.replicate_axes,
+                shards.replicas,
                 State.GRADIENTS,
                 shard,
                 "",
@@ -230,7 +235,7 @@ class FullySharded(InPlaceUpdate):
             self.tape.computed_beside(OperatorKind.COPY, dtype, shard + kept)
         if was_there:
             self.tape.computed_beside(OperatorKind.POINTWISE, dtype, 3 * kept)
-        if self.step.replicate_axes and (self.casts_after or was_there):
+        if self.shards[unit].replicas and (self.casts_after or was_there):
             self.all_reduced[unit] = shard
         elif self.casts_after or was_there:
             self.tape.add(-shard)
@@ -251,6 +256,7 @@ class FullySharded(InPlaceUpdate):
             (*self.has_shard, *self.accumulates, *self.added, *self.last_gradient),
             tuple(tuple(fresh.items()) for fresh in self.fresh),
             (self.reduce_input, *self.all_reduced, self.reduces, self.is_last),
+            self.unwrapped.signature(),
         )
 
 
@@ -260,13 +266,15 @@ def _listed(unit: UnitFacts) -> list[TensorFacts]:
     return [tensors[name] for name in listed([*tensors])]
 
 
-def _padded(units: Sequence[Sequence[TensorFacts]], ranks: int) -> list[list[int]]:
-    """Elements of one rank's padded part of every tensor, by unit."""
-    rows: dict[Shapes, list[int]] = {}
+def _padded(
+    units: Sequence[Sequence[TensorFacts]], shards: Sequence[UnitShards]
+) -> list[list[int]]:
+    """Elements of one rank's padded part of every tensor that FSDP2 shards, by unit."""
+    rows: dict[tuple[UnitShards, Shapes], list[int]] = {}
     padded: list[list[int]] = []
-    for tensors in units:
-        shapes = tuple([tensor.shape for tensor in tensors])
-        if shapes not in rows:
-            rows[shapes] = [padded_rows(shape, ranks) for shape in shapes]
-        padded.append(rows[shapes])
+    for tensors, own in zip(units, shards, strict=True):
+        key = own, tuple([tensor.shape for tensor in tensors])
+        if key not in rows:
+            rows[key] = [own.padded(shape) for shape in key[1] if own.is_wrapped]
+        padded.append(rows[key])
     return padded

@@ -13,11 +13,13 @@ there (when the root begins: for all that was computed), in backward for those o
 
 from __future__ import annotations
 
-from ptrain.algebra.layout import ranks_over
+from collections.abc import Sequence
+
 from ptrain.axes.data.costs import kept_ranks
 from ptrain.axes.data.fsdp2 import habits
 from ptrain.costs import Collective, State
 from ptrain.derivation.clock import Arrival
+from ptrain.derivation.ghosts.unit_shards import UnitShards
 from ptrain.derivation.tape import Scene
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.wraps import FullyShard
@@ -28,22 +30,30 @@ class Gathers:
     """Theta of the units: sharded, on its way, gathered, or kept in the larger shards of smaller
     groups between forward and backward."""
 
-    def __init__(self, scene: Scene, step: FullyShard, padded: list[list[int]]) -> None:
+    def __init__(
+        self,
+        scene: Scene,
+        step: FullyShard,
+        shards: Sequence[UnitShards],
+        padded: Sequence[Sequence[int]],
+    ) -> None:
         self.tape, self.step, self.times = scene.tape, step, scene.times
         self.holds_buffer = habits().holds_buffer
         layout = scene.plan.update.layout
-        ranks = ranks_over(scene.spec, step.shard_axes)
-        self.ranks, self.kept_ranks = ranks, kept_ranks(step.sync, ranks)
-        self.is_smaller = 1 < self.kept_ranks < ranks
+        self.shards = shards
+        self.kept_ranks = [kept_ranks(step.sync, own.ranks) for own in shards]
         self.stays = [  # gathered from forward to backward
             not step.sync.after_forward(is_root=unit.is_root) for unit in scene.units
         ]
         itemsize = layout.parameters.itemsize
-        self.tensors = [[size * ranks * itemsize for size in sizes] for sizes in padded]
+        self.tensors = [
+            [size * own.ranks * itemsize for size in sizes]
+            for own, sizes in zip(shards, padded, strict=True)
+        ]
         self.whole = [sum(sizes) for sizes in self.tensors]
         # a cast shard goes into the gather's buffer when it is complete
         self.casts = step.materialized and layout.parameters is not layout.master
-        self.shard = [size // ranks for size in self.whole]
+        self.shard = [size // own.ranks for size, own in zip(self.whole, shards, strict=True)]
         units = range(len(padded))
         self.is_gathered = [False for _ in units]
         self.is_pending = [False for _ in units]
@@ -92,7 +102,7 @@ class Gathers:
     def leave(self, unit: int) -> None:
         """A unit's forward is over."""
         if self.is_gathered[unit] and not self.stays[unit]:
-            if self.is_smaller:
+            if 1 < self.kept_ranks[unit] < self.shards[unit].ranks:
                 self._keep(unit)
             else:
                 self.reshard(unit)
@@ -126,17 +136,17 @@ class Gathers:
         self.is_pending[unit] = True
         between, whole = self.between[unit], self.whole[unit]
         copied = (between or self.shard[unit]) if self.casts else 0
-        ranks, axes = self.kept_ranks if between else self.ranks, self.step.shard_axes
+        shards = self.shards[unit]
         self.tape.add(copied + whole)
         self.tape.hook(Hook.FSDP2_GATHER)
         self.tape.computed_beside(OperatorKind.COPY, self.dtype, 2 * (between or self.shard[unit]))
         self.arrivals[unit] = self.tape.sent(
             Collective.ALL_GATHER,
-            axes,
+            shards.axes,
             State.PARAMETERS,
             whole,
             "",
-            ranks=ranks,
+            ranks=self.kept_ranks[unit] if between else shards.ranks,
             is_awaited=False,
             since=self.since if self.step.overlaps else None,
         )
@@ -159,9 +169,9 @@ class Gathers:
         """Each tensor's part is copied before the tensor goes."""
         self.is_gathered[unit] = False
         for size in self.tensors[unit]:
-            self.tape.add(size // self.kept_ranks)
+            self.tape.add(size // self.kept_ranks[unit])
             self.tape.add(-size)
-        self.between[unit] = self.whole[unit] // self.kept_ranks
+        self.between[unit] = self.whole[unit] // self.kept_ranks[unit]
 
     def now(self) -> int:
         """Bytes of units that are gathered, or kept by a smaller group."""

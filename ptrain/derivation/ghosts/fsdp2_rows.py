@@ -8,11 +8,12 @@ from collections.abc import Hashable, Iterator
 from functools import cached_property
 
 from ptrain.algebra.layout import ranks_over
-from ptrain.axes.data.costs import GatherCounts, local_rows, padded_rows, reductions
+from ptrain.axes.data.costs import GatherCounts, reductions
 from ptrain.costs import Footprint, Phase, Traffic
 from ptrain.derivation.ghosts.fsdp2 import FullySharded
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.unit_notes import accumulation, kept_root
+from ptrain.derivation.ghosts.unit_shards import UnitShards, index_over, shards_of
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped, micro_batches, rows
 from ptrain.derivation.tape import Account, Scene
 from ptrain.facts.model import UnitFacts
@@ -34,16 +35,24 @@ class Sharded(InPlace):
     def player(self, scene: Scene) -> FullySharded:
         return FullySharded(scene, self.step, self)
 
+    def _shards(self, unit: UnitFacts) -> UnitShards:
+        return shards_of(self.wrapped.spec, self.wrapped.plan, unit)
+
+    def _index(self, shards: UnitShards, shard: int) -> int:
+        return index_over(self.wrapped.spec, self.wrapped.plan, shards, shard)
+
     @cached_property
-    def _heights(self) -> list[Shape]:
-        """The numbers of rows that tensors have of which shards have not as many, each as a
-        shape."""
-        heights = {shape[:1] for unit, _ in self.kinds for shape in unit.shapes}
-        return sorted(height for height in heights if math.prod(height) % self.ranks)
+    def _heights(self) -> list[tuple[Shape, UnitShards]]:
+        """The numbers of rows that tensors have of which shards have not as many, each as a shape,
+        with what they are sharded over."""
+        shards = [(unit, self._shards(unit)) for unit, _ in self.kinds]
+        heights = {(shape[:1], own) for unit, own in shards for shape in unit.shapes}
+        uneven = ((height, own) for height, own in heights if math.prod(height) % own.ranks)
+        return sorted(uneven, key=lambda pair: (pair[0], pair[1].ranks))
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """Return the rows that the shard has of tensors of each such height."""
-        return tuple(local_rows(height, self.ranks, shard) for height in self._heights)
+        return tuple(own.part(height, self._index(own, shard)) for height, own in self._heights)
 
     @cached_property
     def _stored(self) -> int:
@@ -51,17 +60,16 @@ class Sharded(InPlace):
 
     def _padded(self, unit: UnitFacts) -> int:
         """Elements of one rank's part of a unit."""
-        return sum(padded_rows(tensor.shape, self.ranks) for tensor in unit.tensors)
+        return sum(map(self._shards(unit).padded, unit.shapes))
 
     def stored(self) -> int:
         """Padded rows of each tensor; gradients are views of the padded reduction."""
         return self._stored
 
     def updated(self, unit: UnitFacts, shard: int) -> tuple[Shape, ...]:
-        return tuple(self._part(tensor.shape, shard) for tensor in unit.tensors)
-
-    def _part(self, shape: Shape, shard: int) -> Shape:
-        return (local_rows(shape[:1], self.ranks, shard), *shape[1:])
+        shards = self._shards(unit)
+        index = self._index(shards, shard)
+        return tuple(shards.part(shape, index) for shape in unit.shapes)
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         layout, stored = self.wrapped.plan.update.layout, self.stored()
@@ -74,7 +82,7 @@ class Sharded(InPlace):
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
         for shard in range(self.ranks):
-            yield sum(local_rows(tensor.shape, self.ranks, shard) for tensor in unit.tensors)
+            yield sum(map(math.prod, self.updated(unit, shard)))
 
     def sent(self, times: Times | None) -> Iterator[Traffic]:
         """A unit of each kind counts for all of its kind."""

@@ -92,9 +92,10 @@ class InPlace:
     def kinds(self) -> list[tuple[UnitFacts, int]]:
         """A unit of each kind, and how many there are: units of equal shapes keep and send the
         same, but that Muon is for matrices outside the root alone."""
-        kinds: dict[tuple[Shapes, bool], list[UnitFacts]] = {}
+        kinds: dict[tuple[Shapes, bool, bool], list[UnitFacts]] = {}
+        apart = self.wrapped.plan.is_apart
         for unit in self.wrapped.facts.units:
-            kinds.setdefault((unit.shapes, unit.is_root), []).append(unit)
+            kinds.setdefault((unit.shapes, unit.is_root, apart(unit.modules)), []).append(unit)
         return [(units[0], len(units)) for units in kinds.values()]
 
     def kind_of_shard(self, shard: int) -> Hashable:
@@ -103,12 +104,13 @@ class InPlace:
 
     def numels(self, shard: int) -> list[int]:
         """Return the elements of each tensor that the rank with this shard updates."""
-        by_shapes: dict[Shapes, list[int]] = {}
+        by_kind: dict[tuple[Shapes, bool], list[int]] = {}
         numels: list[int] = []
         for unit in self.wrapped.facts.units:
-            if unit.shapes not in by_shapes:
-                by_shapes[unit.shapes] = [math.prod(shape) for shape in self.updated(unit, shard)]
-            numels += by_shapes[unit.shapes]
+            kind = unit.shapes, self.wrapped.plan.is_apart(unit.modules)
+            if kind not in by_kind:
+                by_kind[kind] = [math.prod(shape) for shape in self.updated(unit, shard)]
+            numels += by_kind[kind]
         return numels
 
     def shapes_by_rule(self, shard: int) -> dict[str, list[Shape]]:
