@@ -39,7 +39,7 @@ def kept_traffic(spec: Spec, plan: Plan, moved: Moved, repeated: Repeated) -> It
                     key=key, calls=times * len(sizes), payload_bytes=payload, sent_bytes=0
                 )
     if plan.tensor is None:
-        assert not repeated, "operators send over tp alone"
+        assert not repeated, "what is sent over no axis by name is sent over tp"
         return
     group = Group((plan.tensor.axis,), spec.degree(plan.tensor.axis))
     for (name, size), number in Counter(repeated).items():

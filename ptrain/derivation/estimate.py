@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from ptrain.algebra.layout import positions
 from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
+from ptrain.axes.expert.costs import sent as sent_to_experts
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.by_rank import ByRank, of_own
@@ -221,7 +222,13 @@ def exact(
         (indices, _exact_part(spec, plan, part, indices[0], machine))
         for part, indices in tensor.parts(spec, plan, facts)
     ]
-    operators = add_traffic((*tensor.sent(spec, plan, facts), *_over_context(spec, plan, facts)))
+    operators = add_traffic(
+        (
+            *tensor.sent(spec, plan, facts),
+            *_over_context(spec, plan, facts),
+            *sent_to_experts(spec, plan),
+        )
+    )
     estimate = _joined(spec, plan, of_parts)
     traffic = _with(estimate.traffic, operators)
     return replace(

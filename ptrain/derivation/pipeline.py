@@ -19,6 +19,7 @@ from itertools import chain
 from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
+from ptrain.axes.expert.costs import sent as sent_to_experts
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.holdings import Transfer, transfers
 from ptrain.axes.pipeline.schedule import Schedule
@@ -288,6 +289,7 @@ def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[l
     operators = (
         *tensor.sent(spec, stage_parts.plan, stage_parts.facts),
         *sent_over_context(spec, stage_parts.plan, *_attention(spec, stage_parts)),
+        *sent_to_experts(spec, stage_parts.plan, stage_parts.stage.layers),
     )
     rows_of: dict[int, list[Rows]] = {}
     for ghost, indices in stage_parts.parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.job import DataSpec, TrainSpec
 from ptrain.spec.spec import Spec
@@ -16,7 +16,8 @@ def traced_part(spec: Spec) -> Spec:
     the same."""
     cutting = tuple(factor for factor in spec.factors if factor.axis not in DATA_AXES)
     times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1  # a schedule needs as many
-    batch = replace(spec.batch, global_samples=times * spec.batch.micro, accumulate=times)
+    samples = times * spec.batch.micro * math.prod(spec.degree(axis) for axis in EXPERT_AXES)
+    batch = replace(spec.batch, global_samples=samples, accumulate=times)
     return Spec(
         name="part",
         model=spec.model,

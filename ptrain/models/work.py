@@ -16,7 +16,7 @@ from ptrain.facts.operators import InnerCollective, Operator
 from ptrain.internals import process_groups
 from ptrain.models.ledger import tensors_of
 from ptrain.models.operator_kinds import is_free, kind_of
-from ptrain.spec.axis import TOKEN_AXES
+from ptrain.spec.axis import EXPERT_AXES, TOKEN_AXES
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 
@@ -271,6 +271,8 @@ def _whole(tensor: Tensor) -> _Moved:
     return size, _DTYPES.get(tensor.dtype)
 
 
+# Axes whose collectives within a layer are told by name from those of the operators' own, tp.
+_BY_NAME = (*TOKEN_AXES, *EXPERT_AXES)
 _COLLECTIVES = {
     "all_reduce": (Collective.ALL_REDUCE, False),
     "all_gather_into_tensor": (Collective.ALL_GATHER, True),
@@ -290,7 +292,7 @@ def sent(function: Any, args: Any, result: Any) -> SentTensor | None:
     size = whole.numel() * whole.itemsize
     axis = process_groups.axis_of(args)
     is_exchange = collective is Collective.ALL_TO_ALL
-    is_named = axis in TOKEN_AXES
+    is_named = axis in _BY_NAME
     return SentTensor(
         collective,
         size,

@@ -77,13 +77,14 @@ class RankPart:
     through it. Operators are cut over `mesh`, of which this process plays one rank; `head` is the
     module that makes the logits of a model that is not built in; `extent` how much operators select
     by data. `context`: the rank has a slice of the tokens; `slices` of them it has one between the
-    blocks."""
+    blocks. `experts` leaves a module the rank's own ones."""
 
     batch: int
     sequence: int
     tensor: Parallelize | None = None
     mesh: DeviceMesh | None = None
     context: ContextSlices | None = None
+    experts: Callable[[nn.Module], None] | None = None
     slices: int = 1
     keep: Keep | None = None
     loss: ChunkedLoss | None = None
@@ -169,6 +170,8 @@ class RankPart:
             parallelize(module, replace(self.tensor, roles=roles), self.mesh, Registry())
         if self.context is not None:
             self.context.apply(module)
+        if self.experts is not None:
+            self.experts(module)
         keep_traced(module, self.keep)
         is_inside = has_loss and self.loss is not None
         objective = objective_of(self.spec.loss) if self.spec else None

@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ptrain.axes.context.run.randomness import MicroBatchCut
+from ptrain.axes.expert.run.apply import parallelize_experts
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import LayerWork, ModelWork, WorkByKind
@@ -65,6 +67,9 @@ def rank_part(
         mesh=mesh.submesh((plan.tensor.axis,)) if mesh and plan.tensor else None,
         context=ContextSlices(plan.context, mesh, spec.reduce_scatter, cut, facts.attending)
         if mesh and plan.context
+        else None,
+        experts=partial(parallelize_experts, step=plan.experts, mesh=mesh)
+        if mesh and plan.experts
         else None,
         slices=plan.boundary_slices,
         keep=plan.keep,

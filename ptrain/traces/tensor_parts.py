@@ -1,4 +1,4 @@
-"""What each rank of tp and cp allocates of a model that no table tells of: a process plays that
+"""What each rank of tp, cp and ep allocates of a model that no table tells of: a process plays that
 rank on fake ranks, cuts the model as the plan says, and traces one micro-batch of its part; with
 pp, of its part of every stage.
 
@@ -41,7 +41,7 @@ from ptrain.models.selection import Extent
 from ptrain.processor import cores
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.mesh import Mesh
-from ptrain.spec.axis import CUTTING_AXES, TOKEN_AXES, Axis
+from ptrain.spec.axis import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
@@ -68,6 +68,7 @@ _REMEDIES = {
     },
     Axis.TP: "let its code take the number of heads from its tensors (view(…, -1, head_dim)), or "
     "write another tensor.plan",
+    **dict.fromkeys(EXPERT_AXES, "write dp_shard in its place"),
 }
 
 Traced = dict[

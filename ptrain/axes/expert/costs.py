@@ -1,0 +1,78 @@
+"""What ranks of ep send to each other's experts, call by call.
+
+With a capacity every expert has as many places of every rank, and no size depends on data. Without
+one a rank sends what its tokens choose: here as many rows to each expert (`balanced`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ptrain.axes.ring import Calls, Group
+from ptrain.costs import Collective, Phase, State, Traffic
+from ptrain.spec.activations import Kept, Operators, Scope
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+from ptrain.steps.experts import ExpertParallel
+from ptrain.steps.step import Plan
+
+_TRIPS = 2  # of rows to their experts, and of what these make of them back
+_COUNT_BYTES = 8  # int64
+
+
+def sent(spec: Spec, plan: Plan, within: Sequence[str] | None = None) -> Iterator[Traffic]:
+    """Yield what layers with experts send over ep in a step, those `within` some blocks alone; one
+    that is computed again sends again, but for what arrived and is kept."""
+    step, shape = plan.experts, spec.model
+    if step is None or not isinstance(shape, ModelShape):
+        return
+    kept = spec.activations.of(shape.layers)
+    blocks = [".".join(module.split(".")[:2]) for module in step.modules]
+    modes = [
+        kept[int(block.rpartition(".")[2])]
+        for block in blocks
+        if within is None or block in within
+    ]
+    times = plan.accumulate.micro_batches
+    exchange = _Exchange(spec, plan, step, shape)
+    yield from exchange.forward(Phase.FORWARD, times * len(modes))
+    yield from exchange.forward(Phase.BACKWARD, times * sum(map(_comes_again, modes)))
+    yield from exchange.trips(Phase.BACKWARD, times * len(modes))
+
+
+def _comes_again(mode: Kept) -> bool:
+    policy = mode.policy
+    return policy is not None and (
+        policy.scope is Scope.BLOCK and Operators.COLLECTIVE not in policy.keep
+    )
+
+
+class _Exchange:
+    """A layer's exchange of one micro-batch: `rows` are bytes of all that a rank sends to experts,
+    its own among them."""
+
+    def __init__(self, spec: Spec, plan: Plan, step: ExpertParallel, shape: ModelShape) -> None:
+        assert shape.experts is not None, "they are on other ranks"
+        self.group = Group((step.axis,), spec.degree(step.axis))
+        self.has_counts = shape.capacity_factor is None
+        self.counts = _COUNT_BYTES * shape.experts
+        if shape.capacity_factor is None:
+            rows = plan.tokens * shape.experts_per_token
+        else:
+            rows = shape.experts * shape.capacity(plan.tokens)
+        itemsize = spec.precision.effective.parameters.itemsize
+        self.rows = spec.batch.micro * rows * shape.hidden * itemsize
+
+    def forward(self, phase: Phase, times: int) -> Iterator[Traffic]:
+        """Whose sizes depend on data say first how many rows each expert gets."""
+        yield from self.trips(phase, times)
+        if self.has_counts and times:
+            yield self._calls(phase, times).over(self.group, self.counts)
+
+    def trips(self, phase: Phase, times: int) -> Iterator[Traffic]:
+        """There and back."""
+        if times:
+            yield self._calls(phase, times * _TRIPS).over(self.group, self.rows)
+
+    def _calls(self, phase: Phase, times: int) -> Calls:
+        return Calls(Collective.ALL_TO_ALL, State.ACTIVATIONS, phase, times)
