@@ -158,7 +158,7 @@ class RankPart:
         """What happens when torch has learnt what each operator is cut to: it computes that on
         tensors, the first time. `learn` runs the same operators, within `few` as many layers as it
         takes."""
-        if self.mesh is not None and not self.has_learnt:
+        if (self.mesh or self.experts) and not self.has_learnt:
             with few():
                 learn()
         return run()
