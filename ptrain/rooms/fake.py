@@ -23,6 +23,7 @@ from ptrain.rooms.world import World
 
 _CPU = torch.device("cpu")
 _LOG = logging.getLogger(LOGGER)
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def fake_world(
@@ -54,16 +55,17 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
     level = _LOG.level
     _LOG.setLevel(logging.CRITICAL)  # an operator that fails is logged, and raises the same
     try:
-        with mode or new_fakes(), _BucketOrder(), _seeds_on_host():
+        with mode or new_fakes(), _AsOnDevices(), _seeds_on_host():
             yield
     finally:
         _LOG.setLevel(level)
 
 
-class _BucketOrder(TorchDispatchMode):
+class _AsOnDevices(TorchDispatchMode):
     """DDP's reducer writes the new order of its buckets into int32 tensors, sends them, and reads
     them in C++: these are real, and so is what is done with real tensors alone. What `torch.tensor`
-    makes for a GPU, as a model's buffer, is not: no GPU is there that could copy it."""
+    makes for a GPU, as a model's buffer, is not: no GPU is there that could copy it. What is awaited
+    is there, as with real tensors, where torch's fake of waiting makes another one."""
 
     def __torch_dispatch__(
         self,
@@ -74,7 +76,7 @@ class _BucketOrder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(argument, FakeTensor) for argument in args):  # most of all calls
-            return func(*args, **kwargs)
+            return args[0] if func is _WAIT else func(*args, **kwargs)
         tensors = [
             argument
             for argument in tree_leaves((args, kwargs))
