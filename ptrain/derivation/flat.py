@@ -51,6 +51,7 @@ class GhostMembers:
         self.names = [tensor.name for tensor in facts.tensors]
         self.shapes = [tensor.shape for tensor in facts.tensors]
         self.are_cut = [tensor.is_cut for tensor in facts.tensors]
+        self.cutting_axes = next((t.cut_over for t in facts.tensors if t.is_cut), ())
         self._reader = reader
         self._values: Ghost | None = None  # what parameters are views of
         self._bound: Ghost | None = None  # what their gradients are views of
@@ -293,7 +294,8 @@ class Flat:
         if self.step.consumed:
             return None
         if self._is_by_view:
-            return self.views.by_operator(self.kinds[shard])
+            assert (clip := self.scene.plan.clip) is not None, "whose norms are of views"
+            return self.views.by_operator(self.kinds[shard], clip)
         if self._on_device:
             kept = [(state.gradients.kept, times) for state, times in self._counted()]
             return [[ghost.numel for ghost, times in kept if ghost for _ in range(times)]]

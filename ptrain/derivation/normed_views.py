@@ -1,5 +1,5 @@
-"""The views of a rank's part of G of which there is a norm each, where tp has those of tensors that
-it cuts apart."""
+"""The views of a rank's part of G of which there is a norm each, where those of tensors that an
+operator axis cuts are apart."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ptrain.axes.data.cuts import Axes
 from ptrain.axes.data.update import UnitState
 from ptrain.rooms.ghost import Ghost
 from ptrain.spec.axis import Axis
+from ptrain.steps.step import Clip
 
 Views = tuple[tuple[int, bool], ...]  # elements, and whether their operators are cut
 Degrees = tuple[tuple[Axis, int], ...]
@@ -28,6 +29,7 @@ class NormedViews:
         """`states`: each with how many units are like it."""
         numbers: dict[Cut, int] = {}
         self._number_of: list[int] = []  # by unit
+        self._cut_over: list[Axes] = []  # by unit
         degrees: dict[Axis, int] = {}
         for state, times in states:
             members, gradients, cuts = state.members, state.gradients, state.cuts
@@ -36,6 +38,7 @@ class NormedViews:
             tensors = tuple(zip(map(math.prod, members.shapes), members.are_cut, strict=True))
             kind = tensors, gradients.now, cuts.padded, cuts.axes, cuts.degrees
             self._number_of += [numbers.setdefault(kind, len(numbers))] * times
+            self._cut_over += [members.cutting_axes] * times
             degrees |= {axis: cuts.room.degree(axis) for axis in gradients.now}
         self._cuts, self._axes = tuple(numbers), tuple(degrees)
         self._views: list[tuple[Views, ...]] = []
@@ -46,12 +49,15 @@ class NormedViews:
         kinds, self._views = _kinds(self._cuts, degrees)
         return kinds
 
-    def by_operator(self, kind: int) -> list[list[int]]:
-        """Return the elements of all views of a kind of shard: of tensors that are cut, then of
-        those that ranks have alike."""
-        of_kinds = self._views[kind]
-        views = [view for number in self._number_of for view in of_kinds[number]]
-        return [[numel for numel, is_cut in views if is_cut is cut] for cut in (True, False)]
+    def by_operator(self, kind: int, clip: Clip) -> list[list[int]]:
+        """Return the elements of all views of a kind of shard, in the groups of the norm."""
+        of_kinds, whole = self._views[kind], len(clip.groups) - 1
+        groups: list[list[int]] = [[] for _ in clip.groups]
+        for number, cut_over in zip(self._number_of, self._cut_over, strict=True):
+            cut = clip.group_of(cut_over)
+            for numel, is_cut in of_kinds[number]:
+                groups[cut if is_cut else whole].append(numel)
+        return groups
 
 
 @lru_cache(maxsize=2**8)

@@ -21,6 +21,7 @@ from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation import activations
 from ptrain.derivation.tables import RankCut
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
+from ptrain.spec.axis import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
@@ -142,22 +143,26 @@ def local_units(
     for index in range(degree):
         alike.setdefault(tuple(cut[index] for cut in by_length.values()), []).append(index)
     return tuple(
-        (_local_units(facts, dims, dict(zip(by_length, profile, strict=True))), tuple(indices))
+        (
+            _local_units(facts, step.axis, dims, dict(zip(by_length, profile, strict=True))),
+            tuple(indices),
+        )
         for profile, indices in alike.items()
     )
 
 
 def _local_units(
-    facts: ModelFacts, dims: Mapping[str, int], length: Mapping[int, int]
+    facts: ModelFacts, axis: Axis, dims: Mapping[str, int], length: Mapping[int, int]
 ) -> tuple[UnitFacts, ...]:
-    """`dims` are the dimensions that are cut, `length` what a rank has of each of a length."""
+    """`dims` are the dimensions that are cut over an axis, `length` what a rank has of each of a
+    length."""
 
     def local(tensor: TensorFacts) -> TensorFacts:
         dim, shape = dims.get(tensor.name), tensor.shape
         if dim is None:
             return tensor
         own = (*shape[:dim], length[shape[dim]], *shape[dim + 1 :])
-        return replace(tensor, shape=own, is_cut=True)
+        return replace(tensor, shape=own, cut_over=(*tensor.cut_over, axis))
 
     return tuple(
         UnitFacts(modules=unit.modules, tensors=tuple(map(local, unit.tensors)))

@@ -15,6 +15,7 @@ from ptrain.facts.attention import Attending
 from ptrain.facts.operators import WorkByKind
 from ptrain.facts.passes import Passes
 from ptrain.facts.stages import Chain
+from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelSpec
 from ptrain.spec.role import Fusions, Roles
 from ptrain.timeline import Timeline
@@ -22,17 +23,22 @@ from ptrain.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """A parameter or buffer: canonical dotted name and shape in elements. `is_cut`: it is one
-    rank's slice of it; `is_copy`: a stage's own copy of what another stage has."""
+    """A parameter or buffer: canonical dotted name and shape in elements. `cut_over`: it is one
+    rank's slice of it along these axes; `is_copy`: a stage's own copy of what another stage has."""
 
     name: str
     shape: tuple[int, ...]
-    is_cut: bool = False
+    cut_over: tuple[Axis, ...] = ()
     is_copy: bool = False
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is one rank's slice."""
+        return bool(self.cut_over)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,6 +222,11 @@ class Members(Protocol[T_contra]):
         """Whether their operators are cut over ranks."""
         ...
 
+    @property
+    def cutting_axes(self) -> tuple[Axis, ...]:
+        """Over which axes, of those that are."""
+        ...
+
     def adopt(self, whole: T_contra) -> None:
         """Moves their values to a flat tensor, of which they are views from then on."""
 

@@ -3,7 +3,7 @@ wrapper is decided anywhere else, and what others must know of a step they ask i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -156,6 +156,17 @@ class Clip(PlanStep):
     def reduced_axes(self) -> tuple[Axis, ...]:
         """All axes that the square of the norm is summed over, in this order."""
         return (*self.operator_axes, *self.axes)
+
+    @property
+    def groups(self) -> tuple[tuple[Axis, ...], ...]:
+        """Of which tensors there is a norm each: of those that are cut over all operator axes,
+        then of those that are over the first of them alone, and at last of those that their ranks
+        have alike."""
+        return tuple(self.operator_axes[:count] for count in range(len(self.operator_axes), -1, -1))
+
+    def group_of(self, cutting: Collection[Axis]) -> int:
+        """Return the place among the groups of what these axes cut."""
+        return self.groups.index(tuple(axis for axis in self.operator_axes if axis in cutting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

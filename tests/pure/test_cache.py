@@ -18,6 +18,7 @@ from ptrain.facts.passes import Passes
 from ptrain.facts.plain import from_plain, to_plain
 from ptrain.facts.stages import Chain, Ends
 from ptrain.facts.traced_part import traced_part
+from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
@@ -34,7 +35,11 @@ TIMELINE = Timeline(
     repeated=(("all_reduce", 4),),
 )
 FACTS = ModelFacts(
-    units=(UnitFacts(modules=("",), tensors=(TensorFacts(name="w", shape=(3, 4), is_cut=True),)),),
+    units=(
+        UnitFacts(
+            modules=("",), tensors=(TensorFacts(name="w", shape=(3, 4), cut_over=(Axis.TP,)),)
+        ),
+    ),
     buffers=(("positions", 64),),
     gradient_order=("w",),
     timeline=TIMELINE,

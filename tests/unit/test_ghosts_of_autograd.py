@@ -21,6 +21,7 @@ from ptrain.optimizers.torch import TorchRules
 from ptrain.optimizers.update import moment_names
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
+from ptrain.spec.axis import Axis
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
@@ -175,10 +176,11 @@ def test_members_of_ghosts_are_those_of_parameters():
     unit = make_facts(SHAPES).units[0]
     ghosts = GhostMembers(unit, GhostsWatched({}, {}))
     tensors = ParameterMembers([(t.name, nn.Parameter(torch.zeros(t.shape))) for t in unit.tensors])
-    for name in ("names", "shapes", "are_cut"):
+    for name in ("names", "shapes", "are_cut", "cutting_axes"):
         assert list(getattr(ghosts, name)) == list(getattr(tensors, name)), name
-    cut = replace(unit, tensors=tuple(replace(tensor, is_cut=True) for tensor in unit.tensors))
-    assert GhostMembers(cut, GhostsWatched({}, {})).are_cut == [True, True]
+    tensors_of_tp = tuple(replace(tensor, cut_over=(Axis.TP,)) for tensor in unit.tensors)
+    cut = GhostMembers(replace(unit, tensors=tensors_of_tp), GhostsWatched({}, {}))
+    assert (cut.are_cut, cut.cutting_axes) == ([True, True], (Axis.TP,))
 
 
 # ---- optimizers

@@ -29,9 +29,7 @@ def sent(spec: Spec, plan: Plan, within: Sequence[str] | None = None) -> Iterato
     kept = spec.activations.of(shape.layers)
     blocks = [".".join(module.split(".")[:2]) for module in step.modules]
     modes = [
-        kept[int(block.rpartition(".")[2])]
-        for block in blocks
-        if within is None or block in within
+        kept[int(block.rpartition(".")[2])] for block in blocks if within is None or block in within
     ]
     times = plan.accumulate.micro_batches
     exchange = _Exchange(spec, plan, step, shape)

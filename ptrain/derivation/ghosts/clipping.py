@@ -17,14 +17,17 @@ from ptrain.steps.step import LONG_NORM, NORM_ROW, Plan
 
 
 def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
-    """Return the elements of each tensor of which there is a norm: within tp those that are cut,
-    then those that its ranks have alike. What a stage has a copy of is counted on another one."""
+    """Return the elements of each tensor of which there is a norm, those apart that operator axes
+    cut (`Clip.groups`). What a stage has a copy of is counted on another one."""
     clip = scene.plan.clip
     tensors = zip(numels, scene.facts.tensors, strict=True)
     sizes = [(numel, tensor) for numel, tensor in tensors if not tensor.is_copy]
     if clip is None or not clip.operator_axes:
         return [[numel for numel, _ in sizes]]
-    return [[numel for numel, tensor in sizes if tensor.is_cut is cut] for cut in (True, False)]
+    groups: list[list[int]] = [[] for _ in clip.groups]
+    for numel, tensor in sizes:
+        groups[clip.group_of(tensor.cut_over)].append(numel)
+    return groups
 
 
 def norm_bytes(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> tuple[int, int]:
