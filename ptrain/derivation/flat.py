@@ -294,7 +294,8 @@ class Flat:
         if self.step.consumed:
             return None
         if self._is_by_view:
-            assert (clip := self.scene.plan.clip) is not None, "whose norms are of views"
+            clip = self.scene.plan.clip
+            assert clip is not None, "whose norms are of views"
             return self.views.by_operator(self.kinds[shard], clip)
         if self._on_device:
             kept = [(state.gradients.kept, times) for state, times in self._counted()]

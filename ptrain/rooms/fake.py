@@ -64,8 +64,8 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
 class _AsOnDevices(TorchDispatchMode):
     """DDP's reducer writes the new order of its buckets into int32 tensors, sends them, and reads
     them in C++: these are real, and so is what is done with real tensors alone. What `torch.tensor`
-    makes for a GPU, as a model's buffer, is not: no GPU is there that could copy it. What is awaited
-    is there, as with real tensors, where torch's fake of waiting makes another one."""
+    makes for a GPU, as a model's buffer, is not: no GPU is there that could copy it. What is
+    awaited is there, as with real tensors, where torch's fake of waiting makes another one."""
 
     def __torch_dispatch__(
         self,

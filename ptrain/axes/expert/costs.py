@@ -32,7 +32,7 @@ def sent(spec: Spec, plan: Plan, within: Sequence[str] | None = None) -> Iterato
         kept[int(block.rpartition(".")[2])] for block in blocks if within is None or block in within
     ]
     times = plan.accumulate.micro_batches
-    exchange = _Exchange(spec, plan, step, shape)
+    exchange = _LayerExchange(spec, plan, step, shape)
     yield from exchange.forward(Phase.FORWARD, times * len(modes))
     yield from exchange.forward(Phase.BACKWARD, times * sum(map(_comes_again, modes)))
     yield from exchange.trips(Phase.BACKWARD, times * len(modes))
@@ -45,7 +45,7 @@ def _comes_again(mode: Kept) -> bool:
     )
 
 
-class _Exchange:
+class _LayerExchange:
     """A layer's exchange of one micro-batch: `rows` are bytes of all that a rank sends to experts,
     its own among them."""
 
