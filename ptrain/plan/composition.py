@@ -1,5 +1,5 @@
 """Theorems 6 and 7: when tensor and data parallelism compose, and pipeline and data parallelism;
-and what Theorem 3 asks of ranks that have slices of the tokens.
+and what Theorem 3 asks of ranks that have slices of the tokens, or experts of their own.
 
 What its conditions ask is asked of ranks and names alone, so that it can be put to the groups of a
 plan and to those that a meter saw.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ptrain.algebra.layout import groups, positions
 from ptrain.axes.context.attention import is_partition
 from ptrain.spec.axis import SAMPLE_AXES
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import Ran, WrapStep
 from ptrain.steps.step import Parallelize, Plan
@@ -57,6 +58,41 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
             holds=are_within(within, across),
             why="by construction, the loss is a sum over a rank's tokens, divided by the global "
             f"count; gradients are summed over {' × '.join(plan.summed_axes)}: {_shown(across)}",
+        ),
+    )
+
+
+def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
+    """What it asks where ranks have experts of their own, of which the paper says nothing; none
+    without ep."""
+    step, shape = plan.experts, spec.model
+    if step is None or not isinstance(shape, ModelShape) or shape.experts is None:
+        return ()
+    within = tuple(groups(spec, (step.axis,)))
+    summed = plan.wrap_of(step.modules).summed_axes
+    across = tuple(groups(spec, summed)) if summed else ()
+    whole = tuple(groups(spec, plan.summed_axes))
+    places = positions(spec, (step.axis,))
+    why = f"it is summed over {' × '.join(summed)}, ranks that have the same: {_shown(across)}"
+    return (
+        Condition(
+            name="Theorem 3 of routed tokens",
+            holds=shape.experts % len(within[0]) == 0,
+            why=f"each of {shape.experts} experts is on one rank of a group of {step.axis}, to "
+            f"which travels every token that is routed there: {_shown(within)}",
+        ),
+        Condition(
+            name="Theorem 3 of experts' gradients",
+            holds=all(len({places[rank] for rank in group}) == 1 for group in across),
+            why=f"an expert's gradient is of the tokens of all ranks of {step.axis}; "
+            + (why if summed else "no other rank has it, so that it is summed over none"),
+        ),
+        Condition(
+            name="Theorem 3 of the rest's gradients",
+            holds=are_within(within, whole),
+            why="what every rank has is summed over "
+            f"{' × '.join(plan.summed_axes)}: {_shown(whole)}; by construction, both are sums over "
+            "tokens, divided by the global count",
         ),
     )
 
@@ -134,6 +170,9 @@ def compositions(spec: Spec, plan: Plan) -> Iterator[tuple[str, tuple[Condition,
     others = "data axes" if has_samples else " and ".join(plan.summed_axes)
     if plan.context is not None:
         yield f"why {plan.context.axis} computes what one device does", theorem_3(spec, plan)
+    if plan.experts is not None:
+        heading = f"why {plan.experts.axis} computes what one device does"
+        yield heading, theorem_3_of_experts(spec, plan)
     if conditions := theorem_6(spec, plan):
         yield f"why tp and {others} compose", conditions
     if conditions := theorem_7(spec, plan):

@@ -9,6 +9,8 @@ from ptrain.algebra.layout import groups
 from ptrain.axes.context.draw import step_text, token_lines
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.rules import keeps_state
+from ptrain.axes.expert.draw import expert_lines
+from ptrain.axes.expert.draw import step_text as expert_text
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.draw import bubble_text, draw
 from ptrain.axes.pipeline.form import pipeline_of
@@ -60,6 +62,7 @@ def show(spec: Spec, plan: Plan) -> str:
     lines += [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
     lines += ["", *_groups(spec, plan), *_composition(spec, plan), *_policy(plan)]
     lines += token_lines(spec, plan.context) if plan.context else ()
+    lines += _experts(spec, plan)
     lines += _stages(spec, plan)
     whose = "of the whole model, of which each stage has its own and a root: "
     lines.append(f"units    {whose if plan.pipeline else ''}{_units(plan.units)}")
@@ -76,6 +79,15 @@ def _roles(roles: Roles) -> Iterator[str]:
         yield f"roles    {role}: {names}"
 
 
+def _experts(spec: Spec, plan: Plan) -> Iterator[str]:
+    """Yield what ep does, and how units of experts are wrapped, which the other axes alone do."""
+    yield from expert_lines(spec, plan)
+    if plan.experts is not None:
+        wrap = plan.wrap_of(plan.experts.modules)
+        stateless = not keeps_state(spec.optimizer) and plan.update.layout.master is None
+        yield f"wrapped  experts: {_step(wrap, stateless=stateless)}"
+
+
 def _step(step: Step, *, stateless: bool) -> str:
     match step:
         case CreateMesh():
@@ -87,9 +99,7 @@ def _step(step: Step, *, stateless: bool) -> str:
         case ContextParallel():
             return step_text(step)
         case ExpertParallel():
-            return (
-                f"give each rank of {step.axis} some of a layer's experts; tokens travel to theirs"
-            )
+            return expert_text(step)
         case Keep():
             return keep_text(step)
         case ChunkedLoss():

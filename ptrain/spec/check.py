@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field
+from dataclasses import MISSING
 from typing import Any
 
 from ptrain.errors import Fault
@@ -12,7 +12,7 @@ from ptrain.spec.grammar import MeshRaw, SpecRaw
 from ptrain.spec.leaf import Choice, Leaf, Refused, describe, nearest
 from ptrain.spec.model import ModelRaw
 from ptrain.spec.names import listing
-from ptrain.spec.section import Section, keys
+from ptrain.spec.section import Section, is_required, keys
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.suggest import for_unknown, listed
 from ptrain.spec.text import COMMAND_LINE, Route, Tree, flow
@@ -107,7 +107,11 @@ class _Walk:
         self._fault(route, f"must be a mapping; got {describe(value)}", remedy)
 
     def _unknown(self, key: str, kind: type, route: Route) -> None:
-        self._fault((*route, key), f"unknown key {key!r}", for_unknown(key, kind, route), key=True)
+        finding, remedy = f"unknown key {key!r}", ""
+        if (*route, key) in slips.UNSUPPORTED:
+            waits, remedy = slips.UNSUPPORTED[*route, key]
+            finding += f"; not yet: {waits}"
+        self._fault((*route, key), finding, remedy or for_unknown(key, kind, route), key=True)
 
     def _key_of(self, kind: type, value: object, route: Route) -> str:
         """`precision=fp16`: the key of the section that takes the value which the section got."""
@@ -130,11 +134,6 @@ class _Walk:
     def _fault(self, route: Route, finding: str, remedy: str, *, key: bool = False) -> None:
         mark = mark_of(self.tree, route, key=key)
         self.faults[route] = mark.fault(".".join(route), finding, remedy)
-
-
-def is_required(spot: Field[Any]) -> bool:
-    """Return whether there is no section without this field."""
-    return spot.default is MISSING and spot.default_factory is MISSING
 
 
 def _missing(route: Route) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from ptrain.errors import SpecError
+from ptrain.spec import slips
 from ptrain.spec.leaf import nearest
 from ptrain.spec.text import SourceMark, Tree, read
 
@@ -72,8 +73,9 @@ def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
     """Finding and remedy for a name that no file bears."""
     known = tuple(listing(*folders))
     if kind in ("spec", "strategy") and name in names().not_yet:
-        today = ", ".join(listing("strategies"))
-        return f"not yet: nothing executes {name!r}", f"what works today: {today}"
+        near = slips.several(name, listing("strategies"))
+        works = f"what works today: {', '.join(near)} … (`ptrain specs` lists all)"
+        return f"not yet: nothing executes {name!r}", works
     for other in {"models", "clusters"}.difference(folders):
         if name in listing(other):
             section = other.removesuffix("s")

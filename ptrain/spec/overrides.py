@@ -94,7 +94,7 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
         inner = node.setdefault(key, {})
         if not isinstance(inner, dict):
             expand_shorthands(tree)
-            inner = node[key]
+            inner = node.setdefault(key, {})
         if not isinstance(inner, dict):
             place = ".".join(route[: depth + 1])
             finding = f"{place} is {describe(inner)}, not a mapping"

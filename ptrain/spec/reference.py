@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass
 from typing import Any
 
-from ptrain.spec.check import is_required
 from ptrain.spec.grammar import EXPERTS_TUPLE, ExpertTupleRaw, SpecRaw, TupleRaw
 from ptrain.spec.leaf import Leaf
-from ptrain.spec.section import Section, keys
+from ptrain.spec.section import Section, is_required, keys
 from ptrain.spec.text import flow
 
 FOLLOWS, NONE, NEEDED = "follows", "–", "needed"

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ptrain.errors import SpecError
+from ptrain.errors import Fault, SpecError
 from ptrain.spec.block import UNSAID, BlockOptions
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
@@ -194,8 +194,18 @@ def _shape(
         shape, changed = _composed(said), changed | gone
     faults = tuple(misfits(shape))
     for fault in faults:
-        report.add(fault.place, fault.finding, fault.remedy)
+        report.add(*_blamed(fault, shape, said))
     return None if faults else shape
+
+
+def _blamed(fault: Fault, shape: ModelShape, said: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return place, finding and remedy of a misfit: of an option that nobody has written, and that
+    the family gives, it is the family's."""
+    option = fault.place.rpartition(".")[2]
+    if option in said or option not in FAMILIES[shape.family] or "family" not in said:
+        return fault.place, fault.finding, fault.remedy
+    given = f"{shape.family} gives {option}: {FAMILIES[shape.family][option]}; {fault.finding}"
+    return "model.family", given, f"{fault.remedy}, or another family"
 
 
 def _lacking(said: Mapping[str, Any]) -> list[str]:

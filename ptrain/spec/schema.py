@@ -7,10 +7,9 @@ import json
 from dataclasses import MISSING
 from typing import Any
 
-from ptrain.spec.check import is_required
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf, one_of
-from ptrain.spec.section import Section, keys
+from ptrain.spec.section import Section, is_required, keys
 
 FILE = "ptrain.schema.json"
 Shape = dict[str, Any]
@@ -44,7 +43,10 @@ def _mapping(kind: type, definitions: dict[str, Shape], *, is_partial: bool = Fa
         "additionalProperties": False,
         "description": inspect.getdoc(kind),
         "properties": {
-            key: _sorted(_default(holds, spot.default) | _value(holds, definitions))
+            key: _sorted(
+                _default(holds, spot.default)
+                | _value(holds, definitions, null=kind is SpecRaw and not is_required(spot))
+            )
             for key, (spot, holds) in keys(kind).items()
         },
         **({"required": needed} if needed else {}),
@@ -52,14 +54,15 @@ def _mapping(kind: type, definitions: dict[str, Shape], *, is_partial: bool = Fa
     }
 
 
-def _value(holds: Leaf | Section, definitions: dict[str, Shape]) -> Shape:
+def _value(holds: Leaf | Section, definitions: dict[str, Shape], *, null: bool) -> Shape:
+    """The schema of a key; `null` stands for a section that is left out."""
     if isinstance(holds, Leaf):
         return {**holds.schema(), "description": holds.about}
     name = holds.kind.__name__
     if name not in definitions:
         definitions[name] = _mapping(holds.kind, definitions, is_partial=holds.is_partial)
-    null = [{"type": "null"}] if holds.null else []
-    shape = one_of({"$ref": f"#/$defs/{name}"}, *null, *holds.also)
+    nothing = [{"type": "null"}] if null or holds.null else []
+    shape = one_of({"$ref": f"#/$defs/{name}"}, *nothing, *holds.also)
     return {**shape, "description": holds.about}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from typing import Any, dataclass_transform
 
@@ -43,3 +43,8 @@ def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
         if hasattr(declared_as[spot.name], "__metadata__")
     }
     return {leaf.key or spot.name: (spot, leaf) for spot, leaf in holds.items()}
+
+
+def is_required(spot: Field[Any]) -> bool:
+    """Return whether there is no section without this field."""
+    return spot.default is MISSING and spot.default_factory is MISSING

@@ -15,8 +15,10 @@ from ptrain.errors import Fault
 from ptrain.spec import schedule_file, slips
 from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, Axis
 from ptrain.spec.dials import Reshard
+from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
+from ptrain.spec.section import Section, is_required, keys
 from ptrain.spec.text import Route, SourceMark, Tree
 from ptrain.spec.tuples import POLICIES, WORDS, Mapping, Report, expand_tuples, policy_of
 
@@ -35,6 +37,7 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
     def fault(route: Route, finding: str, remedy: str = "", at: Route = ()) -> None:
         faults.append(mark_of(tree, at or route).fault(".".join(route), finding, remedy))
 
+    _left_out(root)
     _words(tree, root)
     _reshard(tree, root, fault)
     named = _whole_placement(root, fault)
@@ -44,6 +47,14 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
     _small_forms(root)
     _schedule_file(tree, root, fault)
     return faults
+
+
+def _left_out(root: Mapping) -> None:
+    """A section that is null is not written, but where null is what it may be."""
+    for key, (spot, holds) in keys(SpecRaw).items():
+        is_section = isinstance(holds, Section) and not holds.null
+        if is_section and not is_required(spot) and root.get(key, ...) is None:
+            del root[key]
 
 
 def mark_of(tree: Tree, route: Route, *, key: bool = False) -> SourceMark:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 TIER_SLIPS = {
     "nvme": "file", "disk": "file", "ssd": "file",
@@ -35,6 +35,54 @@ KEY_SLIPS = {
     "loss_chunk": "loss: {chunk: 1024}",
     "loss_parallel": "tensor.loss_parallel",
 }
+_LAYERS = (
+    "experts in some layers alone; all behind the first dense_layers have them",
+    "write dense_layers: N where the first N are dense; leave it out where it changes nothing",
+)
+_GROUPS = (
+    "a router that chooses groups of experts first; it chooses among all",
+    "leave it out: tensors and products stay the same, and not which experts are chosen",
+)
+_LATENT = (
+    "attention through latent vectors (MLA); keys and values are made of hidden features",
+    "write heads, kv_heads and head_dim of an attention without them",
+)
+_DISPATCH = "another way of dispatch; rows are sorted by expert, and one product takes them all"
+# What others say of a model, or of its mesh, and blocks here have not: (what waits, the remedy).
+UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
+    ("model", "decoder_sparse_step"): _LAYERS,
+    ("model", "mlp_only_layers"): _LAYERS,
+    ("model", "moe_layer_freq"): _LAYERS,
+    ("model", "n_group"): _GROUPS,
+    ("model", "topk_group"): _GROUPS,
+    ("model", "topk_method"): _GROUPS,
+    ("model", "moe_router_num_groups"): _GROUPS,
+    ("model", "moe_router_group_topk"): _GROUPS,
+    ("model", "q_lora_rank"): _LATENT,
+    ("model", "kv_lora_rank"): _LATENT,
+    ("model", "qk_rope_head_dim"): _LATENT,
+    ("model", "qk_nope_head_dim"): _LATENT,
+    ("model", "v_head_dim"): _LATENT,
+    ("model", "shared_expert_intermediate_size"): (
+        "a shared expert with a width and a gate of its own; it is as wide as experts are",
+        "write shared_experts: N, which is N times expert_ffn wide and has no gate",
+    ),
+    ("model", "router_jitter_noise"): (
+        "noise on what a router reads; it reads what experts do",
+        "leave it out: the choice is by its scores alone",
+    ),
+    ("model", "expert_capacity"): (
+        "a capacity in tokens; it is a share of those of a sample",
+        "write capacity_factor: c, of which an expert takes c × experts_per_token × tokens / "
+        "experts",
+    ),
+    ("model", "moe_token_dispatcher_type"): (_DISPATCH, "leave it out"),
+    ("model", "moe_grouped_gemm"): (_DISPATCH, "leave it out"),
+    ("mesh", "expert_tensor_parallel_size"): (
+        "a degree of tp for experts alone; they are cut over tp as all else is",
+        "leave it out where it is that of tp; elsewhere write tp: 1 and more ranks of ep",
+    ),
+}
 _RECOMPUTED = ("full", "selective", "attention", "block", "activations", "gradient", "true")
 NEAR = 0.7  # further apart, two words have nothing to do with each other
 
@@ -46,6 +94,13 @@ def close(word: str, known: Iterable[str], *, cutoff: float) -> str:
     folded = {name.lower(): name for name in reversed(tuple(known))}
     near = get_close_matches(word.lower(), list(folded), n=1, cutoff=cutoff)
     return folded[near[0]] if near else ""
+
+
+def several(word: str, known: Iterable[str], most: int = 4) -> list[str]:
+    """Return the names among `known` that are most like a word, the nearest first."""
+    from difflib import SequenceMatcher
+
+    return sorted(known, key=lambda name: -SequenceMatcher(None, word, name).ratio())[:most]
 
 
 def ask(meant: str) -> str:

@@ -78,8 +78,18 @@ def _divides(spec: Spec) -> Iterator[Fault]:
             yield Fault(
                 place="mesh.tp",
                 finding=f"tp={degree} does not divide {name}: {number}",
-                remedy=f"choose tp from {', '.join(map(str, choices))}",
+                remedy=f"choose tp from {', '.join(map(str, choices))}"
+                + (_other_width(name, number, degree) if name in _FREE_WIDTHS else ""),
             )
+
+
+_FREE_WIDTHS = ("expert_ffn",)  # which no other size of a model follows from
+
+
+def _other_width(name: str, width: int, degree: int) -> str:
+    """Return the multiples of a degree around a width, as a remedy."""
+    near = dict.fromkeys((max(degree, width - width % degree), width + degree - width % degree))
+    return f", or write model.{name}={' or '.join(map(str, near))}"
 
 
 def _rows(spec: Spec) -> Iterator[Fault]:

@@ -1,0 +1,70 @@
+"""The expert axis as text: which rank has which experts, what travels to them and back, and over
+which ranks gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+from ptrain.steps.experts import ExpertParallel
+from ptrain.steps.step import Plan
+from ptrain.units import counted, format_bytes
+
+_FEW_RANKS = 8
+
+
+def step_text(step: ExpertParallel) -> str:
+    """Return what the step does, in one line of a plan."""
+    layers = counted(len(step.modules), "layer")
+    return (
+        f"give each rank of {step.axis} some of the experts of {layers}, whole: Θ, Ω and G of its "
+        "own; rows of tokens travel to them and back"
+    )
+
+
+def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
+    """Yield the experts of each rank of the axis, what travels, and what is summed over which
+    axes; nothing where ranks have no experts of their own."""
+    step, shape = plan.experts, spec.model
+    if step is None:
+        return
+    assert isinstance(shape, ModelShape) and shape.experts is not None, "a rule: they are known"
+    ranks = spec.degree(step.axis)
+    own = shape.experts // ranks
+    for rank in islice(range(ranks), _FEW_RANKS):
+        yield f"experts  {step.axis} {rank}: {_span(rank * own, own)} of {shape.experts}"
+    if ranks > _FEW_RANKS:
+        yield f"experts  … {ranks} ranks of {step.axis}"
+    yield f"travels  {_travels(spec, plan, shape, ranks)}"
+    yield f"summed   {_summed(plan, step)}"
+
+
+def _span(first: int, number: int) -> str:
+    return f"{first}-{first + number - 1}" if number > 1 else str(first)
+
+
+def _travels(spec: Spec, plan: Plan, shape: ModelShape, ranks: int) -> str:
+    """What two all-to-alls of forward and two of backward send, of each layer and micro-batch."""
+    micro, size = spec.batch.micro, shape.hidden * spec.precision.effective.parameters.itemsize
+    away = f"{ranks - 1}/{ranks}"
+    often = "there and back, in forward and in backward of each of these layers and micro-batches"
+    if shape.capacity_factor is not None:
+        places = shape.experts * micro * shape.capacity(plan.tokens) if shape.experts else 0
+        return (
+            f"{counted(places, 'place')} of {shape.hidden} features {often}, "
+            f"{format_bytes(places * size)} of which {away} leave the rank, whatever is routed"
+        )
+    rows = shape.experts_per_token * micro * plan.tokens
+    return (
+        f"{counted(rows, 'row')} of {shape.hidden} features {often}, {format_bytes(rows * size)} "
+        f"of which {away} leave the rank where each expert is chosen as often, and all or none "
+        "where routing says so; counts of rows travel ahead of them"
+    )
+
+
+def _summed(plan: Plan, step: ExpertParallel) -> str:
+    over = " × ".join(axis for axis in plan.summed_axes if axis is not step.axis)
+    experts = f"over {over}" if over else "over no other rank, since all their tokens are there"
+    return f"experts' gradients {experts}; those of all else over {' × '.join(plan.summed_axes)}"
