@@ -33,6 +33,7 @@ from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
 
 SHARD, REPLICATE, CONTEXT = Axis.DP_SHARD, Axis.DP_REPLICATE, Axis.CP
+EXPERTS = Axis.EP
 STORED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 HEAD = -1  # of the root's tensors the last: its gradient comes first
 Mesh = dict[Axis, tuple[int, Placement]]
@@ -50,6 +51,19 @@ MODELS = {
         "alone": (((11, 5), (3,)), ()),
     }.items()
 }
+
+
+def with_experts(facts: ModelFacts) -> ModelFacts:
+    """The same model whose first unit, and every other one behind it but the root, is a layer's
+    experts: what a rank has of them."""
+    *blocks, root = facts.units
+    apart = (
+        replace(unit, modules=tuple(f"{name}.experts" for name in unit.modules))
+        if place % 2 == 0
+        else unit
+        for place, unit in enumerate(blocks)
+    )
+    return replace(facts, units=(*apart, root))
 
 
 def empty_timeline(facts: ModelFacts, itemsize: int, *, is_fresh: bool) -> Timeline:
@@ -83,10 +97,9 @@ def seeded(timeline: Timeline) -> Timeline:
     return replace(timeline, backward=(Run(size, size), *timeline.backward, Run(0, -size)))
 
 
-def chain_of(facts: ModelFacts, *, is_fresh: bool) -> UnitChain:
+def chain_of(plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> UnitChain:
     *blocks, root = (
-        ChainUnit(tuple(tensor.shape for tensor in unit.tensors), unit.is_root)
-        for unit in facts.units
+        ChainUnit(unit.shapes, unit.is_root, plan.is_apart(unit.modules)) for unit in facts.units
     )
     numel = {tensor.name: tensor.numel for tensor in facts.tensors}
     return UnitChain(
@@ -112,7 +125,7 @@ def in_closed_form(
 ) -> dict[str, object]:
     """Every figure of the closed forms, by name; of each rank's place along the axes on which
     ranks differ."""
-    chain = chain_of(facts, is_fresh=is_fresh)
+    chain = chain_of(plan, facts, is_fresh=is_fresh)
     form = closed_form(spec, plan, chain)
     figures: Figures = {"transient": form.transient()}
     for index in sorted({*positions(spec, differing_axes(plan))}):
@@ -223,6 +236,8 @@ def plain_setting(choice: Choice, facts: ModelFacts) -> Setting | None:
 
 Modes = dict[Axis, tuple[str, str, str]]  # of Theta, Omega and G
 MESHES = ((SHARD,), (REPLICATE,), (REPLICATE, SHARD))  # the axes of two ranks or more
+# With an axis that gives ranks experts of their own, which are fewer axes' units.
+OVER_EXPERTS = ((EXPERTS,), *((*axes, EXPERTS) for axes in MESHES))
 # The same with an axis inside them along which gradients are summed too.
 OVER_TOKENS = ((CONTEXT,), *((*axes, CONTEXT) for axes in MESHES))
 

@@ -24,10 +24,12 @@ class NoClosedForm(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ChainUnit:
-    """What is gathered and reduced together: the shapes of its tensors, in elements."""
+    """What is gathered and reduced together: the shapes of its tensors, in elements. `is_apart`: it
+    is a layer's experts, of which along one axis each rank has others."""
 
     shapes: tuple[Shape, ...]
     is_root: bool = False
+    is_apart: bool = False
 
     @property
     def numels(self) -> tuple[int, ...]:

@@ -59,9 +59,12 @@ class FlatUnitsForm:
         return tuple(self._unit(unit) for unit in self.chain.units if unit.numel)
 
     def _unit(self, unit: ChainUnit) -> FlatUnit:
-        layout, buffer = self.plan.update.layout, Buffer.of(self.spec, self.step, unit.numel)
-        parameters = ParametersForm(self.step, layout, buffer, unit.is_root)
-        gradients = GradientsForm(self.step, layout, buffer)
+        step, experts = self.step, self.plan.experts
+        if unit.is_apart and experts is not None:
+            step = step.without(experts.axis)
+        layout, buffer = self.plan.update.layout, Buffer.of(self.spec, step, unit.numel)
+        parameters = ParametersForm(step, layout, buffer, unit.is_root)
+        gradients = GradientsForm(step, layout, buffer)
         update = UnitUpdate(self.spec, unit, parameters, gradients)
         return FlatUnit(unit, parameters, gradients, update, gradients.preparation())
 
@@ -81,7 +84,7 @@ class FlatUnitsForm:
             omega[step.optimizer_tier] += sum(map(_kept, unit.update.targets))
             gradients[Tier.DEVICE] += self._kept_gradients(unit)
             if step.gradients_tier is not Tier.DEVICE:
-                part = unit.gradients.buffer.shard(step.gradients)
+                part = unit.gradients.buffer.shard(unit.gradients.step.gradients)
                 gradients[step.gradients_tier] += part * layout.gradients.itemsize
         return {State.PARAMETERS: theta, State.OPTIMIZER: omega, State.GRADIENTS: gradients}
 

@@ -70,7 +70,7 @@ class _Sender:
 
     @property
     def step(self) -> FlatUnits:
-        return self.flat.step
+        return self.unit.parameters.step
 
     @property
     def micro_batches(self) -> int:

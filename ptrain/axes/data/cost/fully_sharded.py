@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ptrain.axes.data.cost.chain import ChainUnit, Resident, UnitChain
+from ptrain.axes.data.cost.chain import ChainUnit, NoClosedForm, Resident, UnitChain
 from ptrain.axes.data.cost.optimizer import (
     COUNTER_BYTES,
     has_counter,
@@ -40,12 +40,13 @@ from ptrain.steps.wraps import FullyShard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedUnit:
-    """Sizes of one unit that `ranks` shard by rows of dim 0."""
+    """Sizes of one unit that `ranks` shard by rows of dim 0, with so many `replicas`."""
 
     unit: ChainUnit
     step: FullyShard
     layout: Layout
     ranks: int
+    replicas: int = 1
 
     @property
     def padded(self) -> int:
@@ -152,16 +153,37 @@ class FullyShardedForm:
     def optimizer(self) -> OptimizerSpec:
         return self.spec.optimizer
 
-    @property
-    def ranks(self) -> int:
-        """Over which a unit is cut."""
-        return _ranks(self.spec, self.step.shard_axes)
-
     @cached_property
     def units(self) -> tuple[ShardedUnit, ...]:
         """Those that have parameters, in the order of wrapping, the root last."""
-        used = (unit for unit in self.chain.units if unit.shapes)
-        return tuple(ShardedUnit(unit, self.step, self.layout, self.ranks) for unit in used)
+        return tuple(self._unit(unit) for unit in self.chain.units if unit.shapes)
+
+    def _unit(self, unit: ChainUnit) -> ShardedUnit:
+        step, experts = self.step, self.plan.experts
+        if unit.is_apart and experts is not None:
+            fewer = step.without(experts.axis)
+            if not isinstance(fewer, FullyShard):
+                raise NoClosedForm("experts that no axis shards are autograd's, and not FSDP2's")
+            step = fewer
+        ranks, replicas = (
+            _ranks(self.spec, axes) for axes in (step.shard_axes, step.replicate_axes)
+        )
+        return ShardedUnit(unit, step, self.layout, ranks, replicas)
+
+    def held(self, unit: ShardedUnit, index: int) -> list[int]:
+        """Elements of each tensor of a unit that the ranks with shard `index` really have."""
+        place = 0
+        for axis, own in self._places(index).items():
+            if axis in unit.step.shard_axes:
+                place = place * self.spec.degree(axis) + own
+        return [local_rows(shape, unit.ranks, place) for shape in unit.unit.shapes]
+
+    def _places(self, index: int) -> dict[Axis, int]:
+        """Where those ranks stand along the axes that shard, the outermost first."""
+        places: dict[Axis, int] = {}
+        for axis in reversed(self.step.shard_axes):
+            index, places[axis] = divmod(index, self.spec.degree(axis))
+        return dict(reversed(places.items()))
 
     def resident(self, index: int) -> Resident:
         """Bytes on the ranks with shard `index`. Parameters and gradients have padding, what the
@@ -169,7 +191,7 @@ class FullyShardedForm:
         Omega's."""
         layout, step = self.layout, self.step
         stored = sum(unit.padded for unit in self.units)
-        held = sum(local_rows(shape, self.ranks, index) for shape in self.chain.tensors)
+        held = sum(sum(self.held(unit, index)) for unit in self.units)
         omega = held * num_moments(self.optimizer) * layout.moments.itemsize
         omega += COUNTER_BYTES * len(self.chain.tensors) * has_counter(self.optimizer)
         theta = stored * layout.parameters.itemsize
@@ -191,11 +213,12 @@ class FullyShardedForm:
         """A gather where a pass finds a unit sharded: from all in forward, in backward from the
         smaller group that kept it, if one did; a reduce-scatter after each micro-batch, or the
         last; and then an all-reduce of the shard over replicas."""
-        step, num = self.step, self.plan.accumulate.micro_batches
-        shards = Group(step.shard_axes, self.ranks)
-        native = step.reduce_scatter is ReduceScatterVia.NATIVE
-        via = None if native else step.reduce_scatter.value
+        num = self.plan.accumulate.micro_batches
+        native = self.step.reduce_scatter is ReduceScatterVia.NATIVE
+        via = None if native else self.step.reduce_scatter.value
         for unit in self.units:
+            step = unit.step
+            shards = Group(step.shard_axes, unit.ranks)
             times = gathers(step.sync, num, is_root=unit.unit.is_root)
             group = Group(step.shard_axes, unit.group) if unit.group > 1 else shards
             gather, theta = Collective.ALL_GATHER, State.PARAMETERS
@@ -210,7 +233,7 @@ class FullyShardedForm:
             state, phase = State.GRADIENTS, Phase.BACKWARD
             yield Calls(scatter, state, phase, count, via).over(shards, unit.input)
             if step.replicate_axes:
-                replicas = Group(step.replicate_axes, _ranks(self.spec, step.replicate_axes))
+                replicas = Group(step.replicate_axes, unit.replicas)
                 yield Calls(all_reduce, state, phase, count).over(replicas, unit.output)
 
 

@@ -14,7 +14,6 @@ from itertools import accumulate
 from ptrain.axes.data.cost.chain import MicroBatchPlace, micro_batches
 from ptrain.axes.data.cost.fully_sharded import FullyShardedForm, ShardedUnit
 from ptrain.axes.data.cost.optimizer import norm, update_casts
-from ptrain.axes.data.costs import local_rows
 from ptrain.axes.data.fsdp2 import Habits, habits
 from ptrain.costs import Phase
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
@@ -39,14 +38,10 @@ def _update(sharded: FullyShardedForm, index: int) -> Iterator[int]:
     base = sum(unit.kept for unit in sharded.units)
     at_once, stays = norm(sharded.spec, sharded.plan, sharded.chain, len(sharded.chain.tensors))
     yield base + at_once
-    for unit in sharded.chain.units:
-        casts = update_casts(
-            sharded.spec,
-            sharded.layout,
-            unit,
-            [local_rows(shape, sharded.ranks, index) for shape in unit.shapes],
-        )
-        yield base + stays + casts
+    yield base + stays
+    for unit in sharded.units:
+        held = sharded.held(unit, index)
+        yield base + stays + update_casts(sharded.spec, sharded.layout, unit.unit, held)
 
 
 def _wholes(units: Iterable[ShardedUnit]) -> int:
@@ -179,7 +174,7 @@ class _Pass:
         if not self.reduces:
             return unit.summed if self._is_cast else sum(unit.gradients)
         is_other = self._casts_after or not self._is_new
-        return unit.kept + unit.output * (is_other and bool(self.step.replicate_axes))
+        return unit.kept + unit.output * (is_other and unit.replicas > 1)
 
     @property
     def _casts_after(self) -> bool:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ptrain.internals.fakes import detect_fake_mode
 from ptrain.internals.functional_collectives import (
     all_to_all_single_autograd,
     awaited,
@@ -37,16 +36,23 @@ class JourneyOverRanks(Journey):
     def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
         counts_Ne = _counts_of(ends_E).unflatten(0, (self.group.size(), -1))
         received_Ne = exchanged(counts_Ne, self.group)
-        if detect_fake_mode() is None:
-            sent, received = torch.stack([counts_Ne, received_Ne]).tolist()
-            self._routed = Routed(sent, received)
-        else:
-            ranks, own = counts_Ne.shape
-            self._routed = balanced(len(x_MC), ranks, own, self.group.rank())
+        self._routed = self._routing(len(x_MC), counts_Ne, received_Ne)
         x_RC = self._travelled(x_MC, self._routed.sent, self._routed.received)
         del x_MC
         x_RC = self._routed.by_expert(x_RC)
         return x_RC, received_Ne.sum(0).cumsum(0, dtype=torch.int32)
+
+    def _routing(self, rows: int, counts_Ne: Tensor, received_Ne: Tensor) -> Routed:
+        """Where nobody answers it is that of even loads, and what arrived is filled in."""
+        both = torch.stack([counts_Ne, received_Ne])
+        if dist.get_backend(self.group) != "fake":
+            return Routed(*both.tolist())
+        ranks, own = counts_Ne.shape
+        routed = balanced(rows, ranks, own, self.group.rank())
+        for of_rank, numbers in zip(received_Ne.unbind(), routed.received, strict=True):
+            for place, number in zip(of_rank.unbind(), numbers, strict=True):
+                place.fill_(number)
+        return routed
 
     def rows_back(self, y_RC: Tensor) -> Tensor:
         assert self._routed is not None, "they have come"
