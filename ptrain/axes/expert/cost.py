@@ -23,7 +23,7 @@ _COUNT_BYTES = 8  # of rows for an expert: int64
 def rows_bytes(spec: Spec, shape: ModelShape) -> int:
     """Return the bytes of a trip's rows: what one rank sends to all experts, its own among them."""
     assert shape.experts is not None, "nothing travels"
-    tokens = spec.batch.sequence // spec.degree(Axis.CP)
+    tokens = spec.own_tokens
     number = shape.experts_per_token * tokens
     if shape.capacity_factor is not None:
         places = ceil(Fraction(str(shape.capacity_factor)) * number / shape.experts)
