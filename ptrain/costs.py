@@ -295,8 +295,9 @@ class Estimate(Worded):
     "step_seconds"), why the column has none, or not all. `unclaimed` gives, per kind
     ("activations", "peak", "traffic"), why those that the column has, if any, are not claimed for
     the device that runs it. `by_data` gives, per kind ("activations", "peak"), why its figures are
-    bounds and not sizes. `warnings` are
-    what somebody should know before it runs.
+    bounds and not sizes. `assumed` gives, per kind ("activations", "peak", and "traffic" with axes
+    and collective), what its figures assume of data: a run's are not held against them. `warnings`
+    are what somebody should know before it runs.
     `accounts`: where ranks differ in what they send, the traffic of each kind of rank, of which
     there are equally many, and `account_of` by rank which is its own; `traffic` has a row for each
     kind of call and account.
@@ -312,6 +313,7 @@ class Estimate(Worded):
     undefined: dict[str, str] = field(default_factory=dict)
     unclaimed: dict[str, str] = field(default_factory=dict)
     by_data: dict[str, str] = field(default_factory=dict)
+    assumed: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     accounts: tuple[tuple[Traffic, ...], ...] = ()

@@ -9,6 +9,7 @@ from ptrain.algebra.layout import positions
 from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
 from ptrain.axes.expert.costs import sent as sent_to_experts
+from ptrain.axes.expert.form import assumed
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.by_rank import ByRank, of_own
@@ -99,6 +100,7 @@ def derive(
         estimate,
         operations=operations(spec, plan, stages),
         unclaimed=foreign,
+        assumed=assumed(spec),
         warnings=(
             *estimate.warnings,
             *kernel_warnings(spec, foreign, estimate.undefined),

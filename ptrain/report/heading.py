@@ -27,8 +27,9 @@ def heading(spec: Spec, num_parameters: int) -> str:
 
 
 def by_data_lines(exact: Estimate) -> list[str]:
-    """Return why figures of activations and peaks are bounds; nothing where they are not."""
-    return [f"sizes depend on data: {why}" for why in dict.fromkeys(exact.by_data.values())]
+    """Return why figures are bounds, or what they assume; nothing where data decides none."""
+    reasons = dict.fromkeys((*exact.by_data.values(), *exact.assumed.values()))
+    return [f"sizes depend on data: {why}" for why in reasons]
 
 
 def model_name(spec: Spec) -> str:

@@ -67,6 +67,7 @@ def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
         operations=_operations(record, column),
         undefined=record.get("undefined", {}).get(column, {}),
         by_data=record.get("by_data", {}).get(column, {}),
+        assumed=record.get("assumed", {}).get(column, {}),
         step=_step(record, column),
     )
 

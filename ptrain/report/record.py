@@ -7,7 +7,7 @@ failing check.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 
@@ -35,6 +35,7 @@ _CHECKED = {
     "peak": "peak per phase and rank",
     "traffic": "calls, payload and bytes sent per kind of call",
 }
+_KINDS_OF_REASONS = ("undefined", "unclaimed", "by_data", "assumed")
 _COUNTS = ("calls", "payload_bytes", "sent_bytes")
 
 
@@ -65,15 +66,21 @@ def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
     Where `measured` is one rank's own account, only that rank is compared; a rank that is missing
     from an account of several fails. A figure that depends on data holds within its bounds. Of what
     `exact` says that it does not predict (`undefined`: activations, peak, traffic) there is no
-    check.
+    check, and none of a run's figures where `exact` assumes what data decides (`assumed`) but of
+    how many calls there are; on fake ranks it is as assumed.
     """
-    untold = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in exact.undefined else ()
-    memory = [row for row in measured.memory if row.state not in untold]
+    assumed = exact.assumed if measured.column is Column.MEASURED else {}
+    untold = {*exact.undefined, *assumed}
+    left_out = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in untold else ()
+    predicted, memory = (
+        [row for row in rows if row.state not in left_out]
+        for rows in (of_ranks(exact.memory, compared_ranks(exact, measured)), measured.memory)
+    )
     ranks = compared_ranks(exact, measured)
-    checks = [*_memory_checks(of_ranks(exact.memory, ranks), memory)]
-    if "traffic" not in exact.undefined:
-        checks += _traffic_checks(exact.traffic, measured.traffic)
-    if "peak" not in exact.undefined:
+    checks = [*_memory_checks(predicted, memory)]
+    if "traffic" not in untold:
+        checks += _traffic_checks(exact.traffic, measured.traffic, assumed)
+    if "peak" not in untold:
         checks += _peak_checks(of_ranks(exact.peak, ranks), measured.peak)
     if exact.operations and measured.operations:
         checks += _operations_checks(of_ranks(exact.operations, ranks), measured.operations)
@@ -85,12 +92,20 @@ def verdict(checks: Sequence[Check]) -> str:
     return "holds" if checks and all(check.holds for check in checks) else "fails"
 
 
-def verdict_line(checks: Sequence[Check], *, torch: str, untold: Iterable[str] = ()) -> str:
+def verdict_line(
+    checks: Sequence[Check],
+    *,
+    torch: str,
+    untold: Iterable[str] = (),
+    assumed: Iterable[str] = (),
+) -> str:
     """`verdict: holds (14 of 14)`, how many are bounds, which kinds of figures are not predicted,
-    and whether exactness is claimed for this torch at all. Time is no part of a verdict."""
+    or assume what data decides, and whether exactness is claimed for this torch at all. Time is no
+    part of a verdict."""
     held = sum(check.holds for check in checks)
     missing = sorted({*untold} - {"step_seconds"})
     besides = f" · not predicted: {', '.join(missing)}" if missing else ""
+    besides += f" · not judged, for they assume: {', '.join(sorted(assumed))}" if assumed else ""
     claim = "" if is_tested(torch) else f" · not claimed for torch {torch}"
     number = sum(check.lower is not None for check in checks)
     bounds = f" · {number} are bounds: sizes depend on data" if number else ""
@@ -121,12 +136,20 @@ def _tier_suffix(tier: str) -> str:
     return "" if tier == "device_bytes" else " " + tier.removesuffix("_bytes")
 
 
-def _traffic_checks(exact: Sequence[Traffic], measured: Sequence[Traffic]) -> Iterator[Check]:
+def exchange_of(key: TrafficKey) -> str:
+    """Return how an estimate that assumes something names such calls: `traffic ep all_to_all`."""
+    return f"traffic {'+'.join(key.axes)} {key.collective}"
+
+
+def _traffic_checks(
+    exact: Sequence[Traffic], measured: Sequence[Traffic], assumed: Container[str] = ()
+) -> Iterator[Check]:
     """Several rows with one key are several ranks' accounts, different ones once: each must be
-    right. Of those that are not, the first is named."""
+    right. Of those that are not, the first is named. Of an exchange whose bytes are `assumed` the
+    calls are checked."""
     predicted_rows, measured_rows = _by_key(exact), _by_key(measured)
     for key in sorted({*predicted_rows, *measured_rows}, key=traffic_name):
-        for count in _COUNTS:
+        for count in _COUNTS[:1] if exchange_of(key) in assumed else _COUNTS:
             left = sorted({getattr(row, count) for row in predicted_rows.get(key, [])})
             right = sorted({getattr(row, count) for row in measured_rows.get(key, [])})
             wrong = [pair for pair in zip_longest(left, right) if pair[0] != pair[1]]
@@ -217,7 +240,8 @@ def record(
 
     `verdict` is null where nothing was checked. A column that leaves something out says so under
     `undefined`, one whose figures are another device's under `unclaimed`, one whose figures are
-    bounds under `by_data`: these rows have `lower_bytes` and `upper_bytes`.
+    bounds under `by_data`: these rows have `lower_bytes` and `upper_bytes`; one that assumes what
+    data decides under `assumed`.
     """
     packages = versions()
     return {
@@ -251,7 +275,7 @@ def record(
         "checks": [_check_row(check) for check in checks],
         "verdict": verdict(checks) if checks else None,
         "claimed": is_tested(packages["torch"]),
-        **{kind: _reasons(estimates, kind) for kind in ("undefined", "unclaimed", "by_data")},
+        **{kind: _reasons(estimates, kind) for kind in _KINDS_OF_REASONS},
         "notes": [note for estimate in estimates for note in estimate.notes],
         "warnings": [warning for estimate in estimates for warning in estimate.warnings],
     }

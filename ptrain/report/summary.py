@@ -75,7 +75,7 @@ def summary(
             *failing,
             *by_data_lines(exact),
             checks_line(checks, ranks=ranks),
-            verdict_line(checks, torch=torch, untold=exact.undefined),
+            verdict_line(checks, torch=torch, untold=exact.undefined, assumed=exact.assumed),
         ]
     )
 

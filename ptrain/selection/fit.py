@@ -104,7 +104,7 @@ def fit(spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False) -> Fit:
     `takes_unclaimed`: the peak stands for one that nobody has confirmed."""
     cluster = spec.cluster
     unclaimed = "" if takes_unclaimed else exact.unclaimed.get("peak", "")
-    why = exact.undefined.get("peak") or unclaimed
+    why = exact.undefined.get("peak") or exact.assumed.get("peak") or unclaimed
     peak, lower = (None, None) if why else (exact.peak_bytes(), exact.lower_peak_bytes())
     nodes_ranks = min(spec.world_size, cluster.devices_per_node) if cluster else 0
     return Fit(

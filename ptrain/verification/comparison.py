@@ -42,7 +42,10 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """`verdict: holds (14 of 14)`, in a line."""
-        return verdict_line(self.checks, torch=versions()["torch"], untold=self.predicted.undefined)
+        predicted = self.predicted
+        untold, assumed = predicted.undefined, predicted.assumed
+        version = versions()["torch"]
+        return verdict_line(self.checks, torch=version, untold=untold, assumed=assumed)
 
     @property
     def holds(self) -> bool:

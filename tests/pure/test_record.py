@@ -28,7 +28,9 @@ from ptrain.derivation.wire import wire_rows
 from ptrain.report.reading import read
 from ptrain.report.record import compare, record, verdict, verdict_line
 from ptrain.report.summary import summary
+from ptrain.selection.fit import fit
 from ptrain.train.notebook import Run
+from tests.pure.build import make_spec
 
 KEY = TrafficKey(
     axes=("dp_shard",),
@@ -190,6 +192,23 @@ def test_the_record_is_json_with_the_fields_of_the_contract():
 def test_a_column_without_figures_is_null_with_its_reason():
     paper = Estimate(column=Column.PAPER, world_size=2, undefined={"traffic": "no theorem"})
     assert record("tiny", (paper,))["undefined"] == {"paper": {"traffic": "no theorem"}}
+
+
+def test_a_run_is_not_held_against_what_is_assumed_of_data_and_fake_ranks_are():
+    why = dict.fromkeys(("activations", "peak", "traffic dp_shard all_gather"), "evenly")
+    exact = replace(EXACT, assumed=why)
+    other = [replace(row, device_bytes=row.device_bytes + 1) for row in MEASURED.peak]
+    sent = [replace(row, sent_bytes=row.sent_bytes + 1) for row in MEASURED.traffic]
+    run = replace(MEASURED, peak=tuple(other), traffic=tuple(sent))
+    checks = compare(exact, run)
+    assert verdict(checks) == "holds" and not any("peak" in check.name for check in checks)
+    assert any(check.name.endswith("calls") for check in checks)
+    line = verdict_line(checks, torch="2.13.0", assumed=exact.assumed)
+    assert "not judged, for they assume: activations, peak, traffic dp_shard all_gather" in line
+    assert verdict(compare(exact, replace(run, column=Column.SIMULATED))) == "fails"
+    assert fit(make_spec({}), exact).peak_bytes is None
+    written = json.loads(json.dumps(record("tiny", (exact, MEASURED))))
+    assert read(written).estimates[Column.EXACT].assumed == why
 
 
 def test_exactness_is_not_claimed_for_a_torch_that_no_test_names():

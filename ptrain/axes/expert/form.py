@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ptrain.costs import Collective
 from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel
 
@@ -24,3 +26,15 @@ def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertP
     modules = (module for unit in units for module in unit)
     held = tuple(module for module in modules if module.rpartition(".")[2] == name)
     return ExpertParallel(axis=factor.axis, modules=held)
+
+
+def assumed(spec: Spec) -> dict[str, str]:
+    """Return what figures of a spec assume of where tokens go, by their kinds: nothing where every
+    expert has as many places, or ranks have all experts."""
+    factor, shape = factor_of(spec), spec.model
+    if factor is None or (isinstance(shape, ModelShape) and shape.capacity_factor is not None):
+        return {}
+    why = f"predicted for tokens that fall evenly on the experts of {factor.axis}'s ranks, which a "
+    why += "router decides; a capacity_factor fixes them"
+    exchanged = f"traffic {factor.axis} {Collective.ALL_TO_ALL}"
+    return dict.fromkeys(("activations", "peak", exchanged), why)

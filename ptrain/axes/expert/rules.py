@@ -60,23 +60,11 @@ def _unknown_experts(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _not_executed(spec: Spec) -> Iterator[Fault]:
-    if factor_of(spec) is not None and isinstance(spec.model, ModelShape):
-        yield Fault(
-            place="mesh.ep",
-            finding="not yet: experts on ranks of their own",
-            remedy="what works today: dp_shard in place of ep",
-        )
-
-
 EXPERT = AxisRules(
     axes=(Axis.EP,),
     tuples=_TUPLES,
     specs=(
         SpecRule(name="ranks have as many experts", theorem="Definition 2", faults=_experts_divide),
     ),
-    not_yet=(
-        SpecRule(name="experts are known", theorem="", faults=_unknown_experts),
-        SpecRule(name="ep is executed", theorem="", faults=_not_executed),
-    ),
+    not_yet=(SpecRule(name="experts are known", theorem="", faults=_unknown_experts),),
 )

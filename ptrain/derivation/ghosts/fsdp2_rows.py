@@ -113,7 +113,8 @@ class Sharded(InPlace):
                 f"{shards - 1}/{shards} of it"
             )
         yield from kept_root(self.wrapped)
-        padded, numel = self.ranks * self.stored(), self.wrapped.facts.numel
+        numel = self.wrapped.facts.numel
+        padded = sum(n * self._shards(unit).ranks * self._padded(unit) for unit, n in self.kinds)
         if padded > numel:
             yield (
                 f"each tensor is cut by rows, ceil(d0 / {self.ranks}) on every rank: "
