@@ -1,0 +1,60 @@
+"""What the expert axis costs in closed form: the second opinion on what ranks have, exchange and
+hold while they do.
+
+n ranks, E experts of which k are a token's, C places of each of them for a sample, T tokens of a
+sample that a rank has, b samples, h features of e bytes. The rows of a trip are b·E·C·h·e with a
+capacity; without one b·k·T·h·e, where as many go to each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from math import ceil
+
+from ptrain.costs import Collective, Phase
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+
+_COUNT_BYTES = 8  # of rows for an expert: int64
+
+
+def rows_bytes(spec: Spec, shape: ModelShape) -> int:
+    """Return the bytes of a trip's rows: what one rank sends to all experts, its own among them."""
+    assert shape.experts is not None, "nothing travels"
+    tokens = spec.own_tokens
+    number = shape.experts_per_token * tokens
+    if shape.capacity_factor is not None:
+        places = ceil(Fraction(str(shape.capacity_factor)) * number / shape.experts)
+        number = shape.experts * min(places, tokens)
+    itemsize = spec.precision.effective.parameters.itemsize
+    return spec.batch.micro * number * shape.hidden * itemsize
+
+
+def of_a_layer(spec: Spec, shape: ModelShape) -> Iterator[tuple[Collective, Phase, int, int]]:
+    """Yield collective, phase, calls and the bytes that one rank sends by them for a layer and a
+    micro-batch, of which nothing is computed again: there and back, and the same for gradients,
+    (n - 1)/n of the rows each; and what says how many come, where that depends on data."""
+    assert shape.experts is not None, "nothing travels"
+    leaving = 1 - Fraction(1, spec.degree(Axis.EP))
+    rows = rows_bytes(spec, shape)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        yield Collective.ALL_TO_ALL, phase, 2, 2 * ceil(rows * leaving)
+    if shape.capacity_factor is None:
+        counts = _COUNT_BYTES * shape.experts * leaving
+        yield Collective.ALL_TO_ALL, Phase.FORWARD, 1, ceil(counts)
+
+
+def trip_bytes(spec: Spec, shape: ModelShape) -> int:
+    """Return the bytes that a trip has at once: of what sets out and of what arrives. With a
+    capacity a rank gets as many places as it sends; without one as many rows, where loads are
+    even."""
+    return 2 * rows_bytes(spec, shape)
+
+
+def own_experts(shape: ModelShape, ranks: int) -> int:
+    """Return the elements of a layer's experts that one of so many ranks has."""
+    assert shape.experts is not None, "nobody has any"
+    matrices = 3 if shape.activation.is_gated else 2
+    return shape.experts // ranks * matrices * shape.hidden * shape.width_of_expert

@@ -1,0 +1,124 @@
+"""The closed forms of the expert axis against what is derived: what ranks have of the experts, and
+what they send to those of others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from ptrain.axes.expert.cost import of_a_layer, own_experts, rows_bytes, trip_bytes
+from ptrain.axes.expert.costs import sent
+from ptrain.axes.expert.part import with_own_experts
+from ptrain.costs import Phase
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.parameters import expert_modules, facts
+from ptrain.plan.lower import lower
+from ptrain.spec.activations import Kept, Operators, Policy
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.precision import LAYOUTS
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
+from tests.pure.build import make_spec, tuple_of
+
+SHAPE = ModelShape(
+    family=Family.LLAMA,
+    layers=3,
+    hidden=10,
+    heads=2,
+    kv_heads=1,
+    ffn=14,
+    vocab=259,
+    experts=12,
+    experts_per_token=2,
+)
+SHAPES: Mapping[str, dict[str, Any]] = {
+    "dropless": {},
+    "capacity": {"capacity_factor": 1.0},
+    "more than fits": {"capacity_factor": 1.1, "experts_per_token": 3},
+    "no more than there are": {"capacity_factor": 9.0},
+    "narrow": {"capacity_factor": 0.3, "expert_ffn": 6, "dense_layers": 1, "shared_experts": 1},
+}
+RANKS = (2, 3, 4, 12)
+
+
+def spec_of(shape: ModelShape, ranks: int, **sections: Any) -> Spec:
+    mesh = {Axis.DP_SHARD: (2, tuple_of("S*,S,S")), Axis.EP: (ranks, tuple_of("S*,S,S"))}
+    return make_spec(mesh, model=shape, **sections)
+
+
+def planned(spec: Spec) -> tuple[Plan, ModelFacts]:
+    shape = spec.model
+    assert isinstance(shape, ModelShape)
+    known = facts(shape, spec.batch.sequence, apart=expert_modules(spec))
+    return lower(spec, known.unit_modules), known
+
+
+def totals(spec: Spec, plan: Plan) -> Counter[tuple[Any, ...]]:
+    """Calls and sent bytes of a step by collective and phase."""
+    counted: Counter[tuple[Any, ...]] = Counter()
+    for row in sent(spec, plan):
+        assert row.key.axes == ("ep",)
+        counted[row.key.collective, row.key.phase, "calls"] += row.calls
+        counted[row.key.collective, row.key.phase, "bytes"] += row.sent_bytes
+    return counted
+
+
+@pytest.mark.parametrize(("name", "ranks"), product(SHAPES, RANKS))
+def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(name, ranks):
+    shape = replace(SHAPE, **SHAPES[name])
+    spec = spec_of(shape, ranks, accumulate=3, layout=LAYOUTS["fp32"])
+    plan, _ = planned(spec)
+    expected: Counter[tuple[Any, ...]] = Counter()
+    layers = 3 * sum(map(shape.has_experts, range(shape.layers)))  # of all micro-batches
+    for collective, phase, calls, size in of_a_layer(spec, shape):
+        expected[collective, phase, "calls"] += layers * calls
+        expected[collective, phase, "bytes"] += layers * size
+    assert totals(spec, plan) == expected
+
+
+def test_a_layer_that_comes_again_sends_again_what_it_keeps_nothing_of():
+    shape = replace(SHAPE, capacity_factor=1.0)
+    spec = spec_of(shape, 2)
+    plain, again, kept = (
+        replace(spec, activations=replace(spec.activations, default=mode))
+        for mode in (
+            Kept(),
+            Kept(policy=Policy()),
+            Kept(policy=Policy(keep=(Operators.COLLECTIVE,))),
+        )
+    )
+    once, twice, stays = (totals(of, planned(of)[0]) for of in (plain, again, kept))
+    assert stays == once
+    more = twice - once
+    assert {key[1] for key in more} == {Phase.BACKWARD}
+    assert sorted(more.values()) == [2 * 3, 3 * 2 * rows_bytes(spec, shape) // 2]
+
+
+@pytest.mark.parametrize(("name", "ranks"), product(SHAPES, RANKS))
+def test_each_rank_has_as_many_experts_and_all_else(name, ranks):
+    shape = replace(SHAPE, **SHAPES[name])
+    plan, whole = planned(spec_of(shape, ranks))
+    assert plan.experts is not None
+    own = with_own_experts(whole, plan.experts, ranks)
+    layers = sum(map(shape.has_experts, range(shape.layers)))
+    others = whole.numel - layers * own_experts(shape, 1)
+    assert own.numel == others + layers * own_experts(shape, ranks)
+    cut = {unit.modules for unit in own.units if any(t.is_cut for t in unit.tensors)}
+    assert cut == {unit.modules for unit in own.units if plan.is_apart(unit.modules)}
+
+
+def test_figures_worked_by_hand():
+    """Two samples of 16 tokens, of which 2 of 4 experts take 8 each: 2 · 4 · 8 rows of 10 features
+    in fp32, half of which are another rank's."""
+    shape = replace(SHAPE, experts=4, capacity_factor=1.0)
+    spec = spec_of(shape, 2)
+    assert rows_bytes(spec, shape) == 2 * 4 * 8 * 10 * 4
+    assert trip_bytes(spec, shape) == 5120
+    sizes = [size for _, _, _, size in of_a_layer(spec, shape)]
+    assert sizes == [2560, 2560]

@@ -1,0 +1,101 @@
+"""The exchange of the expert axis on a rank that nobody answers: what a trip holds at once and what
+it sends, against its closed form; and loads that are taken to be even."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ptrain.axes.expert.cost import rows_bytes, trip_bytes
+from ptrain.axes.expert.run.exchange import JourneyOverRanks
+from ptrain.models.recorder import Recorder
+from ptrain.models.trace import Born, Died, Recording
+from ptrain.models.work import SentTensor
+from ptrain.rooms.fake import fake_world
+from ptrain.spec.model import ModelShape
+from tests.pure.test_closed_forms_of_experts import SHAPE, spec_of
+
+EXPERTS, RANKS = 12, 3
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    world = fake_world(1, RANKS)
+    try:
+        yield dist.new_group(list(range(RANKS)), group_desc="mesh_ep")
+    finally:
+        world.close()
+
+
+class _There(nn.Module):
+    """A trip there alone: with a capacity the places of all experts, without one sorted rows."""
+
+    def __init__(self, group: dist.ProcessGroup, shape: ModelShape) -> None:
+        super().__init__()
+        self.group, self.shape = group, shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        journey = JourneyOverRanks(self.group)
+        if self.shape.capacity_factor is not None:
+            return journey.places_there(x)
+        ends_E = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (len(x) // EXPERTS)
+        return journey.rows_there(x, ends_E)[0]
+
+
+def _recorded(module: nn.Module, x: Tensor) -> Recording:
+    with Recorder(module, [x]) as recorder:
+        y = module(x)
+        recorder.end("forward")
+        del y
+        recorder.end("backward")
+        return recorder.recording()
+
+
+def _most(recording: Recording, large: int) -> int:
+    """Bytes at most, of storages that are as large as rows are."""
+    live = most = 0
+    for event in recording.forward:
+        match event:
+            case Born(size=size):
+                live += size * (size >= large)
+            case Died(number):
+                live -= recording.sizes[number] * (recording.sizes[number] >= large)
+            case _:
+                continue
+        most = max(most, live)
+    return most
+
+
+@pytest.mark.parametrize("factor", [None, 1.5])
+def test_a_trip_holds_and_sends_what_its_closed_form_says(group, factor):
+    shape = replace(SHAPE, capacity_factor=factor, experts=EXPERTS)
+    spec = spec_of(shape, RANKS, sequence=18)
+    rows = rows_bytes(spec, shape)
+    num_rows = rows // shape.hidden // torch.float32.itemsize
+    x = torch.ones(num_rows, shape.hidden)
+    if factor is not None:
+        x = x.unflatten(0, (EXPERTS, -1))
+    recording = _recorded(_There(group, shape), x)
+    # what sets out is the caller's, so that it is no birth of these; what arrives is put in order
+    assert _most(recording, rows) == trip_bytes(spec, shape)
+    sent = [
+        work.what for _, work in recording.works["forward"] if isinstance(work.what, SentTensor)
+    ]
+    assert [(what.axis, what.ranks) for what in sent] == [("ep", RANKS)] * len(sent)
+    assert max(what.payload for what in sent) == rows
+
+
+def test_without_an_answer_every_expert_gets_as_many_rows(group):
+    x = torch.ones(25, 4)
+    counts = torch.tensor([25] + [0] * (EXPERTS - 1), dtype=torch.int32)  # all go to one
+    journey = JourneyOverRanks(group)
+    arrived, ends = journey.rows_there(x, counts.cumsum(0, dtype=torch.int32))
+    # of 25 rows on 12 experts the first gets one more; the second rank has the fifth to the eighth
+    assert ends.tolist() == [6, 12, 18, 24]
+    assert len(arrived) == 24
+    assert len(journey.rows_back(arrived)) == 25
