@@ -9,7 +9,15 @@ from unittest import mock
 import pytest
 
 from ptrain.traces import tensor_parts
-from tests.gloo import context_runs, expert_runs, fidelity, keep_runs, pipeline_runs, tensor_runs
+from tests.gloo import (
+    context_runs,
+    expert_rank_runs,
+    expert_runs,
+    fidelity,
+    keep_runs,
+    pipeline_runs,
+    tensor_runs,
+)
 from tests.gloo.forked import Forked
 from tests.gloo.outcomes import Runs
 from tests.gloo.recording import write
@@ -35,6 +43,14 @@ def forked_traces() -> Iterator[None]:
 def record_matrices(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.config.getoption("--record"):
-        for runs in (context_runs, expert_runs, tensor_runs, pipeline_runs, keep_runs, fidelity):
+        for runs in (
+            context_runs,
+            expert_runs,
+            expert_rank_runs,
+            tensor_runs,
+            pipeline_runs,
+            keep_runs,
+            fidelity,
+        ):
             for page in runs.MATRIX.write():
                 print(f"\nwritten: {page}")

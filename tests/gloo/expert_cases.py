@@ -29,7 +29,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "tied": True,
     },
 }
-SAMPLES = ("dp_replicate", "dp_shard")
+SAMPLES = ("dp_replicate", "dp_shard", "ep")
 
 
 def spec_of(
@@ -43,7 +43,7 @@ def spec_of(
 ) -> Spec:
     """`placement` places axes of two ranks each, unless `degrees` says more."""
     placement = placement or {"dp_shard": "zero3"}
-    order = ("pp", *SAMPLES, "cp", "tp")
+    order = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
     mesh = {axis: (degrees or {}).get(axis, 2) for axis in order if axis in placement}
     samples = accumulate
     for axis in SAMPLES:
