@@ -52,8 +52,9 @@ def _list(*, as_json: bool) -> None:
         if of_folder:
             print(_table(folder, of_folder))
     print(_wrapped("aliases", [f"{alias} = {name}" for alias, name in known.aliases.items()]))
-    print(_wrapped("not yet", list(known.not_yet)))
-    print("`ptrain specs show NAME` prints one; SPEC is a name of the first three, or a file")
+    if known.not_yet:
+        print(_wrapped("not yet", list(known.not_yet)))
+    print("`ptrain specs show NAME` prints one; SPEC is a name of the first four, or a file")
 
 
 def _files(folder: str) -> list[Path]:

@@ -15,7 +15,7 @@ from ptrain.spec import slips
 from ptrain.spec.leaf import nearest
 from ptrain.spec.text import SourceMark, Tree, read
 
-SPEC_FOLDERS = ("strategies", "paper", "node")
+SPEC_FOLDERS = ("strategies", "experts", "paper", "node")
 _HERE = Path(__file__).resolve()
 
 

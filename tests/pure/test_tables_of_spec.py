@@ -342,7 +342,7 @@ def test_roles_that_a_users_plan_may_give():
 
 
 def test_the_folders_of_specs_and_the_schemas_file():
-    assert SPEC_FOLDERS == ("strategies", "paper", "node")
+    assert SPEC_FOLDERS == ("strategies", "experts", "paper", "node")
     assert FILE == "ptrain.schema.json" and root().name == "specs"
 
 
