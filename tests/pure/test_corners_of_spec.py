@@ -337,7 +337,7 @@ NAMED = {
 }
 WAITING = """routers know no scale; replicas outside shards;
     experts are no matrices; hops know of no mask; routers see whole samples;
-    ranks have as many stretches; experts are known; ep is executed;
+    ranks have as many stretches; experts are known;
     all tokens between the blocks; the naive plan has all tokens;
     equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;
