@@ -20,7 +20,7 @@ from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
 from tests.gloo.expert_cases import spec_of
-from tests.gloo.expert_rank_runs import differences
+from tests.gloo.expert_rank_runs import MATRIX
 from tests.ranks import Ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
@@ -63,10 +63,10 @@ def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("model", "rest"),
-    some([*product(APART, REST)], (("top-2", "zero3"), ("capacity-top-1", "zero1"))),
+    some([*product(APART, REST)], (("capacity-top-1", "zero3"),)),
 )
 def test_by_themselves(ranks: Ranks, model: str, rest: str) -> None:
-    assert not differences(ranks, spec_of(model, {"ep": REST[rest]}))
+    assert not MATRIX.differences(ranks, spec_of(model, {"ep": REST[rest]}))
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,14 @@ def test_by_themselves(ranks: Ranks, model: str, rest: str) -> None:
 def test_on_two_axes(ranks: Ranks, model: str, rest: str, beside: dict[str, str]) -> None:
     accumulate = 4 if "pp" in beside else 2
     spec = spec_of(model, beside | {"ep": REST[rest]}, accumulate=accumulate)
-    assert not differences(ranks, spec)
+    assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rest", ["ddp", "zero3"])
 @pytest.mark.parametrize("model", ["top-1", "top-2", "capacity-top-1", "balanced"])
 def test_on_four_ranks(ranks: Ranks, model: str, rest: str) -> None:
-    assert not differences(ranks, spec_of(model, {"ep": REST[rest]}, degrees={"ep": 4}))
+    assert not MATRIX.differences(ranks, spec_of(model, {"ep": REST[rest]}, degrees={"ep": 4}))
 
 
 @pytest.mark.nightly
@@ -100,7 +100,7 @@ def test_on_four_ranks(ranks: Ranks, model: str, rest: str) -> None:
 def test_in_stages(ranks: Ranks, model: str, schedule: str) -> None:
     placement = {"pp": "S,S,S,R", "ep": REST["zero2"]}
     spec = spec_of(model, placement, accumulate=4, pipeline={"schedule": schedule})
-    assert not differences(ranks, spec)
+    assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_in_stages(ranks: Ranks, model: str, schedule: str) -> None:
 def test_with_activations_kept_otherwise(
     ranks: Ranks, model: str, rest: str, kept: dict[str, Any]
 ) -> None:
-    assert not differences(ranks, spec_of(model, {"ep": REST[rest]}, **kept))
+    assert not MATRIX.differences(ranks, spec_of(model, {"ep": REST[rest]}, **kept))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("states", TIERED)
 def test_with_states_of_the_rest_elsewhere(ranks: Ranks, states: str) -> None:
-    assert not differences(ranks, spec_of("top-2", {"ep": states}))
+    assert not MATRIX.differences(ranks, spec_of("top-2", {"ep": states}))
 
 
 @pytest.mark.nightly
@@ -131,21 +131,21 @@ def test_with_states_of_the_rest_elsewhere(ranks: Ranks, states: str) -> None:
 def test_in_true_dtypes(ranks: Ranks, model: str, layout: str) -> None:
     states = "M,S,S,R" if layout == "fsdp-mixed" else REST["zero3"]
     spec = spec_of(model, {"ep": states}, precision={"layout": layout})
-    assert not differences(ranks, spec)
+    assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly
 def test_masters_of_what_is_made_of_them(ranks: Ranks) -> None:
     placement = {"dp_shard": "M,S,S,R", "ep": "M,S,S,R"}
     precision = {"layout": "fsdp-mixed", "compute": "fp64"}
-    assert not differences(ranks, spec_of("top-2", placement, precision=precision))
+    assert not MATRIX.differences(ranks, spec_of("top-2", placement, precision=precision))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("experts", [2, 6])
 def test_experts_that_shards_do_not_divide(ranks: Ranks, experts: int) -> None:
     placement = {"dp_shard": "zero3", "ep": REST["zero3"]}
-    assert not differences(ranks, spec_of("top-2", placement, shape={"experts": experts}))
+    assert not MATRIX.differences(ranks, spec_of("top-2", placement, shape={"experts": experts}))
 
 
 def trained(spec: Spec, folder: str) -> tuple[dict[str, torch.Tensor], float, float]:

@@ -98,12 +98,18 @@ class Routed:
 
 def balanced(rows: int, ranks: int, own: int, rank: int) -> Routed:
     """Return what nothing but sizes is known of: of `rows` rows of every rank each expert gets as
-    many, the first ones one more where they do not divide; a rank has `own` experts."""
+    many; a rank has `own` experts. Of what they do not divide a rank gives a row to an expert of
+    its own, then to one of the rank behind it, and so on: so all ranks get as many."""
     share, more = divmod(rows, ranks * own)
-    sent = [
-        [share + (place * own + expert < more) for expert in range(own)] for place in range(ranks)
-    ]
-    return Routed(sent, [sent[rank]] * ranks)
+
+    def between(source: int, target: int) -> list[int]:
+        first = (target - source) % ranks
+        return [share + (expert * ranks + first < more) for expert in range(own)]
+
+    return Routed(
+        [between(rank, other) for other in range(ranks)],
+        [between(other, rank) for other in range(ranks)],
+    )
 
 
 def _transposed(x_RC: Tensor, counts: Counts) -> Tensor:
