@@ -33,17 +33,16 @@ def rows_bytes(spec: Spec, shape: ModelShape) -> int:
 
 
 def of_a_layer(spec: Spec, shape: ModelShape) -> Iterator[tuple[Collective, Phase, int, int]]:
-    """Yield collective, phase, calls and the bytes that one rank sends by them for a layer and a
-    micro-batch, of which nothing is computed again: there and back, and the same for gradients,
-    (n - 1)/n of the rows each; and what says how many come, where that depends on data."""
+    """Yield collective, phase, calls and the bytes that the n ranks send by them together for a
+    layer and a micro-batch, of which nothing is computed again: there and back, and the same for
+    gradients, (n - 1)/n of the rows of each rank; and what says how many come, where that depends
+    on data. Of these every rank sends as many where experts get as many rows each."""
     assert shape.experts is not None, "nothing travels"
-    leaving = 1 - Fraction(1, spec.degree(Axis.EP))
-    rows = rows_bytes(spec, shape)
+    others, rows = spec.degree(Axis.EP) - 1, rows_bytes(spec, shape)
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        yield Collective.ALL_TO_ALL, phase, 2, 2 * ceil(rows * leaving)
+        yield Collective.ALL_TO_ALL, phase, 2, 2 * rows * others
     if shape.capacity_factor is None:
-        counts = _COUNT_BYTES * shape.experts * leaving
-        yield Collective.ALL_TO_ALL, Phase.FORWARD, 1, ceil(counts)
+        yield Collective.ALL_TO_ALL, Phase.FORWARD, 1, _COUNT_BYTES * shape.experts * others
 
 
 def trip_bytes(spec: Spec, shape: ModelShape) -> int:
