@@ -151,7 +151,7 @@ def _of_backward(scene: Investigation) -> tuple[Departure, Cause]:
         return first, of_output
     if gradients and (cause := gradient_cause(scene)) is not None:
         place = first.place if first.moment is Moment.BACKWARD else gradients[0].name
-        return gradients[0], Cause(cause.axis, cause.factor, cause.sentence, place)
+        return gradients[0], replace(cause, place=cause.place or place)
     if first.subject is Subject.LOSS:
         return first, _loss(scene)
     return first, of_output or _unexplained(scene)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults import (
     of_attention,
     of_batches,
+    of_experts,
     of_key_gradients,
     of_operators,
     of_reductions,
@@ -21,6 +22,7 @@ _MODULES = (
     of_slices,
     of_attention,
     of_key_gradients,
+    of_experts,
     of_updates,
     of_states,
 )

@@ -16,6 +16,15 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"family": "llama", "heads": 4, "kv_heads": 2, "tied": False},
     "llama-tied": {"family": "llama", "heads": 4, "kv_heads": 2, "tied": True},
     "gpt": {"family": "gpt", "heads": 4, "tied": False},
+    "experts": {
+        "family": "llama",
+        "heads": 4,
+        "kv_heads": 2,
+        "tied": False,
+        "experts": 4,
+        "experts_per_token": 2,
+        "expert_ffn": 24,
+    },
     "frozen": {"target": "tests.faults.models:partly_frozen"},
 }
 SIZES = {"layers": 2, "hidden": 32, "ffn": 48, "vocab": 259}

@@ -9,6 +9,7 @@ import torch
 
 from ptrain.report.finding import Moment, Subject
 from ptrain.verification.causes.context import context_cause
+from ptrain.verification.causes.experts import experts_cause
 from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.rerun import output_with
 from ptrain.verification.causes.rounding import COARSER, rounded_to
@@ -24,6 +25,7 @@ def output_cause(scene: Investigation) -> Cause | None:
         _other_weights,
         _multiple,
         _of_another_rank,
+        experts_cause,
         context_cause,
         _of_slices,
         _rounded,
@@ -82,7 +84,8 @@ def _other_weights(scene: Investigation) -> Cause | None:
     """The output is what the module makes with the weights of an earlier step, or rounded ones."""
     said: list[str] = []
     pair = _parts(scene)
-    if scene.first.moment is Moment.FORWARD and pair is not None:
+    is_off = pair is not None and relative(*pair) > EXACT * 1e-3
+    if scene.first.moment is Moment.FORWARD and pair is not None and is_off:
         tensor, _ = pair
         for text, weights in _candidates(scene):
             output = output_with(scene, weights)

@@ -8,10 +8,9 @@ from ptrain.axes.context.attention import context_of
 from ptrain.report.finding import Moment
 from ptrain.verification.causes.attended import other_heads, other_keys, other_positions
 from ptrain.verification.causes.query_gradients import of_some_keys
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.scene import Cause, Investigation
 from ptrain.verification.causes.sent_home import not_home
 from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout
-from ptrain.verification.parts import held, relative
 
 
 def context_cause(scene: Investigation) -> Cause | None:
@@ -21,7 +20,7 @@ def context_cause(scene: Investigation) -> Cause | None:
     if step is None:
         return None
     said: list[Explanation] = []
-    if (own := _own(scene)) is not None:
+    if (own := Own.departing(scene)) is not None:
         layout = TokenLayout.of(step)
         causes = _FORWARD if scene.first.moment is Moment.FORWARD else _BACKWARD
         said = next(filter(None, (list(cause(scene, layout, own)) for cause in causes)), [])
@@ -35,22 +34,6 @@ def context_cause(scene: Investigation) -> Cause | None:
     usual, _ = factors.most_common(1)[0]
     explanation = next(its for said in everyone for its in said if its.factor == usual)
     return Cause(str(step.axis), usual + explanation.whose, explanation.sentence)
-
-
-def _own(scene: Investigation) -> Own | None:
-    """None where this rank has none of it, or has it right."""
-    key = scene.first.name, scene.first.index
-    is_forward, evidence = scene.first.moment is Moment.FORWARD, scene.evidence
-    tensor, wanted = (
-        (outputs.forward if is_forward else outputs.backward).get(key)
-        for outputs in (evidence.outputs, evidence.expected_outputs)
-    )
-    if tensor is None or wanted is None:
-        return None
-    box = scene.own_part(tensor, wanted)
-    if box is None or relative(held(tensor), box.of(wanted)) <= EXACT:
-        return None
-    return Own(scene, held(tensor), box.of(wanted), box)
 
 
 _FORWARD = (other_heads, other_keys, other_positions)

@@ -15,8 +15,10 @@ from ptrain.verification.causes.addends import (
 )
 from ptrain.verification.causes.common import family, listed, own_part_of, ratio_cause
 from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
+from ptrain.verification.causes.routers import of_router_losses
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import is_even, multiple
+from ptrain.verification.parts import held
 
 
 def gradient_cause(scene: Investigation) -> Cause | None:
@@ -27,8 +29,10 @@ def gradient_cause(scene: Investigation) -> Cause | None:
     if not names:
         return None
     causes: tuple[Callable[[Investigation, list[str]], Cause | None], ...] = (
+        _lost,
         _one_element,
         _multiple,
+        of_router_losses,
         of_samples,
         partial,
         of_other_ranks,
@@ -39,6 +43,22 @@ def gradient_cause(scene: Investigation) -> Cause | None:
         if (explanation := cause(scene, names)) is not None:
             return explanation
     return None
+
+
+def _lost(scene: Investigation, names: list[str]) -> Cause | None:
+    """No rank has a gradient of some parameters, or has zeros; one device has."""
+    evidence = scene.evidence
+    own = [name for name, gradient in evidence.gradients.items() if bool(held(gradient).any())]
+    reached = {name for its in scene.exchange.gather(own) for name in its}
+    expected = evidence.expected_gradients.items()
+    gone = [name for name, whole in expected if name not in reached and bool(whole.any())]
+    if not gone:
+        return None
+    sentence = (
+        f"no gradient reaches {family(gone)}: find where what it makes leaves the graph (detach, "
+        "no_grad, an index in the place of a value), or what keeps it from the reduction"
+    )
+    return Cause("", "zero", sentence, gone[0])
 
 
 def _one_element(scene: Investigation, names: list[str]) -> Cause | None:

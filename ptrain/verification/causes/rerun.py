@@ -73,6 +73,25 @@ def inputs_of(scene: Investigation, path: str) -> tuple[Heads, Tensor | None] | 
     return seen[0] if seen else None
 
 
+def call_of(scene: Investigation, path: str) -> tuple[tuple[Any, ...], Any]:
+    """Return what a module of one device is given in the departing micro-batch, and what it
+    returns."""
+    module, calls = scene.reference.module, []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        calls.append((args, output))
+
+    handle = module.get_submodule(path).register_forward_hook(keep)
+    try:
+        with torch.no_grad():
+            for micro_batch in _micro_batches(scene):
+                module(micro_batch.samples.inputs)
+    finally:
+        handle.remove()
+    (call,) = calls
+    return call
+
+
 def core_of(scene: Investigation) -> str:
     """Return the path of the core that the departing module is, or that stands beside it; "" where
     there is none."""

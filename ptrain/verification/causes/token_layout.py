@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.tokens import Span
+from ptrain.report.finding import Moment
 from ptrain.steps.context import ContextParallel
 from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.own_tokens import tokens_in
-from ptrain.verification.parts import TensorBox, relative
+from ptrain.verification.parts import TensorBox, held, relative
 
 
 class Explanation(NamedTuple):
@@ -33,6 +34,22 @@ class Own:
     tensor: Tensor
     expected: Tensor
     box: TensorBox
+
+    @classmethod
+    def departing(cls, scene: Investigation) -> Own | None:
+        """None where this rank has none of it, or has it right."""
+        key = scene.first.name, scene.first.index
+        is_forward, evidence = scene.first.moment is Moment.FORWARD, scene.evidence
+        tensor, wanted = (
+            (outputs.forward if is_forward else outputs.backward).get(key)
+            for outputs in (evidence.outputs, evidence.expected_outputs)
+        )
+        if tensor is None or wanted is None:
+            return None
+        box = scene.own_part(tensor, wanted)
+        if box is None or relative(held(tensor), box.of(wanted)) <= EXACT:
+            return None
+        return cls(scene, held(tensor), box.of(wanted), box)
 
     def part(self, whole: Tensor, spans: Sequence[Span] | None = None) -> Tensor:
         """Return this rank's part of a whole tensor, of its tokens or of those in `spans`."""

@@ -1,0 +1,191 @@
+"""Why a layer of experts gives something else than on one device: by what a token's rows are
+weighed, which rows it is given, and what becomes of those that find no place. Each is tried on what
+one device's router and experts give.
+
+Legend of shape suffixes: N tokens of all samples, K experts of a token, C hidden, M = N·K rows, S
+places of all experts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ptrain.models.moe import MoE, places_of
+from ptrain.report.finding import Moment
+from ptrain.verification.causes.rerun import call_of
+from ptrain.verification.causes.scene import Cause, Investigation
+from ptrain.verification.causes.token_layout import Explanation, Own
+
+
+def experts_cause(scene: Investigation) -> Cause | None:
+    """Explain what a layer of experts gives, by what most ranks say that depart. Collective."""
+    said: list[str] = []
+    if (own := Own.departing(scene)) is not None and scene.first.moment is Moment.FORWARD:
+        said = next(map(list, _explanations(scene, own)), [])
+    everyone = [tuple(its) for its in scene.exchange.gather(said) if its]
+    if not everyone:
+        return None
+    explanation = Explanation(*Counter(everyone).most_common(1)[0][0])
+    axis = scene.axis_of(scene.ranks_of(scene.first))
+    return Cause(axis, explanation.factor, explanation.sentence)
+
+
+def _explanations(scene: Investigation, own: Own) -> Iterator[Explanation]:
+    path = scene.first.name
+    layer = scene.reference.module.get_submodule(path)
+    if not isinstance(layer, MoE):
+        return
+    routed = Routed.of(scene, path, layer)
+    is_placed = layer.shape.capacity_factor is not None
+    others = (_other_weights, _dropped_otherwise if is_placed else _rows_elsewhere)
+    for other in others:
+        for explanation, weights_NK, rows_NKC in other(routed):
+            if own.fits(routed.combined(weights_NK, rows_NKC)):
+                factor, sentence, _ = explanation
+                yield Explanation(factor, f"{path} {sentence}")
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A layer of one device in the departing micro-batch: what it was given, the router's weights
+    and choices, and what the experts made of their rows."""
+
+    layer: MoE
+    x_BTC: Tensor
+    weights_NK: Tensor
+    chosen_NK: Tensor
+    y: Tensor  # [M, C] sorted by expert, or [experts, places of one, C]
+
+    @classmethod
+    def of(cls, scene: Investigation, path: str, layer: MoE) -> Routed:
+        (x_BTC, *_), _ = call_of(scene, path)
+        _, (weights_NK, chosen_NK) = call_of(scene, f"{path}.router")
+        _, y = call_of(scene, f"{path}.experts")
+        return cls(layer, x_BTC, weights_NK, chosen_NK, y)
+
+    def combined(self, weights_NK: Tensor, rows_NKC: Tensor) -> Tensor:
+        """Return what the layer gives of such weights and rows."""
+        y_BTC = (rows_NKC * weights_NK[..., None]).sum(1).view_as(self.x_BTC)
+        if self.layer.shared is None:
+            return y_BTC
+        with torch.no_grad():
+            shared: Tensor = self.layer.shared(self.x_BTC)
+        return y_BTC + shared
+
+    @cached_property
+    def order_M(self) -> Tensor:
+        """Which choice stands in each row, sorted by expert."""
+        return self.chosen_NK.flatten().argsort(stable=True)
+
+    @cached_property
+    def places_NK(self) -> Tensor:
+        """The place of each choice; the number of places where it finds none."""
+        num_tokens = self.x_BTC.shape[1]
+        chosen_BTK = self.chosen_NK.unflatten(0, (-1, num_tokens))
+        capacity = self.layer.shape.capacity(num_tokens)
+        return places_of(chosen_BTK, self.layer.experts.num_experts, capacity)
+
+    @cached_property
+    def is_dropped_NK(self) -> Tensor:
+        return self.places_NK == self.y.shape[:2].numel()
+
+    @cached_property
+    def rows_NKC(self) -> Tensor:
+        """What each token's experts give."""
+        if self.layer.shape.capacity_factor is not None:
+            return F.pad(self.y.flatten(0, 1), (0, 0, 0, 1))[self.places_NK]
+        return self.in_rows(self.order_M.argsort())
+
+    def in_rows(self, numbers_M: Tensor) -> Tensor:
+        """Return the rows with these numbers as those of the tokens [N, K, C]."""
+        return self.y[numbers_M].unflatten(0, self.chosen_NK.shape)
+
+
+Other = tuple[Explanation, Tensor, Tensor]  # with its weights and rows
+
+
+def _other_weights(routed: Routed) -> Iterator[Other]:
+    """The right rows, otherwise weighed."""
+    weights, rows = routed.weights_NK, routed.rows_NKC
+    for distance, which in ((1, "before"), (-1, "behind")):
+        sentence = (
+            "weighs what a token's experts give by the router's weights of the token "
+            f"{which} it: bring weights and rows into one order"
+        )
+        yield Explanation("weights of another token", sentence), weights.roll(distance, 0), rows
+    for shift in range(1, weights.shape[1]):
+        sentence = (
+            "weighs what one of a token's experts gives by the router's weight of another: "
+            "bring choices and weights into one order"
+        )
+        yield Explanation("weights of another choice", sentence), weights.roll(shift, 1), rows
+    sentence = "adds up what a token's experts give without the router's weights: multiply by them"
+    yield Explanation("not weighed", sentence), torch.ones_like(weights), rows
+
+
+def _rows_elsewhere(routed: Routed) -> Iterator[Other]:
+    """The right weights of rows that were not put back, or elsewhere."""
+    weights, order = routed.weights_NK, routed.order_M
+    ways: tuple[tuple[str, Callable[[], Tensor]], ...] = (
+        (
+            "puts rows back by the order in which they were sorted: use its inverse",
+            lambda: routed.in_rows(order),
+        ),
+        (
+            "adds up rows as they are sorted, by expert: put them back in the tokens' order",
+            lambda: routed.in_rows(torch.arange(len(order), device=order.device)),
+        ),
+        (
+            "takes rows by choice and then by token, where they are by token and then by choice",
+            lambda: routed.rows_NKC.reshape(*reversed(weights.shape), -1).transpose(0, 1),
+        ),
+    )
+    for sentence, rows in ways:
+        yield Explanation("rows of other tokens", sentence), weights, rows()
+
+
+def _dropped_otherwise(routed: Routed) -> Iterator[Other]:
+    """Choices that find no place count, or others than these are dropped."""
+    weights, rows, is_dropped_NK1 = (
+        routed.weights_NK,
+        routed.rows_NKC,
+        routed.is_dropped_NK[..., None],
+    )
+    x_N1C = routed.x_BTC.flatten(0, 1)[:, None]
+    last_C = routed.y.flatten(0, 1)[-1]
+    counted: tuple[tuple[str, Tensor], ...] = (
+        ("a choice that finds no place is given what lies in the last one: give it zeros", last_C),
+        (
+            "a choice that finds no place gives the token itself, which the residual stream has",
+            x_N1C,
+        ),
+    )
+    for sentence, instead in counted:
+        of_others = torch.where(is_dropped_NK1, instead, rows)
+        yield (
+            Explanation("dropped tokens counted", f"drops wrongly: {sentence}"),
+            weights,
+            of_others,
+        )
+    kept = weights.masked_fill(routed.is_dropped_NK, 0.0)
+    share_N1 = kept.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
+    sentence = "divides by the weights of the choices that find a place: divide by those of all"
+    yield Explanation("weights of kept choices", sentence), kept / share_N1.clamp(min=1e-30), rows
+    sentence = "drops nothing: what is beyond an expert's capacity has to pass it by"
+    yield Explanation("dropped tokens counted", sentence), weights, _of_all(routed)
+
+
+def _of_all(routed: Routed) -> Tensor:
+    """Return what all choices give, as if every one had a place."""
+    x_NC = routed.x_BTC.flatten(0, 1)
+    experts = routed.layer.experts
+    with torch.no_grad():
+        y_ENC = experts(x_NC.expand(experts.num_experts, -1, -1))
+    return y_ENC[routed.chosen_NK, torch.arange(len(x_NC), device=x_NC.device)[:, None]]

@@ -1,0 +1,226 @@
+"""Wrong layers of experts: what a router learns from, whose weights and rows a token is given, what
+finds no place, and how much a router's losses count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ptrain.interpreter.program import Program
+from ptrain.models.balance import Balance
+from ptrain.models.moe import MoE, places_of
+from ptrain.report.finding import Subject
+from ptrain.verification.capture import paths
+from tests.faults.fault import Fault, Setting
+from tests.faults.planting import modules
+
+DDP_EXPERTS = Setting(mesh={"dp_replicate": 2}, model="experts")
+ZERO2_EXPERTS = Setting(mesh={"dp_shard": 2}, model="experts")
+ZERO3_EXPERTS = Setting(
+    mesh={"dp_shard": 2}, placement={"dp_shard": "zero3"}, model="experts", micro=2
+)
+WITH_PLACES = Setting(mesh={"dp_shard": 2}, model="experts", shape={"capacity_factor": 0.75})
+BALANCED = Setting(mesh={"dp_shard": 2}, model="experts", shape={"aux_loss": 0.1})
+HSDP_BALANCED = Setting(
+    mesh={"dp_replicate": 2, "dp_shard": 2},
+    placement={"dp_shard": "zero3"},
+    model="experts",
+    shape={"aux_loss": 0.1, "z_loss": 0.01},
+)
+
+# (weights [N, K], what experts give [M, C], rows of tokens [N, K, C], order [M]) -> weights, rows
+Combine = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def router_gradient_lost(program: Program) -> None:
+    """One router's weights are taken out of the graph: nothing reaches what made them."""
+    for path, module in paths(program):
+        if path == "blocks.1.mlp.router":
+            module.register_forward_hook(lambda _, __, output: (output[0].detach(), output[1]))
+
+
+def _layer(program: Program, block: int) -> MoE:
+    (layer,) = modules(program, rf"blocks\.{block}\.mlp")
+    assert isinstance(layer, MoE), "it has experts"
+    return layer
+
+
+def _combined(program: Program, combine: Combine) -> None:
+    """One layer puts together otherwise what its experts give, where nothing is dropped."""
+    layer = _layer(program, 0)
+
+    def forward(x_BTC: Tensor) -> Tensor:
+        x_NC = x_BTC.flatten(0, 1)
+        weights_NK, chosen_NK = layer.router(x_BTC)
+        rows_NKC = layer._dropless(x_NC, chosen_NK)
+        order_M = chosen_NK.flatten().argsort(stable=True)
+        y_MC = rows_NKC.flatten(0, 1)[order_M]
+        weights_NK, rows_NKC = combine(weights_NK, y_MC, rows_NKC, order_M)
+        return (rows_NKC * weights_NK[..., None]).sum(1).view_as(x_BTC)
+
+    layer.forward = forward
+
+
+def weights_of_a_neighbour(program: Program) -> None:
+    """What a token's experts give is weighed by what the router gave the token before."""
+    _combined(program, lambda weights, _, rows, __: (weights.roll(1, 0), rows))
+
+
+def weights_of_the_other_choice(program: Program) -> None:
+    """The first choice has the weight of the second."""
+    _combined(program, lambda weights, _, rows, __: (weights.flip(1), rows))
+
+
+def order_for_its_inverse(program: Program) -> None:
+    """Rows are put back by the order in which they were sorted, in place of its inverse."""
+    _combined(program, lambda weights, y, rows, order: (weights, y[order].view_as(rows)))
+
+
+def rows_not_put_back(program: Program) -> None:
+    """Rows are added up as they are, sorted by expert."""
+    _combined(program, lambda weights, y, rows, _: (weights, y.view_as(rows)))
+
+
+def dropped_counted(program: Program) -> None:
+    """A choice that finds no place is given what lies in the last one: an index is clamped."""
+    layer = _layer(program, 0)
+    in_places, given = layer._in_places, []
+    layer.experts.register_forward_hook(lambda _, __, output: given.append(output))
+
+    def clamped(x_NC: Tensor, chosen_NK: Tensor, *, num_tokens: int) -> Tensor:
+        rows_NKC = in_places(x_NC, chosen_NK, num_tokens=num_tokens)
+        last_C = given.pop().flatten(0, 1)[-1]
+        return torch.where(_is_dropped(layer, chosen_NK, num_tokens), last_C, rows_NKC)
+
+    layer._in_places = clamped
+
+
+def dropped_passed_on(program: Program) -> None:
+    """A choice that finds no place gives the token itself, beside the residual stream."""
+    layer = _layer(program, 0)
+    in_places = layer._in_places
+
+    def passed_on(x_NC: Tensor, chosen_NK: Tensor, *, num_tokens: int) -> Tensor:
+        rows_NKC = in_places(x_NC, chosen_NK, num_tokens=num_tokens)
+        return torch.where(_is_dropped(layer, chosen_NK, num_tokens), x_NC[:, None], rows_NKC)
+
+    layer._in_places = passed_on
+
+
+def _is_dropped(layer: MoE, chosen_NK: Tensor, num_tokens: int) -> Tensor:
+    capacity, experts = layer.shape.capacity(num_tokens), layer.experts.num_experts
+    chosen_BTK = chosen_NK.unflatten(0, (-1, num_tokens))
+    places_NK = places_of(chosen_BTK, experts, capacity)
+    return (places_NK == experts * len(chosen_BTK) * capacity)[..., None]
+
+
+def _weighed(program: Program, factor: float) -> None:
+    for module in program.model.modules():
+        if isinstance(module, Balance):
+            module.weight *= factor
+
+
+def loss_over_own_samples(program: Program) -> None:
+    """Each rank takes the mean of its routers' losses over its own samples, and all are summed."""
+    _weighed(program, program.spec.data_degree)
+
+
+def loss_left_out(program: Program) -> None:
+    """Nothing balances the experts: the routers' losses are computed and lost."""
+    _weighed(program, 0.0)
+
+
+FAULTS = (
+    Fault(
+        name="a router's gradient lost",
+        setting=ZERO2_EXPERTS,
+        plant=router_gradient_lost,
+        subjects=(Subject.GRADIENTS,),
+        factor="zero",
+        place=r"blocks\.1\.mlp\.router\.weight",
+    ),
+    Fault(
+        name="a router's gradient lost under fully_shard",
+        setting=ZERO3_EXPERTS,
+        plant=router_gradient_lost,
+        subjects=(Subject.GRADIENTS,),
+        factor="zero",
+        place=r"blocks\.1\.mlp\.router\.weight",
+    ),
+    Fault(
+        name="experts weighed by what a neighbouring token was given",
+        setting=DDP_EXPERTS,
+        plant=weights_of_a_neighbour,
+        subjects=(Subject.ACTIVATIONS,),
+        factor="weights of another token",
+        place=r"blocks\.0\.mlp$",
+    ),
+    Fault(
+        name="experts weighed by what another choice was given",
+        setting=ZERO3_EXPERTS,
+        plant=weights_of_the_other_choice,
+        subjects=(Subject.ACTIVATIONS,),
+        factor="weights of another choice",
+        place=r"blocks\.0\.mlp$",
+    ),
+    Fault(
+        name="rows put back by the order in place of its inverse",
+        setting=ZERO3_EXPERTS,
+        plant=order_for_its_inverse,
+        subjects=(Subject.ACTIVATIONS,),
+        factor="rows of other tokens",
+        place=r"blocks\.0\.mlp$",
+    ),
+    Fault(
+        name="rows not put back from their experts",
+        setting=ZERO2_EXPERTS,
+        plant=rows_not_put_back,
+        subjects=(Subject.ACTIVATIONS,),
+        factor="rows of other tokens",
+        place=r"blocks\.0\.mlp$",
+    ),
+    Fault(
+        name="dropped tokens counted: given what lies in the last place",
+        setting=WITH_PLACES,
+        plant=dropped_counted,
+        subjects=(Subject.ACTIVATIONS,),
+        factor="dropped tokens counted",
+        place=r"blocks\.0\.mlp$",
+    ),
+    Fault(
+        name="dropped tokens counted: passed on twice",
+        setting=WITH_PLACES,
+        plant=dropped_passed_on,
+        subjects=(Subject.ACTIVATIONS,),
+        factor="dropped tokens counted",
+        place=r"blocks\.0\.mlp$",
+    ),
+    Fault(
+        name="routers' losses divided by a rank's own samples",
+        setting=BALANCED,
+        plant=loss_over_own_samples,
+        subjects=(Subject.GRADIENTS,),
+        axis="dp_shard",
+        factor="× 2",
+        place=r"mlp\.router",
+    ),
+    Fault(
+        name="routers' losses divided by a rank's own samples under HSDP",
+        setting=HSDP_BALANCED,
+        plant=loss_over_own_samples,
+        subjects=(Subject.GRADIENTS,),
+        axis="dp_replicate|dp_shard",
+        factor="× 4",
+        place=r"mlp\.router",
+    ),
+    Fault(
+        name="routers' losses left out",
+        setting=BALANCED,
+        plant=loss_left_out,
+        subjects=(Subject.GRADIENTS,),
+        factor="left out",
+        place=r"mlp\.router",
+    ),
+)
