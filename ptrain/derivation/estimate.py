@@ -224,7 +224,13 @@ def exact(
         (indices, _exact_part(spec, plan, part, indices[0], machine))
         for part, indices in tensor.parts(spec, plan, facts)
     ]
-    operators = add_traffic((*tensor.sent(spec, plan, facts), *_over_context(spec, plan, facts)))
+    operators = add_traffic(
+        (
+            *tensor.sent(spec, plan, facts),
+            *_over_context(spec, plan, facts),
+            *sent_to_experts(spec, plan),
+        )
+    )
     estimate = _joined(spec, plan, of_parts)
     traffic = _with(estimate.traffic, operators)
     return replace(
@@ -332,9 +338,7 @@ def _exact_part(
     """Of the ranks that have this part of the model, among them those at this place along the
     cutting axes, without what its operators send."""
     ghost = wrapping(spec, plan, facts)
-    place = tensor.expert_place(spec, plan, index)
-    memory = resident(ghost)
-    traffic = add_traffic((*sent(ghost), *sent_to_experts(spec, plan, place=place)))
+    memory, traffic = resident(ghost), sent(ghost)
     estimate = Estimate(
         column=Column.EXACT, world_size=spec.world_size, memory=memory, traffic=traffic
     )

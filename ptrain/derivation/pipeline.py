@@ -289,17 +289,15 @@ def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[l
     operators = (
         *tensor.sent(spec, stage_parts.plan, stage_parts.facts),
         *sent_over_context(spec, stage_parts.plan, *_attention(spec, stage_parts)),
+        *sent_to_experts(spec, stage_parts.plan, stage_parts.stage.layers),
     )
     rows_of: dict[int, list[Rows]] = {}
     for ghost, indices in stage_parts.parts:
         moved, repeated = _kept(spec, stage_parts, indices[0])
-        place = tensor.expert_place(spec, stage_parts.plan, indices[0])
-        layers = stage_parts.stage.layers
         rows = add_traffic(
             (
                 *ghost.sent(times),
                 *operators,
-                *sent_to_experts(spec, stage_parts.plan, layers, place=place),
                 *kept_traffic(spec, stage_parts.plan, moved, repeated),
             )
         )

@@ -67,13 +67,6 @@ def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
     return part_at(step, place_of(spec, plan.cutting_axes, index)[step.axis])
 
 
-def expert_place(spec: Spec, plan: Plan, index: int) -> int:
-    """Return where the rank at this place along the cutting axes stands along ep; 0 where no rank
-    has experts of its own."""
-    step = plan.experts
-    return place_of(spec, plan.cutting_axes, index)[step.axis] if step else 0
-
-
 def parts(
     spec: Spec, plan: Plan, facts: ModelFacts
 ) -> Iterator[tuple[ModelFacts, tuple[int, ...]]]:

@@ -26,8 +26,7 @@ from torch import nn
 
 from ptrain.algebra.layout import place_of, ranks_over
 from ptrain.axes.context.part import alike_by
-from ptrain.axes.expert.costs import own_rows
-from ptrain.derivation.tensor import expert_place, units_by_place
+from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import WorkByKind
@@ -44,7 +43,6 @@ from ptrain.rooms.fake import fake_world
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.axis import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.load import load
-from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
@@ -146,7 +144,7 @@ def by_place(traces: Traced) -> list[Any]:
 
 def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
     """Return for each place along the cutting axes the first one that has slices of the same
-    shapes, does the same in attention with its tokens, and gets as many rows for its experts."""
+    shapes, and does the same in attention with its tokens."""
     axes, context = plan.cutting_axes, plan.context
     assert axes, "something is cut"
     alike = {
@@ -157,17 +155,8 @@ def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
     for place in range(ranks_over(spec, axes)):
         own = place_of(spec, axes, place)
         tokens = alike_by(context, own[context.axis]) if context else ()
-        rows = _rows_at(spec, plan, place)
-        players.append(first.setdefault((alike[place], rows, *tokens), place))
+        players.append(first.setdefault((alike[place], *tokens), place))
     return players
-
-
-def _rows_at(spec: Spec, plan: Plan, place: int) -> int:
-    """Return how many rows come from each rank to the experts of the one at this place."""
-    step, shape = plan.experts, spec.model
-    if step is None or not isinstance(shape, ModelShape):
-        return 0
-    return own_rows(spec, step, shape, expert_place(spec, plan, place))
 
 
 def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -95,7 +95,7 @@ def test_without_an_answer_every_expert_gets_as_many_rows(group):
     counts = torch.tensor([25] + [0] * (EXPERTS - 1), dtype=torch.int32)  # all go to one
     journey = JourneyOverRanks(group)
     arrived, ends = journey.rows_there(x, counts.cumsum(0, dtype=torch.int32))
-    # of 25 rows on 12 experts the first gets one more; the second rank has the fifth to the eighth
-    assert ends.tolist() == [6, 12, 18, 24]
-    assert len(arrived) == 24
+    # each rank gives each of 12 experts 2 of 25 rows, and the one that is left its own first expert
+    assert ends.tolist() == [7, 13, 19, 25]
+    assert len(arrived) == 25
     assert len(journey.rows_back(arrived)) == 25

@@ -33,16 +33,18 @@ def rows_bytes(spec: Spec, shape: ModelShape) -> int:
 
 
 def of_a_layer(spec: Spec, shape: ModelShape) -> Iterator[tuple[Collective, Phase, int, int]]:
-    """Yield collective, phase, calls and the bytes that the n ranks send by them together for a
-    layer and a micro-batch, of which nothing is computed again: there and back, and the same for
-    gradients, (n - 1)/n of the rows of each rank; and what says how many come, where that depends
-    on data. Of these every rank sends as many where experts get as many rows each."""
+    """Yield collective, phase, calls and the bytes that one rank sends by them for a layer and a
+    micro-batch, of which nothing is computed again: there and back, and the same for gradients,
+    (n - 1)/n of the rows, in whole rows; and what says how many come, where that depends on
+    data."""
     assert shape.experts is not None, "nothing travels"
-    others, rows = spec.degree(Axis.EP) - 1, rows_bytes(spec, shape)
+    ranks, row = spec.degree(Axis.EP), shape.hidden * spec.precision.effective.parameters.itemsize
+    leaving = rows_bytes(spec, shape) // row * (ranks - 1) // ranks * row
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        yield Collective.ALL_TO_ALL, phase, 2, 2 * rows * others
+        yield Collective.ALL_TO_ALL, phase, 2, 2 * leaving
     if shape.capacity_factor is None:
-        yield Collective.ALL_TO_ALL, Phase.FORWARD, 1, _COUNT_BYTES * shape.experts * others
+        counts = _COUNT_BYTES * shape.experts * (ranks - 1) // ranks
+        yield Collective.ALL_TO_ALL, Phase.FORWARD, 1, counts
 
 
 def trip_bytes(spec: Spec, shape: ModelShape) -> int:
