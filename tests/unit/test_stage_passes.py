@@ -46,6 +46,29 @@ def test_a_whole_pass_and_its_two_halves_give_autograds_gradients(is_last):
             torch.testing.assert_close(parameter.grad, expected, rtol=1e-14, atol=0)
 
 
+class Transposed(nn.Module):
+    """Multiplies with its matrices transposed, as experts with places do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x.expand(2, -1, -1) @ self.weight.mT).sum(0)
+
+
+def test_the_weights_half_leaves_gradients_that_lie_as_parameters_do():
+    """Fused optimizers read both by their places in memory."""
+    module, (_, x) = Transposed(), stage()
+    _, expected = plain(module, x, None)
+    parameters = list(module.parameters())
+    _, groups = passes.backward_input(module(x).square().sum(), None, x, parameters)
+    passes.backward_weight(parameters, groups)
+    assert module.weight.grad is not None
+    assert module.weight.grad.stride() == module.weight.stride()
+    torch.testing.assert_close(module.weight.grad, expected, rtol=1e-14, atol=0)
+
+
 def test_the_weights_half_goes_in_the_models_order():
     module, x = stage()
     parameters = list(module.parameters())

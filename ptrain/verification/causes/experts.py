@@ -42,7 +42,7 @@ def _explanations(scene: Investigation, own: Own) -> Iterator[Explanation]:
     layer = scene.reference.module.get_submodule(path)
     if not isinstance(layer, MoE):
         return
-    routed = Routed.of(scene, path, layer)
+    routed = RoutedLayer.of(scene, path, layer)
     is_placed = layer.shape.capacity_factor is not None
     others = (_other_weights, _dropped_otherwise if is_placed else _rows_elsewhere)
     for other in others:
@@ -53,7 +53,7 @@ def _explanations(scene: Investigation, own: Own) -> Iterator[Explanation]:
 
 
 @dataclass(frozen=True)
-class Routed:
+class RoutedLayer:
     """A layer of one device in the departing micro-batch: what it was given, the router's weights
     and choices, and what the experts made of their rows."""
 
@@ -64,7 +64,7 @@ class Routed:
     y: Tensor  # [M, C] sorted by expert, or [experts, places of one, C]
 
     @classmethod
-    def of(cls, scene: Investigation, path: str, layer: MoE) -> Routed:
+    def of(cls, scene: Investigation, path: str, layer: MoE) -> RoutedLayer:
         (x_BTC, *_), _ = call_of(scene, path)
         _, (weights_NK, chosen_NK) = call_of(scene, f"{path}.router")
         _, y = call_of(scene, f"{path}.experts")
@@ -111,7 +111,7 @@ class Routed:
 Other = tuple[Explanation, Tensor, Tensor]  # with its weights and rows
 
 
-def _other_weights(routed: Routed) -> Iterator[Other]:
+def _other_weights(routed: RoutedLayer) -> Iterator[Other]:
     """The right rows, otherwise weighed."""
     weights, rows = routed.weights_NK, routed.rows_NKC
     for distance, which in ((1, "before"), (-1, "behind")):
@@ -130,7 +130,7 @@ def _other_weights(routed: Routed) -> Iterator[Other]:
     yield Explanation("not weighed", sentence), torch.ones_like(weights), rows
 
 
-def _rows_elsewhere(routed: Routed) -> Iterator[Other]:
+def _rows_elsewhere(routed: RoutedLayer) -> Iterator[Other]:
     """The right weights of rows that were not put back, or elsewhere."""
     weights, order = routed.weights_NK, routed.order_M
     ways: tuple[tuple[str, Callable[[], Tensor]], ...] = (
@@ -151,7 +151,7 @@ def _rows_elsewhere(routed: Routed) -> Iterator[Other]:
         yield Explanation("rows of other tokens", sentence), weights, rows()
 
 
-def _dropped_otherwise(routed: Routed) -> Iterator[Other]:
+def _dropped_otherwise(routed: RoutedLayer) -> Iterator[Other]:
     """Choices that find no place count, or others than these are dropped."""
     weights, rows, is_dropped_NK1 = (
         routed.weights_NK,
@@ -182,7 +182,7 @@ def _dropped_otherwise(routed: Routed) -> Iterator[Other]:
     yield Explanation("dropped tokens counted", sentence), weights, _of_all(routed)
 
 
-def _of_all(routed: Routed) -> Tensor:
+def _of_all(routed: RoutedLayer) -> Tensor:
     """Return what all choices give, as if every one had a place."""
     x_NC = routed.x_BTC.flatten(0, 1)
     experts = routed.layer.experts

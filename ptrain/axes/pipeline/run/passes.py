@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ptrain.internals.autograd import number_of
@@ -18,6 +19,7 @@ from ptrain.internals.pipelining import (
     stage_backward_input,
     stage_backward_weight,
 )
+from ptrain.models.ledger import local
 
 Groups = list[dict[str, Any]]  # parameters, and where their half of a backward pass goes on
 
@@ -51,6 +53,19 @@ def backward_weight(parameters: Sequence[Tensor], groups: Groups) -> None:
     model's order."""
     in_model_order(groups, parameters)
     stage_backward_weight(iter(parameters), groups)
+    for parameter in parameters:
+        _lay_out(parameter)
+
+
+def _lay_out(parameter: Tensor) -> None:
+    """Let a gradient lie as its parameter does. autograd sees to it where it keeps one, and fused
+    optimizers rely on it; torch's half of the weights keeps what comes, which of a matrix that is
+    multiplied transposed is transposed."""
+    gradient = parameter.grad
+    if gradient is None or local(gradient).is_contiguous():
+        return
+    if local(parameter).is_contiguous():
+        parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
 
 
 def in_model_order(groups: Groups, parameters: Sequence[Tensor]) -> None:
