@@ -73,9 +73,10 @@ def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
     """Finding and remedy for a name that no file bears."""
     known = tuple(listing(*folders))
     if kind in ("spec", "strategy") and name in names().not_yet:
-        near = slips.several(name, listing("strategies"))
-        works = f"what works today: {', '.join(near)} … (`ptrain specs` lists all)"
-        return f"not yet: nothing executes {name!r}", works
+        near = ", ".join(slips.several(name, listing("strategies")))
+        written = f"write {names().not_yet[name]}, of a model with experts (moe-tiny)"
+        works = f"{written}; near it: {near}"
+        return f"not yet: no strategy is called {name!r}", works
     for other in {"models", "clusters"}.difference(folders):
         if name in listing(other):
             section = other.removesuffix("s")
