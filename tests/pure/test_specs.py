@@ -65,7 +65,6 @@ STRATEGIES = {
     "pp-zero3": ["pp=2: S,S,S,R", "dp_shard=2: S*,S,S,R"],
     "3d": ["pp=2: S,S,S,R", "dp_shard=2: S*,S,S,R", "tp=2: S,S,S,R"],
 }
-BATCH = "batch: {sequence: 32, micro: 1, accumulate: 4}"
 KEPT = {"zero3-keep", "pp-zero3", "3d"}  # units are not resharded after forward
 
 
@@ -241,14 +240,6 @@ def test_a_name_that_waits_is_refused_as_not_yet(name):
             load_it()
         assert "not yet" in caught.value.faults[0].finding
         assert names().not_yet[name] in caught.value.faults[0].remedy
-
-
-@pytest.mark.parametrize("name", names().not_yet)
-def test_what_a_name_that_waits_stands_for_is_legal_as_it_is_written(name, tmp_path):
-    mesh, placement = names().not_yet[name].split(" and ")
-    file = tmp_path / "spec.yaml"
-    file.write_text(f"model: {{preset: moe-tiny}}\n{mesh}\n{placement}\n{BATCH}\n")
-    assert require(load(file)).world_size in (2, 4)
 
 
 def test_the_readme_of_the_specs_names_every_folder():
