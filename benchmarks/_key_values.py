@@ -58,7 +58,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "context.attention": (1, 2),
 }
 
-_WAITING = (Axis.EP,)  # axes that are refused until they are executed
+_WAITING = (Axis.EP,)  # axes of which nothing is drawn yet: its placement is two tuples
 _OUTSIDE = "a model of somebody's own code: tests/unit/test_external.py and test_huggingface.py"
 _FUNCTION = "a function of somebody's own: tests/unit/test_user_functions.py"
 _ROLES = "roles are of models that are not built in"
@@ -140,7 +140,7 @@ def values() -> Mapping[str, tuple[Value, ...]]:
 
 
 def declared() -> Iterator[tuple[str, Leaf | Section]]:
-    """Yield every key of the grammar by its dotted place, but axes that nothing executes."""
+    """Yield every key of the grammar by its dotted place, but axes of which nothing is drawn."""
     return _declared(SpecRaw, ())
 
 

@@ -357,7 +357,7 @@ def section() -> str:
         "",
         *table(LECTURES),
         "",
-        "Not judged: the two all-to-alls of a layer of experts, since ep is not executed yet.",
+        "Not judged: the two all-to-alls of a layer of experts.",
         "",
         long_sequences(),
     ]

@@ -105,7 +105,7 @@ def _bases(draw: Random, refused: Counter[str], most_ranks: int) -> Iterator[Wri
             mesh = _degrees(draw, axes, most_ranks)
             placement = {axis: _tuple(draw, axis) for axis in axes}
         written: Written = {
-            "model": dict(SMALL) | _model_for(draw, mesh),
+            "model": dict(SMALL) | ({"layers": 2 * mesh["pp"]} if "pp" in mesh else {}),
             "mesh": mesh,
             "placement": placement,
             "batch": {"sequence": 16, "accumulate": draw.choice((1, 2, 2 * mesh.get("pp", 1)))},
@@ -115,16 +115,6 @@ def _bases(draw: Random, refused: Counter[str], most_ranks: int) -> Iterator[Wri
                 written[section] = {key: _value(draw, f"{section}.{key}")}
         if _is_accepted(written, refused):
             yield _with_attention(draw, written, refused) or written
-
-
-def _model_for(draw: Random, mesh: Mapping[str, int]) -> Written:
-    """What a model needs for such a mesh: layers for its stages, experts for ranks of their own."""
-    layers = {"layers": 2 * mesh["pp"]} if "pp" in mesh else {}
-    if "ep" not in mesh:
-        return layers
-    experts = mesh["ep"] * draw.choice((1, 2))
-    chosen = {"experts": experts, "experts_per_token": draw.randint(1, min(2, experts))}
-    return layers | chosen | {"capacity_factor": draw.choice((0.75, 1.0, 1.5, 4.0))}
 
 
 def _with_attention(draw: Random, written: Written, refused: Counter[str]) -> Written | None:
