@@ -37,7 +37,7 @@ def facts(
     blocks = {f"blocks.{layer}": _block(shape, layer) for layer in range(shape.layers)}
     units = _units(unit or UnitSize(), blocks, _root(shape, sequence))
     return ModelFacts(
-        units=tuple(own for whole in units for own in _parted(whole, apart)),
+        units=tuple(own for whole in units for own in _parted(whole, apart)) if apart else units,
         buffers=_buffers(shape, sequence),
         gradient_order=_gradient_order(shape, blocks),
     )

@@ -70,7 +70,7 @@ def test_the_ranks_of_several_nodes_of_gpus_do_not_start_on_one_machine(capsys, 
 )
 def test_any_other_ranks_start_on_this_machine(words, monkeypatch):
     started = []
-    monkeypatch.setattr(train, "start", lambda spec, _: started.append(spec.world_size) or 0)
+    monkeypatch.setattr(train, "start", lambda spec, *_: started.append(spec.world_size) or 0)
     assert main(["train", *EIGHT_NODES, *words]) == 0
     assert started in ([8], [64])
 
