@@ -48,6 +48,7 @@ OVERRIDES = (
     "model.experts=8",
     "model.experts_per_token=2",
     "model.expert_ffn=512",
+    "model.capacity_factor=null",
     "batch.global=4",
     "batch.micro=2",
     "batch.sequence=512",
