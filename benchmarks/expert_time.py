@@ -138,10 +138,10 @@ def _layer(whole: nn.Module) -> nn.Module:
             of_whom = torch.arange(experts // RANKS).repeat(RANKS).repeat_interleave(coming)
             order = of_whom.argsort(stable=True)
             ends = coming.view(RANKS, -1).sum(0).cumsum(0, dtype=torch.int32)
-            done = self.each(arrived[order], ends)[order.argsort()]
+            done = self.computed(arrived[order], ends)[order.argsort()]
             return all_to_all_single_autograd(done, going, arriving, dist.group.WORLD)
 
-        def each(self, rows: Tensor, ends: Tensor) -> Tensor:
+        def computed(self, rows: Tensor, ends: Tensor) -> Tensor:
             gate = F.silu(F.grouped_mm(rows, self.own_gate.mT, offs=ends))
             inner = gate * F.grouped_mm(rows, self.own_up.mT, offs=ends)
             return F.grouped_mm(inner, self.own_down.mT, offs=ends)

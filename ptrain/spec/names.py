@@ -74,8 +74,7 @@ def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
     known = tuple(listing(*folders))
     if kind in ("spec", "strategy") and name in names().not_yet:
         near = ", ".join(slips.several(name, listing("strategies")))
-        written = f"write {names().not_yet[name]}, of a model with experts (moe-tiny)"
-        works = f"{written}; near it: {near}"
+        works = f"write {names().not_yet[name]}; near it: {near}"
         return f"not yet: no strategy is called {name!r}", works
     for other in {"models", "clusters"}.difference(folders):
         if name in listing(other):

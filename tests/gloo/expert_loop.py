@@ -33,12 +33,12 @@ class Experts(nn.Module):
         counts = torch.bincount(chosen, minlength=EXPERTS)
         sorted_rows = rows[order]
         if self.group is None:
-            done = self.each(sorted_rows, counts.tolist(), self.up, self.down)
+            done = self.computed(sorted_rows, counts.tolist(), self.up, self.down)
         else:
             done = self._travel(sorted_rows, counts)
         return done[order.argsort()]
 
-    def each(self, rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor:
+    def computed(self, rows: Tensor, counts: list[int], up: Tensor, down: Tensor) -> Tensor:
         parts = rows.split(counts)
         return torch.cat([F.gelu(x @ w) @ v for x, w, v in zip(parts, up, down, strict=True)])
 
@@ -54,7 +54,7 @@ class Experts(nn.Module):
         own = torch.arange(coming.shape[1]).repeat(ranks).repeat_interleave(received)
         order = own.argsort(stable=True)
         up, down = (weight.to_local() for weight in (self.up, self.down))
-        done = self.each(arrived[order], coming.sum(0).tolist(), up, down)[order.argsort()]
+        done = self.computed(arrived[order], coming.sum(0).tolist(), up, down)[order.argsort()]
         return all_to_all_single_autograd(
             done.contiguous(), going, coming.sum(1).tolist(), self.group
         )

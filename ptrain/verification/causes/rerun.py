@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 from ptrain.models.attention import Core
 from ptrain.verification.capture import watched
@@ -63,13 +64,7 @@ def inputs_of(scene: Investigation, path: str) -> tuple[Heads, Tensor | None] | 
     def keep(_: nn.Module, args: tuple[Any, ...]) -> None:
         seen.append((args[:3], _mask(args)))
 
-    handle = module.get_submodule(path).register_forward_pre_hook(keep)
-    try:
-        with torch.no_grad():
-            for micro_batch in _micro_batches(scene):
-                module(micro_batch.samples.inputs)
-    finally:
-        handle.remove()
+    _run(scene, module.get_submodule(path).register_forward_pre_hook(keep))
     return seen[0] if seen else None
 
 
@@ -81,15 +76,19 @@ def call_of(scene: Investigation, path: str) -> tuple[tuple[Any, ...], Any]:
     def keep(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         calls.append((args, output))
 
-    handle = module.get_submodule(path).register_forward_hook(keep)
+    _run(scene, module.get_submodule(path).register_forward_hook(keep))
+    (call,) = calls
+    return call
+
+
+def _run(scene: Investigation, watch: RemovableHandle) -> None:
+    """Run the departing micro-batch forward on one device, under a hook that is removed then."""
     try:
         with torch.no_grad():
             for micro_batch in _micro_batches(scene):
-                module(micro_batch.samples.inputs)
+                scene.reference.module(micro_batch.samples.inputs)
     finally:
-        handle.remove()
-    (call,) = calls
-    return call
+        watch.remove()
 
 
 def core_of(scene: Investigation) -> str:
