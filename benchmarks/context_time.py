@@ -26,10 +26,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the
 from _machine import conclude, header, this_command
 from step_time import (
     RANKS,
-    SAME,
-    WARM_UP,
     Side,
     hand_written_steps,
+    heading,
     in_turn,
     legal,
     program_steps,
@@ -149,17 +148,13 @@ def main() -> int:
 
     lines = [
         header("context_time: a step over slices of the tokens, by hand and not", this_command()),
-        f"Claim: median ratio at most {LIMIT}; losses less than {SAME:g} apart.",
-        f"llama-10m, {RANKS} gloo ranks with one thread each, {' '.join(OVERRIDES[1:])}, "
-        f"{args.pairs} alternating pairs of {args.steps} steps over {args.launches} launches, the "
-        f"first {WARM_UP} steps of each left out. CPU seconds are per step, user and system, both "
-        "ranks together. The interval is of the median, two-sided, by order statistics; nothing is "
-        "claimed of it. Losses are of the last step; `apart` is the largest relative difference "
-        "over all steps.",
-        "",
-        "| strategy | ptrain | by hand | median ratio | 95 % | loss ptrain | loss by hand | apart "
-        "| verdict |",
-        "|---|---|---|---|---|---|---|---|---|",
+        *heading(
+            f"median ratio at most {LIMIT}, nothing of its interval",
+            f"llama-10m, {' '.join(OVERRIDES[1:])}",
+            pairs=args.pairs,
+            launches=args.launches,
+            steps=args.steps,
+        ),
     ]
     failed: list[str] = []
     for strategy in STRATEGIES:

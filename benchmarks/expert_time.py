@@ -25,10 +25,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the
 from _machine import conclude, header, this_command
 from step_time import (
     RANKS,
-    SAME,
-    WARM_UP,
     Side,
     hand_written_steps,
+    heading,
     in_turn,
     legal,
     program_steps,
@@ -162,17 +161,13 @@ def main() -> int:
         header(
             "expert_time: a step with experts on ranks of their own, by hand too", this_command()
         ),
-        f"Claim: median ratio at most {LIMIT}; losses less than {SAME:g} apart.",
-        f"{RANKS} gloo ranks with one thread each, {' '.join(OVERRIDES)}, "
-        f"{args.pairs} alternating pairs of {args.steps} steps over {args.launches} launches, the "
-        f"first {WARM_UP} steps of each left out. CPU seconds are per step, user and system, both "
-        "ranks together. The interval is of the median, two-sided, by order statistics; nothing is "
-        "claimed of it. Losses are of the last step; `apart` is the largest relative difference "
-        "over all steps.",
-        "",
-        "| strategy | ptrain | by hand | median ratio | 95 % | loss ptrain | loss by hand | apart "
-        "| verdict |",
-        "|---|---|---|---|---|---|---|---|---|",
+        *heading(
+            f"median ratio at most {LIMIT}, nothing of its interval",
+            " ".join(OVERRIDES),
+            pairs=args.pairs,
+            launches=args.launches,
+            steps=args.steps,
+        ),
     ]
     sides = summed(expert_time.measure, STRATEGY, args.launches, args.pairs, args.steps)
     row, failed = report(STRATEGY, sides, args.steps, (LIMIT, math.inf))

@@ -326,7 +326,13 @@ def main() -> int:
 
     lines = [
         header("step_time: a step's CPU time against a hand-written loop", this_command()),
-        *heading(args.pairs, args.launches, args.steps),
+        *heading(
+            f"median ratio at most {MEDIAN_LIMIT}, upper 95 % bound at most {BOUND_LIMIT}",
+            f"llama-10m, {' '.join(OVERRIDES[1:])}",
+            pairs=args.pairs,
+            launches=args.launches,
+            steps=args.steps,
+        ),
     ]
     failed: list[str] = []
     for strategy in args.strategies:
@@ -343,12 +349,11 @@ def main() -> int:
     )
 
 
-def heading(pairs: int, launches: int, steps: int) -> list[str]:
-    """The claim, what is compared, and the head of the table."""
+def heading(claim: str, setting: str, *, pairs: int, launches: int, steps: int) -> list[str]:
+    """Return the claim, what is compared, and the head of the table."""
     return [
-        f"Claim: median ratio at most {MEDIAN_LIMIT}, upper 95 % bound at most {BOUND_LIMIT}; "
-        f"losses less than {SAME:g} apart.",
-        f"llama-10m, {RANKS} gloo ranks with one thread each, {' '.join(OVERRIDES[1:])}, "
+        f"Claim: {claim}; losses less than {SAME:g} apart.",
+        f"{setting}: {RANKS} gloo ranks with one thread each, "
         f"{pairs} alternating pairs of {steps} steps over {launches} launches, the first {WARM_UP} "
         "steps of each left out. "
         "CPU seconds are per step, user and system, both ranks together. The interval is of the "

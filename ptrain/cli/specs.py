@@ -45,15 +45,13 @@ def _list(*, as_json: bool) -> None:
     rows += [_preset_row(folder, path) for folder in _PRESETS for path in _files(folder)]
     known = names()
     if as_json:
-        print(json.dumps({"specs": rows, "aliases": known.aliases, "not_yet": known.not_yet}))
+        print(json.dumps({"specs": rows, "aliases": known.aliases}))
         return
     for folder in (*SPEC_FOLDERS, *_PRESETS):
         of_folder = [row for row in rows if row["folder"] == folder]
         if of_folder:
             print(_table(folder, of_folder))
     print(_wrapped("aliases", [f"{alias} = {name}" for alias, name in known.aliases.items()]))
-    if known.not_yet:
-        print(_wrapped("not yet", list(known.not_yet)))
     print("`ptrain specs show NAME` prints one; SPEC is a name of the first four, or a file")
 
 

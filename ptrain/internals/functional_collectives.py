@@ -16,6 +16,7 @@ from ptrain.internals.part import PrivatePart
 __all__ = [
     "AsyncCollectiveTensor",
     "all_gathered",
+    "all_summed",
     "all_to_all_single_autograd",
     "awaited",
     "exchanged",
@@ -37,6 +38,11 @@ _OPERATORS = torch.ops._c10d_functional
 def all_gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the shards [n, ...] of all ranks, one after the other along the first dimension."""
     return awaited(_OPERATORS.all_gather_into_tensor(shard, group.size(), group.group_name))
+
+
+def all_summed(addend: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of the ranks' addends, on every rank."""
+    return awaited(_OPERATORS.all_reduce(addend, "sum", group.group_name))
 
 
 def reduce_scattered(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -28,6 +28,7 @@ from ptrain.interpreter.passes import Enter, InTurn
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.stages import cut_into_stages
 from ptrain.interpreter.workpiece import Workpiece
+from ptrain.models.balance import scale_losses
 from ptrain.models.units import ROOT
 from ptrain.optimizers.build import has_own_rule_for_matrices
 from ptrain.optimizers.torch import TorchRules
@@ -179,7 +180,10 @@ def _update(step: Update, rank: Construction) -> None:
     rank.update = rank.wrapped.own_update(spec, step.layout) or TargetsUpdate(
         rank.wrapped.targets(), spec, step.layout, room, rules, matrices
     )
-    rank.scaling = LossScale(rank.mesh, step.scale_axes) if step.layout.scales_loss else None
+    if step.layout.scales_loss:
+        rank.scaling = LossScale(rank.mesh, step.scale_axes)
+        for piece in rank.pieces:
+            scale_losses(piece.module, rank.scaling.scale)
 
 
 def _matrices(rank: Construction) -> list[list[bool]]:

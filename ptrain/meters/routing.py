@@ -5,8 +5,8 @@ The routers of built-in models are watched by hooks, outside of what other meter
 counted is counted beside the step, on the device, and read when the step is over. A pass that runs
 again in backward chooses what it chose before, and counts once.
 
-Legend of shape suffixes: N tokens of all samples, E experts, K experts of a token, B samples,
-Q choices of a sample.
+Legend of shape suffixes: N tokens of all samples, E experts, K experts of a token, B samples, T
+tokens of a sample.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
-from ptrain.models.moe import Gate
+from ptrain.models.moe import Gate, Places
 from ptrain.models.recomputing import runs_again
 from ptrain.report.routing import LayerRouting
 
 Rows = dict[str, list[float]]  # by layer: choices of each expert, then what else is summed
+X = TypeVar("X", bound=nn.Module)
 _OTHERS = 3  # choices that found no place, entropy of all tokens, tokens
 
 
@@ -34,12 +35,8 @@ class RoutingMeter:
     """Counts on one rank; `gather` sums over the ranks."""
 
     def __init__(self, program: Program) -> None:
-        self._gates = {
-            name.rpartition(".")[0]: gate
-            for piece in program.pieces
-            for name, gate in piece.module.named_modules()
-            if isinstance(gate, Gate)
-        }
+        self._gates = dict(_of_layers(program, Gate))
+        self._places = dict(_of_layers(program, Places))
         # of ranks that route the same tokens one counts
         self._counts = not any(program.mesh.coordinate(axis) for axis in program.plan.loss_axes)
         self._sums: dict[str, Tensor] = {}
@@ -57,6 +54,8 @@ class RoutingMeter:
         for layer, gate in self._gates.items() if self._counts else ():
             hooks.append(gate.score.register_forward_hook(_beside(partial(self._scored, layer))))
             hooks.append(gate.register_forward_hook(_beside(partial(self._chosen, layer, gate))))
+        for layer, places in self._places.items() if self._counts else ():
+            hooks.append(places.register_forward_hook(_beside(partial(self._placed, layer))))
         try:
             yield
         finally:
@@ -80,13 +79,22 @@ class RoutingMeter:
         sums[-2] += entropy
         sums[-1] += len(scores_NE)
 
-    def _chosen(self, layer: str, gate: Gate, x_BTC: Tensor, output: tuple[Tensor, Tensor]) -> None:
-        chosen_BQ = output[1].reshape(len(x_BTC), -1)
-        counts_BE = F.one_hot(chosen_BQ, _num_experts(gate)).sum(1)
-        sums = self._of(layer, counts_BE.device)
-        sums[:-_OTHERS] += counts_BE.sum(0)
-        if gate.shape.capacity_factor is not None:
-            sums[-_OTHERS] += (counts_BE - gate.shape.capacity(x_BTC.shape[1])).clamp(min=0).sum()
+    def _chosen(self, layer: str, gate: Gate, _: Tensor, output: tuple[Tensor, Tensor]) -> None:
+        counts_E = F.one_hot(output[1], _num_experts(gate)).sum((0, 1))
+        sums = self._of(layer, counts_E.device)
+        sums[:-_OTHERS] += counts_E
+
+    def _placed(self, layer: str, chosen_BTK: Tensor, places_NK: Tensor) -> None:
+        num_places = self._places[layer].number(*chosen_BTK.shape[:2])
+        self._of(layer, places_NK.device)[-_OTHERS] += (places_NK == num_places).sum()
+
+
+def _of_layers(program: Program, kind: type[X]) -> Iterator[tuple[str, X]]:
+    """Yield a module of each layer that has one of the kind, by the layer's name."""
+    for piece in program.pieces:
+        for name, module in piece.module.named_modules():
+            if isinstance(module, kind):
+                yield name.rpartition(".")[0], module
 
 
 def _num_experts(gate: Gate) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ptrain.models.sample_tokens import SampleTokens
 from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
 
@@ -18,11 +19,13 @@ class Balance(nn.Module):
     """The losses of one router, summed over the samples of a micro-batch (0-d). Each sample's has
     all of its tokens and no other's, so that it is the same wherever samples are computed, and
     `weight`, one over the samples of the global batch, makes their mean of the sum; where several
-    ranks route the same tokens each adds its share of it."""
+    ranks route the same tokens, or slices of a sample's, each adds its share of it."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape, self.weight = shape, 1.0
+        self.scale: Tensor | None = None  # 0-d: of the loss that backward begins with
+        self.tokens = SampleTokens()
 
     @property
     def is_wanted(self) -> bool:
@@ -51,7 +54,8 @@ class Balance(nn.Module):
         counts_BE = ones_BQ.new_zeros(len(chosen_BQ), num_experts).scatter_add(
             1, chosen_BQ, ones_BQ
         )
-        shares_BE = counts_BE / chosen_BQ.shape[1]
+        choices = chosen_BQ.shape[1] * self.tokens.slices
+        shares_BE = self.tokens.summed(counts_BE) / choices
         return num_experts * (shares_BE * scores_BTE.mean(1)).sum()
 
 
@@ -62,19 +66,31 @@ def weigh(model: nn.Module, weight: float) -> None:
             module.weight *= weight
 
 
-def with_loss(x: Tensor, loss: Tensor, weight: float) -> Tensor:
-    """Return `x`, in whose backward pass `loss` (0-d) has the gradient `weight` too."""
-    y: Tensor = _WithLoss.apply(x, loss, weight)
+def scale_losses(model: nn.Module, scale: Tensor) -> None:
+    """Let the routers' losses of a model be multiplied by a scale (0-d) as the step's loss is: by
+    what it is when a backward pass comes to them."""
+    for module in model.modules():
+        if isinstance(module, Balance):
+            module.scale = scale
+
+
+def with_loss(x: Tensor, loss: Tensor, weight: float, scale: Tensor | None = None) -> Tensor:
+    """Return `x`, in whose backward pass `loss` (0-d) has the gradient `weight` too, times
+    `scale`."""
+    y: Tensor = _WithLoss.apply(x, loss, weight, scale)
     return y
 
 
 class _WithLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float) -> Tensor:
-        ctx.weight, ctx.dtype = weight, loss.dtype
+    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float, scale: Tensor | None) -> Tensor:
+        ctx.weight, ctx.scale, ctx.dtype = weight, scale, loss.dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        of_loss = gradient.new_full((), ctx.weight, dtype=ctx.dtype)
-        return gradient, of_loss, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if ctx.scale is None:
+            of_loss = gradient.new_full((), ctx.weight, dtype=ctx.dtype)
+        else:
+            of_loss = ctx.scale.to(ctx.dtype) * ctx.weight
+        return gradient, of_loss, None, None

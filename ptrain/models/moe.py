@@ -20,6 +20,7 @@ from ptrain.models.feed_forward import FeedForward, activation_of
 from ptrain.models.grouped import grouped_product
 from ptrain.models.journey import Journey
 from ptrain.models.numerics import widen
+from ptrain.models.sample_tokens import SampleTokens
 from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
 
@@ -56,7 +57,7 @@ class Gate(nn.Module):
         if self.training and self.balance.is_wanted:
             routing = (logits_NE, scores_NE, chosen_NK)
             loss = self.balance(*(x.unflatten(0, x_BTC.shape[:2]) for x in routing))
-            weights_NK = with_loss(weights_NK, loss, self.balance.weight)
+            weights_NK = with_loss(weights_NK, loss, self.balance.weight, self.balance.scale)
         if self.is_normed:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         if self.scale is not None:
@@ -102,6 +103,44 @@ class Experts(nn.Module):
         return y
 
 
+class Places(nn.Module):
+    """Finds each choice a place among those of all experts. An expert has as many of every sample,
+    for the first choices of its tokens before the second ones, and for earlier tokens before later
+    ones (GShard, arXiv:2006.16668, algorithm 1)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        assert shape.experts is not None, "they have places"
+        self.shape, self.num_experts = shape, shape.experts
+        self.tokens = SampleTokens()
+
+    def forward(self, chosen_BTK: Tensor) -> Tensor:
+        """Return the place [N, K] of each choice, which is the number of places where there is
+        none."""
+        num_samples, num_tokens, num_chosen = chosen_BTK.shape
+        chosen_BQ = chosen_BTK.transpose(1, 2).flatten(1)  # in the order of their places
+        is_own_BQE = F.one_hot(chosen_BQ, self.num_experts)
+        before_BQ = (is_own_BQE.cumsum(1) * is_own_BQE).sum(-1) - 1
+        samples_B1 = torch.arange(num_samples, device=chosen_BQ.device)[:, None]
+        places_BQ = (chosen_BQ * num_samples + samples_B1) * self._own(num_tokens) + before_BQ
+        own = (x_BQ.unflatten(1, (num_chosen, num_tokens)) for x_BQ in (before_BQ, chosen_BQ))
+        before_BQ = self.tokens.before(*own, num_experts=self.num_experts).flatten(1)
+        is_late_BQ = before_BQ >= self._capacity(num_tokens)
+        places_BQ = places_BQ.masked_fill(is_late_BQ, self.number(num_samples, num_tokens))
+        return places_BQ.unflatten(1, (num_chosen, num_tokens)).transpose(1, 2).flatten(0, 1)
+
+    def number(self, num_samples: int, num_tokens: int) -> int:
+        """Return the places that all experts have for so many tokens of each sample."""
+        return self.num_experts * num_samples * self._own(num_tokens)
+
+    def _capacity(self, num_tokens: int) -> int:
+        return self.shape.capacity(num_tokens * self.tokens.slices)
+
+    def _own(self, num_tokens: int) -> int:
+        """As many as the expert takes of all of a sample's tokens, should they all be here."""
+        return min(self._capacity(num_tokens), num_tokens)
+
+
 class MoE(nn.Module):
     """Router and experts, and those that all tokens go to. `journey` makes what rows go through in
     a forward pass, before their experts and behind them."""
@@ -111,6 +150,7 @@ class MoE(nn.Module):
         self.shape = shape
         self.journey: Callable[[], Journey] = Journey
         self.router = Gate(shape)
+        self.places = None if shape.capacity_factor is None else Places(shape)
         self.experts = Experts(shape)
         width = shape.shared_experts * shape.width_of_expert
         self.shared = FeedForward(shape, width) if width else None
@@ -118,10 +158,11 @@ class MoE(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.flatten(0, 1)
         weights_NK, chosen_NK = self.router(x_BTC)
-        if self.shape.capacity_factor is None:
+        if self.places is None:
             rows_NKC = self._dropless(x_NC, chosen_NK)
         else:
-            rows_NKC = self._in_places(x_NC, chosen_NK, num_tokens=x_BTC.shape[1])
+            places_NK = self.places(chosen_NK.unflatten(0, x_BTC.shape[:2]))
+            rows_NKC = self._in_places(x_NC, places_NK, self.places.number(*x_BTC.shape[:2]))
         y_BTC = (rows_NKC * weights_NK[..., None]).sum(1).view_as(x_BTC)
         return y_BTC if self.shared is None else y_BTC + self.shared(x_BTC)
 
@@ -137,12 +178,9 @@ class MoE(nn.Module):
         del x_MC, ends_E
         return y_MC[order_M.argsort()].unflatten(0, (-1, num_chosen))
 
-    def _in_places(self, x_NC: Tensor, chosen_NK: Tensor, *, num_tokens: int) -> Tensor:
+    def _in_places(self, x_NC: Tensor, places_NK: Tensor, num_places: int) -> Tensor:
         """The same with a capacity: of a choice that finds no place, zeros."""
-        num_experts, capacity = self.experts.num_experts, self.shape.capacity(num_tokens)
-        places_NK = places_of(chosen_NK.unflatten(0, (-1, num_tokens)), num_experts, capacity)
-        num_samples = len(x_NC) // num_tokens
-        num_places = num_experts * num_samples * capacity
+        num_experts = self.experts.num_experts
         tokens_S = places_NK.new_full((num_places + 1,), len(x_NC))  # an empty place has row N
         owners_NK = torch.arange(len(x_NC), device=x_NC.device)[:, None].expand_as(places_NK)
         tokens_S = tokens_S.scatter(0, places_NK.flatten(), owners_NK.flatten())[:-1]
@@ -161,19 +199,3 @@ def ends_of(chosen_M: Tensor, experts: Experts) -> Tensor:
     counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=chosen_M.device)
     counts_E = counts_E.scatter_add(0, chosen_M, torch.ones_like(chosen_M))
     return counts_E.cumsum(0, dtype=torch.int32)
-
-
-def places_of(chosen_BTK: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Return the place [N, K] of each choice among those of all experts, which have `capacity` of
-    every sample each: the first choices of its tokens come before the second ones, and earlier
-    tokens before later ones (GShard, arXiv:2006.16668, algorithm 1). The number of places stands
-    for a choice that finds none."""
-    num_samples, num_tokens, num_chosen = chosen_BTK.shape
-    chosen_BQ = chosen_BTK.transpose(1, 2).flatten(1)  # in the order in which they are placed
-    is_own_BQE = F.one_hot(chosen_BQ, num_experts)
-    before_BQ = (is_own_BQE.cumsum(1) * is_own_BQE).sum(-1) - 1
-    samples_B1 = torch.arange(num_samples, device=chosen_BQ.device)[:, None]
-    places_BQ = (chosen_BQ * num_samples + samples_B1) * capacity + before_BQ
-    num_places = num_experts * num_samples * capacity
-    places_BQ = places_BQ.masked_fill(before_BQ >= capacity, num_places)
-    return places_BQ.unflatten(1, (num_chosen, num_tokens)).transpose(1, 2).flatten(0, 1)

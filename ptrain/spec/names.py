@@ -1,7 +1,7 @@
-"""Where named specs, models and clusters stand, and the names that are known but not run yet.
+"""Where named specs, models and clusters stand.
 
-`specs/` is data: strategies, their aliases and the names that later issues execute are read from
-there, so that no module knows a strategy's name. A wheel carries the folder as `ptrain/_specs`.
+`specs/` is data: strategies and their aliases are read from there, so that no module knows a
+strategy's name. A wheel carries the folder as `ptrain/_specs`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 from ptrain.errors import SpecError
-from ptrain.spec import slips
 from ptrain.spec.leaf import nearest
 from ptrain.spec.text import SourceMark, Tree, read
 
@@ -21,11 +20,10 @@ _HERE = Path(__file__).resolve()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """`specs/names.yaml`: the default spec, other tools' names, and names that wait."""
+    """`specs/names.yaml`: the default spec, and other tools' names."""
 
     default: str
     aliases: dict[str, str]
-    not_yet: dict[str, str]
 
 
 @cache
@@ -39,7 +37,7 @@ def root() -> Path:
 def names() -> Names:
     tree = read(root() / "names.yaml").root
     assert isinstance(tree, dict), "specs/names.yaml is a mapping"
-    return Names(default=tree["default"], aliases=tree["aliases"], not_yet=tree["not_yet"])
+    return Names(default=tree["default"], aliases=tree["aliases"])
 
 
 def listing(*folders: str) -> dict[str, Path]:
@@ -72,10 +70,6 @@ def find_spec(name: str) -> Path:
 def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
     """Finding and remedy for a name that no file bears."""
     known = tuple(listing(*folders))
-    if kind in ("spec", "strategy") and name in names().not_yet:
-        near = ", ".join(slips.several(name, listing("strategies")))
-        works = f"write {names().not_yet[name]}; near it: {near}"
-        return f"not yet: no strategy is called {name!r}", works
     for other in {"models", "clusters"}.difference(folders):
         if name in listing(other):
             section = other.removesuffix("s")

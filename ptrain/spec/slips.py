@@ -96,13 +96,6 @@ def close(word: str, known: Iterable[str], *, cutoff: float) -> str:
     return folded[near[0]] if near else ""
 
 
-def several(word: str, known: Iterable[str], most: int = 4) -> list[str]:
-    """Return the names among `known` that are most like a word, the nearest first."""
-    from difflib import SequenceMatcher
-
-    return sorted(known, key=lambda name: -SequenceMatcher(None, word, name).ratio())[:most]
-
-
 def ask(meant: str) -> str:
     return f"did you mean {meant!r}?" if meant else ""
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.data.source import SampleSource, Split
-from ptrain.models.balance import weigh
+from ptrain.models.balance import scale_losses, weigh
 from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.models.build import build
 from ptrain.models.generators import seed_of_step
@@ -130,6 +130,8 @@ class ReferenceTraining:
         the sum to the one in which they are kept."""
         layout = self.updater.layout
         travels, kept = TORCH_DTYPES[layout.reduced], TORCH_DTYPES[layout.gradients]
+        if layout.scales_loss:
+            scale_losses(self.module, torch.tensor(self.updater.scale))
         sums: dict[str, Tensor] = {}
         total = squares = 0.0
         for micro_batch in micro_batches:

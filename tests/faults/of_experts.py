@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptrain.interpreter.program import Program
 from ptrain.models.balance import Balance
-from ptrain.models.moe import MoE, places_of
+from ptrain.models.moe import MoE
 from ptrain.report.finding import Subject
 from ptrain.verification.capture import paths
 from tests.faults.fault import Fault, Setting
@@ -89,10 +89,10 @@ def dropped_counted(program: Program) -> None:
     in_places, given = layer._in_places, []
     layer.experts.register_forward_hook(lambda _, __, output: given.append(output))
 
-    def clamped(x_NC: Tensor, chosen_NK: Tensor, *, num_tokens: int) -> Tensor:
-        rows_NKC = in_places(x_NC, chosen_NK, num_tokens=num_tokens)
+    def clamped(x_NC: Tensor, places_NK: Tensor, num_places: int) -> Tensor:
+        rows_NKC = in_places(x_NC, places_NK, num_places)
         last_C = given.pop().flatten(0, 1)[-1]
-        return torch.where(_is_dropped(layer, chosen_NK, num_tokens), last_C, rows_NKC)
+        return torch.where((places_NK == num_places)[..., None], last_C, rows_NKC)
 
     layer._in_places = clamped
 
@@ -102,18 +102,11 @@ def dropped_passed_on(program: Program) -> None:
     layer = _layer(program, 0)
     in_places = layer._in_places
 
-    def passed_on(x_NC: Tensor, chosen_NK: Tensor, *, num_tokens: int) -> Tensor:
-        rows_NKC = in_places(x_NC, chosen_NK, num_tokens=num_tokens)
-        return torch.where(_is_dropped(layer, chosen_NK, num_tokens), x_NC[:, None], rows_NKC)
+    def passed_on(x_NC: Tensor, places_NK: Tensor, num_places: int) -> Tensor:
+        rows_NKC = in_places(x_NC, places_NK, num_places)
+        return torch.where((places_NK == num_places)[..., None], x_NC[:, None], rows_NKC)
 
     layer._in_places = passed_on
-
-
-def _is_dropped(layer: MoE, chosen_NK: Tensor, num_tokens: int) -> Tensor:
-    capacity, experts = layer.shape.capacity(num_tokens), layer.experts.num_experts
-    chosen_BTK = chosen_NK.unflatten(0, (-1, num_tokens))
-    places_NK = places_of(chosen_BTK, experts, capacity)
-    return (places_NK == experts * len(chosen_BTK) * capacity)[..., None]
 
 
 def _weighed(program: Program, factor: float) -> None:

@@ -36,8 +36,7 @@ KEPT: tuple[dict[str, Any], ...] = (
     {"batch": {"global": 8, "micro": 4, "sequence": 16}},
 )
 BESIDE = [STAGES | DATA[3], {"cp": "S*,S,S,S"} | DATA[3], {"tp": "S,S,S,S"} | DATA[3]]
-# of others the experts' places, or a router's losses, are of whole samples
-DROPLESS = ("top-1", "top-2", "deep")
+ATTENTIONS = ("ring", "zigzag", "all-gather", "ulysses")
 
 
 def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
@@ -69,9 +68,10 @@ def test_with_operators_cut(ranks: Ranks, model: str, activations: str) -> None:
     assert not MATRIX.differences(ranks, spec_of(model, {"tp": f"S,S,S,{activations}"}))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("attention", ["ring", "zigzag", "all-gather", "ulysses"])
-@pytest.mark.parametrize("model", DROPLESS)
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    some([*product(MODELS, ATTENTIONS)], (("capacity", "zigzag"), ("balanced", "all-gather"))),
+)
 def test_with_slices_of_the_tokens(ranks: Ranks, model: str, attention: str) -> None:
     activations = "S*" if attention == "all-gather" else "S"
     states = {"cp": f"S*,S,S,{activations}"}
@@ -88,11 +88,7 @@ def test_with_activations_kept_otherwise(ranks: Ranks, model: str, kept: dict[st
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "placement"),
-    [
-        (model, placement)
-        for model, placement in product((*DROPLESS, "balanced"), BESIDE)
-        if model in DROPLESS or "cp" not in placement
-    ],
+    [*product(("top-1", "top-2", "capacity", "balanced", "deep"), BESIDE)],
     ids=str,
 )
 def test_on_two_axes(ranks: Ranks, model: str, placement: dict[str, str]) -> None:

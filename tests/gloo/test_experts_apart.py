@@ -76,8 +76,6 @@ def test_by_themselves(ranks: Ranks, model: str, rest: str) -> None:
             *case, marks=[] if case == ("deep", "zero3", BESIDE[3]) else pytest.mark.nightly
         )
         for case in product(APART, REST, BESIDE)
-        # of capacities, and of a router's losses, the tokens are those of whole samples
-        if "cp" not in case[2] or case[0] in ("top-1", "top-2", "deep")
     ],
     ids=str,
 )

@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 
-from ptrain.axes.expert.cost import of_a_layer, own_experts, rows_bytes, trip_bytes
+from ptrain.axes.expert.cost import (
+    of_a_layer,
+    of_a_router,
+    own_experts,
+    rows_bytes,
+    trip_bytes,
+)
 from ptrain.axes.expert.costs import sent
+from ptrain.axes.expert.form import own_places
 from ptrain.axes.expert.part import with_own_experts
 from ptrain.costs import Phase
 from ptrain.facts.model import ModelFacts
@@ -20,6 +27,7 @@ from ptrain.facts.parameters import expert_modules, facts
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept, Operators, Policy
 from ptrain.spec.axis import Axis
+from ptrain.spec.context import ContextAttention, ContextSpec
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
@@ -45,6 +53,8 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "narrow": {"capacity_factor": 0.3, "expert_ffn": 6, "dense_layers": 1, "shared_experts": 1},
 }
 RANKS = (2, 3, 4, 12)
+ZIGZAG = ContextAttention.ZIGZAG
+BALANCED = {"aux_loss": 0.1, "z_loss": 0.1}
 
 
 def spec_of(shape: ModelShape, ranks: int, **sections: Any) -> Spec:
@@ -59,11 +69,11 @@ def planned(spec: Spec) -> tuple[Plan, ModelFacts]:
     return lower(spec, known.unit_modules), known
 
 
-def totals(spec: Spec, plan: Plan) -> Counter[tuple[Any, ...]]:
+def totals(spec: Spec, plan: Plan, axis: str = "ep") -> Counter[tuple[Any, ...]]:
     """Calls and sent bytes of a step by collective and phase."""
     counted: Counter[tuple[Any, ...]] = Counter()
     for row in sent(spec, plan):
-        assert row.key.axes == ("ep",)
+        assert row.key.axes == (axis,)
         counted[row.key.collective, row.key.phase, "calls"] += row.calls
         counted[row.key.collective, row.key.phase, "bytes"] += row.sent_bytes
     return counted
@@ -80,6 +90,39 @@ def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(name, 
         expected[collective, phase, "calls"] += layers * calls
         expected[collective, phase, "bytes"] += layers * size
     assert totals(spec, plan) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "balance", "attention"),
+    product(SHAPES, ({}, BALANCED, {"z_loss": 0.1}), (ContextAttention.RING, ZIGZAG)),
+)
+def test_routers_of_slices_count_over_them_in_each_layer_and_micro_batch(name, balance, attention):
+    shape = replace(SHAPE, **SHAPES[name], **balance)
+    mesh = {Axis.CP: (4, tuple_of("S*,S,S,S"))}
+    spec = make_spec(mesh, model=shape, accumulate=3, layout=LAYOUTS["bf16"])
+    spec = replace(spec, context=ContextSpec(attention=attention))
+    plan, _ = planned(spec)
+    expected: Counter[tuple[Any, ...]] = Counter()
+    layers = 3 * sum(map(shape.has_experts, range(shape.layers)))  # of all micro-batches
+    stretches = 2 if attention is ZIGZAG else 1
+    for collective, phase, calls, size in of_a_router(spec, shape, stretches):
+        expected[collective, phase, "calls"] += layers * calls
+        expected[collective, phase, "bytes"] += layers * size
+    assert totals(spec, plan, "cp") == expected
+    is_asked = shape.capacity_factor is not None or "aux_loss" in balance
+    assert bool(expected) is is_asked, "of a mean each rank has its share"
+
+
+def test_places_over_cp_are_those_of_whole_samples():
+    """Of 16 tokens on two ranks an expert takes 8, which may all be on one of them: as many places
+    as on one device, until a rank has fewer tokens than that."""
+    shape = replace(SHAPE, experts=4, capacity_factor=1.0)
+    row = 10 * 4
+    for ranks, places in ((1, 8), (2, 8), (4, 4)):
+        mesh = {Axis.CP: (ranks, tuple_of("S*,S,S,S")), Axis.EP: (2, tuple_of("S*,S,S"))}
+        spec = make_spec(mesh, model=shape)
+        assert rows_bytes(spec, shape) == spec.batch.micro * 4 * places * row
+        assert own_places(spec, shape) == places
 
 
 def test_a_layer_that_comes_again_sends_again_what_it_keeps_nothing_of():

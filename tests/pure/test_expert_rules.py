@@ -52,20 +52,9 @@ def test_experts_that_cannot_be_are_refused(changes, place, finding, remedy):
     assert check(spec) == (Fault(place=place, finding=finding, remedy=remedy),)
 
 
-@pytest.mark.parametrize(
-    ("model", "placement", "place", "finding"),
-    [
-        ("capacity", {"cp": "R,R,R,S"}, "model.capacity_factor",
-         "not yet: 1 over cp, where a rank has some of a sample's tokens"),
-        ("balanced", {"cp": "R,R,R,S"}, "model.aux_loss",
-         "not yet: 0.5 over cp, where a rank has some of a sample's tokens"),
-    ],
-)  # fmt: skip
-def test_experts_wait_where_nothing_cuts_them(model, placement, place, finding):
-    with pytest.raises(SpecError) as refused:
-        spec_of(model, placement)
-    fault = refused.value.faults[0]
-    assert fault.place == place and finding in fault.finding
+@pytest.mark.parametrize("model", ["capacity", "balanced"])
+def test_routers_of_slices_of_the_tokens_are_legal(model):
+    assert spec_of(model, {"cp": "R,R,R,S"}).model == spec_of(model).model
 
 
 @pytest.mark.parametrize(
@@ -84,12 +73,6 @@ def test_a_token_is_multiplied_with_the_experts_it_goes_to():
     per_token = token_operations(shape, known, 1, is_causal=True) / 6
     looked_up = shape.vocab * shape.hidden
     assert (per_token + looked_up) / 1e9 == pytest.approx(3.3, abs=0.06)
-
-
-def test_a_router_does_not_know_the_scale_of_a_loss():
-    with pytest.raises(SpecError) as refused:
-        spec_of("balanced", precision={"layout": "fp16"})
-    assert [fault.place for fault in refused.value.faults] == ["model.aux_loss", "model.z_loss"]
 
 
 def test_muon_waits_for_matrices_that_share_a_tensor():

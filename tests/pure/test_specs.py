@@ -226,20 +226,8 @@ def test_every_file_says_what_it_is():
         assert any(not line.startswith("# yaml-language-server") for line in comments), path
 
 
-def test_aliases_stand_for_strategies_and_waiting_names_for_nothing():
-    known = names()
-    assert set(known.aliases.values()) <= set(STRATEGIES)
-    assert not set(known.not_yet) & (set(STRATEGIES) | set(known.aliases))
-
-
-@pytest.mark.parametrize("name", names().not_yet)
-def test_a_name_that_waits_is_refused_as_not_yet(name):
-    base = {"model": {"preset": "llama-tiny"}, "mesh": {}, "batch": {"sequence": 8}}
-    for load_it in (lambda: load(name), lambda: load(base | {"placement": name})):
-        with pytest.raises(SpecError) as caught:
-            load_it()
-        assert "not yet" in caught.value.faults[0].finding
-        assert names().not_yet[name] in caught.value.faults[0].remedy
+def test_aliases_stand_for_strategies():
+    assert set(names().aliases.values()) <= set(STRATEGIES)
 
 
 def test_the_readme_of_the_specs_names_every_folder():
@@ -257,7 +245,7 @@ def run(*words: str) -> int:
 def test_specs_lists_every_name(capsys):
     assert run() == 0
     out = capsys.readouterr().out
-    for name in [*listing(*SPEC_FOLDERS, "models", "clusters"), *names().aliases, *names().not_yet]:
+    for name in [*listing(*SPEC_FOLDERS, "models", "clusters"), *names().aliases]:
         assert name in out
     assert max(map(len, out.splitlines())) <= 160
 

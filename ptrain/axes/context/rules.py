@@ -251,26 +251,6 @@ def _documents(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _whole_samples(spec: Spec) -> Iterator[Fault]:
-    """What a router's losses and an expert's places depend on is all of a sample's tokens."""
-    shape = spec.model
-    if factor_of(spec) is None or not isinstance(shape, ModelShape):
-        return
-    whose = {
-        "capacity_factor": "an expert's places are those",
-        "aux_loss": "what it balances is the choices",
-        "z_loss": "it is the mean",
-    }
-    for name, what in whose.items():
-        if value := getattr(shape, name):
-            yield Fault(
-                place=f"model.{name}",
-                finding=f"not yet: {value:g} over cp, where a rank has some of a sample's tokens, "
-                f"and {what} of all",
-                remedy=f"what works today: remove {name}, or cp",
-            )
-
-
 def _own_functions(spec: Spec) -> Iterator[Fault]:
     if factor_of(spec) is None:
         return
@@ -369,7 +349,6 @@ CONTEXT = AxisRules(
     ),
     not_yet=(
         SpecRule(name="hops know of no mask", theorem="", faults=_documents),
-        SpecRule(name="routers see whole samples", theorem="", faults=_whole_samples),
         SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),
     ),
 )

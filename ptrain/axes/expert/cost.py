@@ -2,8 +2,10 @@
 hold while they do.
 
 n ranks, E experts of which k are a token's, C places of each of them for a sample, T tokens of a
-sample that a rank has, b samples, h features of e bytes. The rows of a trip are b·E·C·h·e with a
-capacity; without one b·k·T·h·e, where as many go to each expert.
+sample that a rank has, b samples, h features of e bytes. The rows of a trip are b·E·min(C, T)·h·e
+with a capacity; without one b·k·T·h·e, where as many go to each expert. Where N ranks have slices
+of a sample in L stretches each, routers count over them: b·E sums for a loss, N·L·k·b·E counts for
+places.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def rows_bytes(spec: Spec, shape: ModelShape) -> int:
     tokens = spec.own_tokens
     number = shape.experts_per_token * tokens
     if shape.capacity_factor is not None:
-        places = ceil(Fraction(str(shape.capacity_factor)) * number / shape.experts)
+        choices = shape.experts_per_token * spec.batch.sequence
+        places = ceil(Fraction(str(shape.capacity_factor)) * choices / shape.experts)
         number = shape.experts * min(places, tokens)
     itemsize = spec.precision.effective.parameters.itemsize
     return spec.batch.micro * number * shape.hidden * itemsize
@@ -45,6 +48,21 @@ def of_a_layer(spec: Spec, shape: ModelShape) -> Iterator[tuple[Collective, Phas
     if shape.capacity_factor is None:
         counts = _COUNT_BYTES * shape.experts * (ranks - 1) // ranks
         yield Collective.ALL_TO_ALL, Phase.FORWARD, 1, counts
+
+
+def of_a_router(
+    spec: Spec, shape: ModelShape, stretches: int
+) -> Iterator[tuple[Collective, Phase, int, int]]:
+    """Yield the same of what a layer's router asks the ranks of cp, each of which has so many
+    stretches of a sample."""
+    assert shape.experts is not None, "nobody is chosen"
+    ranks, counts = spec.degree(Axis.CP), spec.batch.micro * shape.experts
+    if shape.aux_loss:
+        size = counts * max(4, spec.precision.effective.parameters.itemsize)
+        yield Collective.ALL_REDUCE, Phase.FORWARD, 1, ceil(Fraction(2 * (ranks - 1) * size, ranks))
+    if shape.capacity_factor is not None:
+        size = _COUNT_BYTES * stretches * shape.experts_per_token * counts
+        yield Collective.ALL_GATHER, Phase.FORWARD, 1, (ranks - 1) * size
 
 
 def trip_bytes(spec: Spec, shape: ModelShape) -> int:

@@ -1,4 +1,5 @@
-"""What ranks of ep send to each other's experts, call by call.
+"""What layers with experts send, call by call: ranks of ep to each other's experts, and ranks that
+have slices of the same samples to count what routers choose of all of their tokens.
 
 With a capacity every expert has as many places of every rank, and no size depends on data. Without
 one a rank sends what its tokens choose: here as many rows to each expert, and of what they do not
@@ -9,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ptrain.axes.expert.form import own_places
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.spec.activations import Kept, Operators, Scope
 from ptrain.spec.model import ModelShape
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
+from ptrain.steps.context import ContextParallel
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import Plan
 from ptrain.units import ceil_div
@@ -23,21 +27,45 @@ _COUNT_BYTES = 8  # int64
 
 
 def sent(spec: Spec, plan: Plan, within: Sequence[str] | None = None) -> Iterator[Traffic]:
-    """Yield what layers with experts send over ep in a step, those `within` some blocks alone; one
-    that is computed again sends again, but for what arrived and is kept."""
-    step, shape = plan.experts, spec.model
-    if step is None or not isinstance(shape, ModelShape):
+    """Yield what layers with experts send in a step, those `within` some blocks alone; one that is
+    computed again sends again, but for what arrived and is kept."""
+    shape = spec.model
+    if not isinstance(shape, ModelShape) or shape.experts is None:
         return
-    kept = spec.activations.of(shape.layers)
-    blocks = [".".join(module.split(".")[:2]) for module in step.modules]
+    blocks = enumerate(spec.activations.of(shape.layers))
     modes = [
-        kept[int(block.rpartition(".")[2])] for block in blocks if within is None or block in within
+        mode
+        for layer, mode in blocks
+        if shape.has_experts(layer) and (within is None or f"blocks.{layer}" in within)
     ]
     times = plan.accumulate.micro_batches
-    exchange = _LayerExchange(spec, step, shape)
-    yield from exchange.forward(Phase.FORWARD, times * len(modes))
-    yield from exchange.forward(Phase.BACKWARD, times * sum(map(_comes_again, modes)))
-    yield from exchange.trips(Phase.BACKWARD, times * len(modes))
+    again = times * sum(map(_comes_again, modes))
+    if plan.experts is not None:
+        exchange = _LayerExchange(spec, plan.experts, shape)
+        yield from exchange.forward(Phase.FORWARD, times * len(modes))
+        yield from exchange.forward(Phase.BACKWARD, again)
+        yield from exchange.trips(Phase.BACKWARD, times * len(modes))
+    if plan.context is not None:
+        yield from _counted(spec, shape, plan.context, Phase.FORWARD, times * len(modes))
+        yield from _counted(spec, shape, plan.context, Phase.BACKWARD, again)
+
+
+def _counted(
+    spec: Spec, shape: ModelShape, step: ContextParallel, phase: Phase, times: int
+) -> Iterator[Traffic]:
+    """How often a sample's tokens choose each expert is summed where a loss balances them; where an
+    expert has places it is gathered too, by choice and by stretch of tokens."""
+    assert shape.experts is not None, "they are counted"
+    ranks, numbers = step.ulysses * step.ring, spec.batch.micro * shape.experts
+    group = Group((step.axis,), ranks)
+    if shape.aux_loss and times:
+        wide = max(spec.precision.effective.parameters.itemsize, DType.FP32.itemsize)
+        calls = Calls(Collective.ALL_REDUCE, State.ACTIVATIONS, phase, times)
+        yield calls.over(group, numbers * wide)
+    if shape.capacity_factor is not None and times:
+        numbers *= ranks * step.chunks * shape.experts_per_token
+        calls = Calls(Collective.ALL_GATHER, State.ACTIVATIONS, phase, times)
+        yield calls.over(group, numbers * _COUNT_BYTES)
 
 
 def _comes_again(mode: Kept) -> bool:
@@ -60,7 +88,7 @@ class _LayerExchange:
         if shape.capacity_factor is None:
             number = spec.batch.micro * tokens * shape.experts_per_token
         else:
-            number = spec.batch.micro * shape.experts * shape.capacity(tokens)
+            number = spec.batch.micro * shape.experts * own_places(spec, shape)
         share, more = divmod(number, shape.experts)
         stay = shape.experts // ranks * share + ceil_div(more, ranks)
         row = shape.hidden * spec.precision.effective.parameters.itemsize

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from ptrain.axes.expert.form import own_places
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel
@@ -51,7 +52,7 @@ def _travels(spec: Spec, plan: Plan, shape: ModelShape, ranks: int) -> str:
     away = f"{ranks - 1}/{ranks}"
     often = "there and back, in forward and in backward of each of these layers and micro-batches"
     if shape.capacity_factor is not None:
-        places = shape.experts * micro * shape.capacity(plan.tokens) if shape.experts else 0
+        places = shape.experts * micro * own_places(spec, shape) if shape.experts else 0
         return (
             f"{counted(places, 'place')} of {shape.hidden} features {often}, "
             f"{format_bytes(places * size)} of which {away} leave the rank, whatever is routed"

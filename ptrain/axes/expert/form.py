@@ -17,6 +17,12 @@ def factor_of(spec: Spec) -> Factor | None:
     return next((f for f in spec.factors if f.axis is Axis.EP and f.degree > 1), None)
 
 
+def own_places(spec: Spec, shape: ModelShape) -> int:
+    """Return the places of an expert that a rank lays out for the tokens that it has of a sample:
+    as many as the expert takes of all of the sample's, and no more than the rank has tokens."""
+    return min(shape.capacity(spec.batch.sequence), spec.own_tokens)
+
+
 def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertParallel | None:
     """Return the step that gives ranks their experts, which are units of modules called `name`;
     None where ep has no two ranks."""

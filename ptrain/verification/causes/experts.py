@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptrain.models.moe import MoE, places_of
+from ptrain.models.moe import MoE
 from ptrain.report.finding import Moment
 from ptrain.verification.causes.rerun import call_of
 from ptrain.verification.causes.scene import Cause, Investigation
@@ -43,7 +43,7 @@ def _explanations(scene: Investigation, own: Own) -> Iterator[Explanation]:
     if not isinstance(layer, MoE):
         return
     routed = RoutedLayer.of(scene, path, layer)
-    is_placed = layer.shape.capacity_factor is not None
+    is_placed = layer.places is not None
     others = (_other_weights, _dropped_otherwise if is_placed else _rows_elsewhere)
     for other in others:
         for explanation, weights_NK, rows_NKC in other(routed):
@@ -87,10 +87,9 @@ class RoutedLayer:
     @cached_property
     def places_NK(self) -> Tensor:
         """The place of each choice; the number of places where it finds none."""
-        num_tokens = self.x_BTC.shape[1]
-        chosen_BTK = self.chosen_NK.unflatten(0, (-1, num_tokens))
-        capacity = self.layer.shape.capacity(num_tokens)
-        return places_of(chosen_BTK, self.layer.experts.num_experts, capacity)
+        assert self.layer.places is not None, "experts take all that is sent to them"
+        places_NK: Tensor = self.layer.places(self.chosen_NK.unflatten(0, self.x_BTC.shape[:2]))
+        return places_NK
 
     @cached_property
     def is_dropped_NK(self) -> Tensor:
@@ -99,7 +98,7 @@ class RoutedLayer:
     @cached_property
     def rows_NKC(self) -> Tensor:
         """What each token's experts give."""
-        if self.layer.shape.capacity_factor is not None:
+        if self.layer.places is not None:
             return F.pad(self.y.flatten(0, 1), (0, 0, 0, 1))[self.places_NK]
         return self.in_rows(self.order_M.argsort())
 

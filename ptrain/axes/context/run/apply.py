@@ -8,11 +8,12 @@ from functools import partial
 
 from torch import nn
 
-from ptrain.axes.context.attention import spans_at
+from ptrain.axes.context.attention import all_spans, spans_at
 from ptrain.axes.context.run.cores import GatheredCore, RingCore
 from ptrain.axes.context.run.documents import SlicedDocuments
 from ptrain.axes.context.run.own_models import give_positions, reach
 from ptrain.axes.context.run.randomness import MicroBatchCut, masks_at
+from ptrain.axes.context.run.routing import SampleSlices, route_slices
 from ptrain.axes.context.run.slices import sliced
 from ptrain.axes.context.run.ulysses import UlyssesCore
 from ptrain.axes.context.tokens import Span
@@ -79,9 +80,10 @@ def parallelize_context(
     groups.masks.around(_dropping(model, groups.attending))
     if isinstance(model, Transformer):
         model.place_tokens(spans)
+        group, registry = mesh.group((step.axis,)), mesh.registry
+        route_slices(model, SampleSlices(group, registry, [*all_spans(step)]))
         if model.documents is not None:
-            group, has_all = mesh.group((step.axis,)), groups.ulysses is not None
-            start, registry = model.documents.start, mesh.registry
+            start, has_all = model.documents.start, groups.ulysses is not None
             model.documents = SlicedDocuments(start, group, registry, has_all=has_all)
         for module in list(model.modules()):
             core = getattr(module, "core", None)
