@@ -4,8 +4,8 @@ Claim: of Mixtral 8x7B on 16 ranks, Qwen3-30B-A3B on 32, DeepSeek-V3's shape (as
 it) on 2048 (pp 16, dp_shard 2, ep 64), all layers of each, and of specs/experts/5d.yaml with its
 axes stretched to 2048 ranks (pp 4, dp_shard 16, cp 4, ep 4, tp 2), no figure of the first rank, of
 one in between where there are stages, or of the last differs from what was derived: bytes by state,
-peaks, calls and bytes sent. With a capacity both are whatever is routed; without one both are of
-tokens that fall evenly on the experts. Kernels are a CPU's here. --only has the rows of one model.
+peaks, calls and bytes sent. With a capacity both are whatever is routed; without one (5d, a row of
+Mixtral) both are of tokens that fall evenly on the experts. Kernels are a CPU's here. --only has the rows of one model.
 Prints; writes a result only with --save. Some 40 minutes.
 """
 
@@ -63,7 +63,7 @@ ROWS: Mapping[str, tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]] = {
     ),
     "qwen": ((Sparse(preset="qwen3-30b-a3b", degrees={"dp_shard": 4, "ep": 8}).words, (0, 31)),),
     "deepseek": ((DEEPSEEK.words, (0, 1024, 2047)),),
-    "5d": ((FIVE, (0, 1024, 2047)), ((*FIVE, f"model.capacity_factor={CAPACITY}"), (0,))),
+    "5d": ((FIVE, (0, 1024, 2047)),),
 }
 
 
