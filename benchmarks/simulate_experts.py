@@ -5,8 +5,8 @@ it) on 2048 (pp 16, dp_shard 2, ep 64), all layers of each, and of specs/experts
 axes stretched to 2048 ranks (pp 4, dp_shard 16, cp 4, ep 4, tp 2), no figure of the first rank, of
 one in between where there are stages, or of the last differs from what was derived: bytes by state,
 peaks, calls and bytes sent. With a capacity both are whatever is routed; without one (5d, a row of
-Mixtral) both are of tokens that fall evenly on the experts. Kernels are a CPU's here. --only has the rows of one model.
-Prints; writes a result only with --save. Some 40 minutes.
+Mixtral) both are of tokens that fall evenly on the experts. Kernels are a CPU's here. --only has
+the rows of one model. Prints; writes a result only with --save. Some 40 minutes.
 """
 
 from __future__ import annotations
