@@ -14,7 +14,7 @@ PLACEMENT = {
     "tp": "[S, S, S, S]",
 }
 KEPT = "{gradients: last, reshard_after_forward: false, reshard_after_backward: false}"
-SECONDS = 1200  # for the traces, where the machine is shared
+SECONDS = 3600  # for the traces, where the machine is shared
 
 
 def words(
@@ -34,5 +34,5 @@ def words(
         *((f"sync={KEPT}",) if degrees.get("pp", 1) > 1 else ()),
         "cluster.preset=h100-8",
         f"cluster.devices={math.prod(degrees.values())}",
-        *((f"timeout.init={SECONDS}",) if degrees.get("tp", 1) > 1 else ()),
+        f"timeout.init={SECONDS}",
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _machine import conclude, header, this_command
-from _scaled import words
+from _scaled import SECONDS, words
 from simulate import GB, Row, call, table
 
 TOKENS = 4096  # of a sample
@@ -31,6 +31,7 @@ FIVE = (
     "mesh={pp: 4, dp_shard: 16, cp: 4, ep: 4, tp: 2}",
     "batch.global=1024",
     "cluster.devices=2048",
+    f"timeout.init={SECONDS}",
 )
 
 
