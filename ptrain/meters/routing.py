@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
-from ptrain.models.moe import Gate, Places
+from ptrain.models.moe import ExpertPlaces, Gate
 from ptrain.models.recomputing import runs_again
 from ptrain.report.routing import LayerRouting
 
@@ -36,7 +36,7 @@ class RoutingMeter:
 
     def __init__(self, program: Program) -> None:
         self._gates = dict(_of_layers(program, Gate))
-        self._places = dict(_of_layers(program, Places))
+        self._places = dict(_of_layers(program, ExpertPlaces))
         # of ranks that route the same tokens one counts
         self._counts = not any(program.mesh.coordinate(axis) for axis in program.plan.loss_axes)
         self._sums: dict[str, Tensor] = {}

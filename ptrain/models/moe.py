@@ -103,7 +103,7 @@ class Experts(nn.Module):
         return y
 
 
-class Places(nn.Module):
+class ExpertPlaces(nn.Module):
     """Finds each choice a place among those of all experts. An expert has as many of every sample,
     for the first choices of its tokens before the second ones, and for earlier tokens before later
     ones (GShard, arXiv:2006.16668, algorithm 1)."""
@@ -150,7 +150,7 @@ class MoE(nn.Module):
         self.shape = shape
         self.journey: Callable[[], Journey] = Journey
         self.router = Gate(shape)
-        self.places = None if shape.capacity_factor is None else Places(shape)
+        self.places = None if shape.capacity_factor is None else ExpertPlaces(shape)
         self.experts = Experts(shape)
         width = shape.shared_experts * shape.width_of_expert
         self.shared = FeedForward(shape, width) if width else None

@@ -16,7 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ptrain.axes.data.run.target import Named
 from ptrain.axes.tensor.addends import gets_addend, gives_addend
 from ptrain.costs import Phase
+from ptrain.facts.stages import is_within
 from ptrain.interpreter.program import Program
+from ptrain.models.moe import MoE
 from ptrain.optimizers.torch import tensor_of
 from ptrain.spec.role import Roles
 from ptrain.train.exchange import Exchange
@@ -121,14 +123,19 @@ class Capture:
 
     def beside(self, expected: Outputs) -> Outputs:
         """Return what another device's modules give, as ranks hold what they give; nothing of what
-        a rank has an addend of."""
+        a rank has an addend of, nor, where it has slices of the tokens, of what lies by expert."""
         program, tensor = self.program, self.program.plan.tensor
         own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
+        apart = tuple(_of_rows(program)) if program.plan.context else ()
 
         def held(
             outputs: dict[Key, torch.Tensor], is_addend: Callable[[Roles, str], bool]
         ) -> dict[Key, torch.Tensor]:
-            whole = [key for key in outputs if not is_addend(roles, key[0])]
+            whole = [
+                key
+                for key in outputs
+                if not is_addend(roles, key[0]) and not is_within(key[0], apart)
+            ]
             return {key: as_held(program, key[0], outputs[key], own) for key in whole}
 
         return Outputs(
@@ -162,6 +169,14 @@ def as_held(program: Program, path: str, whole: torch.Tensor, tokens: TokensOfRa
     """Return what another device's module gives, of these tokens, with features in the order of the
     ranks."""
     return program.order.held_features(path, tokens.of_output(whole))
+
+
+def _of_rows(program: Program) -> Iterator[str]:
+    """Yield the modules whose outputs have samples and tokens in one dimension, the places of
+    experts, or a loss: which of those of all tokens a slice's are, no shape tells."""
+    for path, module in paths(program):
+        if isinstance(module, MoE):
+            yield from (f"{path}.{name}" for name in ("router", "experts"))
 
 
 def modules(program: Program) -> list[nn.Module]:

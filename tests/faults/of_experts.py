@@ -12,6 +12,7 @@ from ptrain.interpreter.program import Program
 from ptrain.models.balance import Balance
 from ptrain.models.moe import MoE
 from ptrain.report.finding import Subject
+from ptrain.spec.axis import Axis
 from ptrain.verification.capture import paths
 from tests.faults.fault import Fault, Setting
 from tests.faults.planting import modules
@@ -29,6 +30,8 @@ HSDP_BALANCED = Setting(
     model="experts",
     shape={"aux_loss": 0.1, "z_loss": 0.01},
 )
+
+SLICED_BALANCED = Setting(mesh={"cp": 2}, model="experts", shape={"aux_loss": 0.1})
 
 # (weights [N, K], what experts give [M, C], rows of tokens [N, K, C], order [M]) -> weights, rows
 Combine = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -120,6 +123,12 @@ def loss_over_own_samples(program: Program) -> None:
     _weighed(program, program.spec.data_degree)
 
 
+def loss_over_own_tokens(program: Program) -> None:
+    """Each rank of cp takes the mean of its routers' losses over its own tokens, and all are
+    summed."""
+    _weighed(program, program.spec.degree(Axis.CP))
+
+
 def loss_left_out(program: Program) -> None:
     """Nothing balances the experts: the routers' losses are computed and lost."""
     _weighed(program, 0.0)
@@ -206,6 +215,15 @@ FAULTS = (
         subjects=(Subject.GRADIENTS,),
         axis="dp_replicate|dp_shard",
         factor="× 4",
+        place=r"mlp\.router",
+    ),
+    Fault(
+        name="routers' losses divided by a rank's own tokens over cp",
+        setting=SLICED_BALANCED,
+        plant=loss_over_own_tokens,
+        subjects=(Subject.GRADIENTS,),
+        axis="cp",
+        factor="× 2",
         place=r"mlp\.router",
     ),
     Fault(

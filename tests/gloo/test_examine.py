@@ -50,6 +50,18 @@ def test_addends_of_what_experts_give_are_not_taken_for_it(ranks: Ranks, activat
         assert not examination.departures
 
 
+@pytest.mark.parametrize("activations", [pytest.param("S", marks=pytest.mark.nightly), "S*"])
+def test_what_lies_by_expert_is_another_thing_of_slices_of_the_tokens(
+    ranks: Ranks, activations: str
+) -> None:
+    """An expert's places are then of a rank's own tokens, as many as on one device, and a router's
+    loss is a share."""
+    states = {"cp": f"S*,S,S,{activations}"}
+    spec = spec_of("deep", states, shape={"aux_loss": 0.5, "capacity_factor": 1.0})
+    for examination in ranks.run(spec.world_size, examined, spec, 1):
+        assert not examination.departures
+
+
 @pytest.mark.parametrize(
     "strategy",
     [

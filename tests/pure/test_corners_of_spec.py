@@ -335,8 +335,8 @@ NAMED = {
     "attention drops what the model says": "Definition 1",
     "attention has a backward pass": INTEGRITY,
 }
-WAITING = """routers know no scale; replicas outside shards;
-    experts are no matrices; hops know of no mask; routers see whole samples;
+WAITING = """replicas outside shards;
+    experts are no matrices; hops know of no mask;
     ranks have as many stretches; experts are known;
     all tokens between the blocks; the naive plan has all tokens;
     equal slices are gathered; shards of slices are alike;

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ptrain.models.balance import Balance, weigh
 from ptrain.models.grouped import grouped_product
-from ptrain.models.moe import MoE, Places
+from ptrain.models.moe import ExpertPlaces, MoE
 from ptrain.spec.block import Activation
 from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
@@ -88,7 +88,7 @@ def test_a_layer_computes_what_a_loop_over_its_tokens_does(name: str, factor: fl
 
 def test_first_choices_have_their_places_before_second_ones():
     chosen_BTK = torch.tensor([[[0, 1], [1, 0], [0, 1]]])
-    places = Places(replace(SHAPE, experts=2, capacity_factor=0.6))  # two of each expert
+    places = ExpertPlaces(replace(SHAPE, experts=2, capacity_factor=0.6))  # two of each expert
     assert places(chosen_BTK).tolist() == [[0, 3], [2, 4], [1, 4]]  # 4: there is none
 
 

@@ -14,7 +14,7 @@ from ptrain.axes.context.run import routing
 from ptrain.axes.context.run.routing import SampleSlices
 from ptrain.axes.context.run.slices import taken
 from ptrain.models.balance import Balance
-from ptrain.models.moe import Places
+from ptrain.models.moe import ExpertPlaces
 from ptrain.rooms.registry import Registry
 from ptrain.spec.axis import Axis
 from ptrain.spec.experts import Router
@@ -90,12 +90,12 @@ def answered(monkeypatch):
 def test_the_choices_that_find_a_place_are_those_of_whole_samples(answered, way, factor):
     shape, step = replace(SHAPE, capacity_factor=factor), step_of(way)
     chosen_BTK = chosen(torch.Generator().manual_seed(5))
-    whole = Places(shape)
+    whole = ExpertPlaces(shape)
     is_late_BTK = (whole(chosen_BTK) == whole.number(SAMPLES, TOKENS)).view_as(chosen_BTK)
     assert is_late_BTK.any() or factor == 3.0
     spans, ranks = [*all_spans(step)], []
     for tokens in slices_of(step):
-        places = Places(shape)
+        places = ExpertPlaces(shape)
         places.tokens = tokens
         ranks.append(places)
     own = [taken(chosen_BTK, its) for its in spans]
@@ -141,7 +141,7 @@ def test_tokens_of_a_slice_alone_would_balance_something_else(answered):
     step = step_of("ring")
     chosen_BTK = chosen(torch.Generator().manual_seed(7))
     shape = replace(SHAPE, capacity_factor=1.0)
-    whole = Places(shape)
+    whole = ExpertPlaces(shape)
     is_late = (whole(chosen_BTK) == whole.number(SAMPLES, TOKENS)).view_as(chosen_BTK)
     apart = []
     for its in all_spans(step):

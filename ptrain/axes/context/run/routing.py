@@ -16,7 +16,7 @@ from ptrain.axes.context.tokens import Span
 from ptrain.costs import State
 from ptrain.internals.functional_collectives import all_gathered, all_summed
 from ptrain.models.balance import Balance, weigh
-from ptrain.models.moe import Places
+from ptrain.models.moe import ExpertPlaces
 from ptrain.models.sample_tokens import SampleTokens
 from ptrain.rooms.registry import Registry
 
@@ -27,7 +27,7 @@ def route_slices(model: nn.Module, tokens: SampleSlices) -> None:
     the sample, so that its mean is as large a share of the sample's."""
     weigh(model, 1.0 / tokens.slices)
     for module in model.modules():
-        if isinstance(module, (Balance, Places)):
+        if isinstance(module, (Balance, ExpertPlaces)):
             module.tokens = tokens
 
 
