@@ -47,6 +47,12 @@ _LATENT = (
     "attention through latent vectors (MLA); keys and values are made of hidden features",
     "write heads, kv_heads and head_dim of an attention without them",
 )
+_FOLDED = (
+    "a degree of tp for experts alone, or experts that are whole on tp's ranks (1, folded); they "
+    "are cut over tp as all else is",
+    "leave it out where it is the degree of tp; in place of 1 write tp: 1 and as many more ranks "
+    "of ep",
+)
 _DISPATCH = "another way of dispatch; rows are sorted by expert, and one product takes them all"
 # What others say of a model, or of its mesh, and blocks here have not: (what waits, the remedy).
 UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
@@ -78,10 +84,11 @@ UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ),
     ("model", "moe_token_dispatcher_type"): (_DISPATCH, "leave it out"),
     ("model", "moe_grouped_gemm"): (_DISPATCH, "leave it out"),
-    ("mesh", "expert_tensor_parallel_size"): (
-        "a degree of tp for experts alone; they are cut over tp as all else is",
-        "leave it out where it is that of tp; elsewhere write tp: 1 and more ranks of ep",
-    ),
+    ("mesh", "expert_tensor_parallel_size"): _FOLDED,  # Megatron-LM's name, then torchtitan's
+    ("mesh", "expert_tensor_parallel_degree"): _FOLDED,
+    ("mesh", "etp"): _FOLDED,
+    ("expert_tensor_parallel_size",): _FOLDED,
+    ("placement", "tp", "experts"): _FOLDED,
 }
 _RECOMPUTED = ("full", "selective", "attention", "block", "activations", "gradient", "true")
 NEAR = 0.7  # further apart, two words have nothing to do with each other
