@@ -121,15 +121,18 @@ class Capture:
 
     def beside(self, expected: Outputs) -> Outputs:
         """Return what another device's modules give, as ranks hold what they give; nothing of what
-        a rank has an addend of."""
-        program, tensor = self.program, self.program.plan.tensor
+        a rank has an addend of, or the rows of other ranks' tokens in."""
+        program, tensor, experts = self.program, self.program.plan.tensor, self.program.plan.experts
         own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
 
         def held(
             outputs: dict[Key, torch.Tensor], is_addend: Callable[[Roles, str], bool]
         ) -> dict[Key, torch.Tensor]:
-            whole = [key for key in outputs if not is_addend(roles, key[0])]
-            return {key: as_held(program, key[0], outputs[key], own) for key in whole}
+            return {
+                (path, k): as_held(program, path, whole, own)
+                for (path, k), whole in outputs.items()
+                if not is_addend(roles, path) and not (experts and experts.is_inside(path))
+            }
 
         return Outputs(
             forward=held(expected.forward, gives_addend),
