@@ -245,7 +245,7 @@ def main() -> int:
         and (args.axis is None or args.axis in axes_of(as_written(strategy).spec))
         for seed in seeds(layout)
     ]
-    runs.sort(key=lambda key: (LAYOUTS.index(key[1]), as_written(key[0]).spec.world_size, key[2]))
+    runs.sort(key=lambda key: (LAYOUTS.index(key[1]), key[2], as_written(key[0]).spec.world_size))
     names = [name for name, its in FAULTS.items() if is_of(its, args.axis)]
     faults = {name: result for name in names if (result := _of_fault(ranks, name, args))}
     alarms = {key: result for key in runs if (result := _of_strategy(ranks, key, args))}
