@@ -139,10 +139,11 @@ class Capture:
             backward=held(expected.backward, gets_addend),
         )
 
-    def gradients(self, exchange: Exchange) -> Named:
+    def gradients(self, exchange: Exchange, clipped: float = 1.0) -> Named:
         """Return gradients by canonical name, full tensors or DTensors: zeros of what this rank's
         optimizer was given none of where others were; none of what nobody updates, or some rank's
-        optimizer has left although there was one. All ranks call it."""
+        optimizer has left although there was one. They are without the factor by which this rank
+        `clipped` them. All ranks call it."""
         lacking = [i for i, (_, leaf) in enumerate(self._leaves) if id(leaf) not in self._given]
         left = [index for index in lacking if index in self._reduced]
         stage = self.program.pieces[0].index  # the same where other ranks have the same layers
@@ -157,7 +158,7 @@ class Capture:
             gradient = self._given.get(id(leaf))
             if gradient is None:
                 gradient = torch.zeros_like(target.value())
-            gradients.update(self.program.canonical(target.named(gradient)))
+            gradients.update(self.program.canonical(target.named(gradient / clipped)))
         return gradients
 
 

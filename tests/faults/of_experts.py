@@ -41,15 +41,15 @@ def router_gradient_lost(program: Program) -> None:
             module.register_forward_hook(lambda _, __, output: (output[0].detach(), output[1]))
 
 
-def _layer(program: Program, block: int) -> MoE:
+def layer_of(program: Program, block: int) -> MoE:
     (layer,) = modules(program, rf"blocks\.{block}\.mlp")
     assert isinstance(layer, MoE), "it has experts"
     return layer
 
 
-def _combined(program: Program, combine: Combine) -> None:
+def combined(program: Program, combine: Combine) -> None:
     """One layer puts together otherwise what its experts give, where nothing is dropped."""
-    layer = _layer(program, 0)
+    layer = layer_of(program, 0)
 
     def forward(x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.flatten(0, 1)
@@ -65,27 +65,27 @@ def _combined(program: Program, combine: Combine) -> None:
 
 def weights_of_a_neighbour(program: Program) -> None:
     """What a token's experts give is weighed by what the router gave the token before."""
-    _combined(program, lambda weights, _, rows, __: (weights.roll(1, 0), rows))
+    combined(program, lambda weights, _, rows, __: (weights.roll(1, 0), rows))
 
 
 def weights_of_the_other_choice(program: Program) -> None:
     """The first choice has the weight of the second."""
-    _combined(program, lambda weights, _, rows, __: (weights.flip(1), rows))
+    combined(program, lambda weights, _, rows, __: (weights.flip(1), rows))
 
 
 def order_for_its_inverse(program: Program) -> None:
     """Rows are put back by the order in which they were sorted, in place of its inverse."""
-    _combined(program, lambda weights, y, rows, order: (weights, y[order].view_as(rows)))
+    combined(program, lambda weights, y, rows, order: (weights, y[order].view_as(rows)))
 
 
 def rows_not_put_back(program: Program) -> None:
     """Rows are added up as they are, sorted by expert."""
-    _combined(program, lambda weights, y, rows, _: (weights, y.view_as(rows)))
+    combined(program, lambda weights, y, rows, _: (weights, y.view_as(rows)))
 
 
 def dropped_counted(program: Program) -> None:
     """A choice that finds no place is given what lies in the last one: an index is clamped."""
-    layer = _layer(program, 0)
+    layer = layer_of(program, 0)
     in_places, given = layer._in_places, []
     layer.experts.register_forward_hook(lambda _, __, output: given.append(output))
 
@@ -99,7 +99,7 @@ def dropped_counted(program: Program) -> None:
 
 def dropped_passed_on(program: Program) -> None:
     """A choice that finds no place gives the token itself, beside the residual stream."""
-    layer = _layer(program, 0)
+    layer = layer_of(program, 0)
     in_places = layer._in_places
 
     def passed_on(x_NC: Tensor, chosen_NK: Tensor, *, num_tokens: int) -> Tensor:
@@ -136,6 +136,14 @@ FAULTS = (
     Fault(
         name="a router's gradient lost",
         setting=ZERO2_EXPERTS,
+        plant=router_gradient_lost,
+        subjects=(Subject.GRADIENTS,),
+        factor="zero",
+        place=r"blocks\.1\.mlp\.router\.weight",
+    ),
+    Fault(
+        name="a router's gradient lost among replicas",
+        setting=DDP_EXPERTS,
         plant=router_gradient_lost,
         subjects=(Subject.GRADIENTS,),
         factor="zero",
