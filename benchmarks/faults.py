@@ -28,6 +28,7 @@ from tests.faults.alarms import (
     ACCUMULATED,
     ALL_SEEDS,
     LAYOUTS,
+    MOST_RANKS,
     SEEDS,
     STEPS,
     as_written,
@@ -184,6 +185,18 @@ def _seeds_text(layouts: Sequence[str]) -> str:
     return ", in ".join(part for part, of in zip(parts, (with_all, rest), strict=True) if of)
 
 
+def _which(axis: str | None) -> str:
+    """Which strategies are run, and on what."""
+    of_experts = (
+        f"spec in specs/experts/ of at most {MOST_RANKS} ranks, with places and dropless, on a "
+        "llama of 2 layers with 4 experts"
+    )
+    if axis == Axis.EP:
+        return of_experts
+    others = f"strategy in specs/strategies/{f' with {axis}' if axis else ''} on llama"
+    return others if axis else f"{others}, and every {of_experts},"
+
+
 def page(
     faults: Results,
     alarms: Alarms,
@@ -216,8 +229,8 @@ def page(
         *(("## Below the band", "", *below, "") if below else ()),
         "## False alarms",
         "",
-        f"Every strategy in specs/strategies/{f' with {axis}' if axis else ''} on llama with "
-        f"hidden 32, sequence 16 and {ACCUMULATED[0]} micro-batches a rank ({ACCUMULATED[1]} where "
+        f"Every {_which(axis)} with hidden 32, sequence 16 and {ACCUMULATED[0]} micro-batches a "
+        f"rank ({ACCUMULATED[1]} where "
         f"gradients do not outlive backward), where they are legal in {_seeds_text(layouts)}: "
         f"the same protocol, {STEPS} steps.",
         "",

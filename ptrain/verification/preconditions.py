@@ -72,7 +72,8 @@ def _steps(program: Program, exchange: Exchange) -> tuple[list[float], int, str]
     """Return the losses of the steps that ended, how many were skipped because a scaled gradient
     overflowed, and what broke the first that did not end: its cause may be in a step before."""
     source = corpus(program.spec.data)
-    losses, skipped = [], 0
+    losses: list[float] = []
+    skipped = 0
     for step in range(STEPS):
         broken, share = "", 0.0
         try:

@@ -32,6 +32,8 @@ BY_DEFAULT = {
     "norm gradients under SP unsynchronised",
     "loss divided by a rank's own count, unequal over cp",
     "dK and dV of own queries alone: zigzag",
+    "counts of the micro-batch before (ep)",
+    "experts twice in the norm",
 }
 UNDETECTABLE = sorted(name for name, fault in FAULTS.items() if fault.undetectable)
 
