@@ -18,6 +18,7 @@ from tests.faults.of_experts import (
     dropped_counted,
     dropped_passed_on,
     loss_left_out,
+    loss_of_micro_batches,
     loss_over_own_samples,
     order_for_its_inverse,
     router_gradient_lost,
@@ -37,6 +38,7 @@ EP_TP = Setting(mesh={"ep": 2, "tp": 2}, model="experts")
 EP_PP = Setting(mesh={"pp": 2, "ep": 2}, model="experts")
 EP_PLACES = replace(EP, shape={"capacity_factor": 0.75})
 EP_BALANCED = replace(EP, shape={"aux_loss": 0.1})
+EP_BALANCED_PAIRS = replace(EP_BALANCED, micro=2)
 EP_DP_BALANCED = replace(EP_DP, shape={"aux_loss": 0.1, "z_loss": 0.01})
 
 
@@ -240,6 +242,7 @@ def _as_of_one_rank() -> Iterator[Fault]:
             "× 4",
         ),
         (loss_left_out, EP_BALANCED, "left out", "", "left out"),
+        (loss_of_micro_batches, EP_BALANCED_PAIRS, "of whole micro-batches", "", "micro-batches"),
     ):
         yield Fault(
             name=f"routers' losses {name} (ep)",

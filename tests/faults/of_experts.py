@@ -4,6 +4,7 @@ finds no place, and how much a router's losses count."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -130,6 +131,18 @@ def loss_over_own_samples(program: Program) -> None:
 def loss_left_out(program: Program) -> None:
     """Nothing balances the experts: the routers' losses are computed and lost."""
     _weighed(program, 0.0)
+
+
+def loss_of_micro_batches(program: Program) -> None:
+    """Shares and scores of the local tokens, whichever samples they are of."""
+    for module in program.model.modules():
+        if isinstance(module, Balance):
+            module.forward = partial(_of_local_tokens, module.forward)
+
+
+def _of_local_tokens(loss: Callable[..., Tensor], *routing_BT: Tensor) -> Tensor:
+    samples = routing_BT[0].shape[0]
+    return samples * loss(*(x_BT.flatten(0, 1).unsqueeze(0) for x_BT in routing_BT))
 
 
 FAULTS = (
