@@ -15,6 +15,7 @@ from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
 from tests.faults.fault import Fault, Setting
 from tests.faults.of_experts import (
+    bias_of_own_tokens,
     dropped_counted,
     dropped_passed_on,
     loss_left_out,
@@ -39,6 +40,7 @@ EP_PP = Setting(mesh={"pp": 2, "ep": 2}, model="experts")
 EP_PLACES = replace(EP, shape={"capacity_factor": 0.75})
 EP_BALANCED = replace(EP, shape={"aux_loss": 0.1})
 EP_BALANCED_PAIRS = replace(EP_BALANCED, micro=2)
+EP_BIASED = replace(EP, shape={"bias_update_rate": 0.01})
 EP_DP_BALANCED = replace(EP_DP, shape={"aux_loss": 0.1, "z_loss": 0.01})
 
 
@@ -253,6 +255,13 @@ def _as_of_one_rank() -> Iterator[Fault]:
             factor=factor,
             place=r"mlp\.router",
         )
+    yield Fault(
+        name="experts' biases moved by a rank's own tokens (ep)",
+        setting=EP_BIASED,
+        plant=bias_of_own_tokens,
+        subjects=(Subject.BUFFERS,),
+        place=r"blocks\.\d\.mlp\.router\.bias_E",
+    )
     for setting, where in ((EP, "ep"), (EP_ZERO3, "ep, shards")):
         yield Fault(
             name=f"a router's gradient lost ({where})",
