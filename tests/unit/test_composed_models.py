@@ -5,6 +5,7 @@ norms, softmax), torch's fp32 is made fp64 while it runs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from ptrain.spec.model import ModelShape
 transformers = pytest.importorskip("transformers")
 
 SEQUENCE, VOCAB = 24, 260
+BIAS = "e_score_correction_bias"
 SIZES = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": VOCAB}
 THEIR_SIZES = {
     "num_hidden_layers": 4,
@@ -84,6 +86,17 @@ MOE = LLAMA | {
         for part in ("gate", "up", "down")
     },
 }
+DEEPSEEK = MOE | {
+    "blocks.{}.attention.query_down": "model.layers.{}.self_attn.q_a_proj",
+    "blocks.{}.attention.query_norm": "model.layers.{}.self_attn.q_a_layernorm",
+    "blocks.{}.attention.query_up": "model.layers.{}.self_attn.q_b_proj",
+    "blocks.{}.attention.kv_down": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
+    "blocks.{}.attention.kv_norm": "model.layers.{}.self_attn.kv_a_layernorm",
+    "blocks.{}.attention.kv_up": "model.layers.{}.self_attn.kv_b_proj",
+}
+OF_STREAM = DEEPSEEK | {
+    "blocks.{}.attention.query_up": "model.layers.{}.self_attn.q_proj",
+}
 STARCODER = LLAMA | {
     "blocks.{}.mlp.up": "model.layers.{}.mlp.c_fc",
     "blocks.{}.mlp.down": "model.layers.{}.mlp.c_proj",
@@ -104,6 +117,44 @@ GPT2 = {
     "blocks.{}.mlp.down": "transformer.h.{}.mlp.c_proj",
     "norm": "transformer.ln_f",
 }
+# DeepSeek-V3, small: heads of 6 features that do not turn and 4 that do, with values of 8.
+TURNING = 4
+THEIR_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": TURNING,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+}
+OUR_DEEPSEEK = {
+    "kv_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": TURNING,
+    "v_head_dim": 8,
+    "experts": 8,
+    "experts_per_token": 3,
+    "expert_groups": 4,
+    "groups_per_token": 2,
+    "shared_experts": 1,
+    "expert_ffn": 20,
+    "dense_layers": 1,
+    "router": "sigmoid",
+    "router_scale": 2.5,
+    "bias_update_rate": 0.001,
+    "norm_eps": 1e-6,
+}
+LONGER = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0,
+          "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+          "original_max_position_embeddings": 16}  # fmt: skip
 _FUSED = re.compile(r"blocks\.(\d+)\.attention\.(query|key|value)\.(weight|bias)")
 _THIRDS = ("query", "key", "value")
 
@@ -259,6 +310,26 @@ CASES: Mapping[str, Case] = {
         },
         MOE,
     ),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", THEIR_DEEPSEEK, OUR_DEEPSEEK, DEEPSEEK),
+    "deepseek-v3, queries of the stream": (
+        "DeepseekV3ForCausalLM",
+        THEIR_DEEPSEEK | {"q_lora_rank": None},
+        {key: value for key, value in OUR_DEEPSEEK.items() if key != "q_lora_rank"},
+        OF_STREAM,
+    ),
+    "deepseek-v3, for longer texts": (
+        "DeepseekV3ForCausalLM",
+        THEIR_DEEPSEEK | {"rope_parameters": LONGER},
+        OUR_DEEPSEEK
+        | {
+            "rope_scaling": "yarn",
+            "rope_factor": 40.0,
+            "rope_high_factor": 32.0,
+            "rope_original": 16,
+            "attention_scale": 10**-0.5 * (0.1 * math.log(40.0) + 1.0) ** 2,
+        },
+        DEEPSEEK,
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_inner": 48, "n_positions": SEQUENCE},
@@ -283,6 +354,9 @@ def theirs(name: str, config: Mapping[str, Any]) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.1, 0.3, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith(BIAS):
+                buffer.normal_(0.0, 0.3, generator=generator)
     return model.eval()
 
 
@@ -292,6 +366,10 @@ def copied(model: nn.Module, source: nn.Module, names: Names) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_theirs(name, tensors, names))
+        for name, buffer in model.named_buffers():
+            if name.endswith(".bias_E"):
+                layer = name.split(".")[1]
+                buffer.copy_(source.get_buffer(f"model.layers.{layer}.mlp.gate.{BIAS}"))
 
 
 def _theirs(name: str, tensors: Mapping[str, Any], names: Names) -> Any:
@@ -306,8 +384,21 @@ def _theirs(name: str, tensors: Mapping[str, Any], names: Names) -> Any:
         return _of_experts(module, tensors)
     number = next(iter(re.findall(r"\d+", module)), "")
     tensor = tensors[f"{names[re.sub(r'[0-9]+', '{}', module)].format(number)}.{kind}"]
+    if module.endswith((".query_up", ".kv_down")):
+        return _turning_in_halves(module, tensor)
     is_transposed = names is GPT2 and "blocks." in name and tensor.dim() > 1
     return tensor.T if is_transposed else tensor
+
+
+def _turning_in_halves(module: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What turns is behind in theirs, the two of a pair side by side; in ours a head has it in
+    front, the first ones of all pairs ahead of the second ones."""
+    heads = THEIR_SIZES["num_attention_heads"] if module.endswith("up") else 1
+    by_head = tensor.unflatten(0, (heads, -1))
+    still, turning = by_head.tensor_split((by_head.shape[1] - TURNING,), dim=1)
+    halves = torch.cat((turning[:, 0::2], turning[:, 1::2]), dim=1)
+    parts = (halves, still) if heads > 1 else (still, halves)
+    return torch.cat(parts, dim=1).flatten(0, 1)
 
 
 def _of_experts(module: str, tensors: Mapping[str, Any]) -> Any:
