@@ -62,6 +62,14 @@ def test_what_lies_by_expert_is_another_thing_of_slices_of_the_tokens(
         assert not examination.departures
 
 
+def test_rows_of_other_ranks_are_not_taken_for_as_many_of_ones_own(ranks: Ranks) -> None:
+    """Every token goes to all experts, so that a rank's get as many rows as it sends."""
+    shape = {"experts": 2, "experts_per_token": 2}
+    spec = spec_of("top-2", {"ep": "R,R,R,R"}, shape=shape)
+    for examination in ranks.run(spec.world_size, examined, spec, 1):
+        assert not examination.departures
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
