@@ -11,6 +11,7 @@ from ptrain.facts.operators import ModelWork
 from ptrain.rates.pace import Pace
 from ptrain.selection.space import Candidate
 from ptrain.selection.where import Where
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 # How far above what is exact the closed forms of bytes and of seconds may be: what is so near a
@@ -63,7 +64,8 @@ Work = Callable[[Spec], ModelWork]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTask:
     """What is searched: a job like `base` on so many devices, on a machine with this pace, whose
-    micro-batches' work `work` tells. `is_nominal`: nobody measured the pace."""
+    micro-batches' work `work` tells. `is_nominal`: nobody measured the pace. `own`: the job's shape
+    with experts, where the base's stands in for it."""
 
     base: Spec
     devices: int
@@ -73,6 +75,17 @@ class SearchTask:
     objective: SearchGoal = SearchGoal.TIME
     where: Where = field(default_factory=Where)
     written: Written = NOTHING
+    own: ModelShape | None = None
+
+    @property
+    def placed(self) -> Spec:
+        """Return the base with the model that candidates have."""
+        return self.base if self.own is None else replace(self.base, model=self.own)
+
+    @property
+    def scored(self) -> Spec | None:
+        """Return the base where it is another than candidates have."""
+        return None if self.own is None else self.base
 
     def without_written(self) -> SearchTask:
         """Return the same with nothing written."""
