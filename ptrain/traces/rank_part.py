@@ -37,7 +37,7 @@ from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
 from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
-from ptrain.traces.layer_rows import Names, only
+from ptrain.traces.layer_rows import Names, only, running_units
 from ptrain.traces.record import TracedStage, Units, record, record_stage, run_unrecorded
 
 _TEACHING = 2  # layers
@@ -104,8 +104,9 @@ class RankPart:
 
         with micro_batch(self.tensor)():
             run = partial(record, model, units, forward, *samples.tensors, extent=self.extent)
-            learn = partial(run_unrecorded, model, units, forward)
-            return self._when_learnt(run, learn, partial(only, model, alike, alike[:_TEACHING]))
+            taught = alike[:_TEACHING]
+            learn = partial(run_unrecorded, model, running_units(units, alike, taught), forward)
+            return self._when_learnt(run, learn, partial(only, model, alike, taught))
 
     def trace_stage(
         self,
@@ -142,11 +143,13 @@ class RankPart:
             extent=self.extent,
         )
         with micro_batch(self.tensor)():
-            recordings = []
+            recordings, taught = [], alike[:_TEACHING]
+            short = replace(stage, units=running_units(units, alike, taught))
             for halves in (False, True) if in_halves else (False,):
                 run = partial(record_stage, stage, in_halves=halves)
-                few = partial(only, part, alike, alike[:_TEACHING])
-                recordings.append(self._when_learnt(run, run, few))
+                learn = partial(record_stage, short, in_halves=halves)
+                few = partial(only, part, alike, taught)
+                recordings.append(self._when_learnt(run, learn, few))
             return recordings
 
     def _when_learnt(
