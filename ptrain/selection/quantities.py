@@ -155,13 +155,6 @@ QUANTITIES: dict[str, Quantity] = {
 NAMES = {name.rpartition(".")[2]: name for name in QUANTITIES if not name.startswith("placement")}
 
 
-def unknown_name(name: str) -> str:
-    """Return what is wrong with a name that nothing has."""
-    if name.rpartition(".")[2] in set(Axis):
-        return f"not yet: {name}, an axis that no search tries"
-    return f"{name}: nothing of a candidate is called so"
-
-
 def known_names(name: str) -> str:
     """What to write in the place of a name that nothing has."""
     known = (*NAMES, *RESULTS)
