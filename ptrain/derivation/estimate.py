@@ -24,7 +24,7 @@ from ptrain.costs import (
     TrafficKey,
     add_traffic,
 )
-from ptrain.derivation import blocks, pipeline, tensor
+from ptrain.derivation import balancing, blocks, pipeline, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.activations import drops_in_parts, is_tabulated
 from ptrain.derivation.bounds import bounded
@@ -229,6 +229,7 @@ def exact(
             *tensor.sent(spec, plan, facts),
             *_over_context(spec, plan, facts),
             *sent_to_experts(spec, plan),
+            *balancing.summed(spec, plan, [facts]),
         )
     )
     estimate = _joined(spec, plan, of_parts)

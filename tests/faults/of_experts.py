@@ -4,6 +4,7 @@ finds no place, and how much a router's losses count."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ HSDP_BALANCED = Setting(
     model="experts",
     shape={"aux_loss": 0.1, "z_loss": 0.01},
 )
+
+BIASED = Setting(mesh={"dp_shard": 2}, model="experts", shape={"bias_update_rate": 0.01})
 
 # (weights [N, K], what experts give [M, C], rows of tokens [N, K, C], order [M]) -> weights, rows
 Combine = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -132,6 +135,22 @@ def loss_left_out(program: Program) -> None:
     _weighed(program, 0.0)
 
 
+def bias_of_own_tokens(program: Program) -> None:
+    """Each rank moves the biases by what its own tokens chose: the counts are not summed."""
+    balancing = program.balancing
+    assert balancing is not None, "routers have biases"
+    balancing._group = None
+    own = program.spec.data_degree
+    balancing.step = replace(balancing.step, choices=balancing.step.choices // own)
+
+
+def bias_moved_away(program: Program) -> None:
+    """Experts that are chosen often are favoured."""
+    balancing = program.balancing
+    assert balancing is not None, "routers have biases"
+    balancing.step = replace(balancing.step, rate=-balancing.step.rate)
+
+
 FAULTS = (
     Fault(
         name="a router's gradient lost",
@@ -214,6 +233,20 @@ FAULTS = (
         axis="dp_replicate|dp_shard",
         factor="× 4",
         place=r"mlp\.router",
+    ),
+    Fault(
+        name="experts' biases moved by a rank's own tokens",
+        setting=BIASED,
+        plant=bias_of_own_tokens,
+        subjects=(Subject.BUFFERS,),
+        place=r"blocks\.\d\.mlp\.router\.bias_E",
+    ),
+    Fault(
+        name="experts' biases moved away from the mean",
+        setting=BIASED,
+        plant=bias_moved_away,
+        subjects=(Subject.BUFFERS,),
+        place=r"blocks\.\d\.mlp\.router\.bias_E",
     ),
     Fault(
         name="routers' losses left out",
