@@ -60,7 +60,7 @@ def alike_of(spec: Spec, layers: Names) -> Names:
     return () if kind_of_row(spec, layers) is None else running(spec, layers)
 
 
-def running_units(units: Units, layers: Names, names: Names) -> Units:
+def running_units(units: Sequence[tuple[str, ...]], layers: Names, names: Names) -> Units:
     """Return the units that run where of the layers those of these names do."""
     skipped = [name for name in layers if name not in names]
     return tuple(modules for modules in units if not is_within(modules[0], skipped))
