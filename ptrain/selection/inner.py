@@ -8,10 +8,10 @@ from math import prod
 
 from ptrain.axes.candidates import AxisChoice
 from ptrain.axes.expert.cost import rows_bytes
-from ptrain.rates.pace import Pace
 from ptrain.selection.activity import Activity, activity_of, with_rows
 from ptrain.selection.profile import Sizes, exchange_seconds
 from ptrain.selection.space import batched
+from ptrain.selection.task import SearchTask
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
@@ -51,13 +51,11 @@ class InnerCut:
         activity = activity_of(sized, kept)
         return activity if own is None else with_rows(activity, rows_bytes(sized, own), kept)
 
-    def waits(
-        self, micro: int, kept: Kept, own: ModelShape | None, pace: Pace
-    ) -> tuple[float, float]:
-        """Return for how long a block waits, forward and backward, for rows of experts of `own`."""
-        if own is None:
+    def waits(self, micro: int, kept: Kept, task: SearchTask) -> tuple[float, float]:
+        """Return for how long a block waits, forward and backward, for rows of its experts."""
+        if task.own is None:
             return 0.0, 0.0
-        return exchange_seconds(batched(self.placed, micro, 1), own, pace, kept)
+        return exchange_seconds(batched(self.placed, micro, 1), task.own, task.pace, kept)
 
     @classmethod
     def of(

@@ -45,6 +45,11 @@ class Sizes:
     experts: int = 0
     shared_by: int = 1
 
+    @property
+    def own_experts(self) -> int:
+        """Return the same where other ranks have others, else none."""
+        return self.experts if self.shared_by > 1 else 0
+
 
 def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
     """Return the sizes of the largest part that a rank of the axes within a block has. `facts` are

@@ -156,7 +156,7 @@ class Ways:
         moves = PartedMoves(
             UnitMoves(self, degrees, within),
             UnitMoves(self, of_experts, within * sizes.shared_by),
-            sizes.experts / sizes.block if sizes.shared_by > 1 else 0.0,
+            sizes.own_experts / sizes.block,
         )
         per_unit = np.array(_UNITS)[self.unit]
         moved = sizes.block * per_unit  # of sub-blocks, which are unlike, the mean

@@ -42,7 +42,6 @@ from ptrain.selection.space import (
     pipelines,
     through_of,
     ways_to_keep,
-    without_experts,
 )
 from ptrain.selection.task import SLACK, SearchResult, SearchTask
 from ptrain.selection.where import Where
@@ -117,8 +116,8 @@ class Search:
                 stages = task.devices // inner.ranks // left
                 if stages not in self.staged:
                     self.staged[stages] = self._flows(choices)
-                samples = left * inner.sampling
-                for micro, number in apart(self._batches(samples)) if self.staged[stages] else ():
+                batches = self._batches(left * inner.sampling) if self.staged[stages] else ()
+                for micro, number in apart(batches):
                     yield from self._of_batch(inner, left, stages, micro, number)
 
     def _inners(self) -> Iterator[InnerCut]:
@@ -126,11 +125,9 @@ class Search:
         task = self.task
         products = inner_products(task.placed, task.devices, task.written)
         for number, (ranks, within) in enumerate(products):
-            placed = chosen(task.placed, within)
-            spec = placed if task.own is None else without_experts(chosen(task.base, within))
-            if task.where.admits(Aspect.WITHIN, placed):
-                sizes = sizes_of(placed, self.facts)
-                yield InnerCut.of(number, ranks, within, (placed, spec), sizes)
+            specs = task.with_choices(within)
+            if task.where.admits(Aspect.WITHIN, specs[0]):
+                yield InnerCut.of(number, ranks, within, specs, sizes_of(specs[0], self.facts))
 
     def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
         """The micro-batches that obey constraints."""
@@ -248,7 +245,7 @@ class Search:
             parts=self.parts[key],
             block=inner.sizes.block,
             is_many=number > 1,
-            experts=inner.sizes.experts if inner.sizes.shared_by > 1 else 0,
+            experts=inner.sizes.own_experts,
         )
 
     def _idle(
@@ -293,9 +290,8 @@ class Search:
             spec = kept_so(batched(inner.spec, micro, 1), kept)
             try:
                 work, moved = self.task.work(spec), self._activity(inner, micro, kept).moved
-                waits = inner.waits(micro, kept, self.task.own, self.task.pace)
                 seconds = seconds_of(spec, work, self.task.pace, moved)
-                self.seconds[key] = seconds.after(*waits)
+                self.seconds[key] = seconds.after(*inner.waits(micro, kept, self.task))
             except UnknownRate:
                 self.seconds[key] = None
         return self.seconds[key]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from ptrain.axes.candidates import NOTHING, Written
+from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
 from ptrain.facts.operators import ModelWork
 from ptrain.rates.pace import Pace
-from ptrain.selection.space import Candidate
+from ptrain.selection.space import Candidate, without_experts
 from ptrain.selection.where import Where
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -81,6 +81,14 @@ class SearchTask:
     def placed(self) -> Spec:
         """Return the base with the model that candidates have."""
         return self.base if self.own is None else replace(self.base, model=self.own)
+
+    def with_choices(self, within: tuple[AxisChoice, ...]) -> tuple[Spec, Spec]:
+        """Return the base with choices of how blocks are cut, as candidates have it and as it is
+        scored: by a model without experts in the place of one with them."""
+        placed = chosen(self.placed, within)
+        if self.own is None:
+            return placed, placed
+        return placed, without_experts(chosen(self.base, within))
 
     @property
     def scored(self) -> Spec | None:
