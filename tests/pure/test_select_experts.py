@@ -30,17 +30,22 @@ def search_of(*where: str, devices: int = 4) -> Search:
     return Chooser(job).search
 
 
-def degrees(model: str, devices: int) -> set[int]:
-    base = searched_job(model, cluster="h100-64", devices=devices).base
+def degrees(model: str, devices: int, *words: str) -> set[int]:
+    base = searched_job(model, words, cluster="h100-64", devices=devices).base
     return {
         choice.degree(Axis.EP) for _, choices in inner_products(base, devices) for choice in choices
     }
 
 
 def test_degrees_are_tried_that_divide_experts_and_ranks():
-    assert degrees("mixtral-8x7b", 16) == {1, 2, 4, 8}
-    assert degrees("qwen3-30b-a3b", 24) == {1, 2, 4, 8}
+    capacity = "model.capacity_factor=1.25"
+    assert degrees("mixtral-8x7b", 16, capacity) == {1, 2, 4, 8}
+    assert degrees("qwen3-30b-a3b", 24, capacity) == {1, 2, 4, 8}
     assert degrees("llama3-8b", 16) == {1}
+
+
+def test_no_degree_is_tried_where_a_router_decides_what_fits():
+    assert degrees("mixtral-8x7b", 16) == {1}
 
 
 @pytest.fixture(scope="module")

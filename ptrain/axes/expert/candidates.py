@@ -1,4 +1,6 @@
-"""What the expert axis offers to a search: degrees that divide a layer's experts.
+"""What the expert axis offers to a search: degrees that divide a layer's experts, where these have
+a capacity. Without one a router decides how much a rank gets, and whether it fits nobody claims: a
+degree that is written is tried all the same.
 
 Theta, Omega and G of all but the experts are placed over ep as over the innermost data axis, so
 that both are one group; of the experts there is one tuple.
@@ -24,7 +26,8 @@ def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
         yield from (degree,) if devices % degree == 0 else ()
         return
     shape = spec.model
-    experts = shape.experts if isinstance(shape, ModelShape) else None
+    is_known = isinstance(shape, ModelShape) and shape.capacity_factor is not None
+    experts = shape.experts if isinstance(shape, ModelShape) and is_known else None
     yield from divisors(gcd(experts or 1, devices))
 
 
