@@ -13,6 +13,7 @@ from ptrain.costs import Estimate, Traffic
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import measure
+from ptrain.meters.routing import Placed, RoutingMeter
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
@@ -27,11 +28,13 @@ REBUILDING_STEP = 1  # DDP fits its buckets to the first backward pass at the st
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One rank's account. `trajectory` on rank 0 only, `measured` where a step was measured."""
+    """One rank's account. `trajectory` on rank 0 only, `measured` where a step was measured, and
+    `chosen` what its routers chose in that step."""
 
     rank: int
     trajectory: Trajectory | None
     measured: Estimate | None
+    chosen: Placed | None = None
 
 
 def train(
@@ -45,12 +48,13 @@ def train(
     losses, norms = [], []
     second: tuple[Traffic, ...] = ()
     measured: Estimate | None = None
+    routing = RoutingMeter(program)
     for step in range(steps):
         local = local_batch(program, source, step)
         seed_dropout(program, step)
         lr = learning_rate(spec.optimizer, step)
         if step == measured_step:
-            with measure(program) as measurement:
+            with measure(program) as measurement, routing.watching():
                 loss, norm = program.forward_backward(local, lr).clone(), program.step(lr)
             measured = measurement.estimate()
         elif step == REBUILDING_STEP and measured_step is not None:
@@ -73,6 +77,7 @@ def train(
         rank=world.rank,
         trajectory=_trajectory(program, initial, losses, norms),
         measured=_with_set_up(measured, second) if measured else None,
+        chosen=routing.choices() if routing.has_routers else None,
     )
 
 
