@@ -19,11 +19,13 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, Axis
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.names import listing, strategy
+from ptrain.spec.placement import OF_EXPERTS
 from ptrain.spec.rates import Rates
+from ptrain.spec.schema import schema
 from ptrain.spec.section import Section, keys
 from ptrain.spec.text import flow
 from ptrain.spec.tuples import POLICIES
@@ -42,11 +44,18 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "model.window": (1, 48),
     "model.global_every": (2, 6),
     "model.document_start": (0, 258),
+    "model.experts": (1, 8),
+    "model.experts_per_token": (1, 4),
+    "model.expert_ffn": (1, 64),
+    "model.shared_experts": (0, 2),
+    "model.dense_layers": (0, 3),
+    "model.capacity_factor": (1, 4),
     "mesh.pp": (1, 4),
     "mesh.dp_replicate": (1, 4096),
     "mesh.dp_shard": (1, 4096),
     "mesh.dp": (1, 4096),
     "mesh.cp": (1, 4),
+    "mesh.ep": (1, 4),
     "mesh.tp": (1, 8),
     "batch.global": (1, 4096),
     "batch.micro": (1, 4),
@@ -58,7 +67,6 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "context.attention": (1, 2),
 }
 
-_WAITING = (Axis.EP,)  # axes of which nothing is drawn yet: its placement is two tuples
 _OUTSIDE = "a model of somebody's own code: tests/unit/test_external.py and test_huggingface.py"
 _FUNCTION = "a function of somebody's own: tests/unit/test_user_functions.py"
 _ROLES = "roles are of models that are not built in"
@@ -96,8 +104,12 @@ def texts() -> Mapping[str, tuple[str, ...]]:
         "name": ("drawn",),
         "model.preset": tuple(sorted(listing("models"))),
         "placement": strategies,
-        **{f"placement.{axis}": _tuples(strategies, {axis}) for axis in {*Axis} - {*_WAITING}},
-        "placement.dp": _tuples(strategies, {*DATA_AXES}),
+        **{f"placement.{axis}": _tuples(strategies, {axis}) for axis in {*Axis} - {*EXPERT_AXES}},
+        **dict.fromkeys(
+            ("placement.dp", "placement.ep", "placement.ep.rest"),
+            _tuples(strategies, {*DATA_AXES}),
+        ),
+        "placement.ep.experts": (str(OF_EXPERTS),),
         "batch.global": ("1k tokens", "0.5k tokens", "300 tokens"),
         "unit": ("1 blocks", "2 blocks", "3 blocks"),
         "offload.path": ("/nvme",),
@@ -140,15 +152,13 @@ def values() -> Mapping[str, tuple[Value, ...]]:
 
 
 def declared() -> Iterator[tuple[str, Leaf | Section]]:
-    """Yield every key of the grammar by its dotted place, but axes of which nothing is drawn."""
+    """Yield every key of the grammar by its dotted place."""
     return _declared(SpecRaw, ())
 
 
 def _declared(kind: type, above: tuple[str, ...]) -> Iterator[tuple[str, Leaf | Section]]:
     for key, (_, holds) in keys(kind).items():
         place = ".".join((*above, key))
-        if key in _WAITING and above in (("mesh",), ("placement",)):
-            continue
         yield place, holds
         if isinstance(holds, Section):
             yield from _declared(holds.kind, (*above, key))
@@ -190,8 +200,17 @@ def of_shape(place: str, shape: Shape) -> Iterator[Value]:
             yield _mapping(place, inner)
         case {"type": "object", "properties": properties}:
             yield _record(place, properties)
+        case {"$ref": reference}:
+            yield from of_shape(place, _definitions()[reference.rpartition("/")[2]])
         case _:
             raise LookupError(f"{place}: nobody knows how to draw {dict(shape)}")
+
+
+@cache
+def _definitions() -> Mapping[str, Shape]:
+    """Schemas that others refer to, by name."""
+    definitions: Mapping[str, Shape] = schema()["$defs"]
+    return definitions
 
 
 def _constant(value: object) -> Value:
@@ -278,4 +297,8 @@ def _record(place: str, properties: Mapping[str, Shape]) -> Value:
     def draw_record(draw: Random) -> dict[str, object]:
         return {name: draw.choice(of).draw(draw) for name, of in kinds.items()}
 
-    return Value(label="a record", draw=draw_record, holds=lambda value: isinstance(value, dict))
+    return Value(
+        label="a record",
+        draw=draw_record,
+        holds=lambda value: isinstance(value, dict) and value.keys() <= kinds.keys(),
+    )

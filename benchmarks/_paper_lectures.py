@@ -6,6 +6,7 @@ from __future__ import annotations
 from _paper_composition import Claim, Said, table
 from _paper_context import section as long_sequences
 from _paper_digest import NEAR, exact, is_near, states
+from _paper_experts import section as experts
 
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.catalogue import schedule
@@ -347,8 +348,8 @@ LECTURES = (
 
 
 def section() -> str:
-    """The page's parts about the blog and the lecture, that about long sequences last: tables, why,
-    and what is not judged."""
+    """The page's parts about the blog and the lecture, those about long sequences and experts last:
+    tables, why, and what is not judged."""
     lines = [
         "## What the blog and the lecture say of tp, sp, activations, micro-batches and bubbles",
         "",
@@ -357,8 +358,8 @@ def section() -> str:
         "",
         *table(LECTURES),
         "",
-        "Not judged: the two all-to-alls of a layer of experts.",
-        "",
         long_sequences(),
+        "",
+        experts(),
     ]
     return "\n".join(lines)

@@ -23,13 +23,14 @@ from ptrain.algebra.legality import ROOMS
 from ptrain.costs import PLACED
 from ptrain.errors import SpecError
 from ptrain.selection.recompute import settled
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import EXPERT_AXES, Axis
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import strategy
-from ptrain.spec.placement import Mode, Placement
+from ptrain.spec.placement import OF_EXPERTS, Mode, Placement
 from ptrain.spec.spec import Spec
+from ptrain.spec.tuples import EXPERTS, REST, route_of
 
 Written = dict[str, Any]  # a spec as it stands in a file
 
@@ -37,6 +38,7 @@ MOST_RANKS, MOST_PASSES = 4096, 12  # passes: micro-batches x blocks of a rank
 SMALL: Mapping[str, int] = {"layers": 2, "hidden": 24, "heads": 4, "ffn": 40, "vocab": 262}
 NAMED = 0.25  # the share of draws whose placement is a strategy's name
 PLAIN = 0.7  # the share of tuples whose A is R: on an axis hardly any other is legal
+CAPPED = 0.5  # the share of draws with ep whose experts have a capacity
 MOST_TRIES = 40
 BUDGET = "recompute.budget"  # comes last: each spec that has one is predicted until one fits
 KEYS = (4, 10, 20, 40)  # how many keys a draw tries to set
@@ -105,7 +107,7 @@ def _bases(draw: Random, refused: Counter[str], most_ranks: int) -> Iterator[Wri
             mesh = _degrees(draw, axes, most_ranks)
             placement = {axis: _tuple(draw, axis) for axis in axes}
         written: Written = {
-            "model": dict(SMALL) | ({"layers": 2 * mesh["pp"]} if "pp" in mesh else {}),
+            "model": dict(SMALL) | _model_for(draw, mesh),
             "mesh": mesh,
             "placement": placement,
             "batch": {"sequence": 16, "accumulate": draw.choice((1, 2, 2 * mesh.get("pp", 1)))},
@@ -115,6 +117,19 @@ def _bases(draw: Random, refused: Counter[str], most_ranks: int) -> Iterator[Wri
                 written[section] = {key: _value(draw, f"{section}.{key}")}
         if _is_accepted(written, refused):
             yield _with_attention(draw, written, refused) or written
+
+
+def _model_for(draw: Random, mesh: Mapping[str, int]) -> Written:
+    """What a model needs for such a mesh: layers for its stages, experts for ranks of their own,
+    of which one or two are a token's, with a capacity in every second draw."""
+    layers = {"layers": 2 * mesh["pp"]} if "pp" in mesh else {}
+    if "ep" not in mesh:
+        return layers
+    experts = mesh["ep"] * draw.choice((1, 2))
+    routed = {"experts": experts, "experts_per_token": draw.randint(1, min(2, experts))}
+    if draw.random() < CAPPED:
+        routed["capacity_factor"] = draw.choice((0.75, 1.0, 1.5, 4.0))
+    return layers | routed | {"shared_experts": draw.choice((0, 0, 1))}
 
 
 def _with_attention(draw: Random, written: Written, refused: Counter[str]) -> Written | None:
@@ -153,8 +168,16 @@ def _degrees(draw: Random, axes: Sequence[str], most_ranks: int) -> dict[str, in
 
 
 def _tuple(draw: Random, axis: str) -> object:
-    """Modes at random, mended by the rules of the axis, in one of the forms that a file has."""
-    modes = next(_legal_modes(draw, axis))
+    """Modes at random, mended by the rules of the axis, in one of the forms that a file has; on ep
+    those of all but the experts, whose tuple stands beside them or goes without saying."""
+    rest = _form(draw, next(_legal_modes(draw, axis)))
+    if axis not in EXPERT_AXES or draw.random() < 0.5:
+        return rest
+    experts = {EXPERTS: _form(draw, str(OF_EXPERTS).split(","))} if draw.random() < 0.5 else {}
+    return {**experts, REST: rest}
+
+
+def _form(draw: Random, modes: list[str]) -> object:
     forms: tuple[object, ...] = (
         ",".join(modes), modes, dict(zip(map(str, PLACED), modes, strict=True))
     )  # fmt: skip
@@ -164,11 +187,12 @@ def _tuple(draw: Random, axis: str) -> object:
 def _legal_modes(draw: Random, axis: str) -> Iterator[list[str]]:
     """Yield modes that break no rule of the axis; after many tries, those that are mended so."""
     data = Axis.DP_SHARD if axis == "dp" else Axis(axis)
+    place = ".".join(route_of(data)) if data in EXPERT_AXES else f"placement.{axis}"
     (room,) = (room for room in ROOMS if data in room.axes)
     optimizer = OptimizerSpec(name=draw.choice(("adamw", "sgd")))
     tries = itertools.count()
     while True:
-        kinds = [values()[f"placement.{axis}.{state}"] for state in PLACED]
+        kinds = [values()[f"{place}.{state}"] for state in PLACED]
         words = [str(draw.choice(of).draw(draw)) for of in kinds]
         if draw.random() < PLAIN:
             words[-1] = "R"

@@ -145,7 +145,7 @@ def table(rows: Sequence[Row], headings: Sequence[str], more: Sequence[Sequence[
         cells = (
             f"`ptrain simulate {' '.join(_quoted(each) for each in row.arguments)}`",
             *others,
-            f"{peak / GB:.1f}",
+            f"{peak / GB:.4g}",
             f"{row.seconds:.1f}",
             f"{row.steps:.1f}",
             f"{row.host_bytes / 1e6:.0f}",

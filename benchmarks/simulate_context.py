@@ -16,7 +16,6 @@ writes a result only with --save.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -25,18 +24,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _machine import conclude, header, this_command
+from _scaled import words
 from simulate import Row, call, table
 
 GIB = 2**30
-FULL = ("activations=M", "recompute=full", "precision.reduced=fp32")
-PLACEMENT = {
-    "pp": "[S, S, S, R]",
-    "dp_shard": "zero3",
-    "cp": "[S*, S, S, S]",
-    "tp": "[S, S, S, S]",
-}
-KEPT = "{gradients: last, reshard_after_forward: false, reshard_after_backward: false}"
-SECONDS = 1200  # for the traces, where the machine is shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +53,11 @@ class Long:
     @property
     def words(self) -> tuple[str, ...]:
         degrees = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
-        mesh = ", ".join(f"{axis}: {degree}" for axis, degree in degrees.items() if degree > 1)
-        placed = ", ".join(f"{axis}: {PLACEMENT[axis]}" for axis, n in degrees.items() if n > 1)
-        ranks = math.prod(degrees.values())
-        samples = self.dp_shard * self.samples
-        return (
-            "fsdp-mixed",
-            f"model.preset=llama3.1-{self.model}",
-            *FULL,
-            f"mesh={{{mesh}}}",
-            f"placement={{{placed}}}",
-            f"batch={{global: {samples}, micro: 1, sequence: {self.sequence}}}",
-            *((f"sync={KEPT}",) if self.pp > 1 else ()),
-            "cluster.preset=h100-8",
-            f"cluster.devices={ranks}",
-            *((f"timeout.init={SECONDS}",) if self.tp > 1 else ()),
+        return words(
+            degrees,
+            (f"model.preset=llama3.1-{self.model}",),
+            samples=self.dp_shard * self.samples,
+            sequence=self.sequence,
         )
 
 

@@ -54,15 +54,22 @@ class GhostMembers:
         self.cutting_axes = next((t.cut_over for t in facts.tensors if t.is_cut), ())
         self._reader = reader
         self._values: Ghost | None = None  # what parameters are views of
-        self._bound: Ghost | None = None  # what their gradients are views of
+        self._bound: dict[int, Ghost] = {}  # what their gradients are views of
         self._gradients: dict[int, Storage] = {}
 
     def adopt(self, whole: Ghost) -> None:
         self._values = whole
 
-    def bind(self, whole: Ghost) -> None:
-        self._bound = whole
-        self._gradients.clear()
+    def write(self, index: int, whole: Ghost, *, is_bound: bool) -> None:
+        gradient = self._gradients.pop(index, None)
+        size = math.prod(self.shapes[index]) * whole.dtype.itemsize
+        if gradient is None:
+            self._reader.computed(OperatorKind.POINTWISE, whole.dtype, size)
+        else:
+            self._reader.computed(OperatorKind.COPY, whole.dtype, gradient.size + size)
+        self._bound.pop(index, None)
+        if is_bound:
+            self._bound[index] = whole
 
     def collect(self, index: int, whole: Ghost) -> None:
         gradient = self._gradients.pop(index, None)
@@ -71,15 +78,16 @@ class GhostMembers:
             self._reader.computed(OperatorKind.COPY, whole.dtype, size)
 
     def unbind(self) -> None:
-        self._bound = None
+        self._bound.clear()
         self._gradients.clear()
 
     def arrive(self, index: int, gradient: Complete) -> None:
         """A gradient is complete, and stands alive unless it is to be copied."""
         self._reader.allocated(autograd.added(gradient), Tier.DEVICE)
-        if self._bound is not None:
-            self._reader.computed(OperatorKind.POINTWISE, self._bound.dtype, 3 * gradient.size)
-        if self._bound is None and index not in self._gradients:
+        if index in self._bound:
+            dtype = self._bound[index].dtype
+            self._reader.computed(OperatorKind.POINTWISE, dtype, 3 * gradient.size)
+        elif index not in self._gradients:
             name, state = self.names[index], State.GRADIENTS
             self._reader.allocated(gradient.beside, Tier.DEVICE)
             kept = Storage(gradient.size, Tier.DEVICE, state, name, self._reader)

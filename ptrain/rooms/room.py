@@ -230,8 +230,9 @@ class Members(Protocol[T_contra]):
     def adopt(self, whole: T_contra) -> None:
         """Moves their values to a flat tensor, of which they are views from then on."""
 
-    def bind(self, whole: T_contra) -> None:
-        """Lets autograd add their gradients to a flat tensor, in place."""
+    def write(self, index: int, whole: T_contra, *, is_bound: bool) -> None:
+        """Writes one's gradient, or zeros where it has none, to its place in a flat tensor, and
+        forgets it; if `is_bound`, autograd adds later ones to it there."""
 
     def collect(self, index: int, whole: T_contra) -> None:
         """Adds one's gradient, if it has one, to its place in a flat tensor, and forgets it."""

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ptrain.axes.context.attention import attention_of
 from ptrain.spec.spec import Spec
-from tests.gloo.matrix import MEASURED, Matrix, Result, arithmetic, details, product
+from tests.gloo.matrix import (
+    MEASURED,
+    Matrix,
+    Result,
+    arithmetic,
+    details,
+    eight_ranks_apart,
+    product,
+)
 
 STEPS = 20
 OWN_KERNELS = ("attention_soft_cap", "window")
@@ -23,15 +31,6 @@ simulated: figures compared / figures that differ. Peak: largest relative differ
 ranks. `loss` and `parameters`: relative to one device. `besides`: a schedule and its stages,
 micro-batches x samples in each, and what else the spec says.
 """
-
-
-def _pages(results: Sequence[Result], theme: str) -> dict[str, list[Result]]:
-    """Those on up to four ranks and those on eight, where there are any."""
-    pages: dict[str, list[Result]] = {}
-    for result in results:
-        size = "_8_ranks" if result.spec.world_size == 8 else ""
-        pages.setdefault(f"{theme}{size}", []).append(result)
-    return pages
 
 
 def _cells(result: Result) -> tuple[str, ...]:
@@ -58,7 +57,7 @@ MATRIX = Matrix(
     claim=CLAIM,
     columns=("model", "attention", "Θ,Ω,G,A", "besides", "precision"),
     cells=_cells,
-    pages=_pages,
+    pages=eight_ranks_apart,
     steps=STEPS,
     simulates=True,
 )

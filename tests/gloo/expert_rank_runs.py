@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from tests.gloo.expert_runs import SAID
-from tests.gloo.matrix import MEASURED, Matrix, Result, arithmetic, details, product
+from tests.gloo.matrix import (
+    MEASURED,
+    Matrix,
+    Result,
+    arithmetic,
+    details,
+    eight_ranks_apart,
+    product,
+)
 
 STEPS = 20
 CLAIM = f"""\
@@ -34,6 +42,7 @@ MATRIX = Matrix(
     claim=CLAIM,
     columns=("model", "Θ,Ω,G,A", "besides", "precision"),
     cells=_cells,
+    pages=eight_ranks_apart,
     steps=STEPS,
     simulates=True,
 )

@@ -109,6 +109,15 @@ def all_on_one_page(results: Sequence[Result], theme: str) -> Mapping[str, Seque
     return {theme: results} if results else {}
 
 
+def eight_ranks_apart(results: Sequence[Result], theme: str) -> Mapping[str, Sequence[Result]]:
+    """Those on up to four ranks and those on eight, where there are any."""
+    pages: dict[str, list[Result]] = {}
+    for result in results:
+        size = "_8_ranks" if result.spec.world_size == 8 else ""
+        pages.setdefault(f"{theme}{size}", []).append(result)
+    return pages
+
+
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
     """The runs of one subject. On its pages, what `cells` says in `columns` of a spec stands before

@@ -3,8 +3,8 @@ byte where routing decides no size, and leave checkpoints that any other ranks g
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from itertools import product
+from collections.abc import Collection, Iterator
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,15 @@ BESIDE: tuple[dict[str, str], ...] = (
     {"tp": "S,S,S,S"},
     {"tp": "S,S,S,S*"},
 )
+TWO_BESIDE: tuple[dict[str, str], ...] = (
+    {"dp_replicate": "ddp", "dp_shard": "zero3"},
+    {"dp_shard": "zero3", "tp": "S,S,S,S"},
+    {"pp": "S,S,S,R", "tp": "S,S,S,R"},
+    {"pp": "S,S,S,R", "dp_shard": "zero1"},
+    {"cp": "S*,S,S,S", "tp": "S,S,S,R"},
+    {"dp_shard": "zero2", "cp": "S*,S,S,S"},
+    {"pp": "S,S,S,R", "cp": "S*,S,S,S"},
+)
 KEPT: tuple[dict[str, Any], ...] = (
     {"activations": "M"},
     {"activations": "M", "recompute": "selective"},
@@ -69,22 +78,51 @@ def test_by_themselves(ranks: Ranks, model: str, rest: str) -> None:
     assert not MATRIX.differences(ranks, spec_of(model, {"ep": REST[rest]}))
 
 
+def fit(model: str, beside: Collection[str]) -> bool:
+    """Of capacities, and of a router's losses, the tokens are those of whole samples."""
+    return "cp" not in beside or model in ("top-1", "top-2", "deep")
+
+
+def products() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield what stands beside ep with each tuple of the rest, the models in turn."""
+    models = cycle(APART)
+    for rest, beside in product(REST, BESIDE):
+        yield next(model for model in models if fit(model, beside)), rest, beside
+
+
+PRODUCTS = [*products()]
+OTHERS = [
+    case for case in product(APART, REST, BESIDE) if fit(case[0], case[2]) and case not in PRODUCTS
+]
+
+
 @pytest.mark.parametrize(
     ("model", "rest", "beside"),
-    [
-        pytest.param(
-            *case, marks=[] if case == ("deep", "zero3", BESIDE[3]) else pytest.mark.nightly
-        )
-        for case in product(APART, REST, BESIDE)
-        # of capacities, and of a router's losses, the tokens are those of whole samples
-        if "cp" not in case[2] or case[0] in ("top-1", "top-2", "deep")
-    ],
+    some(PRODUCTS, [case for case in PRODUCTS if case[1:] == ("zero3", BESIDE[3])]),
     ids=str,
 )
 def test_on_two_axes(ranks: Ranks, model: str, rest: str, beside: dict[str, str]) -> None:
     accumulate = 4 if "pp" in beside else 2
     spec = spec_of(model, beside | {"ep": REST[rest]}, accumulate=accumulate)
     assert not MATRIX.differences(ranks, spec)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("model", "rest", "beside"), OTHERS, ids=str)
+def test_of_every_model_on_two_axes(
+    ranks: Ranks, model: str, rest: str, beside: dict[str, str]
+) -> None:
+    test_on_two_axes(ranks, model, rest, beside)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("beside", TWO_BESIDE, ids=str)
+@pytest.mark.parametrize("rest", ["zero2", "zero3"])
+@pytest.mark.parametrize("model", ["top-2", "capacity-top-1"])
+def test_on_eight_ranks(ranks: Ranks, model: str, rest: str, beside: dict[str, str]) -> None:
+    if not fit(model, beside):
+        pytest.skip("of capacities the tokens are those of whole samples")
+    test_on_two_axes(ranks, model, rest, beside)
 
 
 @pytest.mark.nightly

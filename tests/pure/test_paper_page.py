@@ -203,3 +203,21 @@ def test_what_they_claim_of_long_sequences_is_worked_out(paper):
     assert verdicts["A ring takes N − 1 steps"].startswith("N blocks and N − 1 hops forward")
     assert verdicts["Zigzag balances what contiguous slices do not"] == "holds"
     assert len(verdicts) == 4
+
+
+def test_what_they_claim_of_experts_is_worked_out(paper):
+    """By hand: of 8 ranks 7/8 of the rows leave; 64 experts of 3 x 4096 x 14336 beside 1.61e9."""
+    verdicts = verdicts_under(paper, "## What they say of experts on ranks of their own")
+    assert verdicts["Columns sum gradients, rows route tokens"].startswith("does not hold: the nam")
+    assert verdicts["All but the experts is computed again on each rank"].startswith("does not hol")
+    assert verdicts["Two all-to-alls a layer"].startswith("holds with a condition")
+    assert [title for title, verdict in verdicts.items() if verdict == "holds"] == [
+        "Only experts are on the axis",
+        "More experts, as much work",
+        "All-to-all feels the topology more than all-reduce",
+    ]
+    assert len(verdicts) == 10
+    text = paper.PAGE.read_text(encoding="utf-8")
+    assert "50.0% on ep 2, 75.0% on ep 4, 87.5% on ep 8" in text
+    few, many = (32 * 3 * experts * 4096 * 14336 + 1.605e9 for experts in (8, 64))
+    assert f"{many / few:.3g}× the parameters" in text

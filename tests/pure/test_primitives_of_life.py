@@ -36,7 +36,6 @@ from tests.pure.written_life import (
 )
 
 CALLS = ("gather", "reduce-scatter", "all-reduce")
-CLEARED = ["clear 36 from 0"]
 followed = pytest.mark.usefixtures("written")
 BLOCKS, ROOT = "blocks.0.0 … blocks.0.1", "root.0 … root.1"
 
@@ -53,6 +52,7 @@ def test_zero_2_reduces_what_each_unit_gave_and_gathers_in_place():
     assert backward == [
         f"72 on device as gradients of {ROOT}",
         f"72 on device as gradients of {BLOCKS}",
+        "clear 4 from 17",
         f"36 on device as gradients of {BLOCKS}",
         "reduce-scatter awaited",
         f"36 on device as gradients of {ROOT}",
@@ -72,6 +72,7 @@ def test_what_is_on_the_host_comes_in_the_dtype_of_use_and_is_updated_there():
         f"36 on device as gradients of {ROOT}",
         *brought,
         f"36 on device as gradients of {BLOCKS}",
+        "clear 2 from 17",
         f"18 on device as gradients of {BLOCKS}",
         "reduce-scatter awaited",
         f"18 on device as gradients of {ROOT}",
@@ -94,7 +95,7 @@ def test_files_are_read_added_to_and_written_by_way_of_the_host():
     # the unit that follows in this direction is announced
     assert first == second == [*brought, "ahead 36 on file", *brought]
     opening = [f"72 on device as gradients of {name}" for name in (ROOT, BLOCKS)]
-    both = [*brought, "ahead 36 on file", opening[0], *brought, opening[1]]
+    both = [*brought, "ahead 36 on file", opening[0], *brought, opening[1], "clear 4 from 17"]
     kept = {
         name: [
             f"36 on device as gradients of {name}",
@@ -113,13 +114,14 @@ def test_files_are_read_added_to_and_written_by_way_of_the_host():
 
 
 @followed
-def test_a_second_gradient_is_added_up_and_the_first_is_cleared():
+def test_a_second_gradient_is_written_where_the_first_was_and_both_are_added_up():
     spec = on_two(tuple_of("R,S,R"), layout=LAYOUTS["zero20"], accumulate=2)
     _, first, _, second, reduction, _ = asked(spec)
     opening = [f"36 on device as gradients of {name}" for name in (ROOT, BLOCKS)]
+    opening.append("clear 2 from 17")
     summed = {name: f"72 on device as gradients of {name}" for name in (BLOCKS, ROOT)}
-    assert first == [*opening, summed[BLOCKS], *CLEARED, summed[ROOT], *CLEARED]
-    assert second == ["add 36 on device", *CLEARED] * 2
+    assert first == [*opening, summed[BLOCKS], summed[ROOT]]
+    assert second == ["add 36 on device"] * 2
     assert reduction == [
         f"36 on device as gradients of {BLOCKS}",
         "reduce-scatter awaited",
@@ -173,6 +175,7 @@ def test_halves_of_a_pass_open_units_and_reduce_all_of_them_after_the_second():
         flat.before_backward(unit)
     flat.end_half(Kind.INPUT)
     opening = [f"72 on device as gradients of {name}" for name in (ROOT, BLOCKS)]
+    opening.append("clear 4 from 17")
     assert pages.events == opening
     flat.begin_half(Kind.WEIGHT)
     assert pages.events == opening

@@ -88,10 +88,12 @@ def test_one_device_keeps_what_forward_leaves_and_the_gradients():
 
 
 @pytest.mark.parametrize(
-    "mesh", [{}, {Axis.DP_REPLICATE: (2, WHOLE)}, {Axis.DP_SHARD: (2, ZERO_2)}]
+    ("mesh", "buffer"),
+    [({}, 0), ({Axis.DP_REPLICATE: (2, WHOLE)}, 0), ({Axis.DP_SHARD: (2, ZERO_2)}, 400)],
 )
-def test_a_copy_of_a_gradient_stands_beside_what_it_is_made_of(mesh):
-    """The copy is made 700 bytes above where it is complete, and is all that happens."""
+def test_a_copy_of_a_gradient_stands_beside_what_it_is_made_of(mesh, buffer):
+    """The copy is made 700 bytes above where it is complete, and is all that happens; a flat unit's
+    buffer, to which it is written, is there before."""
     facts = small()
     backward: list[Item] = [Boundary(Mark.PRE_BACKWARD, ROOT)]
     backward += [Run(700, 0), Complete("root.0", 400, cloned=True, beside=700), Run(0, 0)]
@@ -99,7 +101,7 @@ def test_a_copy_of_a_gradient_stands_beside_what_it_is_made_of(mesh):
     facts = replace(facts, timeline=Timeline(forward=_quiet(facts), backward=tuple(backward)))
     spec = make_spec(mesh, clip=None, model=BY_HAND)
     quiet = peaks(spec, facts)[Phase.FORWARD]
-    assert peaks(spec, facts)[Phase.BACKWARD] == quiet + 700 + 400
+    assert peaks(spec, facts)[Phase.BACKWARD] == quiet + buffer + 700 + 400
 
 
 def test_later_micro_batches_add_to_gradients_that_live():

@@ -92,9 +92,15 @@ def require_alike(program: Program, mesh: Mesh, name: str = "") -> None:
 
 
 def binding(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
-    """Gradients are added to a flat tensor in place, which lives while they are bound to it."""
-    whole = on.room.zeros(17, DType.FP32, DEVICE, G)
-    members.bind(whole)
+    """A first gradient is taken over or copied until it is written to a flat tensor, or zeros are
+    where there is none; later ones are added there in place. The tensor lives while they are bound
+    to it."""
+    whole = on.room.new(17, DType.FP32, DEVICE, G)
+    give(1, True)
+    yield (whole,)
+    members.write(1, whole, is_bound=True)
+    yield (whole,)
+    members.write(0, whole, is_bound=True)
     for index, cloned in ((0, False), (1, True), (0, True), (1, False)):
         give(index, cloned)
         yield (whole,)
@@ -107,6 +113,9 @@ def binding(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any
 def collecting(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
     """The first is taken over or copied, the next is added to it, until they are collected."""
     whole = on.room.zeros(17, DType.BF16, DEVICE, G)
+    give(0, False)
+    members.write(0, whole, is_bound=False)
+    yield (whole,)
     for index, cloned in ((0, False), (0, False), (1, True), (1, True), (1, False)):
         give(index, cloned)
         yield (whole,)
@@ -141,20 +150,21 @@ def adopting(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[An
 
 def drawn(seed: int) -> Program:
     def program(on: Watched[Any], members: Any, give: Give) -> Iterator[Sequence[Any]]:
-        draw, is_bound = Random(seed), False
+        draw, bound = Random(seed), set[int]()
         whole = on.room.zeros(17, DType.FP32, DEVICE, G)
         for _ in range(15):
-            match draw.choice(("give", "give", "give", "collect", "bind", "unbind", "new")):
+            match draw.choice(("give", "give", "give", "collect", "write", "unbind", "new")):
                 case "give":
                     give(draw.randrange(2), draw.random() < 0.4)
-                case "collect" if not is_bound:
-                    members.collect(draw.randrange(2), whole)
-                case "bind":
-                    members.bind(whole)
-                    is_bound = True
+                case "collect" if (index := draw.randrange(2)) not in bound:
+                    members.collect(index, whole)
+                case "write":
+                    index, is_bound = draw.randrange(2), draw.random() < 0.6
+                    members.write(index, whole, is_bound=is_bound)
+                    bound = bound | {index} if is_bound else bound - {index}
                 case "unbind":
                     members.unbind()
-                    is_bound = False
+                    bound.clear()
                 case "new":
                     whole = on.room.zeros(17, DType.FP32, DEVICE, G)
             yield (whole,)

@@ -26,6 +26,7 @@ class Gradients(Generic[T]):
         self.step = step
         self.cut, self.tier = step.gradients, step.gradients_tier
         self.whole: T | None = None
+        self._unwritten: set[int] = set()  # tensors of which `whole` has no gradient yet
         self.raw: T | None = None
         self.kept: T | None = None
         self.now: Axes = self.cut
@@ -43,22 +44,44 @@ class Gradients(Generic[T]):
         """Return what their next use depends on."""
         held = (self.whole, self.raw, self.kept)
         sizes = tuple(None if tensor is None else self.room.numel(tensor) for tensor in held)
-        return sizes, self.now, self.partial, self._move is None
+        return sizes, len(self._unwritten), self.now, self.partial, self._move is None
 
     def open(self) -> None:
-        """Before the unit's backward: somewhere for gradients to be added to."""
+        """Before the unit's backward: somewhere for gradients. The first of a tensor is written
+        there and not added to zeros: half of the bytes pass through the memory."""
         if self.whole is not None:
             return
-        self.whole = self.room.zeros(
+        self.whole = self.room.new(
             self.cuts.padded, self.layout.reduced, Tier.DEVICE, State.GRADIENTS, self.label
         )
-        if self._is_in_place:
-            self.members.bind(self.whole)
+        if padding := self.cuts.padded - self.cuts.numel:
+            self.room.clear(self.room.piece(self.whole, self.cuts.numel, (padding,)))
+        self._write_anew()
+
+    def _write_anew(self) -> None:
+        self.members.unbind()
+        self._unwritten = set(range(len(self.members.names)))
+
+    def fill(self) -> None:
+        """Of tensors that have no gradient yet it is zero: of those that had no part in the loss,
+        or before a pass in which nobody says when one is there."""
+        for index in sorted(self._unwritten):
+            self._write(index)
 
     def accumulated(self, index: int) -> None:
-        """Autograd has a tensor's gradient: it added it in place, unless it is of another dtype."""
-        if self.whole is not None and not self._is_in_place:
+        """Autograd has a tensor's gradient. If one was written before, it added the new one to it
+        in place, unless it is of another dtype."""
+        if self.whole is None:
+            return
+        if index in self._unwritten:
+            self._write(index)
+        elif not self._is_in_place:
             self.members.collect(index, self.whole)
+
+    def _write(self, index: int) -> None:
+        assert self.whole is not None, "there is somewhere to write to"
+        self.members.write(index, self.whole, is_bound=self._is_in_place)
+        self._unwritten.discard(index)
 
     def finish(self, *, is_last: bool, is_due: bool) -> None:
         """After the unit's backward: sums over the ranks along `cut` where that is due, and keeps
@@ -66,6 +89,7 @@ class Gradients(Generic[T]):
         rest."""
         if self.whole is None:
             return
+        self.fill()
         overlaps = self.step.overlaps and not self.step.consumed
         if self.cut and is_due and overlaps:
             self._move = self.cuts.start_reduce_scatter(self.whole, (), self.cut)
@@ -74,7 +98,7 @@ class Gradients(Generic[T]):
         elif self.adds_up:
             self._keep(self.whole)
             if self.layout.keeps_both:
-                self.room.clear(self.whole)
+                self._write_anew()
             else:
                 self._close()
         if overlaps and is_last and not self.cut and self.tier is Tier.DEVICE:

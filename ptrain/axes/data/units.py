@@ -107,8 +107,10 @@ class UnitLife(Generic[T]):
             self.finish()
 
     def begin_weights(self) -> None:
-        """Gradients of weights alone are to come, which autograd gives to nobody's hook."""
+        """Gradients of weights alone are to come, which autograd gives to nobody's hook: they are
+        added to zeros, as they would else all stand beside the buffer until the pass is over."""
         self.gradients.open()
+        self.gradients.fill()
 
     def end_weights(self) -> None:
         """They are there."""

@@ -90,10 +90,11 @@ class _Backward:
         return unit.update.stays if consumed else unit.moments(self.kind).after
 
     def _autograd(self, unit: FlatUnit, tensors: Iterable[int]) -> int:
-        """Bytes of the largest gradient that stands beside the buffer it is added to: of another
-        dtype, or a tensor of its own."""
+        """Bytes of the largest gradient that stands beside the buffer: a tensor of its own, or a
+        copy, which autograd makes unless it adds what is not fresh in place."""
         layout, numels = self.flat.plan.update.layout, unit.unit.numels
-        if layout.parameters is layout.reduced and not self.flat.chain.is_fresh:
+        is_added = layout.parameters is layout.reduced and not unit.moments(self.kind).is_anew
+        if is_added and not self.flat.chain.is_fresh:
             return 0
         most = max((numels[index] for index in tensors), default=0)
         return most * layout.parameters.itemsize

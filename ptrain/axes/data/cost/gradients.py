@@ -25,7 +25,8 @@ from ptrain.steps.wraps import FlatUnits
 class Moments:
     """Device bytes of one unit's G: `before` its backward, `opened` for gradients to be added to,
     `reducing` at the reduction's fullest, `flying` from then on until it is awaited, `keeping`
-    while its result is put where it is kept, and `after` that."""
+    while its result is put where it is kept, and `after` that. `is_anew`: gradients are written,
+    and not added to those of the micro-batch before."""
 
     before: int
     opened: int
@@ -33,6 +34,7 @@ class Moments:
     flying: int
     keeping: int
     after: int
+    is_anew: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class GradientsForm:
             opened = before + whole
         if not reduces_always and not is_last:
             after = dict.fromkeys(("reducing", "flying", "keeping", "after"), opened)
-            return Moments(before=before, opened=opened, **after)
+            return Moments(before=before, opened=opened, **after, is_anew=is_first)
         is_cast = layout.reduced is not layout.gradients
         is_new = is_first or not reduces_always
         copied = is_cast or layout.keeps_both if self.is_on_device else is_cast
@@ -92,6 +94,7 @@ class GradientsForm:
             flying=reducing if self.overlaps else kept,
             keeping=opened - whole + part + makes * summed,
             after=kept,
+            is_anew=is_first or reduces_always,
         )
 
     def _whole(self, *, is_first: bool, is_last: bool) -> Moments:
@@ -105,6 +108,7 @@ class GradientsForm:
         is_cast = layout.reduced is not layout.gradients
         makes = is_first and layout.keeps_both if self.is_on_device else is_cast
         summing = opened + makes * summed
+        is_anew = is_first or layout.keeps_both or not self.is_on_device
         if not (is_last and self.starts_the_update and step.updated):
             return Moments(
                 before=before,
@@ -113,6 +117,7 @@ class GradientsForm:
                 flying=kept,
                 keeping=kept,
                 after=kept,
+                is_anew=is_anew,
             )
         flying = kept + self.reduction((), step.updated, self.held)
         part = self.buffer.shard(step.updated) * self.held.itemsize
@@ -123,6 +128,7 @@ class GradientsForm:
             flying=flying,
             keeping=kept + part,
             after=part + whole * layout.keeps_both,
+            is_anew=is_anew,
         )
 
     @property

@@ -38,9 +38,14 @@ class ParameterMembers:
             piece.copy_(parameter.detach())
             parameter.data = piece
 
-    def bind(self, whole: torch.Tensor) -> None:
-        for (_, parameter), piece in zip(self.named, self.pieces(whole), strict=True):
-            parameter.grad = piece
+    def write(self, index: int, whole: torch.Tensor, *, is_bound: bool) -> None:
+        _, parameter = self.named[index]
+        piece = self._piece(whole, index)
+        if parameter.grad is None:
+            piece.zero_()
+        else:
+            piece.copy_(parameter.grad)
+        parameter.grad = piece if is_bound else None
 
     def collect(self, index: int, whole: torch.Tensor) -> None:
         _, parameter = self.named[index]

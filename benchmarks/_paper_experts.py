@@ -1,0 +1,367 @@
+"""What a paper, a blog and the lecture say of mixtures of experts on ranks of their own. Each claim
+is worked out from predicted calls, legal tuples, parameters and the rates of an H100; nothing is
+run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from _paper_composition import Claim, Said, table
+from _paper_digest import exact
+
+from ptrain.algebra.legality import require
+from ptrain.axes.expert.rules import EXPERT
+from ptrain.costs import PLACED, Collective, Estimate, Phase, State, Traffic
+from ptrain.derivation.estimate import own_facts
+from ptrain.facts.operators import Operator
+from ptrain.rates.measured import pace_of
+from ptrain.rates.pace import Pace
+from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import MODES, Placement
+from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
+from ptrain.spec.spec import Spec
+from ptrain.spec.tuples import fault_of_experts
+
+RANKS, TOKENS, CAPACITY = 8, 4096, 1.25
+_SCALAR = 1000  # bytes: the gradient's norm takes fewer
+_FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
+_MIXTRAL, _DEEPSEEK = "mixtral-8x7b", "deepseek-v3-shape"
+
+
+def words(
+    ranks: int, *more: str, preset: str = _MIXTRAL, capacity: float | None = CAPACITY
+) -> list[str]:
+    """A model with experts over so many ranks of ep, a sample for each, all else as in ZeRO-3."""
+    return [
+        f"model.preset={preset}",
+        f"model.capacity_factor={'null' if capacity is None else capacity}",
+        f"mesh={{ep: {ranks}}}" if ranks > 1 else "mesh={}",
+        "placement={ep: zero3}" if ranks > 1 else "placement={}",
+        f"batch={{global: {ranks}, micro: 1, sequence: {TOKENS}}}",
+        f"cluster.preset=h100-{RANKS if ranks <= RANKS else 64}",
+        *more,
+    ]
+
+
+def predicted(ranks: int, *more: str, capacity: float | None = CAPACITY) -> Estimate:
+    return exact("8b-zero3", *words(ranks, *more, capacity=capacity))
+
+
+def planned(*overrides: str) -> tuple[Spec, ModelShape]:
+    spec = require(load("8b-zero3", list(overrides)))
+    assert isinstance(spec.model, ModelShape), "a built-in model"
+    return spec, spec.model
+
+
+def exchanged(estimate: Estimate) -> list[Traffic]:
+    """What is sent of tokens over ep."""
+    return [row for row in estimate.traffic if row.key.collective is Collective.ALL_TO_ALL]
+
+
+def _calls(capacity: float | None) -> tuple[int, ...]:
+    """Calls of a layer and micro-batch, forward and backward."""
+    _, shape = planned(*words(RANKS, capacity=capacity))
+    rows = exchanged(predicted(RANKS, capacity=capacity))
+    return tuple(
+        sum(row.calls for row in rows if row.key.phase is phase) // shape.layers
+        for phase in (_FORWARD, _BACKWARD)
+    )
+
+
+def _two_exchanges() -> Said:
+    fixed, free = _calls(CAPACITY), _calls(None)
+    text = (
+        f"{fixed[0]} forward and {fixed[1]} backward a layer and micro-batch with a capacity; "
+        f"{free[0]} and {free[1]} without"
+    )
+    return fixed == free == (2, 2), text
+
+
+def _usually_elsewhere() -> Said:
+    shares = {
+        ranks: sum(row.sent_bytes for row in rows) / sum(row.payload_bytes for row in rows)
+        for ranks in (2, 4, RANKS)
+        for rows in [exchanged(predicted(ranks))]
+    }
+    text = ", ".join(f"{share:.1%} on ep {ranks}" for ranks, share in shares.items())
+    return all(share > 0.5 for share in shares.values()), f"{text} of all rows leave their rank"
+
+
+def _only_experts() -> Said:
+    """Which collectives have ep alone as their axis, in ep-dp, and what they are of."""
+    rows = [row for row in exact("ep-dp").traffic if row.sent_bytes > _SCALAR]
+    alone = {str(row.key.collective) for row in rows if row.key.axes == ("ep",)}
+    both = sorted(
+        {f"{row.key.collective} of {row.key.state}" for row in rows if len(row.key.axes) > 1}
+    )
+    text = (
+        f"over ep alone go {' and '.join(sorted(alone))} of tokens; over dp and ep together "
+        f"{' and '.join(both)}"
+    )
+    return alone == {str(Collective.ALL_TO_ALL)}, text
+
+
+def _redundant() -> Said:
+    """Tokens of a rank's step, and parameters that are not experts', by their placement."""
+    spec, _ = planned(*words(RANKS))
+    rest = sum(unit.numel for unit in own_facts(spec).units if not _is_of_experts(unit.modules))
+    held = {
+        label: predicted(RANKS, f"placement={{ep: {modes}}}").bytes_of(State.PARAMETERS)
+        for label, modes in (("copies", "ddp"), ("shards", "zero3"))
+    }
+    tokens = spec.batch.global_samples * TOKENS // RANKS
+    text = (
+        f"each of {RANKS} ranks computes {tokens:,} of {RANKS * TOKENS:,} tokens; of "
+        f"{rest / 1e9:.3g}e9 parameters beside the experts a rank has a copy in "
+        f"{held['copies'] / 1e9:.4g} GB of Θ, a shard in {held['shards'] / 1e9:.4g} GB"
+    )
+    return spec.data_degree != RANKS, text
+
+
+def _is_of_experts(modules: tuple[str, ...]) -> bool:
+    return any(module.rpartition(".")[2] == "experts" for module in modules)
+
+
+def _rows_and_columns() -> Said:
+    """Over which ranks of ep-dp's grid things go: a row is a place on dp, a column one on ep."""
+    places = {("dp_replicate",): "a column", ("ep",): "a row", ("dp_replicate", "ep"): "both"}
+    what = {
+        (State.GRADIENTS, "both"): "gradients of all but the experts",
+        (State.GRADIENTS, "a column"): "gradients of experts",
+        (State.ACTIVATIONS, "a row"): "tokens",
+    }
+    ways: dict[str, int] = {}
+    for row in exact("ep-dp").traffic:
+        if row.sent_bytes > _SCALAR:
+            place = places[row.key.axes]
+            name = f"{what[row.key.state, place]} go over {place}"
+            ways[name] = ways.get(name, 0) + row.sent_bytes
+    text = ", ".join(f"{name} ({size / 1e6:.3g} MB)" for name, size in ways.items())
+    return "gradients of all but the experts go over a column" in text, text
+
+
+def _large_and_cheap() -> Said:
+    """Eight times as many experts: parameters, and rows that a layer's experts take."""
+    figures = []
+    for experts in (8, 64):
+        _, shape = planned(*words(RANKS, f"model.experts={experts}"))
+        spec, _ = planned(*words(RANKS, f"model.experts={experts}"))
+        figures.append((own_facts(spec).numel, experts * shape.capacity(TOKENS)))
+    (few, rows), (many, more) = figures
+    text = f"{many / few:.3g}× the parameters, {more / rows:.3g}× the rows through experts"
+    return many > 4 * few and more <= 1.01 * rows, text
+
+
+def _more_overhead() -> Said:
+    def sent(ranks: int, experts: int) -> int:
+        return sum(
+            row.sent_bytes for row in exchanged(predicted(ranks, f"model.experts={experts}"))
+        )
+
+    by_ranks = {ranks: sent(ranks, 64) / sent(2, 64) for ranks in (4, 8, 64)}
+    by_experts = sent(RANKS, 64) / sent(RANKS, 8)
+    text = ", ".join(f"{ratio:.3g}× on ep {ranks}" for ranks, ratio in by_ranks.items())
+    said = f"a rank sends, of what it does on ep 2, {text}; with 64 experts {by_experts:.3g}× of 8"
+    return by_experts > 1.01, said
+
+
+def _more_than_products() -> Said:
+    """Of a layer with experts, forward and backward of a micro-batch of one sample."""
+    texts, shares = [], []
+    for preset, ranks in ((_MIXTRAL, RANKS), (_MIXTRAL, 16), (_DEEPSEEK, 64)):
+        experts = ["model.experts=16"] if ranks == 16 else []
+        spec, shape = planned(*words(ranks, *experts, preset=preset))
+        pace = pace_of(spec.cluster, ranks)
+        assert pace is not None, "rates of an H100"
+        computing = sum(3 * pace.operator_seconds(item) for item in products(spec, shape))
+        moving = 4 * _exchange(spec, shape, pace, ranks, Collective.ALL_TO_ALL)
+        shares.append(moving / (moving + computing))
+        nodes = max(1, ranks // RANKS)
+        texts.append(
+            f"{preset} of {shape.experts} experts on ep {ranks}, {nodes} "
+            f"node{'s' * (nodes > 1)}: {1e3 * moving:.3g} ms of exchanges beside "
+            f"{1e3 * computing:.3g} ms of products"
+        )
+    return all(share > 0.5 for share in shares), "; ".join(texts)
+
+
+def products(spec: Spec, shape: ModelShape) -> Iterator[Operator]:
+    """Yield the products of a layer's forward pass on one rank, without scores: of attention's
+    projections, of the places of the experts it has, and of those that all tokens go to."""
+    kind, bf16, rows = OperatorKind.PRODUCT, DType.BF16, spec.batch.micro * TOKENS
+    assert shape.experts is not None, "a model with experts"
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for inner, columns, times in (
+        (shape.hidden, queries, 1),
+        (shape.hidden, keys, 2),
+        (queries, shape.hidden, 1),
+    ):
+        yield Operator(kind, bf16, (1, rows, inner, columns), times=times)
+    own, width = shape.experts // spec.data_degree, shape.width_of_expert
+    places = spec.data_degree * spec.batch.micro * shape.capacity(TOKENS)
+    yield Operator(kind, bf16, (own, places, shape.hidden, width), times=3)
+    if shape.shared_experts:
+        wide = shape.shared_experts * width
+        yield Operator(kind, bf16, (1, rows, shape.hidden, wide), times=3)
+
+
+def _exchange(
+    spec: Spec, shape: ModelShape, pace: Pace, ranks: int, collective: Collective
+) -> float:
+    """Seconds in which all places of a layer go by one collective over so many ranks."""
+    assert shape.experts is not None, "a model with experts"
+    places = shape.experts * shape.capacity(TOKENS) * spec.batch.micro
+    payload = places * shape.hidden * spec.precision.effective.parameters.itemsize
+    nodes = max(1, ranks // RANKS)
+    return pace.collective_seconds(collective, ranks=ranks, nodes=nodes, payload=payload)
+
+
+def _topology() -> Said:
+    """By how much a collective slows down from a node to eight, each of as many bytes a rank."""
+    many = 8 * RANKS
+    spec, shape = planned(*words(many, preset=_DEEPSEEK))
+    pace = pace_of(spec.cluster, many)
+    assert pace is not None, "rates of an H100"
+    wide, narrow = (
+        {
+            collective: _exchange(spec, shape, pace, ranks, collective)
+            for collective in (Collective.ALL_TO_ALL, Collective.ALL_REDUCE)
+        }
+        for ranks in (many, RANKS)
+    )
+    slower = {collective: wide[collective] / narrow[collective] for collective in wide}
+    text = ", ".join(f"{collective} {ratio:.2g}×" for collective, ratio in slower.items())
+    right = slower[Collective.ALL_TO_ALL] > 2 * slower[Collective.ALL_REDUCE]
+    return right, f"as long on eight nodes as on one: {text}"
+
+
+def _extension() -> Said:
+    tuples = [
+        Placement(**{str(state): mode for state, mode in zip(PLACED, modes, strict=True)})
+        for modes in product(MODES, repeat=len(PLACED))
+    ]
+    stateless = OptimizerSpec(name="sgd")
+    rest = sum(not [*EXPERT.broken(placement, stateless)] for placement in tuples)
+    experts = sum(fault_of_experts(placement) is None for placement in tuples)
+    fixed, free = (
+        sorted(exact("ep", f"model.capacity_factor={factor}").assumed)
+        for factor in (CAPACITY, "null")
+    )
+    text = (
+        f"{experts} × {rest} tuples are legal; of what is predicted data decide "
+        f"{', '.join(fixed) or 'nothing'} with a capacity, without one {', '.join(free)}"
+    )
+    return bool(fixed), text
+
+
+EXPERTS = (
+    Claim(
+        title="Conditional routing needs another framework",
+        where="paper, limitations",
+        printed="expert parallelism requires extending the framework to handle conditional "
+        "routing, where different inputs activate different parameter subsets",
+        find=_extension,
+        otherwise="holds with a condition: where no capacity fixes the sizes",
+        why="An axis with a tuple for the experts and one for all else is a product as any other. "
+        "Sizes that a router decides are predicted for tokens that fall evenly, and say so.",
+    ),
+    Claim(
+        title="Two all-to-alls a layer",
+        where="blog, sparse experts; lecture 6.7",
+        printed="an all-to-all to dispatch tokens, a second one to combine results; a similar "
+        "pattern in the backward pass",
+        find=_two_exchanges,
+        otherwise="holds with a condition: where a capacity fixes the sizes",
+        why="Without a capacity counts of rows go ahead of them, so that each rank knows what will "
+        "come; backward knows it from forward.",
+    ),
+    Claim(
+        title="A token's experts are usually elsewhere",
+        where="blog, sparse experts",
+        printed="each token is routed to its top-k experts, which usually live on other devices",
+        find=_usually_elsewhere,
+        otherwise="holds with a condition: from three ranks on",
+        why="(n − 1)/n of the rows, with a capacity whatever the router does.",
+    ),
+    Claim(
+        title="Only experts are on the axis",
+        where="blog, sparse experts",
+        printed="expert parallelism composes with the dense axes; only the expert FFNs ride the EP "
+        "axis",
+        find=_only_experts,
+        why="All else has ep as one more data axis: its gradients are summed over both.",
+    ),
+    Claim(
+        title="All but the experts is computed again on each rank",
+        where="lecture 6.7",
+        printed="other components would still be replicated and perform redundant computations "
+        "across the workers of EP, which is therefore almost always combined with DP",
+        find=_redundant,
+        otherwise="does not hold: ranks of ep have samples of their own",
+        why="ep borrows its ranks from the data axes. Copies of all but the experts it has where "
+        "their tuple says so, as on any data axis.",
+    ),
+    Claim(
+        title="Columns sum gradients, rows route tokens",
+        where="lecture 6.7, figure 25",
+        printed="non-expert gradients are all-reduced within each EP group (column), tokens are "
+        "routed within each DP group (row)",
+        find=_rows_and_columns,
+        otherwise="does not hold: the names are swapped, and a column is too few for the sum",
+        why="In the lecture's own grid a row is a fixed place on DP, and so a group of EP; a "
+        "column, a group of DP. A column sums what its experts have seen. All ranks have other "
+        "samples and the same dense parameters, which go apart unless the whole grid sums them.",
+    ),
+    Claim(
+        title="More experts, as much work",
+        where="lecture 6.7",
+        printed="extremely large parameter counts by increasing the number of experts, while the "
+        "computational cost per token stays low",
+        find=_large_and_cheap,
+        why="Eight times Mixtral's experts, of which two are a token's. The router alone grows.",
+    ),
+    Claim(
+        title="Overhead grows with experts and workers",
+        where="lecture 6.7",
+        printed="AlltoAll can be significant, especially as the number of experts and workers "
+        "increases",
+        find=_more_overhead,
+        otherwise="holds with a condition: of workers, and in bytes no further than twice",
+        why="k rows of a token travel, of however many experts: (n − 1)/n of them leave. What "
+        "grows further is the time between nodes.",
+    ),
+    Claim(
+        title="All-to-all feels the topology more than all-reduce",
+        where="blog, sparse experts",
+        printed="all-to-all is topology-sensitive in a way all-reduce is not",
+        find=_topology,
+        why="A sum is made within a node first, and one share of it goes between nodes; of an "
+        "all-to-all most bytes have another node as their end.",
+    ),
+    Claim(
+        title="Exchanges take longer than products",
+        where="blog, sparse experts",
+        printed="at scale it, not the matmuls, is what MoE training spends its time on",
+        find=_more_than_products,
+        otherwise="holds with a condition: between nodes, where experts are small",
+        why="Four exchanges and three times the forward pass's products of a layer, 4096 tokens a "
+        "rank, by the rates of an H100; what is hidden of an exchange is not counted.",
+    ),
+)
+
+
+def section() -> str:
+    """The page's part about experts: a table, and why."""
+    lines = [
+        "## What they say of experts on ranks of their own",
+        "",
+        f"Mixtral 8x7B and DeepSeek-V3's shape, a sample of {TOKENS:,} tokens a rank, a capacity "
+        f"factor of {CAPACITY}, and `ep-dp`, where nothing else is said.",
+        "",
+        *table(EXPERTS),
+    ]
+    return "\n".join(lines)
