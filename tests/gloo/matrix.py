@@ -10,11 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks._machine import header, save
-from ptrain.costs import Estimate
-from ptrain.derivation.counted import by_counts
-from ptrain.derivation.estimate import Derivation, derive
+from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
-from ptrain.meters.routing import histogram
 from ptrain.report.record import Check, compare
 from ptrain.simulation.execute import simulate
 from ptrain.spec.axis import Axis
@@ -25,7 +22,7 @@ from ptrain.verification.compare import FP64, Tolerances
 from ptrain.verification.compare import compare as compare_runs
 from ptrain.verification.reference import Trajectory, one_device
 from tests.gloo.recording import counted, named, relative
-from tests.gloo.runs import Report, train
+from tests.gloo.runs import judged, train
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
@@ -79,19 +76,12 @@ def run(
     truth = truth or reference(spec, steps)
     reports = ranks.run(spec.world_size, train, spec, len(truth.losses), MEASURED)
     measured = join_estimates([report.measured for report in reports if report.measured])
-    checks = compare(_judged(derive(spec, facts_of(spec)), reports), measured)
+    checks = compare(judged(derive(spec, facts_of(spec)), reports, MEASURED), measured)
     trajectory = reports[0].trajectory
     assert trajectory is not None
     is_exact = spec.precision.compute_fp64
     tolerances = exactly if is_exact else Tolerances(losses=loss_band(spec, truth))
     return Result(spec, checks, compare_runs(truth, trajectory, tolerances))
-
-
-def _judged(derivation: Derivation, reports: Sequence[Report]) -> Estimate:
-    """Return the exact column, where it assumes where tokens go with what the routers chose in the
-    measured step."""
-    chosen = histogram([report.chosen for report in reports if report.chosen])
-    return by_counts(derivation, chosen, MEASURED + 1) or derivation.exact
 
 
 def simulated_alike(spec: Spec) -> tuple[Check, ...]:

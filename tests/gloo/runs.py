@@ -3,6 +3,7 @@ meters on one of them and with a fault, and report what it saw. Runs inside the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,9 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.costs import Estimate, Traffic
 from ptrain.data.corpus import corpus
+from ptrain.derivation.counted import by_counts
+from ptrain.derivation.estimate import Derivation
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import measure
-from ptrain.meters.routing import Placed, RoutingMeter
+from ptrain.meters.routing import Placed, RoutingMeter, histogram
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
@@ -79,6 +82,13 @@ def train(
         measured=_with_set_up(measured, second) if measured else None,
         chosen=routing.choices() if routing.has_routers else None,
     )
+
+
+def judged(derivation: Derivation, reports: Sequence[Report], step: int) -> Estimate:
+    """Return what the measured `step` (from 0) is held against: the exact column, and where it
+    assumes where tokens go what their counts make of it."""
+    chosen = histogram([report.chosen for report in reports if report.chosen])
+    return by_counts(derivation, chosen, step + 1) or derivation.exact
 
 
 def _with_set_up(steady: Estimate, second: tuple[Traffic, ...]) -> Estimate:
