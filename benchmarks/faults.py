@@ -22,10 +22,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _machine import commit, conclude, header, this_command
 
-from ptrain.spec.load import load
+from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
-from tests.faults.alarms import ACCUMULATED, ALL_SEEDS, LAYOUTS, SEEDS, STEPS, calm, cases, seeds
+from tests.faults.alarms import (
+    ACCUMULATED,
+    ALL_SEEDS,
+    LAYOUTS,
+    MOST_RANKS,
+    SEEDS,
+    STEPS,
+    as_written,
+    calm,
+    cases,
+    seeds,
+)
 from tests.faults.catalogue import FAULTS
+from tests.faults.fault import Fault
 from tests.faults.trials import STEPS as TRIAL_STEPS
 from tests.faults.trials import tried
 from tests.ranks import RankError, Ranks
@@ -35,6 +47,13 @@ Results = dict[str, Result]
 Key = tuple[str, str, int]  # strategy, layout, seed
 Alarms = dict[Key, Result]
 CLAIMED = ("caught", "localised", "named")
+
+
+def is_of(its: Fault, axis: str | None) -> bool:
+    """Whether a fault is planted where the mesh has this axis; for experts' axis, in any model that
+    has some. Every fault is where none is asked for."""
+    has_experts = axis == Axis.EP and its.setting.model == "experts"
+    return axis is None or axis in its.setting.mesh or has_experts
 
 
 def axes_of(spec: Spec) -> list[str]:
@@ -71,7 +90,7 @@ def fault(ranks: OneSize, name: str) -> Result:
 
 def alarm(ranks: OneSize, strategy: str, layout: str, seed: int, work: Path) -> Result:
     """One strategy as it is."""
-    size = load(strategy).spec.world_size
+    size = as_written(strategy).spec.world_size
     result = calm(ranks.of(size), strategy, layout, seed, work / "references")
     return {
         "layout": result.layout,
@@ -155,15 +174,28 @@ def table_of_alarms(results: Alarms) -> Iterator[str]:
         yield f"| {strategy} | {', '.join(layouts)} | {len(own)} | {'; '.join(alarms) or '0'} |"
 
 
-def _seeds_text(layouts: Sequence[str]) -> str:
-    """Which seeds the strategies have in these layouts."""
+def _seeds_text(layouts: Sequence[str], number: int) -> str:
+    """Which seeds the strategies have in these layouts, of the first `number`."""
     with_all = [layout for layout in layouts if layout in ALL_SEEDS]
     rest = [layout for layout in layouts if layout not in ALL_SEEDS]
+    several = f"seeds {SEEDS.start} to {number - 1}" if number > 1 else f"seed {SEEDS.start}"
     parts = (
-        f"{' and '.join(with_all)} layout with seeds {SEEDS.start} to {SEEDS.stop - 1}",
+        f"{' and '.join(with_all)} layout with {several}",
         f"{' and '.join(rest)} with seed {SEEDS.start}",
     )
     return ", in ".join(part for part, of in zip(parts, (with_all, rest), strict=True) if of)
+
+
+def _which(axis: str | None) -> str:
+    """Which strategies are run, and on what."""
+    of_experts = (
+        f"spec in specs/experts/ of at most {MOST_RANKS} ranks, with places and dropless, on a "
+        "llama of 2 layers with 4 experts"
+    )
+    if axis == Axis.EP:
+        return of_experts
+    others = f"strategy in specs/strategies/{f' with {axis}' if axis else ''} on llama"
+    return others if axis else f"{others}, and every {of_experts},"
 
 
 def page(
@@ -173,6 +205,7 @@ def page(
     names: Collection[str] = FAULTS,
     axis: str | None = None,
     layouts: Sequence[str] = LAYOUTS,
+    number: int = len(SEEDS),
 ) -> list[str]:
     """Claims, tables, totals: of the faults `names`, and of strategies with this axis, in these
     layouts."""
@@ -198,10 +231,9 @@ def page(
         *(("## Below the band", "", *below, "") if below else ()),
         "## False alarms",
         "",
-        f"Every strategy in specs/strategies/{f' with {axis}' if axis else ''} on llama with "
-        f"hidden 32, sequence 16 and {ACCUMULATED[0]} micro-batches a rank ({ACCUMULATED[1]} where "
-        f"gradients do not outlive backward), where they are legal in {_seeds_text(layouts)}: "
-        f"the same protocol, {STEPS} steps.",
+        f"Every {_which(axis)} with hidden 32, sequence 16 and {ACCUMULATED[0]} micro-batches a "
+        f"rank ({ACCUMULATED[1]} where gradients do not outlive backward), where they are legal in "
+        f"{_seeds_text(layouts, number)}: the same protocol, {STEPS} steps.",
         "",
         *table_of_alarms(alarms),
         "",
@@ -215,6 +247,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("faults", "alarms", "page"))
     parser.add_argument("--axis", help="faults and strategies with this axis alone, e.g. cp")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="so many, from 0")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     head = header("faults: planted, caught, localised and named", this_command())
@@ -224,17 +257,17 @@ def main() -> int:
         (strategy, layout, seed)
         for strategy, layout in cases()
         if layout in args.layouts
-        and (args.axis is None or args.axis in axes_of(load(strategy).spec))
-        for seed in seeds(layout)
+        and (args.axis is None or args.axis in axes_of(as_written(strategy).spec))
+        for seed in seeds(layout)[: args.seeds]
     ]
-    runs.sort(key=lambda key: (LAYOUTS.index(key[1]), load(key[0]).spec.world_size, key[2]))
-    names = [name for name, its in FAULTS.items() if args.axis in (None, *its.setting.mesh)]
+    runs.sort(key=lambda key: (LAYOUTS.index(key[1]), key[2], as_written(key[0]).spec.world_size))
+    names = [name for name, its in FAULTS.items() if is_of(its, args.axis)]
     faults = {name: result for name in names if (result := _of_fault(ranks, name, args))}
     alarms = {key: result for key in runs if (result := _of_strategy(ranks, key, args))}
     ranks.ranks.close()
     return conclude(
         f"faults_{args.axis}" if args.axis else "faults",
-        [head, *page(faults, alarms, len(runs), names, args.axis, args.layouts)],
+        [head, *page(faults, alarms, len(runs), names, args.axis, args.layouts, args.seeds)],
         failed=[*_failed(faults, alarms, runs, names)],
         not_covered="faults of other models, of NCCL and of several machines; other batches than "
         "these; and strategies at their own size (benchmarks/verify.py).",

@@ -25,7 +25,7 @@ from ptrain.costs import (
     TrafficKey,
     add_traffic,
 )
-from ptrain.derivation import blocks, pipeline, tensor
+from ptrain.derivation import balancing, blocks, pipeline, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.activations import drops_in_parts, is_tabulated
 from ptrain.derivation.bounds import bounded
@@ -233,7 +233,13 @@ def exact(
     estimate = _joined(
         spec, ranks, [_exact_part(spec, plan, part, machine) for part in ranks.parts]
     )
-    operators = add_traffic((*tensor.sent(spec, plan, facts), *_over_context(spec, plan, facts)))
+    operators = add_traffic(
+        (
+            *tensor.sent(spec, plan, facts),
+            *_over_context(spec, plan, facts),
+            *balancing.summed(spec, plan, [facts]),
+        )
+    )
     traffic = _with(estimate.traffic, operators)
     return replace(
         estimate,

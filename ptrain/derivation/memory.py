@@ -12,6 +12,7 @@ from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.context.form import held_buffers, held_tokens
 from ptrain.by_rank import ByRank
 from ptrain.costs import Footprint, State
+from ptrain.derivation.balancing import counts_bytes
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.facts.model import ModelFacts
@@ -47,13 +48,14 @@ def by_shard(ghost: Wrapping) -> tuple[list[Rows], list[int]]:
 
 
 def other_bytes(spec: Spec, facts: ModelFacts) -> int:
-    """The model's buffers (fp32, or fp64 where the model computes in it), one step's
+    """The model's buffers (reals in fp32, or fp64 where the model computes in it), one step's
     samples, and the scalar in which a step adds up its loss."""
     scale = 2 if spec.precision.effective.parameters is DType.FP64 else 1
     sample = facts.sample_bytes
     if sample is None:
         sample = held_tokens(spec) * _TOKEN_BYTES
     samples = spec.batch.accumulate * spec.batch.micro * sample
-    buffers = sum(size for _, size in held_buffers(spec, facts.buffers))
+    counts = counts_bytes(facts)
+    reals = sum(size for _, size in held_buffers(spec, facts.buffers)) - counts
     scaling = _SCALING_BYTES if spec.precision.effective.scales_loss else 0
-    return scale * (buffers + _LOSS_BYTES) + samples + scaling
+    return scale * (reals + _LOSS_BYTES) + counts + samples + scaling

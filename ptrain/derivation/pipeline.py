@@ -30,6 +30,7 @@ from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.costs import Footprint, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.activation_moves import kept_traffic
+from ptrain.derivation.balancing import summed
 from ptrain.derivation.calls import group_over
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm
@@ -247,6 +248,7 @@ def accounts(
             (
                 *over_boundaries(spec, plan, (t for t in crossing if t.rank == rank), model),
                 *norm(ghost),
+                *summed(spec, plan, [stages[s].facts for s in step.stages_of(rank)]),
                 *(row for s in step.stages_of(rank) for row in _at(of_stage[s][index], shard)),
                 *sent_to_experts(
                     spec,

@@ -13,6 +13,7 @@ from ptrain.algebra.layout import positions
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.costs import Footprint, Peak, Phase, State, StepTime
 from ptrain.derivation import activations
+from ptrain.derivation.balancing import sum_in_time
 from ptrain.derivation.clock import Slowest
 from ptrain.derivation.computing import Computing, PassScore, Timing
 from ptrain.derivation.differing import differing_axes
@@ -192,6 +193,7 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
                 wrap.update(shard)
             for wrap in wraps:
                 wrap.finish_update()
+            sum_in_time(scene.plan, tape, [wrap.scene.facts for wrap in wraps])
             slowest.end()
         peaks |= dict.fromkeys(all_of_kind, max(reduced, before + at_once, tape.peak))
     slowest.stay()

@@ -19,7 +19,7 @@ from ptrain.spec.spec import Spec
 
 EXPERTS = "experts"  # the module of a block that has all of them
 LOCAL = "window_"  # in front of the names of tables that layers with a window have of their own
-_FP32 = 4  # bytes: buffers are fp32 (fp64 under compute fp64), whatever the layout
+_FP32, _INT64 = 4, 8  # bytes: reals are fp32 (fp64 under compute fp64), whatever the layout
 
 Shape = tuple[int, ...]
 Table = tuple[tuple[str, Shape], ...]
@@ -204,6 +204,7 @@ def _root(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
 
 
 OF_TOKENS = "_TK"  # ends the name of a table with a row for each token
+BIAS, COUNTS = "bias_E", "load_E"  # of a router's buffers: of its experts, and how often chosen
 
 
 def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
@@ -222,7 +223,13 @@ def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
 
 def _buffers(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
     tables = tables_of(shape, sequence).items()
-    return tuple((name, rows * columns * _FP32) for name, (rows, columns) in tables)
+    own = [(name, rows * columns * _FP32) for name, (rows, columns) in tables]
+    if shape.experts is not None and shape.bias_update_rate is not None:
+        for layer in filter(shape.has_experts, range(shape.layers)):
+            router = f"blocks.{layer}.mlp.router"
+            own.append((f"{router}.{BIAS}", shape.experts * _FP32))
+            own.append((f"{router}.{COUNTS}", shape.experts * _INT64))
+    return tuple(own)
 
 
 def _gradient_order(shape: ModelShape, blocks: Mapping[str, Table]) -> tuple[str, ...]:

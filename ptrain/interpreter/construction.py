@@ -12,6 +12,7 @@ from ptrain.axes.context.run.apply import ContextGroups
 from ptrain.axes.data.run.wrapped import OwnUpdate, WrappedModel
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.facts.attention import Attending
+from ptrain.interpreter.balancing import Balancing
 from ptrain.interpreter.clip import Clipping
 from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.interpreter.passes import Enter, PassRunner
@@ -56,6 +57,7 @@ class Construction:
     clipping: Clipping | None = None
     update: TargetsUpdate | OwnUpdate | None = None
     scaling: LossScale | None = None
+    balancing: Balancing | None = None
     _mesh: Mesh | None = None
     _joined: tuple[WrappedModel, nn.Module] | None = None
 

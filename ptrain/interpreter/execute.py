@@ -20,6 +20,7 @@ from ptrain.axes.expert.run.apply import parallelize_experts
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize, require_rows
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.errors import BrokenPlan
+from ptrain.interpreter.balancing import Balancing
 from ptrain.interpreter.clip import Clipping
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.loss import Loss, StepLoss
@@ -35,6 +36,7 @@ from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.tiers import Tiers
 from ptrain.rooms.torch import TorchRoom
+from ptrain.steps.balance import BalanceExperts
 from ptrain.steps.context import ContextParallel
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.kind import PlanStep, Ran
@@ -182,6 +184,11 @@ def _update(step: Update, rank: Construction) -> None:
     rank.scaling = LossScale(rank.mesh, step.scale_axes) if step.layout.scales_loss else None
 
 
+def _balance(step: BalanceExperts, rank: Construction) -> None:
+    _require(rank.update is not None, step, "there is no update that biases move after")
+    rank.balancing = Balancing(step, [piece.module for piece in rank.pieces], rank.mesh)
+
+
 def _matrices(rank: Construction) -> list[list[bool]]:
     """Which parameters are matrices within the model, unit by unit in the targets' order: what
     belongs to no unit but the root (embeddings, the head) is none."""
@@ -198,6 +205,7 @@ OF_RANK: dict[type[PlanStep], Callable[[Any, Construction], None]] = {
     Accumulate: _accumulate,
     Clip: _clip,
     Update: _update,
+    BalanceExperts: _balance,
 }
 OF_PIECES: dict[type[PlanStep], Callable[[Any, Workpiece, Construction], None]] = {
     Parallelize: _cut_operators,

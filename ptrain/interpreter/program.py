@@ -78,6 +78,7 @@ class Program:
         self.mesh, self.world = rank.mesh, rank.world
         self.model, self.wrapped, self.pieces = rank.model, rank.wrapped, tuple(rank.pieces)
         self.clipping, self.scaling, self.update = rank.clipping, rank.scaling, rank.update
+        self.balancing = rank.balancing
         self.observers: list[Observer] = []
         self.gradient_observers: list[GradientObserver] = []
         self.batch: StepBatch | None = None
@@ -152,6 +153,8 @@ class Program:
         self._lr = lr
         self.batch = batch
         self.loss.begin(batch)
+        if self.balancing is not None:
+            self.balancing.begin()
         with self._operators():
             self.passes.train(batch)
         return self.loss.share.div_(self._sharers)
@@ -179,7 +182,7 @@ class Program:
 
     @torch.no_grad()
     def apply(self, lr: float) -> None:
-        """Do the second half of `step`: clip, update."""
+        """Do the second half of `step`: clip, update, and move what balances experts."""
         if not self.updates_in_backward:
             if self._norm is not None and self.clipping is not None:
                 self.clipping.scale_down(self.gradients(), self._norm)
@@ -188,6 +191,8 @@ class Program:
             self._update(lr)
         self._norm = None
         self.wrapped.finish_update()
+        if self.balancing is not None:
+            self.balancing.update()
         self.wrapped.clear_gradients()
 
     def _check_and_measure(self) -> torch.Tensor | None:
@@ -236,7 +241,7 @@ class Program:
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """`model` by parameter name and `optimizer` by `name.exp_avg`, `name.step` …: full tensors
         (DTensor where a rank holds a part), the same names, shapes and dtypes whatever the
-        placement; `scaling` where the loss is scaled."""
+        placement; `scaling` where the loss is scaled, `routers` where these have biases."""
         dtype = TORCH_DTYPES[self.plan.update.layout.parameters]
         model: dict[str, torch.Tensor] = {}
         optimizer: dict[str, torch.Tensor] = {}
@@ -249,6 +254,8 @@ class Program:
             for key, tensor in tensors.items():
                 optimizer.update(_keyed(self.canonical(target.split(tensor)), key))
         state = {"model": model, "optimizer": optimizer}
+        if self.balancing is not None:
+            state["routers"] = dict(self.balancing.state())
         return state | ({"scaling": self.scaling.state()} if self.scaling else {})
 
     @torch.no_grad()
@@ -264,6 +271,9 @@ class Program:
         if self.scaling is not None:
             for key, tensor in self.scaling.state().items():
                 tensor.copy_(state["scaling"][key])
+        if self.balancing is not None:
+            for name, tensor in self.balancing.state().items():
+                tensor.copy_(state["routers"][name])
 
     def canonical(self, named: Named) -> Named:
         """Return the tensors by the model's names, those of a stage's copies too, in the model's

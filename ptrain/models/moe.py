@@ -1,7 +1,8 @@
 """A feed-forward part of experts, of which a router chooses some for every token.
 
 Legend of shape suffixes: B samples, T tokens, N tokens of all samples, C hidden, E experts, K
-experts of a token, M = N·K rows, F features inside an expert, S places of all experts.
+experts of a token, G groups of e experts each, M = N·K rows, F features inside an expert, S places
+of all experts.
 
 Note: no size depends on where tokens go. Without a capacity all rows are sorted by expert and
 multiplied group by group; with one every expert has as many places, of which some stay empty.
@@ -20,6 +21,7 @@ from ptrain.models.feed_forward import FeedForward, activation_of
 from ptrain.models.grouped import grouped_product
 from ptrain.models.journey import Journey
 from ptrain.models.numerics import widen
+from ptrain.models.recomputing import runs_again
 from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
 
@@ -36,7 +38,12 @@ class Score(nn.Module):
 
 
 class Gate(nn.Module):
-    """Chooses the experts of each token, and what theirs counts. Its parameter is a matrix."""
+    """Chooses the experts of each token, and what theirs counts. Its parameter is a matrix.
+
+    Where a shape says so it has two buffers beside it: a bias that is added to the scores of each
+    expert for the choice alone, and how often each was chosen since somebody cleared it. What moves
+    the bias stands elsewhere (`interpreter.balancing`): no pass does.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -44,15 +51,35 @@ class Gate(nn.Module):
         self.shape = shape
         self.score, self.is_normed = Score(shape.router), shape.router_norm
         self.scale, self.num_chosen = shape.router_scale, shape.experts_per_token
+        self.groups, self.groups_chosen = shape.expert_groups, shape.groups_per_token
         self.balance = Balance(shape)
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
+        self.bias_E: Tensor | None
+        self.load_E: Tensor | None
+        has_bias, experts = shape.bias_update_rate is not None, shape.experts
+        self.register_buffer("bias_E", torch.zeros(experts) if has_bias else None)
+        load_E = torch.zeros(experts, dtype=torch.int64) if has_bias else None
+        self.register_buffer("load_E", load_E, persistent=False)
+
+    def reset_buffers(self) -> None:
+        """No expert is favoured, and none has been chosen."""
+        for buffer in (self.bias_E, self.load_E):
+            if buffer is not None:
+                buffer.zero_()
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [N, K] and experts [N, K], the best first."""
         x_NC = x_BTC.flatten(0, 1)
         logits_NE = F.linear(widen(x_NC), widen(self.weight))
         scores_NE: Tensor = self.score(logits_NE)
-        weights_NK, chosen_NK = scores_NE.topk(self.num_chosen)
+        if self.bias_E is None and self.groups is None:
+            weights_NK, chosen_NK = scores_NE.topk(self.num_chosen)
+        else:
+            chosen_NK = self._choice(scores_NE.detach())
+            weights_NK = scores_NE.gather(1, chosen_NK)
+        if self.load_E is not None and self.training and not runs_again():
+            chosen_M = chosen_NK.flatten()
+            self.load_E.scatter_add_(0, chosen_M, torch.ones_like(chosen_M))
         if self.training and self.balance.is_wanted:
             routing = (logits_NE, scores_NE, chosen_NK)
             loss = self.balance(*(x.unflatten(0, x_BTC.shape[:2]) for x in routing))
@@ -62,6 +89,20 @@ class Gate(nn.Module):
         if self.scale is not None:
             weights_NK = weights_NK * self.scale
         return weights_NK.to(x_NC.dtype), chosen_NK
+
+    def _choice(self, scores_NE: Tensor) -> Tensor:
+        """Return the experts [N, K] whose scores and biases together are best, of all groups, or of
+        those whose two best have the largest sum (DeepSeek-V3, arXiv:2412.19437, equations 15 and
+        16, and its section 2.1.2 on nodes)."""
+        if self.bias_E is not None:
+            scores_NE = scores_NE + self.bias_E
+        if self.groups is not None:
+            scores_NGe = scores_NE.unflatten(1, (self.groups, -1))
+            best_NG = scores_NGe.topk(2).values.sum(-1)
+            groups_NG = best_NG.topk(self.groups_chosen).indices
+            hidden_NG = torch.ones_like(best_NG, dtype=torch.bool).scatter(1, groups_NG, False)
+            scores_NE = scores_NGe.masked_fill(hidden_NG[..., None], float("-inf")).flatten(1)
+        return scores_NE.topk(self.num_chosen).indices
 
 
 class ExpertProjections(nn.Module):

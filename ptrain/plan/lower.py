@@ -27,6 +27,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.role import Fusions, Roles
 from ptrain.spec.spec import Spec
+from ptrain.steps.balance import balance_of
 from ptrain.steps.step import (
     Accumulate,
     Clip,
@@ -83,6 +84,7 @@ def lower(
         _accumulate(spec),
         _clip(spec, cut_axes, operator_axes),
         update,
+        balance_of(spec, tuple(f.axis for f in factors if f.axis in wrap.summed_axes)),
     )
     return Plan(spec=spec, steps=tuple(step for step in steps if step is not None), units=units)
 

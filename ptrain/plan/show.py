@@ -33,6 +33,7 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Role, Roles
 from ptrain.spec.spec import Spec
+from ptrain.steps.balance import BalanceExperts
 from ptrain.steps.context import ContextParallel
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import (
@@ -118,6 +119,8 @@ def _step(step: Step, *, stateless: bool) -> str:
             return _clip(step)
         case Update():
             return _update(step)
+        case BalanceExperts():
+            return _balance(step)
         case _:
             assert_never(step)
 
@@ -302,6 +305,14 @@ def _update(step: Update) -> str:
         over = f" over {_names(step.scale_axes)}" if step.scale_axes else ""
         text += f"; the loss is scaled, and a step whose gradients overflow{over} is skipped"
     return text
+
+
+def _balance(step: BalanceExperts) -> str:
+    over = f", an all-reduce over {' × '.join(step.axes)}" if step.axes else ""
+    return (
+        f"move each expert's bias by {step.rate:g} towards the mean of {step.choices} choices a "
+        f"layer{over}"
+    )
 
 
 def _layout(layout: Layout) -> str:

@@ -58,6 +58,26 @@ class ExpertOptions:
             aka=("n_shared_experts", "num_shared_experts"),
         ),
     ] = 0
+    expert_groups: Annotated[
+        int | None,
+        Whole(
+            "groups of neighbouring experts, of which a router first chooses some for a token: "
+            "those whose two best scores have the largest sum; without: none",
+            2,
+            2**15,
+            aka=("n_group", "n_expert_groups", "moe_router_num_groups"),
+            null=True,
+        ),
+    ] = None
+    groups_per_token: Annotated[
+        int,
+        Whole(
+            "groups among whose experts a token's are chosen; without: 1",
+            1,
+            2**15,
+            aka=("topk_group", "n_limited_groups", "moe_router_group_topk"),
+        ),
+    ] = 1
     dense_layers: Annotated[
         int,
         Whole(
@@ -94,6 +114,19 @@ class ExpertOptions:
             1e6,
             open=True,
             aka=("routed_scaling_factor", "moe_router_topk_scaling_factor"),
+            null=True,
+        ),
+    ] = None
+    bias_update_rate: Annotated[
+        float | None,
+        Real(
+            "an expert has a bias, added to its scores where experts are chosen and not to what "
+            "they count; after a step it rises by this where the step's tokens chose the expert "
+            "less often than the mean, and falls where more often; without: none has one",
+            0.0,
+            1e3,
+            open=True,
+            aka=("bias_update_speed", "moe_router_bias_update_rate", "expert_bias_update_rate"),
             null=True,
         ),
     ] = None

@@ -13,8 +13,9 @@ from ptrain.spec.model import Attention, ModelShape
 _DEFAULTS = {option.name: option.default for option in fields(BlockOptions)}
 _OF_ROPE = ("rope_base", "rotary", "window_rope_base", "rope_scaling")
 _OF_EXPERTS = (
-    "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "router", "router_norm",
-    "router_scale", "capacity_factor", "aux_loss", "z_loss",
+    "experts_per_token", "expert_ffn", "shared_experts", "expert_groups", "groups_per_token",
+    "dense_layers", "router", "router_norm", "router_scale", "bias_update_rate", "capacity_factor",
+    "aux_loss", "z_loss",
 )  # fmt: skip
 _OF_LLAMA3 = ("rope_low_factor", "rope_high_factor", "rope_original")
 
@@ -61,6 +62,14 @@ def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
             finding=f"a token goes to {chosen} experts, of which a block has {experts}",
             remedy=f"write {experts} or fewer",
         )
+    elif chosen == experts and shape.bias_update_rate is not None:
+        yield Fault(
+            place="model.bias_update_rate",
+            finding=f"a token goes to all {experts} experts, whatever a bias says",
+            remedy="remove it, or write a smaller experts_per_token",
+        )
+    if shape.expert_groups is not None:
+        yield from _groups(shape, experts, shape.expert_groups)
     if dense >= shape.layers:
         yield Fault(
             place="model.dense_layers",
@@ -72,6 +81,33 @@ def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
             place="model.bias",
             finding="not yet: experts with biases, of which a grouped product knows nothing",
             remedy="write bias: none or qkv",
+        )
+
+
+def _groups(shape: ModelShape, experts: int, groups: int) -> Iterator[Fault]:
+    """Yield why experts do not make these groups, or a token's do not find room in its groups."""
+    chosen, of_token = shape.experts_per_token, shape.groups_per_token
+    sizes = [size for size in divisors(experts) if 1 < size < experts]
+    if experts % groups or experts // groups < 2:
+        finding = f"{groups} groups of {experts} experts: they do not divide them into groups of "
+        choices = ", ".join(str(experts // size) for size in reversed(sizes))
+        yield Fault(
+            place="model.expert_groups",
+            finding=f"{finding}two or more",
+            remedy=f"choose from {choices}" if choices else "remove it",
+        )
+    elif of_token >= groups:
+        yield Fault(
+            place="model.groups_per_token",
+            finding=f"a token's experts are of {of_token} groups, of which there are {groups}",
+            remedy=f"write one below {groups}, or remove expert_groups",
+        )
+    elif chosen > of_token * experts // groups:
+        yield Fault(
+            place="model.groups_per_token",
+            finding=f"a token goes to {chosen} experts, and {of_token} of {groups} groups have "
+            f"{of_token * experts // groups}",
+            remedy=f"write {-(-chosen * groups // experts)} or more",
         )
 
 
@@ -147,6 +183,9 @@ def voids(shape: ModelShape) -> Iterator[Void]:
     if shape.experts is None:
         finding = "a block has no experts"
         yield from _void(shape, _OF_EXPERTS, "experts", finding, "experts")
+    elif shape.expert_groups is None:
+        finding = "experts make no groups"
+        yield from _void(shape, ("groups_per_token",), "expert_groups", finding, "expert_groups")
     if shape.tied:
         finding = "a tied head is the embedding, which has no bias"
         yield from _void(shape, ("head_bias",), "tied", finding, "tied: false")

@@ -39,10 +39,6 @@ _LAYERS = (
     "experts in some layers alone; all behind the first dense_layers have them",
     "write dense_layers: N where the first N are dense; leave it out where it changes nothing",
 )
-_GROUPS = (
-    "a router that chooses groups of experts first; it chooses among all",
-    "leave it out: tensors and products stay the same, and not which experts are chosen",
-)
 _LATENT = (
     "attention through latent vectors (MLA); keys and values are made of hidden features",
     "write heads, kv_heads and head_dim of an attention without them",
@@ -53,11 +49,10 @@ UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("model", "decoder_sparse_step"): _LAYERS,
     ("model", "mlp_only_layers"): _LAYERS,
     ("model", "moe_layer_freq"): _LAYERS,
-    ("model", "n_group"): _GROUPS,
-    ("model", "topk_group"): _GROUPS,
-    ("model", "topk_method"): _GROUPS,
-    ("model", "moe_router_num_groups"): _GROUPS,
-    ("model", "moe_router_group_topk"): _GROUPS,
+    ("model", "topk_method"): (
+        "ways of choosing experts by their names; what they do is said by itself",
+        "write router, expert_groups and bias_update_rate",
+    ),
     ("model", "q_lora_rank"): _LATENT,
     ("model", "kv_lora_rank"): _LATENT,
     ("model", "qk_rope_head_dim"): _LATENT,

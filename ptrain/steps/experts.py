@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ptrain.facts.model import prefixes
 from ptrain.spec.axis import Axis
 from ptrain.steps.kind import PlanStep
 
@@ -25,6 +26,10 @@ class ExpertParallel(PlanStep):
     def has(self, modules: Sequence[str]) -> bool:
         """Return whether a unit of these modules is one of experts."""
         return any(name in self.modules for name in modules)
+
+    def is_inside(self, module: str) -> bool:
+        """Return whether a module runs on the rows that its experts get, of all ranks' tokens."""
+        return any(name in self.modules for name in prefixes(module))
 
     @property
     def cutting_axes(self) -> tuple[Axis, ...]:

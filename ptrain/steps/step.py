@@ -15,6 +15,7 @@ from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
 from ptrain.steps.axes import PlanAxes
+from ptrain.steps.balance import BalanceExperts
 from ptrain.steps.context import ContextParallel
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.kind import PlanStep
@@ -179,7 +180,7 @@ class Update(PlanStep):
 
 
 Cut = Pipeline | Parallelize | ContextParallel | ExpertParallel
-Step = CreateMesh | Cut | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
+Step = CreateMesh | Cut | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update | BalanceExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -202,6 +203,7 @@ class Plan(PlanAxes, Worded):
     pipeline: Pipeline | None = field(init=False, compare=False)
     keep: Keep | None = field(init=False, compare=False)
     loss: ChunkedLoss | None = field(init=False, compare=False)
+    balance: BalanceExperts | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         by_name = {_name_of(step): step for step in self.steps}
@@ -241,6 +243,7 @@ _NAMES: dict[type[PlanStep], str] = {
     Accumulate: "accumulate",
     Clip: "clip",
     Update: "update",
+    BalanceExperts: "balance",
 }
 
 _NEEDED = {"mesh", "wrap", "accumulate", "update"}

@@ -121,25 +121,29 @@ class Capture:
 
     def beside(self, expected: Outputs) -> Outputs:
         """Return what another device's modules give, as ranks hold what they give; nothing of what
-        a rank has an addend of."""
-        program, tensor = self.program, self.program.plan.tensor
+        a rank has an addend of, or the rows of other ranks' tokens in."""
+        program, tensor, experts = self.program, self.program.plan.tensor, self.program.plan.experts
         own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
 
         def held(
             outputs: dict[Key, torch.Tensor], is_addend: Callable[[Roles, str], bool]
         ) -> dict[Key, torch.Tensor]:
-            whole = [key for key in outputs if not is_addend(roles, key[0])]
-            return {key: as_held(program, key[0], outputs[key], own) for key in whole}
+            return {
+                (path, k): as_held(program, path, whole, own)
+                for (path, k), whole in outputs.items()
+                if not is_addend(roles, path) and not (experts and experts.is_inside(path))
+            }
 
         return Outputs(
             forward=held(expected.forward, gives_addend),
             backward=held(expected.backward, gets_addend),
         )
 
-    def gradients(self, exchange: Exchange) -> Named:
+    def gradients(self, exchange: Exchange, clipped: float = 1.0) -> Named:
         """Return gradients by canonical name, full tensors or DTensors: zeros of what this rank's
         optimizer was given none of where others were; none of what nobody updates, or some rank's
-        optimizer has left although there was one. All ranks call it."""
+        optimizer has left although there was one. They are without the factor by which this rank
+        `clipped` them. All ranks call it."""
         lacking = [i for i, (_, leaf) in enumerate(self._leaves) if id(leaf) not in self._given]
         left = [index for index in lacking if index in self._reduced]
         stage = self.program.pieces[0].index  # the same where other ranks have the same layers
@@ -154,7 +158,7 @@ class Capture:
             gradient = self._given.get(id(leaf))
             if gradient is None:
                 gradient = torch.zeros_like(target.value())
-            gradients.update(self.program.canonical(target.named(gradient)))
+            gradients.update(self.program.canonical(target.named(gradient / clipped)))
         return gradients
 
 

@@ -10,6 +10,7 @@ import torch
 from ptrain.axes.data.run.target import Named
 from ptrain.interpreter.program import Program
 from ptrain.models.batch import StepBatch
+from ptrain.spec.spec import Spec
 from ptrain.verification.outputs import Outputs
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import States
@@ -18,9 +19,9 @@ from ptrain.verification.states import States
 @dataclass(slots=True, kw_only=True)
 class Evidence:
     """`states` are the reference's at the start of the last steps, this one last. `used` are
-    parameters as the first micro-batch's modules had them. `gradients` as
-    the program's optimizer had them, `expected_gradients` the reference's without the loss's scale
-    and before clipping; `scale` is that of the loss."""
+    parameters as the first micro-batch's modules had them. `gradients` as the program's optimizer
+    had them, without what clipping did by the norm that their rank has; `expected_gradients` the
+    reference's without the loss's scale and before clipping; `scale` is that of the loss."""
 
     program: Program
     reference: ReferenceTraining
@@ -41,8 +42,13 @@ class Evidence:
     scale: float = 1.0
 
     def clipped_by(self) -> float:
-        """Return what clipping multiplied the gradients by, if the program tells the true norm."""
-        clip = self.program.spec.optimizer.clip
-        if clip is None or self.norm is None or not math.isfinite(self.norm):
-            return 1.0
-        return min(1.0, clip / (self.norm + 1e-6))
+        """Return what clipping multiplied this rank's gradients by."""
+        return clipped_by(self.program.spec, self.norm)
+
+
+def clipped_by(spec: Spec, norm: float | None) -> float:
+    """Return what clipping multiplies gradients by, if a program tells the true norm."""
+    clip = spec.optimizer.clip
+    if clip is None or norm is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, clip / (norm + 1e-6))

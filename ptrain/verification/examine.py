@@ -24,7 +24,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import Capture, watched
 from ptrain.verification.drive import drive
-from ptrain.verification.evidence import Evidence
+from ptrain.verification.evidence import Evidence, clipped_by
 from ptrain.verification.explain import explain
 from ptrain.verification.outputs import Outputs
 from ptrain.verification.parts import held, part_of, relative
@@ -123,7 +123,7 @@ class _Examiner:
             used=capture.used,
             outputs=capture.outputs,
             expected_outputs=capture.beside(outputs),
-            gradients=capture.gradients(self.exchange),
+            gradients=capture.gradients(self.exchange, clipped_by(self.spec, norm)),
             expected_gradients={name: gradient / scale for name, gradient in expected.sums.items()},
             earlier_gradients=before.expected_gradients if before else {},
             rates=capture.rates,
@@ -217,7 +217,7 @@ class _Examiner:
             whole = expected.get(name)
             if whole is None:
                 whole = torch.zeros_like(self.reference.parameters[name], dtype=tensor.dtype)
-            pair = (tensor / evidence.clipped_by(), whole)
+            pair = (tensor, whole)
             yield from self._compared(
                 evidence.step, Moment.GRADIENTS, Subject.GRADIENTS, name, pair, usual=usual
             )

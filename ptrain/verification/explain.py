@@ -10,22 +10,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ptrain.costs import State
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
-from ptrain.spec.axis import Axis
-from ptrain.spec.placement import CUT
-from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.causes.activations import output_cause
 from ptrain.verification.causes.gradients import gradient_cause
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.norms import norm_cause
+from ptrain.verification.causes.scene import Cause, Investigation
 from ptrain.verification.causes.states import state_cause
 from ptrain.verification.causes.targets import targets_cause
 from ptrain.verification.evidence import Evidence
-from ptrain.verification.factors import factor_text, products
+from ptrain.verification.factors import factor_text
 from ptrain.verification.parts import held
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.samples import OF_ITS_SAMPLES
@@ -84,7 +81,7 @@ def _cause(scene: Investigation, program: Program) -> tuple[Departure, Cause]:
         case Moment.FORWARD | Moment.BACKWARD | Moment.GRADIENTS:
             return _of_backward(scene)
         case Moment.CLIP:
-            return first, _norm(scene)
+            return first, norm_cause(scene)
     raise AssertionError(f"no moment of a step: {first.moment}")
 
 
@@ -208,56 +205,6 @@ def _loss(scene: Investigation) -> Cause:
         "it over the data ranks once, over the global number of tokens"
     )
     return Cause("", text, sentence)
-
-
-def _norm(scene: Investigation) -> Cause:
-    """Say whether the norm is that of this rank's shards alone, or of gradients with the loss's
-    scale, or counts replicas several times."""
-    evidence = scene.evidence
-    norms = scene.exchange.gather(evidence.norm)
-    expected = evidence.expected_norm
-    if axis := _of_own_shards(scene):
-        sentence = f"clipping uses the norm of each rank's own shards: sum its square over {axis}"
-        return Cause(axis, f"missing all-reduce over {axis}", sentence)
-    ratio = norms[scene.first.rank] / expected if expected else math.inf
-    if evidence.scale != 1.0 and math.isclose(ratio, evidence.scale, rel_tol=EXACT):
-        sentence = "gradients are clipped with the loss's scale: divide by it before"
-        return Cause("", f"× {evidence.scale:g}: the loss scale is not undone", sentence)
-    candidates = products(ratio, scene.degrees)
-    along = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
-    text = factor_text(ratio, scene.degrees)
-    sentence = f"the gradient norm is {text}: {scene.first.told}; count every element once"
-    return Cause(along or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
-
-
-def _of_own_shards(scene: Investigation) -> str:
-    """The axis along which the ranks' squares are not summed: the norm is that of the right
-    gradient's parts that this rank has, or the squares of a line of ranks make up the right one."""
-    evidence = scene.evidence
-    square = 0.0
-    for name, whole in evidence.expected_gradients.items():
-        tensor = evidence.gradients.get(name)
-        part = scene.own_part(tensor, whole) if tensor is not None else None
-        if part is not None:
-            square += float(part.of(whole).double().square().sum())
-    norm = evidence.norm if evidence.norm is not None else math.nan
-    is_own = math.isclose(math.sqrt(square), norm, rel_tol=EXACT)
-    everyone = scene.exchange.gather([norm, is_own])
-    cut = [axis for axis in scene.axes if _cuts(scene.spec, axis)]
-    for axis in cut:
-        squares = [everyone[rank][0] ** 2 for rank in scene.line(scene.rank, axis)]
-        right = math.isclose(math.sqrt(sum(squares)), evidence.expected_norm, rel_tol=EXACT)
-        if any(scene.exchange.gather(right)):
-            return str(axis)
-    return str(cut[0]) if cut and all(its[1] for its in everyone) else ""
-
-
-def _cuts(spec: Spec, axis: Axis) -> bool:
-    """Whether ranks along it have other parts of a gradient."""
-    placed = next(factor.placement for factor in spec.factors if factor.axis is axis)
-    return (
-        placed[State.GRADIENTS].distribution in CUT or placed[State.OPTIMIZER].distribution in CUT
-    )
 
 
 def _unexplained(scene: Investigation) -> Cause:

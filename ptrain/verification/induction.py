@@ -186,8 +186,8 @@ def _onward(device: ReferenceTraining, states: States, step: int) -> ReferenceSt
 
 @torch.no_grad()
 def load(device: ReferenceTraining, states: States) -> None:
-    """Parameters, master copies, optimizer state and the loss's scale, as `Program.state_dict`
-    names them, whole."""
+    """Parameters, master copies, optimizer state, the loss's scale and routers' biases, as
+    `Program.state_dict` names them, whole."""
     updater, optimizer = device.updater, states["optimizer"]
     for name, parameter in updater.parameters.items():
         parameter.copy_(states["model"][name])
@@ -203,3 +203,5 @@ def load(device: ReferenceTraining, states: States) -> None:
     if "scaling" in states:
         updater.scale = float(states["scaling"]["scale"])
         updater.steps_since_change = int(states["scaling"]["growth_tracker"])
+    for name, bias in states.get("routers", {}).items():
+        device.module.get_buffer(name).copy_(bias)

@@ -1,6 +1,7 @@
-"""What Theorem 5 presupposes, each a check with a name: that the run is a function of its spec
-(deterministic: the same run twice has the same bits), that it starts where one device starts, and
-that all ranks count the same steps. All by digests, so that nothing is sent but these."""
+"""What Theorem 5 presupposes, each a check with a name: that a run goes on, that it is a function
+of its spec (deterministic: the same run twice has the same bits), that it starts where one device
+starts, and that all ranks count the same steps. All by digests, so that nothing is sent but
+these."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.drive import drive_and_add
+from ptrain.verification.drive import drive
 from ptrain.verification.parts import held, part_of
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import States, of_program, of_reference
@@ -36,12 +37,15 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
     with deterministic():
         program = make(spec, world)
         starts = list(_starts(program, exchange))
-        losses, skipped = _steps(program, exchange)
+        losses, skipped, broken = _steps(program, exchange)
+        if broken:
+            why = f"{broken}; what departs before, if anything does, is told below"
+            return (_counted("steps that end", STEPS, STEPS - len(losses), why), *starts)
         first = _digests(program)
         counters = _counters(program, exchange, STEPS - skipped)
         del program
         again = make(spec, world)
-        losses_again, _ = _steps(again, exchange)
+        losses_again, *_ = _steps(again, exchange)
         second = _digests(again)
         del again
     return (
@@ -64,15 +68,25 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
 
 
-def _steps(program: Program, exchange: Exchange) -> tuple[list[float], int]:
-    """The losses, and how many steps were skipped because a scaled gradient overflowed."""
+def _steps(program: Program, exchange: Exchange) -> tuple[list[float], int, str]:
+    """Return the losses of the steps that ended, how many were skipped because a scaled gradient
+    overflowed, and what broke the first that did not end: its cause may be in a step before."""
     source = corpus(program.spec.data)
-    losses, skipped = [], 0
+    losses: list[float] = []
+    skipped = 0
     for step in range(STEPS):
-        losses.append(drive_and_add(program, source, step, exchange)[0])
+        broken, share = "", 0.0
+        try:
+            share, _ = drive(program, source, step)
+        except (RuntimeError, TypeError) as error:
+            words = str(error).strip().partition("\n")[0]
+            broken = f"step {step} breaks off: {type(error).__name__}: {words}"
+        if everyone := [its for its in exchange.gather(broken) if its]:
+            return losses, skipped, everyone[0]
+        losses.append(exchange.add([share])[0])
         scaling = program.scaling
         skipped += scaling is not None and bool(scaling.found_inf)
-    return losses, skipped
+    return losses, skipped, ""
 
 
 def _digests(program: Program) -> Digests:

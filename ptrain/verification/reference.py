@@ -33,6 +33,7 @@ from ptrain.models.objective import Objective, objective_of
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
+from ptrain.verification.router_biases import clear_counts, move_biases
 from ptrain.verification.updater import Updater
 
 
@@ -132,6 +133,7 @@ class ReferenceTraining:
         travels, kept = TORCH_DTYPES[layout.reduced], TORCH_DTYPES[layout.gradients]
         sums: dict[str, Tensor] = {}
         total = squares = 0.0
+        clear_counts(self.module)
         for micro_batch in micro_batches:
             with around(micro_batch), _squares_of_outputs(self.module) as outputs:
                 loss = micro_batch.loss(self.objective, self.module)
@@ -151,7 +153,9 @@ class ReferenceTraining:
     def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
         """One update, of gradients that are clipped in place. Returns their norm before that,
         infinite where the step is skipped."""
-        return self.updater.update(sums, learning_rate(self.spec.optimizer, step))
+        norm = self.updater.update(sums, learning_rate(self.spec.optimizer, step))
+        move_biases(self.module)
+        return norm
 
 
 def one_device(spec: Spec, steps: int) -> Trajectory:

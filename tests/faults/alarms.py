@@ -4,7 +4,7 @@ layouts, on tensors that are small enough for all of them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from ptrain.errors import SpecError
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.selection.recompute import settled
-from ptrain.spec.load import load
+from ptrain.spec.load import Document, load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.protocol import Request, Verification, verify_here
@@ -27,9 +27,17 @@ SMALL = (
     "model.hidden=32", "model.heads=4", "model.ffn=48", "batch.sequence=16", "batch.micro=1",
 )  # fmt: skip
 ACCUMULATED = (4, 1)  # micro-batches of a rank; one where gradients do not outlive backward
-STRATEGIES = sorted(
-    path.stem for path in (Path(__file__).parents[2] / "specs" / "strategies").glob("*.yaml")
-)
+MOST_RANKS = 4  # of a spec that is run
+DROPLESS = "dropless"  # behind the name of a spec that gives experts places
+_LESS = ("model.layers=2",)  # of which one device in fp64 runs each expert by itself
+SPECS = Path(__file__).parents[2] / "specs"
+STRATEGIES = sorted(path.stem for path in (SPECS / "strategies").glob("*.yaml"))
+EXPERTS = [
+    name
+    for path in sorted((SPECS / "experts").glob("*.yaml"))
+    if load(path).spec.world_size <= MOST_RANKS
+    for name in (path.stem, f"{path.stem} {DROPLESS}")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +55,21 @@ class Calm:
         return "; ".join(f"{check.name}: {check.why}" for check in self.failing)
 
 
+def as_written(strategy: str, overrides: Sequence[str] = ()) -> Document:
+    """Its file, with these overrides; without places where the name says so."""
+    name, _, how = strategy.partition(" ")
+    of_experts = _LESS if strategy in EXPERTS else ()
+    return load(name, (*of_experts, *(("model.capacity_factor=null",) if how else ()), *overrides))
+
+
 def legal(strategy: str, layout: str, seed: int) -> Spec | None:
     """None where the layout is not legal with the strategy's placement."""
     own = () if layout == OWN else (f"precision.layout={layout}",)
-    data = load(strategy).spec.data_degree
+    data = as_written(strategy).spec.data_degree
     for accumulated in ACCUMULATED:
         batch = f"batch.global={accumulated * data}"
         try:
-            return settled(load(strategy, (*SMALL, batch, *own, f"train.seed={seed}")))
+            return settled(as_written(strategy, (*SMALL, batch, *own, f"train.seed={seed}")))
         except SpecError:
             continue
     return None
@@ -72,7 +87,7 @@ def layouts(strategy: str) -> list[str]:
 
 def cases() -> Iterator[tuple[str, str]]:
     """Strategies with their layouts."""
-    for strategy in STRATEGIES:
+    for strategy in (*STRATEGIES, *EXPERTS):
         for layout in layouts(strategy):
             yield strategy, layout
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from tests.faults import (
     of_attention,
     of_batches,
+    of_expert_ranks,
     of_experts,
+    of_journeys,
     of_key_gradients,
     of_operators,
     of_reductions,
@@ -23,6 +25,8 @@ _MODULES = (
     of_attention,
     of_key_gradients,
     of_experts,
+    of_expert_ranks,
+    of_journeys,
     of_updates,
     of_states,
 )

@@ -23,14 +23,18 @@ def in_fp64(spec: Spec) -> Spec:
 
 def changes(name: str, fp64: bool) -> float:
     """On this rank of a pool: the largest difference, relative to the largest element, that a fault
-    makes of any tensor of the state within STEPS; infinite where it makes anything not finite."""
+    makes of any tensor of the state within STEPS; infinite where it makes anything not finite, or a
+    step break off."""
     fault = FAULTS[name]
     spec = in_fp64(fault.setting.spec()) if fp64 else fault.setting.spec()
     world = World.join(spec.timeout)
     clean = _after_steps(interpret(spec, world=world, allow_import=True))
     program = interpret(spec, world=world, allow_import=True)
     fault.plant(program)
-    faulty = _after_steps(program)
+    try:
+        faulty = _after_steps(program)
+    except RuntimeError:  # of torch's replicas, in the step after one without some gradient
+        return math.inf
     return max(_apart(here, there) for here, there in zip(clean, faulty, strict=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,9 @@ PLACEMENTS = {
     "tp": "S,S,S,R",
     "pp": "S,S,S,R",
     "cp": "R,R,R,S",
+    "ep": "ddp",
 }
+SAMPLES = ("dp_replicate", "dp_shard", "ep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class Setting:
         return f"{' × '.join(parts)} · {self.model} · {self.layout} · K={self.accumulate}"
 
     def spec(self) -> Spec:
-        data = self.mesh.get("dp_replicate", 1) * self.mesh.get("dp_shard", 1)
+        data = math.prod(self.mesh.get(axis, 1) for axis in SAMPLES)
         known = MODELS[self.model]
         model = known if "target" in known else {**SIZES, **known, **self.shape}
         mapping: dict[str, Any] = {

@@ -4,6 +4,8 @@ finds no place, and how much a router's losses count."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ HSDP_BALANCED = Setting(
     shape={"aux_loss": 0.1, "z_loss": 0.01},
 )
 
+BIASED = Setting(mesh={"dp_shard": 2}, model="experts", shape={"bias_update_rate": 0.01})
+
 # (weights [N, K], what experts give [M, C], rows of tokens [N, K, C], order [M]) -> weights, rows
 Combine = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -41,15 +45,15 @@ def router_gradient_lost(program: Program) -> None:
             module.register_forward_hook(lambda _, __, output: (output[0].detach(), output[1]))
 
 
-def _layer(program: Program, block: int) -> MoE:
+def layer_of(program: Program, block: int) -> MoE:
     (layer,) = modules(program, rf"blocks\.{block}\.mlp")
     assert isinstance(layer, MoE), "it has experts"
     return layer
 
 
-def _combined(program: Program, combine: Combine) -> None:
+def combined(program: Program, combine: Combine) -> None:
     """One layer puts together otherwise what its experts give, where nothing is dropped."""
-    layer = _layer(program, 0)
+    layer = layer_of(program, 0)
 
     def forward(x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.flatten(0, 1)
@@ -65,27 +69,27 @@ def _combined(program: Program, combine: Combine) -> None:
 
 def weights_of_a_neighbour(program: Program) -> None:
     """What a token's experts give is weighed by what the router gave the token before."""
-    _combined(program, lambda weights, _, rows, __: (weights.roll(1, 0), rows))
+    combined(program, lambda weights, _, rows, __: (weights.roll(1, 0), rows))
 
 
 def weights_of_the_other_choice(program: Program) -> None:
     """The first choice has the weight of the second."""
-    _combined(program, lambda weights, _, rows, __: (weights.flip(1), rows))
+    combined(program, lambda weights, _, rows, __: (weights.flip(1), rows))
 
 
 def order_for_its_inverse(program: Program) -> None:
     """Rows are put back by the order in which they were sorted, in place of its inverse."""
-    _combined(program, lambda weights, y, rows, order: (weights, y[order].view_as(rows)))
+    combined(program, lambda weights, y, rows, order: (weights, y[order].view_as(rows)))
 
 
 def rows_not_put_back(program: Program) -> None:
     """Rows are added up as they are, sorted by expert."""
-    _combined(program, lambda weights, y, rows, _: (weights, y.view_as(rows)))
+    combined(program, lambda weights, y, rows, _: (weights, y.view_as(rows)))
 
 
 def dropped_counted(program: Program) -> None:
     """A choice that finds no place is given what lies in the last one: an index is clamped."""
-    layer = _layer(program, 0)
+    layer = layer_of(program, 0)
     in_places, given = layer._in_places, []
     layer.experts.register_forward_hook(lambda _, __, output: given.append(output))
 
@@ -99,7 +103,7 @@ def dropped_counted(program: Program) -> None:
 
 def dropped_passed_on(program: Program) -> None:
     """A choice that finds no place gives the token itself, beside the residual stream."""
-    layer = _layer(program, 0)
+    layer = layer_of(program, 0)
     in_places = layer._in_places
 
     def passed_on(x_NC: Tensor, chosen_NK: Tensor, *, num_tokens: int) -> Tensor:
@@ -132,10 +136,46 @@ def loss_left_out(program: Program) -> None:
     _weighed(program, 0.0)
 
 
+def loss_of_micro_batches(program: Program) -> None:
+    """Shares and scores of the local tokens, whichever samples they are of."""
+    for module in program.model.modules():
+        if isinstance(module, Balance):
+            module.forward = partial(_of_local_tokens, module.forward)
+
+
+def _of_local_tokens(loss: Callable[..., Tensor], *routing_BT: Tensor) -> Tensor:
+    samples = routing_BT[0].shape[0]
+    return samples * loss(*(x_BT.flatten(0, 1).unsqueeze(0) for x_BT in routing_BT))
+
+
+def bias_of_own_tokens(program: Program) -> None:
+    """Each rank moves the biases by what its own tokens chose: the counts are not summed."""
+    balancing = program.balancing
+    assert balancing is not None, "routers have biases"
+    balancing._group = None
+    own = program.spec.data_degree
+    balancing.step = replace(balancing.step, choices=balancing.step.choices // own)
+
+
+def bias_moved_away(program: Program) -> None:
+    """Experts that are chosen often are favoured."""
+    balancing = program.balancing
+    assert balancing is not None, "routers have biases"
+    balancing.step = replace(balancing.step, rate=-balancing.step.rate)
+
+
 FAULTS = (
     Fault(
         name="a router's gradient lost",
         setting=ZERO2_EXPERTS,
+        plant=router_gradient_lost,
+        subjects=(Subject.GRADIENTS,),
+        factor="zero",
+        place=r"blocks\.1\.mlp\.router\.weight",
+    ),
+    Fault(
+        name="a router's gradient lost among replicas",
+        setting=DDP_EXPERTS,
         plant=router_gradient_lost,
         subjects=(Subject.GRADIENTS,),
         factor="zero",
@@ -214,6 +254,20 @@ FAULTS = (
         axis="dp_replicate|dp_shard",
         factor="× 4",
         place=r"mlp\.router",
+    ),
+    Fault(
+        name="experts' biases moved by a rank's own tokens",
+        setting=BIASED,
+        plant=bias_of_own_tokens,
+        subjects=(Subject.BUFFERS,),
+        place=r"blocks\.\d\.mlp\.router\.bias_E",
+    ),
+    Fault(
+        name="experts' biases moved away from the mean",
+        setting=BIASED,
+        plant=bias_moved_away,
+        subjects=(Subject.BUFFERS,),
+        place=r"blocks\.\d\.mlp\.router\.bias_E",
     ),
     Fault(
         name="routers' losses left out",

@@ -20,6 +20,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "deep": {
         "experts": 6,
         "experts_per_token": 2,
+        "expert_groups": 3,
+        "groups_per_token": 2,
+        "bias_update_rate": 0.05,
         "shared_experts": 1,
         "expert_ffn": 20,
         "dense_layers": 1,

@@ -50,6 +50,14 @@ def test_addends_of_what_experts_give_are_not_taken_for_it(ranks: Ranks, activat
         assert not examination.departures
 
 
+def test_rows_of_other_ranks_are_not_taken_for_as_many_of_ones_own(ranks: Ranks) -> None:
+    """Every token goes to all experts, so that a rank's get as many rows as it sends."""
+    shape = {"experts": 2, "experts_per_token": 2}
+    spec = spec_of("top-2", {"ep": "R,R,R,R"}, shape=shape)
+    for examination in ranks.run(spec.world_size, examined, spec, 1):
+        assert not examination.departures
+
+
 @pytest.mark.parametrize(
     "strategy",
     [

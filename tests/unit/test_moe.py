@@ -7,14 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from ptrain.interpreter.balancing import Balancing
 from ptrain.models.balance import Balance, weigh
 from ptrain.models.grouped import grouped_product
-from ptrain.models.moe import MoE, places_of
+from ptrain.models.moe import Gate, MoE, places_of
+from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.world import World
 from ptrain.spec.block import Activation
 from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
+from ptrain.steps.balance import BalanceExperts
+from ptrain.steps.step import CreateMesh
 from ptrain.traces.facts import read_facts
 from tests.gloo.expert_cases import spec_of
 from tests.pure.build import ODD_SHAPE
@@ -27,6 +33,11 @@ SHAPES = {
     "one of four": replace(SHAPE, experts_per_token=1, shared_experts=0),
     "ungated": replace(SHAPE, activation=Activation.RELU2),
     "each by itself": replace(SHAPE, router=Router.SIGMOID, router_norm=False, router_scale=None),
+    "biased": replace(SHAPE, bias_update_rate=0.1),
+    "of one group": replace(SHAPE, expert_groups=2, router=Router.SIGMOID),
+    "of two groups, biased": replace(
+        SHAPE, experts=6, expert_groups=3, groups_per_token=2, bias_update_rate=0.1
+    ),
 }
 ENDS = torch.tensor([3, 3, 7, 8], dtype=torch.int32)  # the second group has no row
 
@@ -37,12 +48,28 @@ def layer_of(shape: ModelShape) -> MoE:
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(0.0, 0.5, generator=generator)
+        if layer.router.bias_E is not None:
+            layer.router.bias_E.normal_(0.0, 0.5, generator=generator)
     return layer
 
 
 def tokens(shape: ModelShape) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     return torch.randn(3, 7, shape.hidden, dtype=torch.float64, generator=generator)
+
+
+def choice_of(layer: MoE, scores_E: Tensor) -> Tensor:
+    """A token's experts, the best first, by sorting groups and then experts."""
+    shape, biases_E = layer.shape, layer.router.bias_E
+    worth = (scores_E if biases_E is None else scores_E + biases_E).tolist()
+    allowed = range(len(worth))
+    if shape.expert_groups is not None:
+        size = len(worth) // shape.expert_groups
+        groups = [range(first, first + size) for first in range(0, len(worth), size)]
+        groups.sort(key=lambda own: -sum(sorted((worth[e] for e in own), reverse=True)[:2]))
+        allowed = [expert for own in groups[: shape.groups_per_token] for expert in own]
+    best = sorted(allowed, key=lambda expert: -worth[expert])
+    return torch.tensor(best[: shape.experts_per_token])
 
 
 def by_token(layer: MoE, x_BTC: Tensor, capacity: int) -> Tensor:
@@ -53,7 +80,7 @@ def by_token(layer: MoE, x_BTC: Tensor, capacity: int) -> Tensor:
     y_BTC = torch.zeros_like(x_BTC)
     for sample, x_TC in enumerate(x_BTC):
         taken = [0] * experts.num_experts
-        ranked = scores[sample].argsort(-1, descending=True)[:, : shape.experts_per_token]
+        ranked = torch.stack([choice_of(layer, scores_E) for scores_E in scores[sample]])
         for choice in range(shape.experts_per_token):
             for token, x_C in enumerate(x_TC):
                 expert = int(ranked[token, choice])
@@ -162,3 +189,68 @@ def test_balance_is_that_of_transformers_mixtral():
     chosen_TK = scores_TE.topk(2).indices
     ours = Balance(replace(SHAPE, aux_loss=1.0))(logits_TE[None], scores_TE[None], chosen_TK[None])
     assert float(ours) == pytest.approx(float(theirs) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_choice_is_that_of_transformers_deepseek_v3(groups: int, monkeypatch):
+    v3 = pytest.importorskip("transformers.models.deepseek_v3")
+    monkeypatch.setattr(torch, "float32", torch.float64)  # theirs is computed in it by name
+    config = v3.DeepseekV3Config(
+        hidden_size=16, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=groups
+    )
+    theirs = v3.modeling_deepseek_v3.DeepseekV3TopkRouter(config).double()
+    limits = {} if groups == 4 else {"expert_groups": 4, "groups_per_token": groups}
+    shape = replace(SHAPE, hidden=16, experts=16, experts_per_token=4, router=Router.SIGMOID)
+    shape = replace(shape, router_scale=2.5, bias_update_rate=0.001, **limits)
+    ours = Gate(shape).double()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        ours.weight.normal_(0.0, 1.0, generator=generator)
+        ours.bias_E.normal_(-0.5, 0.5, generator=generator)  # many a sum is negative
+        theirs.weight.copy_(ours.weight)
+        theirs.e_score_correction_bias.copy_(ours.bias_E)
+    x_BTC = torch.randn(2, 40, 16, dtype=torch.float64, generator=generator)
+    weights_NK, chosen_NK = ours(x_BTC)
+    _, their_weights, their_choice = theirs(x_BTC)
+    placed = [w.new_zeros(80, 16).scatter(1, c, w) for w, c in (
+        (weights_NK, chosen_NK), (their_weights, their_choice))]  # fmt: skip
+    torch.testing.assert_close(*placed, rtol=1e-14, atol=0.0)
+
+
+def test_choices_are_counted_once_a_token_and_in_training_alone():
+    shape = replace(SHAPE, bias_update_rate=0.1)
+    layer, x_BTC = layer_of(shape), tokens(shape).requires_grad_()
+    with torch.no_grad():
+        layer.eval()(x_BTC)
+    assert layer.router.load_E.tolist() == [0] * 4
+    layer.train()
+    checkpoint(layer, x_BTC, use_reentrant=False).sum().backward()  # computed again in backward
+    _, chosen_NK = layer.eval().router(x_BTC)
+    assert layer.router.load_E.tolist() == chosen_NK.flatten().bincount(minlength=4).tolist()
+    assert int(layer.router.load_E.sum()) == 3 * 7 * 2
+
+
+def test_a_bias_is_no_part_of_what_experts_count_and_has_no_gradient():
+    shape = replace(SHAPE, experts_per_token=3, bias_update_rate=0.1, router_norm=False)
+    layer, x_BTC = layer_of(shape), tokens(shape)
+    layer.router.bias_E.zero_()
+    plain, chosen_NK = layer.router(x_BTC)
+    layer.router.bias_E.fill_(7.0)  # of all alike: the choice is the same
+    shifted, again_NK = layer.router(x_BTC)
+    assert torch.equal(plain, shifted) and torch.equal(chosen_NK, again_NK)
+    assert [name for name, _ in layer.router.named_parameters()] == ["weight"]
+    assert "bias_E" in layer.router.state_dict() and "load_E" not in layer.router.state_dict()
+
+
+@pytest.mark.parametrize("load", [[9, 3, 4, 8], [6, 6, 6, 6], [24, 0, 0, 0], [7, 6, 6, 5]])
+def test_a_bias_moves_towards_the_mean_by_its_rate(load: list[int]):
+    layer = MoE(replace(SHAPE, bias_update_rate=0.25))
+    model = nn.ModuleDict({"mlp": layer})
+    step = BalanceExperts(rate=0.25, choices=24, axes=())
+    balancing = Balancing(step, [model], Mesh(CreateMesh(axes=(), degrees=()), World()))
+    balancing.begin()
+    layer.router.load_E += torch.tensor(load)
+    balancing.update()
+    expected = [0.25 * ((own < 6) - (own > 6)) for own in load]
+    assert balancing.state()["mlp.router.bias_E"].tolist() == expected
+    assert layer.router.load_E.tolist() == [0] * 4

@@ -186,7 +186,7 @@ def partial(scene: Investigation, names: list[str]) -> Cause | None:
     if own is not None:
         _, expected, _ = own
         for axes, ranks in scene.partial_over(parts):
-            values = [parts[rank].values / scene.evidence.clipped_by() for rank in ranks]
+            values = [parts[rank].values for rank in ranks]
             fit = share_of_sum(values, expected.reshape(-1)[: len(values[0])])
             if fit.holds(EXACT):
                 votes.append((" and ".join(axes), factor_text(fit.factor, scene.degrees)))

@@ -8,7 +8,7 @@ import torch
 
 from ptrain.report.finding import Subject
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.factors import factor_text, products
+from ptrain.verification.factors import factor_text, is_even, multiple, products
 from ptrain.verification.parts import TensorBox, held
 
 SUM_ONCE = "sum each sample's gradient once, over the global number of tokens"
@@ -26,7 +26,7 @@ def own_part_of(
     part = scene.own_part(tensor, whole)
     if part is None or not held(tensor).numel():
         return None
-    return held(tensor) / evidence.clipped_by(), part.of(whole), part
+    return held(tensor), part.of(whole), part
 
 
 def raw(scene: Investigation, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -43,6 +43,29 @@ def chosen(scene: Investigation, names: Iterable[str], least: int) -> str:
     if enough:
         return min(enough, key=lambda name: sizes[name])
     return max(known, key=lambda name: sizes[name])
+
+
+def even_ratio(scene: Investigation, names: Sequence[str]) -> float | None:
+    """Return which multiple of the right gradients all of these are that depart, 0 where nothing is
+    left of them; None where they are none, or different ones. Collective."""
+    own: dict[str, float] = {}
+    for name in names:
+        pair = own_part_of(scene, name)
+        if pair is None or not bool(pair[1].any()):
+            continue
+        if not bool(pair[0].any()):
+            own[name] = 0.0
+            continue
+        fit = multiple(pair[0], pair[1])
+        if not fit.holds(EXACT):
+            own = {name: float("nan")}
+            break
+        own[name] = fit.factor
+    factors = [factor for its in scene.exchange.gather(own) for factor in its.values()]
+    wrong = [factor for factor in factors if abs(factor - 1.0) > EXACT]
+    if not wrong or any(factor != factor for factor in factors) or not is_even(wrong):
+        return None
+    return 0.0 if abs(wrong[0]) <= EXACT else wrong[0]
 
 
 def ratio_cause(scene: Investigation, ratio: float, names: Sequence[str]) -> Cause:

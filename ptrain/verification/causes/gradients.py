@@ -13,11 +13,17 @@ from ptrain.verification.causes.addends import (
     of_samples,
     partial,
 )
-from ptrain.verification.causes.common import family, listed, own_part_of, ratio_cause
+from ptrain.verification.causes.common import (
+    even_ratio,
+    family,
+    listed,
+    own_part_of,
+    ratio_cause,
+)
+from ptrain.verification.causes.own_experts import of_experts
 from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
 from ptrain.verification.causes.routers import of_router_losses
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.factors import is_even, multiple
+from ptrain.verification.causes.scene import Cause, Investigation
 from ptrain.verification.parts import held
 
 
@@ -31,6 +37,7 @@ def gradient_cause(scene: Investigation) -> Cause | None:
     causes: tuple[Callable[[Investigation, list[str]], Cause | None], ...] = (
         _lost,
         _one_element,
+        of_experts,
         _multiple,
         of_router_losses,
         of_samples,
@@ -85,26 +92,10 @@ def _one_element(scene: Investigation, names: list[str]) -> Cause | None:
 
 def _multiple(scene: Investigation, names: list[str]) -> Cause | None:
     """Every departing gradient is the same multiple of the right one."""
-    own: dict[str, float] = {}
-    for name in names:
-        pair = own_part_of(scene, name)
-        if pair is None or not bool(pair[1].any()):
-            continue
-        if not bool(pair[0].any()):
-            own[name] = 0.0
-            continue
-        fit = multiple(pair[0], pair[1])
-        if not fit.holds(EXACT):
-            own = {name: float("nan")}
-            break
-        own[name] = fit.factor
-    everyone: list[dict[str, float]] = scene.exchange.gather(own)
-    factors = [factor for its in everyone for factor in its.values()]
-    wrong = [factor for factor in factors if abs(factor - 1.0) > EXACT]
-    if not wrong or any(factor != factor for factor in factors) or not is_even(wrong):
+    ratio = even_ratio(scene, names)
+    if ratio is None:
         return None
-    ratio = wrong[0]
-    if abs(ratio) <= EXACT:
+    if not ratio:
         sentence = f"no gradient reaches the update of {family(names)}: reduce it before the step"
         return Cause("", "zero", sentence)
     return ratio_cause(scene, ratio, names)

@@ -68,24 +68,27 @@ def inputs_of(scene: Investigation, path: str) -> tuple[Heads, Tensor | None] | 
     return seen[0] if seen else None
 
 
-def call_of(scene: Investigation, path: str) -> tuple[tuple[Any, ...], Any]:
+def call_of(
+    scene: Investigation, path: str, at: tuple[int, int] | None = None
+) -> tuple[tuple[Any, ...], Any]:
     """Return what a module of one device is given in the departing micro-batch, and what it
-    returns."""
+    returns; or in that of another share of the batch and another number, `at`."""
     module, calls = scene.reference.module, []
 
     def keep(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         calls.append((args, output))
 
-    _run(scene, module.get_submodule(path).register_forward_hook(keep))
+    _run(scene, module.get_submodule(path).register_forward_hook(keep), at)
     (call,) = calls
     return call
 
 
-def _run(scene: Investigation, watch: RemovableHandle) -> None:
-    """Run the departing micro-batch forward on one device, under a hook that is removed then."""
+def _run(scene: Investigation, watch: RemovableHandle, at: tuple[int, int] | None = None) -> None:
+    """Run the departing micro-batch, or that `at` another place, forward on one device, under a
+    hook that is removed then."""
     try:
         with torch.no_grad():
-            for micro_batch in _micro_batches(scene):
+            for micro_batch in _micro_batches(scene, at):
                 scene.reference.module(micro_batch.samples.inputs)
     finally:
         watch.remove()
@@ -106,11 +109,11 @@ def core_of(scene: Investigation) -> str:
     return next(cores, "")
 
 
-def _micro_batches(scene: Investigation) -> Iterator[MicroBatch]:
-    """Yield the one in which this rank departs."""
-    place, k = data_place(scene.spec, scene.rank), scene.first.index
+def _micro_batches(scene: Investigation, at: tuple[int, int] | None = None) -> Iterator[MicroBatch]:
+    """Yield the one in which this rank departs, or the one `at` a share of the batch and number."""
+    at = at or (data_place(scene.spec, scene.rank), scene.first.index)
     for micro_batch in scene.reference.micro_batches(scene.evidence.step):
-        if (micro_batch.data_index, micro_batch.k) == (place, k):
+        if (micro_batch.data_index, micro_batch.k) == at:
             yield micro_batch
 
 

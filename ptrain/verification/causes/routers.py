@@ -3,7 +3,8 @@ count otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from ptrain.models.moe import Gate
 from ptrain.verification.causes.common import own_part_of
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import factor_text, is_even, multiple, products
+from ptrain.verification.parts import relative
 
 _ENOUGH = 8  # tensors that tell
 
@@ -24,7 +26,9 @@ def of_router_losses(scene: Investigation, names: list[str]) -> Cause | None:
     alone = _of_losses(scene)
     own = _multiples(scene, alone, [name for name in names if bool(alone[name].any())])
     factors = [factor for its in scene.exchange.gather(own) for factor in its]
-    if not factors or any(factor != factor for factor in factors):
+    if any(factor != factor for factor in factors):
+        return _of_tokens_together(scene, names)
+    if not factors:
         return None
     counted = [1.0 + factor for factor in factors]
     if abs(factors[0]) <= EXACT or not (is_even(counted) or max(map(abs, counted)) <= EXACT):
@@ -63,6 +67,36 @@ def _multiples(scene: Investigation, alone: dict[str, Tensor], names: Sequence[s
         fit = multiple(own - expected, addend)
         factors.append(fit.factor if fit.holds(EXACT) else float("nan"))
     return factors
+
+
+def _of_tokens_together(scene: Investigation, names: list[str]) -> Cause | None:
+    """The gradients are those of losses of all tokens of a micro-batch, not of each sample's."""
+    reference, evidence = scene.reference, scene.evidence
+    balances = [its for its in reference.module.modules() if isinstance(its, Balance)]
+    for balance in balances:
+        balance.forward = partial(_together, balance.forward)  # type: ignore[method-assign]
+    try:
+        sums = reference.accumulate(evidence.step).sums
+    finally:
+        for balance in balances:
+            del balance.forward
+    pairs = [(own_part_of(scene, name), sums[name] / evidence.scale) for name in names[:_ENOUGH]]
+    own = [
+        relative(pair[0], pair[2].of(whole)) <= EXACT for pair, whole in pairs if pair is not None
+    ]
+    everyone = [fits for its in scene.exchange.gather(own) for fits in its]
+    if not everyone or not all(everyone):
+        return None
+    sentence = (
+        "the routers' losses are of all tokens of a micro-batch together: shares and mean scores "
+        "are those of each sample's tokens, so that it is the same wherever samples are computed"
+    )
+    return Cause("", "routers' losses of whole micro-batches", sentence)
+
+
+def _together(loss: Callable[..., Tensor], *routing_BT: Tensor) -> Tensor:
+    """Return a loss of all samples' tokens as if they were one sample's, for each of these."""
+    return len(routing_BT[0]) * loss(*(x_BT.flatten(0, 1)[None] for x_BT in routing_BT))
 
 
 def _counted(scene: Investigation, ratio: float, place: str) -> Cause:

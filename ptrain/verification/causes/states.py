@@ -16,6 +16,7 @@ from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.spec.placement import Distribution
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.causes.order import order_of_slices
+from ptrain.verification.causes.own_experts import copies, expert_axis, is_of_experts
 from ptrain.verification.causes.positions import positions_text
 from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
@@ -104,6 +105,7 @@ def _said(
             return known
     return (
         _of_positions(scene, one, sides)
+        or _of_other_experts(scene, one, sides)
         or _of_another_rank(one, sides, places)
         or _of_slices(scene, one, sides)
         or _by_values(one, own, expected)
@@ -258,6 +260,21 @@ def _of_another_rank(one: Departure, sides: Sides, places: Mapping[int, TensorBo
         if there.shape == sides.own.shape and relative(sides.own, there) <= EXACT:
             sentence = f"{one.name} is the part of rank {rank}: shards are loaded by wrong places"
             return Said(f"part of rank {rank}", sentence)
+    return None
+
+
+def _of_other_experts(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
+    """All ranks have one rank's experts."""
+    if not is_of_experts(scene.spec, one.name):
+        return None
+    for place, repeated in copies(scene, sides.whole):
+        if relative(sides.own, sides.part.of(repeated)) <= EXACT:
+            axis = expert_axis(scene.spec)
+            sentence = (
+                f"{one.name} is that of {axis} rank {place} on every rank of {axis}: broadcast, or "
+                "load, what all of its ranks have alone, and let each have experts of its own"
+            )
+            return Said(f"experts of {axis} rank {place}", sentence, str(axis))
     return None
 
 

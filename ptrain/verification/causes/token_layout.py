@@ -19,11 +19,13 @@ from ptrain.verification.parts import TensorBox, held, relative
 
 
 class Explanation(NamedTuple):
-    """What one rank says: the factor, of which ranks that is, and what to do."""
+    """What one rank says: the factor, of which ranks that is, what to do, and the axis where it is
+    one's whichever ranks depart."""
 
     factor: str
     sentence: str
     whose: str = ""
+    axis: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,111 @@
+"""Why the norm by which gradients are clipped is not that of one device's gradient: squares that
+count for one rank alone, or more often than once."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+from torch import Tensor
+
+from ptrain.costs import State
+from ptrain.spec.axis import EXPERT_AXES, Axis
+from ptrain.spec.placement import CUT
+from ptrain.spec.spec import Spec
+from ptrain.verification.causes.own_experts import expert_axis, is_of_experts, several
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.factors import factor_text, products
+
+
+def norm_cause(scene: Investigation) -> Cause:
+    """Say whether the norm is that of this rank's shards alone, or of gradients with the loss's
+    scale, or counts something several times. Collective."""
+    evidence = scene.evidence
+    norms = scene.exchange.gather(evidence.norm)
+    expected = evidence.expected_norm
+    if axes := _of_own_shards(scene):
+        text = " and ".join(axes)
+        sentence = f"clipping uses the norm of each rank's own shards: sum its square over {text}"
+        return Cause(axes[0], f"missing all-reduce over {text}", sentence)
+    norm = norms[scene.first.rank]
+    ratio = norm / expected if expected else math.inf
+    if evidence.scale != 1.0 and math.isclose(ratio, evidence.scale, rel_tol=EXACT):
+        sentence = "gradients are clipped with the loss's scale: divide by it before"
+        return Cause("", f"× {evidence.scale:g}: the loss scale is not undone", sentence)
+    if (cause := _of_some(scene, norm)) is not None:
+        return cause
+    candidates = products(ratio, scene.degrees)
+    along = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
+    text = factor_text(ratio, scene.degrees)
+    sentence = f"the gradient norm is {text}: {scene.first.told}; count every element once"
+    return Cause(along or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
+
+
+def _of_own_shards(scene: Investigation) -> tuple[str, ...]:
+    """Return the axes along which the ranks' squares are not summed: the norm is that of the right
+    gradient's parts that this rank has, or the squares of the ranks of some axes make up the right
+    one."""
+    evidence = scene.evidence
+    square = 0.0
+    for name, whole in evidence.expected_gradients.items():
+        tensor = evidence.gradients.get(name)
+        part = scene.own_part(tensor, whole) if tensor is not None else None
+        if part is not None:
+            own = part.of(whole).double()
+            square += float(_own_rows(scene, name, own).square().sum())
+    norm = evidence.norm if evidence.norm is not None else math.nan
+    is_own = math.isclose(math.sqrt(square), norm, rel_tol=EXACT)
+    everyone = scene.exchange.gather([norm, is_own])
+    cut = [axis for axis in scene.axes if _cuts(scene.spec, axis)]
+    for axes in (its for number in range(1, len(cut) + 1) for its in combinations(cut, number)):
+        squares = [everyone[rank][0] ** 2 for rank in scene.line(scene.rank, *axes)]
+        right = math.isclose(math.sqrt(sum(squares)), evidence.expected_norm, rel_tol=EXACT)
+        if any(scene.exchange.gather(right)):
+            return tuple(map(str, axes))
+    return tuple(map(str, cut)) if all(its[1] for its in everyone) else ()
+
+
+def _own_rows(scene: Investigation, name: str, values: Tensor) -> Tensor:
+    """Return of experts those of this rank, where values of all ranks' were gathered."""
+    axis = expert_axis(scene.spec)
+    if axis is None or not is_of_experts(scene.spec, name):
+        return values
+    experts, ranks = scene.evidence.expected_gradients[name].shape[0], scene.spec.degree(axis)
+    return values.chunk(ranks)[scene.place(scene.rank)[axis]] if len(values) == experts else values
+
+
+def _cuts(spec: Spec, axis: Axis) -> bool:
+    """Whether ranks along it have other parts of a gradient."""
+    placed = next(factor.placement for factor in spec.factors if factor.axis is axis)
+    return axis in EXPERT_AXES or any(
+        placed[state].distribution in CUT for state in (State.GRADIENTS, State.OPTIMIZER)
+    )
+
+
+def _of_some(scene: Investigation, norm: float) -> Cause | None:
+    """The squares of experts alone, or of all but experts, count several times or not at all."""
+    axis = expert_axis(scene.spec)
+    if axis is None:
+        return None
+    squares = {True: 0.0, False: 0.0}
+    for name, whole in scene.evidence.expected_gradients.items():
+        squares[is_of_experts(scene.spec, name)] += float(whole.double().square().sum())
+    for is_of_these, what, cure in (
+        (True, "experts", f"an expert is on one rank of {axis}: count it there, and sum once"),
+        (False, "all but experts", f"every rank of {axis} has them: count one rank's"),
+    ):
+        own, others = squares[is_of_these], squares[not is_of_these]
+        if own < _LEAST * others:
+            continue
+        times = (norm**2 - others) / own
+        if abs(times) <= EXACT:
+            sentence = f"the gradient norm leaves out the squares of {what}: {cure}"
+            return Cause(axis, f"{what} left out", sentence)
+        if fits := products(times, scene.degrees, EXACT):
+            text, axes = several(fits, axis)
+            sentence = f"the gradient norm counts the squares of {what} {text} ({axes}): {cure}"
+            return Cause(axes, f"{what} {text}", sentence)
+    return None
+
+
+_LEAST = 1e-6  # of all squares: of less, fp64 does not tell how often they count

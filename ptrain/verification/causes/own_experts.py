@@ -1,0 +1,133 @@
+"""Why what ranks keep of experts, of which each has some, is not what one device has: their
+gradients count as if all ranks had them, or different experts are taken for copies of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from ptrain.axes.expert.form import factor_of
+from ptrain.facts.parameters import expert_modules
+from ptrain.facts.stages import is_within
+from ptrain.spec.axis import REDUCED_AXES, Axis
+from ptrain.spec.spec import Spec
+from ptrain.verification.causes.common import even_ratio, family, own_part_of
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.factors import DegreeProduct, factor_text, multiple, products
+from ptrain.verification.parts import TensorBox, relative
+
+_ENOUGH = 8  # tensors that tell
+
+
+def expert_axis(spec: Spec) -> Axis | None:
+    """Return the axis whose ranks have different experts."""
+    factor = factor_of(spec)
+    return None if factor is None else factor.axis
+
+
+def is_of_experts(spec: Spec, name: str) -> bool:
+    """Return whether a parameter, or what is kept beside one, is of the experts of a layer."""
+    return is_within(name, expert_modules(spec))
+
+
+def of_experts(scene: Investigation, names: list[str]) -> Cause | None:
+    """Gradients of experts alone depart: they count otherwise than all others, or are reduced over
+    ranks that have other experts, or other features of them. Collective."""
+    axis = expert_axis(scene.spec)
+    if axis is None or not all(is_of_experts(scene.spec, name) for name in names):
+        return None
+    return _counted(scene, axis, names) or _of_different_ones(scene, axis, names)
+
+
+def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Cause | None:
+    ratio = even_ratio(scene, names)
+    fits = [
+        its
+        for its in products(ratio or 1.0, scene.degrees)
+        if str(Axis.PP) not in its.axes  # whose ranks have no part of a sum
+    ]
+    if not any(str(axis) in its.axes for its in fits):
+        return None
+    text, axes = several(fits, axis)
+    sentence = (
+        f"gradients of experts alone, {family(names)}, are {text} ({axes}): an expert's is of the "
+        f"tokens of all ranks of {axis} when backward is over; reduce it over "
+        f"{_others(scene, axis)}, and divide it by what all others are divided by, the global "
+        "number of tokens"
+    )
+    return Cause(axes, text, sentence)
+
+
+def several(fits: Sequence[DegreeProduct], first: Axis) -> tuple[str, str]:
+    """Return a factor and the axes that it may come from, `first` before others."""
+    own = [its for its in fits if its.axes == (str(first),)]
+    fits = [*own, *fits]
+    single = dict.fromkeys(its.axes[0] for its in fits if len(its.axes) == 1)
+    return str(fits[0]), " or ".join(single) or "·".join(fits[0].axes)
+
+
+def _others(scene: Investigation, axis: Axis) -> str:
+    degrees = {its.axis: its.degree for its in scene.spec.factors if its.axis in REDUCED_AXES}
+    axes = [its for its, degree in degrees.items() if degree > 1 and its is not axis]
+    return f"{' and '.join(map(str, axes))} alone" if axes else "no axis"
+
+
+def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Cause | None:
+    """Return whose parts were added to each other."""
+    said: list[list[str]] = []
+    for along, dims in ((axis, (0,)), (Axis.TP, (1, 2))):
+        factors = [_factor(scene, name, along, dims) for name in names[:_ENOUGH]]
+        seen = [factor for factor in factors if factor is not None]
+        if seen and all(abs(factor - seen[0]) <= EXACT * abs(seen[0]) for factor in seen):
+            said.append([str(along), factor_text(seen[0], scene.degrees)])
+    everyone = [tuple(its) for one in scene.exchange.gather(said) for its in one]
+    if not everyone:
+        return None
+    (along, text), _ = Counter(everyone).most_common(1)[0]
+    degree = scene.degrees[along]
+    what = {"× 1": "summed", f"÷ {degree}": "averaged"}.get(text, f"summed ({text})")
+    which = "experts" if along == axis else "features of experts"
+    sentence = (
+        f"gradients of {family(names)} are {what} over {along}, whose ranks have different {which}:"
+        f" reduce them over {_others(scene, axis)}"
+    )
+    return Cause(along, f"{what} over {along}", sentence)
+
+
+def _factor(scene: Investigation, name: str, along: Axis, dims: Sequence[int]) -> float | None:
+    """Return of which multiple of the sum of the ranks' parts this rank's gradient is; not a number
+    where it is none, None where this rank cannot say."""
+    degree, pair = scene.spec.degree(along), own_part_of(scene, name)
+    if pair is None or degree == 1:
+        return None
+    own, expected, box = pair
+    if relative(own, expected) <= EXACT:
+        return float("nan")  # it is right
+    whole = scene.evidence.expected_gradients[name]
+    for dim in dims:
+        if whole.shape[dim] % degree:
+            continue
+        summed = whole.unflatten(dim, (degree, -1)).sum(dim)
+        fit = multiple(own, _repeated(summed, dim, degree, box))
+        if fit.holds(EXACT):
+            return fit.factor
+    return float("nan")
+
+
+def _repeated(part: Tensor, dim: int, degree: int, box: TensorBox) -> Tensor:
+    """Return the box of a tensor that has the same part for every rank."""
+    repeats = [1] * part.dim()
+    repeats[dim] = degree
+    return box.of(part.repeat(repeats))
+
+
+def copies(scene: Investigation, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield for each place along the axis of experts what all ranks together have if each has that
+    rank's."""
+    axis = expert_axis(scene.spec)
+    degree = scene.spec.degree(axis) if axis else 1
+    if whole.dim() and degree > 1 and whole.shape[0] % degree == 0:
+        for place, part in enumerate(whole.chunk(degree)):
+            yield place, part.repeat(degree, *[1] * (whole.dim() - 1))

@@ -1,0 +1,276 @@
+"""Wrong ranks with experts of their own: rows that travel to others' experts or come home to other
+tokens, gradients that count as if every rank had all experts, and squares of the norm that do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ptrain.interpreter.program import Program
+from ptrain.report.finding import Subject
+from ptrain.spec.axis import Axis
+from tests.faults.fault import Fault, Setting
+from tests.faults.of_experts import (
+    bias_of_own_tokens,
+    dropped_counted,
+    dropped_passed_on,
+    loss_left_out,
+    loss_of_micro_batches,
+    loss_over_own_samples,
+    order_for_its_inverse,
+    router_gradient_lost,
+    weights_of_a_neighbour,
+)
+from tests.faults.of_updates import clipped_by_local_norm
+from tests.faults.planting import after_reduction, replicated_gradients, units
+
+EP = Setting(mesh={"ep": 2}, model="experts")
+ONE_EACH = Setting(mesh={"ep": 4}, model="experts")
+EP_ZERO2 = Setting(mesh={"ep": 2}, placement={"ep": "zero2"}, model="experts")
+EP_DP = Setting(mesh={"dp_replicate": 2, "ep": 2}, model="experts")
+EP_ZERO3 = Setting(
+    mesh={"dp_shard": 2, "ep": 2}, placement={"dp_shard": "zero3", "ep": "zero3"}, model="experts"
+)
+EP_TP = Setting(mesh={"ep": 2, "tp": 2}, model="experts")
+EP_PP = Setting(mesh={"pp": 2, "ep": 2}, model="experts")
+EP_PLACES = replace(EP, shape={"capacity_factor": 0.75})
+EP_BALANCED = replace(EP, shape={"aux_loss": 0.1})
+EP_BALANCED_PAIRS = replace(EP_BALANCED, micro=2)
+EP_BIASED = replace(EP, shape={"bias_update_rate": 0.01})
+EP_DP_BALANCED = replace(EP_DP, shape={"aux_loss": 0.1, "z_loss": 0.01})
+
+
+def _gradients_of_experts(program: Program) -> list[Tensor]:
+    """Those of this rank, where they are kept."""
+    of_units = [
+        held
+        for unit in units(program)
+        if ".experts." in unit.state.members.names[0]
+        for held in unit.gradients.held()
+    ]
+    return of_units or replicated_gradients(program, r"\.experts\.")
+
+
+def _scaled(program: Program, factor: float) -> None:
+    def act(_: int) -> None:
+        torch._foreach_mul_(_gradients_of_experts(program), factor)
+
+    after_reduction(program, act)
+
+
+def experts_times_ep(program: Program) -> None:
+    """The loss is a mean over a rank's own samples, and ranks' gradients are averaged; experts have
+    the tokens of all ranks already, and are averaged over none."""
+    _scaled(program, program.mesh.size((Axis.EP,)))
+
+
+def experts_over_ep(program: Program) -> None:
+    """Experts are divided by the ranks of ep, as if each had an addend of their gradients."""
+    _scaled(program, 1 / program.mesh.size((Axis.EP,)))
+
+
+def experts_times_tp(program: Program) -> None:
+    """Experts' slices count once for each rank that has another."""
+    _scaled(program, program.mesh.size((Axis.TP,)))
+
+
+def _reduced(program: Program, axis: Axis, divisor: int) -> None:
+    def act(_: int) -> None:
+        for gradient in _gradients_of_experts(program):
+            dist.all_reduce(gradient, group=program.mesh.group((axis,)))
+            gradient.div_(divisor)
+
+    after_reduction(program, act)
+
+
+def experts_summed_over_ep(program: Program) -> None:
+    """Experts are in the buckets of all else, which are summed over ep: different ones are
+    added."""
+    _reduced(program, Axis.EP, 1)
+
+
+def experts_averaged_over_ep(program: Program) -> None:
+    """The same, averaged."""
+    _reduced(program, Axis.EP, program.mesh.size((Axis.EP,)))
+
+
+def slices_summed_over_tp(program: Program) -> None:
+    """Other features of the same experts are added."""
+    _reduced(program, Axis.TP, 1)
+
+
+def experts_broadcast(program: Program) -> None:
+    """A wrap sends what its first rank has to all, experts too: its constructor's broadcast."""
+    group = program.mesh.group((Axis.EP,))
+    for unit in units(program):
+        if ".experts." in unit.state.members.names[0]:
+            dist.broadcast(unit.parameters.stored, dist.get_global_rank(group, 0), group=group)
+
+
+def experts_twice_in_norm(program: Program) -> None:
+    """Experts' squares, which are summed over ep, are summed over it once more."""
+    assert program.clipping is not None
+    norm, group = program.clipping.norm, program.mesh.group((Axis.EP,))
+
+    def counted(gradients: Sequence[Tensor], wrapped: object, scaling: object) -> Tensor:
+        square = norm(gradients, wrapped, scaling).square()
+        more = torch.stack([its.square().sum() for its in _gradients_of_experts(program)]).sum()
+        dist.all_reduce(more, group=group)
+        return (square + (group.size() - 1) * more).sqrt()
+
+    program.clipping.norm = counted
+
+
+def rest_twice_in_norm(program: Program) -> None:
+    """All squares are summed over ep, those too of what all of its ranks have."""
+    clipping = program.clipping
+    assert clipping is not None
+    clipping.step = replace(clipping.step, axes=clipping.step.reduced_axes, operator_axes=())
+
+
+def _all_faults() -> Iterator[Fault]:
+    times, divided = "experts' gradient times ep", "experts' gradient divided by ep"
+    for name, setting, plant, axis, factor in (
+        (times, EP, experts_times_ep, "ep", "× 2"),
+        (f"{times}: one expert a rank", ONE_EACH, experts_times_ep, "ep", "× 4"),
+        (f"{times}: replicas", EP_DP, experts_times_ep, "ep or dp_replicate", "× 2"),
+        (f"{times}: shards", EP_ZERO3, experts_times_ep, "ep or dp_shard", "× 2"),
+        (f"{times}: stages", EP_PP, experts_times_ep, "ep", "× 2"),
+        (divided, EP_ZERO2, experts_over_ep, "ep", "÷ 2"),
+        (f"{divided}: shards", EP_ZERO3, experts_over_ep, "ep or dp_shard", "÷ 2"),
+        ("experts' gradient times tp", EP_TP, experts_times_tp, "ep or tp", "× 2"),
+    ):
+        yield Fault(
+            name=name,
+            setting=setting,
+            plant=plant,
+            subjects=(Subject.GRADIENTS,),
+            axis=axis,
+            factor=factor,
+            place=r"blocks\.0\.mlp\.experts\.",
+        )
+    yield from _of_different_ones()
+    yield from _of_norms()
+    yield from _as_of_one_rank()
+
+
+def _of_different_ones() -> Iterator[Fault]:
+    gradients, experts = (Subject.GRADIENTS,), r"blocks\.0\.mlp\.experts\."
+    for plant, factor, word in (
+        (experts_summed_over_ep, "summed over ep", "summed"),
+        (experts_averaged_over_ep, "averaged over ep", "averaged"),
+    ):
+        for setting, where in ((EP, ""), (EP_ZERO3, ": shards")):
+            yield Fault(
+                name=f"different experts {word} over ep{where}",
+                setting=setting,
+                plant=plant,
+                subjects=gradients,
+                axis="ep",
+                factor=factor,
+                place=experts,
+            )
+    yield Fault(
+        name="slices of experts summed over tp",
+        setting=EP_TP,
+        plant=slices_summed_over_tp,
+        subjects=gradients,
+        axis="tp",
+        factor="summed over tp",
+        place=experts,
+    )
+    yield Fault(
+        name="one rank's experts broadcast over ep",
+        setting=EP,
+        plant=experts_broadcast,
+        subjects=(Subject.PARAMETERS,),
+        axis="ep",
+        factor="experts of ep rank 0",
+        place=experts,
+    )
+
+
+def _of_norms() -> Iterator[Fault]:
+    of_replicas, axes = "experts twice in the norm: replicas", "ep or dp_replicate"
+    for plant, setting, name, axis, factor in (
+        (experts_twice_in_norm, EP, "experts twice in the norm", "ep", "^experts × 2"),
+        (experts_twice_in_norm, EP_DP, of_replicas, axes, "^experts × 2"),
+        (rest_twice_in_norm, EP, "all but experts twice in the norm", "ep", "all but experts × 2"),
+        (clipped_by_local_norm, EP, "norm of a rank's own experts", "ep", "all-reduce over ep"),
+    ):
+        yield Fault(
+            name=name,
+            setting=setting,
+            plant=plant,
+            subjects=(Subject.NORM,),
+            axis=axis,
+            factor=factor,
+        )
+
+
+def _as_of_one_rank() -> Iterator[Fault]:
+    """What a rank does wrong by itself, where it has some of the experts."""
+    layer = r"blocks\.0\.mlp$"
+    for plant, setting, name, factor in (
+        (weights_of_a_neighbour, EP, "weights of a neighbouring token", "weights of another token"),
+        (order_for_its_inverse, EP, "order in place of its inverse", "rows of other tokens"),
+        (
+            dropped_counted,
+            EP_PLACES,
+            "dropped tokens given what lies last",
+            "dropped tokens counted",
+        ),
+        (dropped_passed_on, EP_PLACES, "dropped tokens passed on twice", "dropped tokens counted"),
+    ):
+        yield Fault(
+            name=f"{name} (ep)",
+            setting=setting,
+            plant=plant,
+            subjects=(Subject.ACTIVATIONS,),
+            factor=factor,
+            place=layer,
+        )
+    for plant, setting, name, axis, factor in (
+        (loss_over_own_samples, EP_BALANCED, "divided by a rank's own samples", "ep", "× 2"),
+        (
+            loss_over_own_samples,
+            EP_DP_BALANCED,
+            "divided by a rank's own samples, replicas",
+            "dp_replicate|ep",
+            "× 4",
+        ),
+        (loss_left_out, EP_BALANCED, "left out", "", "left out"),
+        (loss_of_micro_batches, EP_BALANCED_PAIRS, "of whole micro-batches", "", "micro-batches"),
+    ):
+        yield Fault(
+            name=f"routers' losses {name} (ep)",
+            setting=setting,
+            plant=plant,
+            subjects=(Subject.GRADIENTS,),
+            axis=axis,
+            factor=factor,
+            place=r"mlp\.router",
+        )
+    yield Fault(
+        name="experts' biases moved by a rank's own tokens (ep)",
+        setting=EP_BIASED,
+        plant=bias_of_own_tokens,
+        subjects=(Subject.BUFFERS,),
+        place=r"blocks\.\d\.mlp\.router\.bias_E",
+    )
+    for setting, where in ((EP, "ep"), (EP_ZERO3, "ep, shards")):
+        yield Fault(
+            name=f"a router's gradient lost ({where})",
+            setting=setting,
+            plant=router_gradient_lost,
+            subjects=(Subject.GRADIENTS,),
+            factor="zero",
+            place=r"blocks\.1\.mlp\.router\.weight",
+        )
+
+
+FAULTS = tuple(_all_faults())
