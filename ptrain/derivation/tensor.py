@@ -279,11 +279,12 @@ class _Operators:
         rows = [shape[0] for shape in self._of(Role.ROW).values()]
         tables = list(self._of(Role.VOCABULARY).values())
         columns = {name: shape[1] for name, shape in self._of(Role.COLUMN).items()}
+        latents = {name: of[1] for name, of in self._of(Role.LATENT).items() if len(of) > 1}
         inner = self._of(Role.INNER_ROW)
         experts = self._inputs({name: shape[-2] for name, shape in inner.items()}, Role.EXPERTS)
         rows += experts.values()
         inputs = {} if step.is_naive else self._inputs(columns, Role.WHOLE_INPUT)
-        inputs |= experts
+        inputs |= self._inputs(latents, Role.LATENT_INPUT) | experts
         alone = [
             width
             for name, width in columns.items()
@@ -305,7 +306,11 @@ class _Operators:
         is_cut = self._has(Role.HEAD) or self._has(Role.LAST_NORM)
         vocabularies = [size for _, size in heads] or [shape[0] for shape in tables]
         self.vocab = vocabularies[0] if is_cut and vocabularies else None
-        shared = {Role.SHARED, *((Role.NORM, Role.LAST_NORM) if step.is_sequence else ())}
+        shared = {
+            Role.SHARED,
+            Role.LATENT,
+            *((Role.NORM, Role.LAST_NORM) if step.is_sequence else ()),
+        }
         of_tensor = self._modules.of_tensor
         self.summed = Counter(t.numel for t in facts.tensors if of_tensor(t.name) in shared)
 

@@ -2,8 +2,9 @@
 
 A token costs 6N + 12·L·d·s operations, forward and backward: N parameters without those that are
 only looked up (the input embedding, positions), and of experts those that it goes to; L layers
-whose heads are d wide together, a sequence of s. That is attention `full`, whose scores count
-whole; `causal` counts the half that a mask leaves, 6·L·d·s.
+whose heads are d wide together (the mean of queries and values, where these differ), a sequence of
+s. That is attention `full`, whose scores count whole; `causal` counts the half that a mask leaves,
+6·L·d·s.
 What is recomputed does not count.
 """
 
@@ -56,7 +57,8 @@ def token_operations(
     """Return the operations of one token, forward and backward."""
     tensors = [tensor for tensor in facts.tensors if not _is_looked_up(shape, tensor.name)]
     elements = sum(elements_met(shape, tensor.name, tensor.numel) for tensor in tensors)
-    scores = (_CAUSAL if is_causal else _FULL) * shape.layers * shape.query_width * sequence
+    width = (shape.query_width + shape.value_width) // 2
+    scores = (_CAUSAL if is_causal else _FULL) * shape.layers * width * sequence
     return _OF_A_PARAMETER * elements + scores
 
 

@@ -128,21 +128,52 @@ def _tensors(table: Table, prefix: str) -> tuple[TensorFacts, ...]:
 
 
 def _block(shape: ModelShape, layer: int) -> Table:
-    hidden, head_dim, all_have_bias = shape.hidden, shape.head_dim, shape.bias is Bias.ALL
-    qkv_has_bias = shape.bias is not Bias.NONE
+    hidden = shape.hidden
     has_post, has_own = shape.post_norm, not shape.parallel
     return (
         *_norm(shape, "attention_norm", hidden),
+        *(_latent_attention(shape) if shape.is_latent else _attention(shape)),
+        *(_norm(shape, "attention_post_norm", hidden) if has_post else ()),
+        *(_norm(shape, "mlp_norm", hidden) if has_own else ()),
+        *(_moe(shape) if shape.has_experts(layer) else _feed_forward(shape, "mlp", shape.ffn)),
+        *(_norm(shape, "mlp_post_norm", hidden) if has_post else ()),
+    )
+
+
+def _attention(shape: ModelShape) -> Table:
+    hidden, head_dim, all_have_bias = shape.hidden, shape.head_dim, shape.bias is Bias.ALL
+    qkv_has_bias = shape.bias is not Bias.NONE
+    return (
         *_linear("attention.query", shape.query_width, hidden, has_bias=qkv_has_bias),
         *(_norm(shape, "attention.query_norm", head_dim) if shape.qk_norm else ()),
         *_linear("attention.key", shape.kv_width, hidden, has_bias=qkv_has_bias),
         *(_norm(shape, "attention.key_norm", head_dim) if shape.qk_norm else ()),
         *_linear("attention.value", shape.kv_width, hidden, has_bias=qkv_has_bias),
         *_linear("attention.output", hidden, shape.query_width, has_bias=all_have_bias),
-        *(_norm(shape, "attention_post_norm", hidden) if has_post else ()),
-        *(_norm(shape, "mlp_norm", hidden) if has_own else ()),
-        *(_moe(shape) if shape.has_experts(layer) else _feed_forward(shape, "mlp", shape.ffn)),
-        *(_norm(shape, "mlp_post_norm", hidden) if has_post else ()),
+    )
+
+
+def _latent_attention(shape: ModelShape) -> Table:
+    """Queries by way of latent features, or of the stream; keys and values of theirs, but for the
+    one key that turns."""
+    assert shape.kv_lora_rank is not None, "there are latent features"
+    hidden, rank, latent = shape.hidden, shape.q_lora_rank, shape.kv_lora_rank
+    own = shape.qk_nope_head_dim + shape.v_head_dim
+    down = (
+        ()
+        if rank is None
+        else (
+            *_linear("attention.query_down", rank, hidden, has_bias=False),
+            *_norm(shape, "attention.query_norm", rank),
+        )
+    )
+    return (
+        *down,
+        *_linear("attention.query_up", shape.query_width, rank or hidden, has_bias=False),
+        *_linear("attention.kv_down", latent + shape.qk_rope_head_dim, hidden, has_bias=False),
+        *_norm(shape, "attention.kv_norm", latent),
+        *_linear("attention.kv_up", shape.heads * own, latent, has_bias=False),
+        *_linear("attention.output", hidden, shape.value_width, has_bias=False),
     )
 
 

@@ -14,12 +14,10 @@ def roles_of(shape: ModelShape) -> Roles:
     """Return the roles of a built-in model's modules, in the order of a forward pass. Norms of
     heads are used on a rank's own heads, all other norms between the sub-blocks."""
     is_learned = shape.positions is Positions.LEARNED
-    heads = ("query_norm", "key_norm") if shape.qk_norm else ()
     blocks = (
         *((f"blocks.*.{name}", Role.NORM) for name in _norms(shape, "attention")),
-        ("blocks.*.attention", Role.WHOLE_INPUT),
-        *((f"blocks.*.attention.{name}", Role.COLUMN) for name in ("query", "key", "value")),
-        *((f"blocks.*.attention.{name}", Role.SHARED) for name in heads),
+        ("blocks.*.attention", Role.LATENT_INPUT if shape.is_latent else Role.WHOLE_INPUT),
+        *((f"blocks.*.attention.{name}", role) for name, role in _attention(shape)),
         ("blocks.*.attention.output", Role.ROW),
         *((f"blocks.*.{name}", Role.NORM) for name in _norms(shape, "mlp")),
         *_feed_forward(shape),
@@ -27,6 +25,18 @@ def roles_of(shape: ModelShape) -> Roles:
     positions = (("positions", Role.POSITIONS),) if is_learned else ()
     head = () if shape.tied else (("head", Role.HEAD),)
     return (("embed", Role.VOCABULARY), *positions, *blocks, ("norm", Role.LAST_NORM), *head)
+
+
+def _attention(shape: ModelShape) -> Iterator[tuple[str, Role]]:
+    """Yield what makes queries, keys and values. Latent features are those of all heads, and each
+    rank's heads give their gradient an addend."""
+    if shape.is_latent:
+        down = ["query_down", "query_norm"] if shape.q_lora_rank else []
+        yield from ((name, Role.LATENT) for name in (*down, "kv_down", "kv_norm"))
+        yield from ((name, Role.INNER_COLUMN) for name in ("query_up", "kv_up"))
+        return
+    yield from ((name, Role.COLUMN) for name in ("query", "key", "value"))
+    yield from ((name, Role.SHARED) for name in ("query_norm", "key_norm") if shape.qk_norm)
 
 
 def _feed_forward(shape: ModelShape) -> Iterator[tuple[str, Role]]:

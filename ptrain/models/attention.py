@@ -56,16 +56,20 @@ class Core(nn.Module):
     def attend(
         self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None
     ) -> Tensor:
-        """Return the values that each query attends to, of as many heads each."""
-        return F.scaled_dot_product_attention(
+        """Return the values that each query attends to, of as many heads each. The fused kernels of
+        processors, and flash's of GPUs, take values as wide as queries: narrower ones are filled up
+        with zeros."""
+        narrow, wide = v_BHTD.shape[-1], q_BHTD.shape[-1]
+        y_BHTD = F.scaled_dot_product_attention(
             q_BHTD,
             k_BHTD,
-            v_BHTD,
+            v_BHTD if narrow == wide else F.pad(v_BHTD, (0, wide - narrow)),
             mask_TT,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask_TT is None,
             scale=self.scores.scale,
         )
+        return y_BHTD if narrow == wide else y_BHTD[..., :narrow]
 
 
 class EagerCore(Core):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ptrain.models.attention import attention_core
 from ptrain.models.feed_forward import FeedForward
+from ptrain.models.latent import LatentAttention
 from ptrain.models.moe import MoE
 from ptrain.models.norm import norm_of
 from ptrain.models.rotary import rotate
@@ -78,7 +79,8 @@ class Block(nn.Module):
         super().__init__()
         self.dropout, self.residual_scale = shape.dropouts.hidden, shape.residual_scale
         self.attention_norm = norm_of(shape, shape.hidden)
-        self.attention = SelfAttention(shape, layer)
+        attention = LatentAttention if shape.is_latent else SelfAttention
+        self.attention = attention(shape, layer)
         self.attention_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
         self.mlp_norm = None if shape.parallel else norm_of(shape, shape.hidden)
         has_experts = shape.has_experts(layer)

@@ -1,7 +1,8 @@
 """Rotary positions: the frequencies of a model's pairs, their tables, and the rotation.
 
 Legend of shape suffixes: B samples, T tokens, H heads, D elements per head, K rotation pairs.
-Sources: Su et al. 2021; Llama 3.1's scaling as in Meta's llama-models, `apply_scaling`.
+Sources: Su et al. 2021; Llama 3.1's scaling as in Meta's llama-models, `apply_scaling`; YaRN, Peng
+et al. 2023 (arXiv:2309.00071), section 3.2.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ def _frequencies(shape: ModelShape, device: torch.device, *, is_local: bool) -> 
             return frequencies_K / shape.rope_factor
         case RopeScaling.LLAMA3:
             return _lowered_where_slow(shape, frequencies_K)
+        case RopeScaling.YARN:
+            return _lowered_along_pairs(shape, frequencies_K)
         case kind:
             assert_never(kind)
 
@@ -80,3 +83,19 @@ def _lowered_where_slow(shape: ModelShape, frequencies_K: Tensor) -> Tensor:
     span = shape.rope_high_factor - shape.rope_low_factor
     kept_K = ((turns_K - shape.rope_low_factor) / span).clamp(0.0, 1.0)
     return frequencies_K * (kept_K + (1.0 - kept_K) / shape.rope_factor)
+
+
+def _lowered_along_pairs(shape: ModelShape, frequencies_K: Tensor) -> Tensor:
+    """The same with a ramp that is even in the pairs' numbers, not in their turns: from the last
+    pair with at least the high factor's turns to the first with at most the low factor's."""
+    num_pairs = len(frequencies_K)
+
+    def pair_of(turns: float) -> float:
+        longest = shape.rope_original / (2 * math.pi * turns)
+        return num_pairs * math.log(longest) / math.log(shape.rope_base)
+
+    first = max(0, math.floor(pair_of(shape.rope_high_factor)))
+    last = min(2 * num_pairs - 1, math.ceil(pair_of(shape.rope_low_factor)))
+    pairs_K = torch.arange(num_pairs, dtype=torch.float64, device=frequencies_K.device)
+    lowered_K = ((pairs_K - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    return frequencies_K * (1.0 - lowered_K + lowered_K / shape.rope_factor)

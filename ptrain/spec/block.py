@@ -58,6 +58,7 @@ class RopeScaling(StrEnum):
     NONE = "none"
     LINEAR = "linear"
     LLAMA3 = "llama3"
+    YARN = "yarn"
 
 
 class Dropouts(NamedTuple):
@@ -257,6 +258,7 @@ class BlockOptions(ExpertOptions):
                 "none": "they are not",
                 "linear": "all are divided by rope_factor",
                 "llama3": "the slow ones are, as in Llama 3.1",
+                "yarn": "the same by the pairs' numbers; attention_scale is written apart",
             },
             read=RopeScaling,
         ),
@@ -267,7 +269,7 @@ class BlockOptions(ExpertOptions):
     rope_low_factor: Annotated[
         float,
         Real(
-            "llama3: turns in rope_original below which all is divided; without: 1",
+            "llama3 and yarn: turns in rope_original below which all is divided; without: 1",
             *_ABOVE_0,
             open=True,
         ),
@@ -275,13 +277,14 @@ class BlockOptions(ExpertOptions):
     rope_high_factor: Annotated[
         float,
         Real(
-            "llama3: turns in rope_original above which nothing is; without: 4",
+            "llama3 and yarn: turns in rope_original above which nothing is; without: 4",
             *_ABOVE_0,
             open=True,
         ),
     ] = 4.0
     rope_original: Annotated[
-        int, Whole("llama3: tokens of the texts that came first; without: 8192", 1, 2**24)
+        int,
+        Whole("llama3 and yarn: tokens of the texts that came first; without: 8192", 1, 2**24),
     ] = 8192
     embedding_scale: Annotated[
         float | None,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
+from ptrain.spec.latent import LatentOptions
 from ptrain.spec.leaf import Choice, Real, Truth, Whole
 
 
@@ -15,7 +16,7 @@ class Router(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertOptions:
+class ExpertOptions(LatentOptions):
     """Of blocks whose feed-forward part is several, of which a router chooses some for a token."""
 
     experts: Annotated[

@@ -17,12 +17,14 @@ _OF_EXPERTS = (
     "dense_layers", "router", "router_norm", "router_scale", "bias_update_rate", "capacity_factor",
     "aux_loss", "z_loss",
 )  # fmt: skip
-_OF_LLAMA3 = ("rope_low_factor", "rope_high_factor", "rope_original")
+_OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_BY_TURNS = (RopeScaling.LLAMA3, RopeScaling.YARN)
+_OF_TURNS = ("rope_low_factor", "rope_high_factor", "rope_original")
 
 
 def misfits(shape: ModelShape) -> Iterator[Fault]:
     """Yield a fault for each field that cannot be as it is, or that would change nothing."""
-    yield from _heads(shape)
+    yield from _latent(shape) if shape.is_latent else _heads(shape)
     for void in voids(shape):
         yield Fault(place=f"model.{void.name}", finding=void.finding, remedy=void.remedy)
     if shape.document_start is not None:
@@ -35,7 +37,7 @@ def misfits(shape: ModelShape) -> Iterator[Fault]:
             finding=f"{shape.rope_scaling}, and frequencies are divided by rope_factor: 1",
             remedy="write a larger rope_factor, or rope_scaling: none",
         )
-    if shape.rope_scaling is RopeScaling.LLAMA3 and shape.rope_high_factor <= shape.rope_low_factor:
+    if shape.rope_scaling in _BY_TURNS and shape.rope_high_factor <= shape.rope_low_factor:
         yield Fault(
             place="model.rope_high_factor",
             finding=f"{shape.rope_high_factor:g} is not above rope_low_factor: "
@@ -111,6 +113,37 @@ def _groups(shape: ModelShape, experts: int, groups: int) -> Iterator[Fault]:
         )
 
 
+def _latent(shape: ModelShape) -> Iterator[Fault]:
+    """Yield what does not go with keys and values that are made of latent features."""
+    own = {
+        "kv_heads": (shape.kv_heads != shape.heads, "every head has keys and values of its own"),
+        "head_dim": (
+            shape.own_head_dim is not None,
+            "qk_nope_head_dim and qk_rope_head_dim say it",
+        ),
+        "rotary": (shape.rotary != 1.0, "qk_rope_head_dim says how many features turn"),
+        "qk_norm": (shape.qk_norm, "the latent features are normed instead"),
+    }
+    for name, (is_written, finding) in own.items():
+        if is_written:
+            finding = f"of latent attention (kv_lora_rank) {finding}"
+            yield Fault(place=f"model.{name}", finding=finding, remedy=f"remove {name}")
+    if shape.bias is not Bias.NONE:
+        finding = f"not yet: {shape.bias}, of latent attention (kv_lora_rank)"
+        yield Fault(place="model.bias", finding=finding, remedy="write bias: none")
+    if shape.positions is not Positions.ROPE:
+        finding = f"{shape.positions}: of latent attention qk_rope_head_dim features turn"
+        yield Fault(place="model.positions", finding=finding, remedy="write positions: rope")
+    if shape.qk_rope_head_dim % 2:
+        finding = f"{shape.qk_rope_head_dim} is odd, and rotary positions turn pairs"
+        yield Fault(place="model.qk_rope_head_dim", finding=finding, remedy="choose it even")
+    if shape.v_head_dim > shape.head_dim:
+        finding = f"not yet: values of {shape.v_head_dim} features, of heads whose queries have "
+        finding += f"{shape.head_dim}"
+        remedy = f"write {shape.head_dim} or fewer"
+        yield Fault(place="model.v_head_dim", finding=finding, remedy=remedy)
+
+
 def _heads(shape: ModelShape) -> Iterator[Fault]:
     if shape.own_head_dim is None and shape.hidden % shape.heads:
         yield Fault(
@@ -174,9 +207,12 @@ def voids(shape: ModelShape) -> Iterator[Void]:
     if shape.rope_scaling is RopeScaling.NONE:
         finding = "rope_scaling: none, and frequencies are divided by nothing"
         yield from _void(shape, ("rope_factor",), "rope_scaling", finding, "rope_scaling: linear")
-    if shape.rope_scaling is not RopeScaling.LLAMA3:
+    if shape.rope_scaling not in _BY_TURNS:
         finding = f"rope_scaling: {shape.rope_scaling}, which has no such number"
-        yield from _void(shape, _OF_LLAMA3, "rope_scaling", finding, "rope_scaling: llama3")
+        yield from _void(shape, _OF_TURNS, "rope_scaling", finding, "rope_scaling: llama3")
+    if not shape.is_latent:
+        finding = "keys and values are made of the stream, not of latent features"
+        yield from _void(shape, _OF_LATENT, "kv_lora_rank", finding, "kv_lora_rank")
     if shape.window is None:
         names = ("global_every", "window_rope_base")
         yield from _void(shape, names, "window", "no layer has a window", "window")

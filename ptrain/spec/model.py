@@ -89,7 +89,20 @@ class ModelShape(BlockOptions):
 
     @property
     def head_dim(self) -> int:
+        """Features of a head's query, and of its key."""
+        if self.is_latent:
+            return self.qk_rope_head_dim + self.qk_nope_head_dim
         return self.own_head_dim or self.hidden // self.heads
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values are made of latent features."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def value_width(self) -> int:
+        """Features of all heads' values together, each with one of its own."""
+        return self.heads * (self.v_head_dim if self.is_latent else self.head_dim)
 
     @property
     def query_width(self) -> int:
@@ -104,7 +117,9 @@ class ModelShape(BlockOptions):
     @property
     def rotary_dim(self) -> int:
         """Features of a head that turn by their place; 0 where none do."""
-        return int(self.head_dim * self.rotary) if self.positions is Positions.ROPE else 0
+        if self.positions is not Positions.ROPE:
+            return 0
+        return self.qk_rope_head_dim if self.is_latent else int(self.head_dim * self.rotary)
 
     @property
     def dropouts(self) -> Dropouts:

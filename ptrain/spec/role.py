@@ -22,9 +22,12 @@ class Role(Word):
     VOCABULARY = "vocabulary"  # an embedding, its rows cut
     HEAD = "head"  # a column operator over the vocabulary
     WHOLE_INPUT = "whole input"  # a sub-block: what its column operators share is made whole once
+    # a sub-block of latent features: what it is given is whole, and its gradient an addend of each
+    LATENT_INPUT = "latent input"
+    LATENT = "latent"  # within it, in front of inner columns: whole on every rank, gradients summed
     # a sub-block of experts: what it is given is whole, and what it gives an addend of each rank's
     EXPERTS = "experts"
-    INNER_COLUMN = "inner column"  # within it: output features cut, of all experts or of one
+    INNER_COLUMN = "inner column"  # within either: output features cut, of all experts or of one
     INNER_ROW = "inner row"  # input features cut; its outputs are parts of the sub-block's sum
     SHARED = "shared"  # a tensor that every rank has whole, used on the rank's slice of features
     NORM = "norm"  # a tensor that every rank has whole, used on the rank's slice of the tokens

@@ -39,10 +39,6 @@ _LAYERS = (
     "experts in some layers alone; all behind the first dense_layers have them",
     "write dense_layers: N where the first N are dense; leave it out where it changes nothing",
 )
-_LATENT = (
-    "attention through latent vectors (MLA); keys and values are made of hidden features",
-    "write heads, kv_heads and head_dim of an attention without them",
-)
 _DISPATCH = "another way of dispatch; rows are sorted by expert, and one product takes them all"
 # What others say of a model, or of its mesh, and blocks here have not: (what waits, the remedy).
 UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
@@ -53,11 +49,6 @@ UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
         "ways of choosing experts by their names; what they do is said by itself",
         "write router, expert_groups and bias_update_rate",
     ),
-    ("model", "q_lora_rank"): _LATENT,
-    ("model", "kv_lora_rank"): _LATENT,
-    ("model", "qk_rope_head_dim"): _LATENT,
-    ("model", "qk_nope_head_dim"): _LATENT,
-    ("model", "v_head_dim"): _LATENT,
     ("model", "shared_expert_intermediate_size"): (
         "a shared expert with a width and a gate of its own; it is as wide as experts are",
         "write shared_experts: N, which is N times expert_ffn wide and has no gate",

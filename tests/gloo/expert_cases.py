@@ -11,6 +11,14 @@ from ptrain.spec.spec import Spec
 from tests.gloo.tensor_cases import training
 
 SIZES = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 259}
+LATENT = {
+    "kv_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "top-1": {"experts": 4},
     "top-2": {"experts": 4, "experts_per_token": 2, "shared_experts": 1, "expert_ffn": 24},
@@ -30,6 +38,16 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "router_scale": 2.5,
         "qk_norm": True,
         "tied": True,
+    },
+    "latent": {
+        "experts": 4,
+        "experts_per_token": 2,
+        "expert_ffn": 20,
+        "capacity_factor": 1.25,
+        "dense_layers": 1,
+        "router": "sigmoid",
+        "bias_update_rate": 0.05,
+        **LATENT,
     },
 }
 SAMPLES = ("dp_replicate", "dp_shard", "ep")

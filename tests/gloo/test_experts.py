@@ -63,7 +63,7 @@ def test_with_stages(ranks: Ranks, model: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "activations"),
-    some([*product(MODELS, ("R", "S", "S*"))], (("deep", "S"), ("balanced", "R"))),
+    some([*product(MODELS, ("R", "S", "S*"))], (("latent", "S"), ("balanced", "R"))),
 )
 def test_with_operators_cut(ranks: Ranks, model: str, activations: str) -> None:
     assert not MATRIX.differences(ranks, spec_of(model, {"tp": f"S,S,S,{activations}"}))

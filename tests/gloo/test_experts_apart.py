@@ -31,7 +31,14 @@ REST = {
     "zero2": "R,S,S,R",
     "zero3": "S*,S,S,R",
 }
-APART = ("top-1", "top-2", "capacity-top-1", "balanced", "deep")  # their experts are even in number
+APART = (
+    "top-1",
+    "top-2",
+    "capacity-top-1",
+    "balanced",
+    "deep",
+    "latent",
+)  # their experts are even in number
 BESIDE: tuple[dict[str, str], ...] = (
     {"dp_replicate": "ddp"},
     {"dp_shard": "zero1"},
@@ -72,7 +79,7 @@ def some(cases: list[Any], default: Collection[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("model", "rest"),
-    some([*product(APART, REST)], (("capacity-top-1", "zero3"),)),
+    some([*product(APART, REST)], (("latent", "zero3"),)),
 )
 def test_by_themselves(ranks: Ranks, model: str, rest: str) -> None:
     assert not MATRIX.differences(ranks, spec_of(model, {"ep": REST[rest]}))

@@ -10,6 +10,9 @@ from ptrain.axes.tensor.addends import gets_addend, gives_addend
 from ptrain.facts.roles import roles_of
 from tests.pure.build import ODD_SHAPE
 
+LATENT = replace(
+    ODD_SHAPE, kv_heads=ODD_SHAPE.heads, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=2
+)
 EXPERTS = replace(ODD_SHAPE, experts=4, shared_experts=1, dense_layers=1, qk_norm=True)
 
 
@@ -32,3 +35,22 @@ def test_what_is_summed_behind_the_experts_is_an_addend_before(module, gives, ge
     roles = roles_of(EXPERTS)
     assert (gives_addend(roles, module), gets_addend(roles, module)) == (gives, gets)
     assert not gives_addend((), module) and not gets_addend((), module)
+
+
+@pytest.mark.parametrize(
+    ("module", "gets"),
+    [
+        ("blocks.1.attention", False),
+        ("blocks.1.attention.query_down", True),
+        ("blocks.1.attention.query_norm", True),
+        ("blocks.1.attention.query_up", False),
+        ("blocks.1.attention.kv_down", True),
+        ("blocks.1.attention.kv_norm", True),
+        ("blocks.1.attention.kv_up", False),
+        ("blocks.1.attention.core", False),
+        ("blocks.1.attention.output", False),
+    ],
+)
+def test_the_gradient_of_what_all_heads_share_is_an_addend_of_each_ranks(module, gets):
+    roles = roles_of(LATENT)
+    assert gets_addend(roles, module) is gets and not gives_addend(roles, module)

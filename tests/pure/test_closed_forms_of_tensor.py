@@ -163,6 +163,20 @@ def test_experts_are_cut_over_tp_and_summed_once_a_layer(plan, shared, dense):
         assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
 
 
+@pytest.mark.parametrize("rank", [None, 7])
+@pytest.mark.parametrize("plan", ["R", "S", "S*"])
+def test_latent_attention_is_cut_by_heads_and_what_heads_share_is_summed(plan, rank):
+    latent = {"kv_lora_rank": 11, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    latent |= {"layers": 3, "heads": 12, "kv_heads": 12, **({"q_lora_rank": rank} if rank else {})}
+    spec = drawn(("llama", False, plan, True), model=latent)
+    derivation, shape, degree = derive(spec), shape_of(spec), spec.degree(Axis.TP)
+    assert over_tp(derivation.exact) == expected_over_tp(spec, step_of(derivation))
+    size = spec.precision.effective.parameters.itemsize
+    for index in range(degree):
+        own = parameters(shape, whole(shape), sequence=16, degree=degree, index=index)
+        assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
+
+
 @pytest.mark.parametrize("chunk", [None, 3, 10_000])
 @every_kind
 def test_operators_send_what_the_axis_means(kind, chunk):

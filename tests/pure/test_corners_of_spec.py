@@ -338,8 +338,8 @@ NAMED = {
 }
 WAITING = """routers know no scale; replicas outside shards;
     experts are no matrices; hops know of no mask; routers see whole samples;
-    ranks have as many stretches; experts are known;
-    all tokens between the blocks; the naive plan has all tokens;
+    keys are as wide as values; ranks have as many stretches; experts are known;
+    all tokens between the blocks; the naive plan has all tokens; the naive plan has no latents;
     equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;
     units within a stage; one policy for both passes; units wait for their weights;

@@ -28,6 +28,15 @@ SHAPES = [
     replace(SMALL_GPT, tied=False, ffn=77, layers=4),
     replace(SMALL_GPT, layers=1, heads=1, kv_heads=1),
 ]
+LATENT = replace(
+    ODD_SHAPE,
+    kv_heads=ODD_SHAPE.heads,
+    kv_lora_rank=11,
+    q_lora_rank=13,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=7,
+)
 # Compositions of no family.
 COMPOSED = [
     replace(
@@ -61,6 +70,9 @@ COMPOSED = [
         ODD_SHAPE, experts=5, experts_per_token=2, expert_ffn=9, shared_experts=2, dense_layers=1
     ),
     replace(ODD_SHAPE, experts=3, capacity_factor=1.5, activation=Activation.RELU2, layers=2),
+    replace(ODD_SHAPE, experts=4, expert_groups=2, bias_update_rate=0.1, dense_layers=2),
+    LATENT,
+    replace(LATENT, q_lora_rank=None, v_head_dim=10),
 ]
 
 

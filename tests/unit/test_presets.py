@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ptrain.facts.model import ModelFacts, TensorFacts
 from ptrain.facts.parameters import facts
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
@@ -124,10 +125,25 @@ def test_a_preset_has_as_many_parameters_as_the_class_of_transformers(preset):
     assert facts(shape_of(preset), SEQUENCE).numel == expected
 
 
-def test_deepseek_v3_s_shape_has_all_of_its_class_but_attention():
-    """That of transformers compresses keys and values."""
+def test_deepseek_v3_has_as_many_parameters_as_its_class_whose_config_is_its_own():
+    """Without the module that predicts further tokens, which transformers leaves out too."""
     with torch.device("meta"):
         theirs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config())
-    expected = sum(p.numel() for name, p in theirs.named_parameters() if "self_attn" not in name)
-    tensors = facts(shape_of("deepseek-v3-shape"), SEQUENCE).tensors
-    assert sum(t.numel for t in tensors if ".attention." not in t.name) == expected
+    expected = sum(parameter.numel() for parameter in theirs.parameters())
+    known = facts(shape_of("deepseek-v3"), SEQUENCE)
+    assert known.numel == expected == 671_026_404_352
+    biases = [size for name, size in known.buffers if name.endswith(".bias_E")]
+    assert len(biases) == 58 and sum(biases) == 58 * 256 * 4
+
+
+def test_its_shape_without_latent_features_has_all_else_of_it():
+    whole, shape = (
+        facts(shape_of(name), SEQUENCE) for name in ("deepseek-v3", "deepseek-v3-shape")
+    )
+
+    def besides_attention(known: ModelFacts) -> list[TensorFacts]:
+        return [tensor for tensor in known.tensors if ".attention." not in tensor.name]
+
+    assert besides_attention(whole) == besides_attention(shape)
+    assert whole.buffers[2:] == shape.buffers[2:]  # behind the tables of angles
+    assert shape.numel - whole.numel == 28_655_484_928 - 11_413_547_008

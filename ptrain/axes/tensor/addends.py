@@ -1,5 +1,5 @@
-"""What a rank of tp has an addend of while layers with experts run: it is summed behind them, once,
-and until then it is not what one device has."""
+"""What a rank of tp has an addend of while layers with experts or with latent features run: it is
+summed behind them, once, and until then it is not what one device has."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def _giving(roles: Roles) -> Patterns:
 
 @lru_cache(maxsize=16)
 def _getting(roles: Roles) -> Patterns:
-    """Return the modules that weigh a rank's addends."""
+    """Return the modules that weigh a rank's addends, and those whose outputs all heads share, of
+    which a rank has its own."""
     sums = tuple(pattern for pattern, role in roles if role is Role.EXPERTS)
-    return tuple(name for name, role in roles if role is Role.SHARED and is_within(name, sums))
+    return tuple(
+        name
+        for name, role in roles
+        if role is Role.LATENT or (role is Role.SHARED and is_within(name, sums))
+    )

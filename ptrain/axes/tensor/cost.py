@@ -77,17 +77,15 @@ def parameters(
     has_head = span.is_last and (not shape.tied or not span.is_first)
     tables = table * (span.is_first + has_head)
     norm = len(shape.norm.tensors)
-    all_biased, qkv_biased = shape.bias is Bias.ALL, shape.bias is not Bias.NONE
-    # query and output, key and value of perhaps fewer heads; up and down, and perhaps gate
-    heads = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
-    inner = 2 + shape.activation.is_gated
+    all_biased = shape.bias is Bias.ALL
+    inner = 2 + shape.activation.is_gated  # up and down, and perhaps gate
     num_layers = span.end - span.start
     with_experts = _with_experts(shape, span)
-    cut = hidden * heads
-    cut += shape.head_dim * (shape.heads + 2 * shape.kv_heads) * qkv_biased
+    cut = _of_heads(shape)
     dense = inner * hidden * ffn + (inner - 1) * ffn * all_biased
     whole_there = 2 * hidden * all_biased
     whole_there += _norms(shape) * norm * hidden + 2 * shape.qk_norm * norm * shape.head_dim
+    whole_there += sum(_latents(shape))
     ends = norm * hidden * span.is_last
     if shape.positions is Positions.LEARNED:
         ends += sequence * hidden * span.is_first
@@ -96,6 +94,31 @@ def parameters(
     mlps = (num_layers - with_experts) * (dense // degree)
     mlps += with_experts * _of_experts(shape, degree)
     return num_layers * (cut // degree + whole_there) + mlps + tables + ends
+
+
+def _of_heads(shape: ModelShape) -> int:
+    """Return the elements of a layer's attention that its heads have, each its own."""
+    hidden, width = shape.hidden, shape.head_dim
+    if shape.kv_lora_rank is not None:
+        own = width * (shape.q_lora_rank or hidden) + shape.v_head_dim * hidden
+        return shape.heads * (
+            own + (shape.qk_nope_head_dim + shape.v_head_dim) * shape.kv_lora_rank
+        )
+    # query and output, key and value of perhaps fewer heads
+    matrices = 2 * hidden * width * (shape.heads + shape.kv_heads)
+    biases = width * (shape.heads + 2 * shape.kv_heads)
+    return matrices + biases * (shape.bias is not Bias.NONE)
+
+
+def _latents(shape: ModelShape) -> Iterator[int]:
+    """Yield the elements of each tensor that makes latent features, or norms them."""
+    if shape.kv_lora_rank is None:
+        return
+    norm = len(shape.norm.tensors)
+    if shape.q_lora_rank is not None:
+        yield from (shape.q_lora_rank * shape.hidden, *[shape.q_lora_rank] * norm)
+    yield (shape.kv_lora_rank + shape.qk_rope_head_dim) * shape.hidden
+    yield from [shape.kv_lora_rank] * norm
 
 
 def _with_experts(shape: ModelShape, span: LayerSpan) -> int:
@@ -202,6 +225,8 @@ def _calls(
         yield *summed, norms * vectors, features
     if shape.qk_norm:  # of its own heads a rank has a part of their gradients
         yield *summed, 2 * layers * vectors, shape.head_dim * itemsize
+    for elements in _latents(shape):  # a rank's heads give their gradients a part
+        yield *summed, layers, elements * itemsize
     if shape.experts is not None:  # of a router a part, whose choices weigh a rank's addends
         yield *summed, with_experts, shape.experts * features
     if span.is_last:

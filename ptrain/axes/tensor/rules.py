@@ -207,6 +207,17 @@ def _naive_slices(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _naive_latents(spec: Spec) -> Iterator[Fault]:
+    is_latent = isinstance(spec.model, ModelShape) and spec.model.is_latent
+    if is_latent and spec.degree(Axis.TP) > 1 and spec.tensor.is_naive:
+        yield Fault(
+            place="tensor.plan",
+            finding="not yet: naive, of latent attention (model.kv_lora_rank), whose ranks sum "
+            "the gradients of what all heads share once",
+            remedy="write paired",
+        )
+
+
 TENSOR = AxisRules(
     axes=_AXES,
     tuples=_TUPLES,
@@ -225,6 +236,7 @@ TENSOR = AxisRules(
     not_yet=(
         SpecRule(name="all tokens between the blocks", theorem="", faults=_whole_tokens),
         SpecRule(name="the naive plan has all tokens", theorem="", faults=_naive_slices),
+        SpecRule(name="the naive plan has no latents", theorem="", faults=_naive_latents),
         SpecRule(name="equal slices are gathered", theorem="", faults=_logits),
         SpecRule(name="shards of slices are alike", theorem="", faults=_shards_of_rows),
         SpecRule(name="slices have one kind of shards", theorem="", faults=_smaller_shards),

@@ -38,6 +38,7 @@ from ptrain.axes.tensor.run.styles import (
     InnerSlices,
     LocalInput,
     OwnTokens,
+    OwnWholeInput,
     ReplicateParallel,
     WholeInput,
     WholeOutput,
@@ -88,7 +89,8 @@ def _named(model: nn.Module, step: Parallelize) -> Iterator[tuple[str, Role]]:
 
 def _columns(model: nn.Module, step: Parallelize, path: str) -> list[nn.Module]:
     """Return the column layers within a module."""
-    names = [name for name, role in _named(model, step) if role in COLUMNS]
+    roles = (*COLUMNS, Role.INNER_COLUMN)
+    names = [name for name, role in _named(model, step) if role in roles]
     return [model.get_submodule(name) for name in names if name.startswith(f"{path}.")]
 
 
@@ -193,8 +195,10 @@ def _styles(
         case Role.ROW | Role.TRANSPOSED_ROW:
             style = RowwiseParallel if role is Role.ROW else TransposedRow
             yield style(output_layouts=between)
-        case Role.SHARED:
+        case Role.SHARED | Role.LATENT:
             yield SummedGradients(registry)
+        case Role.LATENT_INPUT:
+            yield OwnWholeInput(between, regathers=step.is_saved_cut)
         case Role.EXPERTS:
             yield Addends(between, regathers=step.is_saved_cut)
         case Role.INNER_COLUMN:

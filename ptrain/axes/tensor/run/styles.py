@@ -56,27 +56,31 @@ class WholeInput(ParallelStyle):
         return module
 
 
-class Addends(ParallelStyle):
-    """The first floating tensor that a module is given is made whole, a rank's own; what it returns
-    is a part of the ranks' sum. Within it nothing is a DTensor."""
-
-    def __init__(self, between: Placement, *, regathers: bool = False) -> None:
-        super().__init__()
-        self.between = between
-        self.regathers = regathers
+class OwnWholeInput(WholeInput):
+    """The same, as a tensor of the rank's own: what its users' gradients add up to is an addend."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        WholeInput(self.between, regathers=self.regathers)._apply(module, device_mesh)
-        # every rank routes all tokens, and what their losses give is summed with the rest
-        weigh(module, 1.0 / device_mesh.size())
+        super()._apply(module, device_mesh)
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return with_first(args, kwargs, lambda x: x.to_local(grad_placements=[Partial()]))
 
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        return module
+
+
+class Addends(OwnWholeInput):
+    """The same, and what the module returns is a part of the ranks' sum. Within it nothing is a
+    DTensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        # every rank routes all tokens, and what their losses give is summed with the rest
+        weigh(module, 1.0 / device_mesh.size())
+
         def leave(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
             return _moved(output, device_mesh, Partial(), self.between)
 
-        module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
         return module
 
