@@ -207,10 +207,15 @@ def _moe(shape: ModelShape) -> Table:
     )
 
 
+def is_of_experts(name: str) -> bool:
+    """Return whether a tensor is of experts that a router chooses from."""
+    return EXPERTS in name.split(".")
+
+
 def elements_met(shape: ModelShape, name: str, numel: int) -> int:
     """Return of how many of a tensor's elements a token makes use: of the experts' those of the
     ones that it goes to, of any other all."""
-    if shape.experts is None or EXPERTS not in name.split("."):
+    if shape.experts is None or not is_of_experts(name):
         return numel
     return numel // shape.experts * shape.experts_per_token
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Factor
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.job import DataSpec, TrainSpec
+from ptrain.spec.placement import R
 from ptrain.spec.spec import Spec
 
 
 def traced_part(spec: Spec) -> Spec:
     """Return what a trace depends on, and nothing else, so that specs which differ elsewhere have
     the same."""
-    cutting = tuple(factor for factor in spec.factors if factor.axis not in DATA_AXES)
+    cutting = tuple(_cut(factor) for factor in spec.factors if factor.axis not in DATA_AXES)
     times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1  # a schedule needs as many
     samples = times * spec.batch.micro * math.prod(spec.degree(axis) for axis in EXPERT_AXES)
     batch = replace(spec.batch, global_samples=samples, accumulate=times)
@@ -37,6 +38,15 @@ def traced_part(spec: Spec) -> Spec:
         if spec.is_for_cuda and spec.cluster
         else None,
     )
+
+
+def _cut(factor: Factor) -> Factor:
+    """Return the factor as far as a trace depends on it: on an axis that cuts tokens, or gives
+    ranks experts, states are placed as on a data axis."""
+    if factor.axis not in (*TOKEN_AXES, *EXPERT_AXES):
+        return factor
+    placement = replace(factor.placement, parameters=R, optimizer=R, gradients=R)
+    return replace(factor, placement=placement)
 
 
 def _gpus(cluster: Cluster, ranks: int) -> Cluster:

@@ -12,8 +12,9 @@ from ptrain.derivation.tables import Place, Setting, setting_of
 from ptrain.derivation.tensor import cut_of, fullest_place
 from ptrain.facts.passes import Items, Passes, net
 from ptrain.plan.lower import lower
-from ptrain.spec.activations import Kept
+from ptrain.spec.activations import Kept, Scope
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run
 
@@ -73,6 +74,25 @@ class Activity:
             if s.name != "ends"
         }
         return Activity(**sizes, ends=ends)
+
+
+def with_rows(activity: Activity, rows: int, kept: Kept) -> Activity:
+    """Return the bytes of a block whose tokens are copied to rows for experts, which take so many
+    bytes: those that arrive and those that come back are kept, and of each trip both ends are there
+    at once."""
+    is_kept = kept.policy is None or kept.policy.scope is not Scope.BLOCK
+    is_here = kept.tier is Tier.DEVICE
+    more = _KEPT_ROWS * rows * is_kept
+    return replace(
+        activity,
+        block=activity.block + more * is_here,
+        moved=activity.moved + more * (not is_here),
+        forward_rise=activity.forward_rise + (_KEPT_ROWS + 1) * rows,
+        backward_rise=activity.backward_rise + (_KEPT_ROWS + (not is_kept) * _KEPT_ROWS) * rows,
+    )
+
+
+_KEPT_ROWS = 2  # tensors of all rows
 
 
 def activity_of(spec: Spec, kept: Kept) -> Activity:

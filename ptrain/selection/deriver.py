@@ -92,8 +92,15 @@ class Deriver:
                 objective=self.objective,
                 where=self.job.where,
                 written=self.job.written,
+                own=self._shape_with_experts,
             )
         )
+
+    @property
+    def _shape_with_experts(self) -> ModelShape | None:
+        """That for which another stands in."""
+        shape = self.job.base.model
+        return shape if isinstance(shape, ModelShape) and shape.experts is not None else None
 
     def work(self, spec: Spec) -> ModelWork:
         """Return what the first rank of a spec, as it is scored, computes of a micro-batch. Raises

@@ -118,7 +118,7 @@ def _reasons(task: SearchTask, where: Where) -> Iterator[tuple[str, str]]:
 
 def _untried(task: SearchTask, where: Where) -> Iterator[tuple[str, str]]:
     """Constraints that no choice of their room obeys, whatever the others are."""
-    base, written = task.base, task.written
+    base, written = task.placed, task.written
     staged = pipelines(base, task.devices, written)
     choices = {
         Aspect.DATA: [c for some in data_choices(base, written).values() for c in some],
@@ -132,7 +132,7 @@ def _untried(task: SearchTask, where: Where) -> Iterator[tuple[str, str]]:
 
 def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
     """What the rules say of some candidates that obey constraints: of each the first fault."""
-    base, written = task.base, task.written
+    base, written = task.placed, task.written
     data = cache(lambda ranks: _data(task, ranks, where))
     for ranks, within in inner_products(base, task.devices, written):
         if not where.admits(Aspect.WITHIN, chosen(base, within)):
@@ -141,13 +141,14 @@ def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
             flows = [c for c in choices if where.admits(Aspect.PIPELINE, chosen(base, (c,)))]
             if not flows:
                 continue
+            samples = left * chosen(base, within).data_degree
             batches = [
                 (micro, number)
-                for micro, number in micro_batches(base, left)
+                for micro, number in micro_batches(base, samples)
                 if where.admits(Aspect.BATCH, batched(base, micro, number))
             ]
             if not batches:
-                yield _indivisible(base, left)
+                yield _indivisible(base, samples)
                 continue
             for parts in product(flows, data(left), written.kept or ways_to_keep(written.away)):
                 yield from _first_fault(task, within, batches[0][0], *parts)
@@ -174,7 +175,7 @@ def _indivisible(base: Spec, data_ranks: int) -> Fault:
 
 def _data(task: SearchTask, ranks: int, where: Where) -> list[AxisChoice]:
     """Some choices of the data axes that obey constraints: what degrees say is asked once."""
-    base = task.base
+    base = task.placed
     by_degrees = groupby(
         DATA_SPACE.choices(base, ranks, task.written),
         key=lambda choice: tuple((factor.axis, factor.degree) for factor in choice.factors),
@@ -199,11 +200,11 @@ def _first_fault(
     kept: Kept,
 ) -> Iterator[Fault]:
     candidate = Candidate(within=within, pipeline=flow, data=data, micro=micro, kept=kept)
-    spec = candidate.spec(task.base)
+    spec = candidate.spec(task.placed)
     faults = (*check(spec), *executed(spec))
     if faults:
         yield faults[0]
-    elif not is_tabulated(spec):
+    elif task.own is None and not is_tabulated(spec):
         yield _UNKNOWN
 
 

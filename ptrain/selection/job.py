@@ -18,7 +18,6 @@ from ptrain.selection.written import (
     OF_CANDIDATES,
     is_open,
     numbers,
-    require_searched,
     unnamed,
     written_of,
 )
@@ -154,7 +153,6 @@ def _model_mapping(source: str) -> dict[str, object]:
 
 def _of_model(source: str, said: dict[str, Any], where: Sequence[str]) -> SearchedJob:
     """All axes are searched, but for degrees that are written."""
-    require_searched(said)
     said = _with_defaults(said)
 
     def load_with(overrides: Sequence[str], without: Sequence[str]) -> Spec:
@@ -173,7 +171,6 @@ def _of_spec(source: str, words: Sequence[str], where: Sequence[str]) -> Searche
     """What is written stays, and an axis that its mesh does not name has one rank."""
     _require_known(source)
     said = said_in(source, words)
-    require_searched(said)
     if isinstance(batch := said.get("batch", {}), dict) and "global" not in batch:
         finding = "how many samples a step takes nobody says, on whatever ranks"
         raise refused("batch.global", finding, "write batch.global=64, or 4M tokens")

@@ -38,13 +38,14 @@ def _taken(moments: _Moments, places: Array) -> _Moments:
 @dataclass(frozen=True, kw_only=True)
 class RankPeaks:
     """Bytes of each rank of flows at its fullest, of a micro-batch with these activities: of many,
-    or of one alone (`is_many`)."""
+    or of one alone (`is_many`). Of a `block` the `experts` are states of other columns."""
 
     moments: FlowMoments
     act: Activity
     parts: MomentParameters
     block: int
     is_many: bool
+    experts: int = 0
 
     @cached_property
     def _ended(self) -> Array:
@@ -85,6 +86,9 @@ class RankPeaks:
         parts = _taken(self.parts, places)
         kept = np.maximum(rows["unreduced"], rows["grads"]) if self.is_many else rows["grads"]
         passes = _backward(rows, at, levels, parts, (self.block, kept, self.is_many))
+        of_experts = self._of_experts(rows, places, kept) if self.experts else None
+        if of_experts is not None:
+            passes += of_experts.new
         # the roots of a rank's other stages are given back, too, until these are passed
         released = rows["whole"] * (1 - rows["keeps_forward"])
         passes -= released * (parts.root - parts.own_root)
@@ -92,12 +96,40 @@ class RankPeaks:
         np.maximum(passes, self._ended[places], out=passes)
         passes += rows["whole"] * (parts.root + parts.blocks * rows["keeps_forward"])
         passes += kept * parts.had
+        if of_experts is not None:
+            passes += of_experts.had
         if at.over_layers.any():  # of what is over gradients are reduced, what was kept is gone
             passes += rows["reduced"] * parts.over
             passes -= rows["whole"] * rows["keeps_forward"] * at.over_layers * self.block
-        np.maximum(passes, rows["grads"] * parts.held, out=passes)
-        passes += (rows["theta"] + rows["omega"]) * parts.held
+        grads, lives = rows["grads"] * parts.held, (rows["theta"] + rows["omega"]) * parts.held
+        if of_experts is not None:
+            grads, lives = grads + of_experts.grads, lives + of_experts.lives
+        np.maximum(passes, grads, out=passes)
+        passes += lives
         return passes
+
+    def _of_experts(self, rows: Columns, places: Array, kept: Array) -> ExpertBytes:
+        """By how much more of their states there is than of as many parameters of a block."""
+        at, grads = self.moments.at, rows["grads_of_experts"]
+        more = numpy().maximum(rows["unreduced"], grads) if self.is_many else grads
+        held = self.experts * at.layers[places]
+        return ExpertBytes(
+            new=(more - kept) * self.experts * at.own[places] * at.is_new[places],
+            had=(more - kept) * self.experts * at.graded_layers[places],
+            grads=(grads - rows["grads"]) * held,
+            lives=(rows["lives_of_experts"] - rows["theta"] - rows["omega"]) * held,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertBytes:
+    """Of a rank's experts, bytes beyond those of other parameters: of gradients that a pass makes
+    (`new`), that were there before (`had`) and after all, and of what lives between steps."""
+
+    new: Array
+    had: Array
+    grads: Array
+    lives: Array
 
 
 def _pieces(number: int) -> Iterator[slice]:

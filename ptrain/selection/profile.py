@@ -4,20 +4,26 @@ committed tables, and seconds, by the rates of a machine."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
+from ptrain.axes.expert.cost import rows_bytes
 from ptrain.axes.pipeline.stage_facts import chain_of
+from ptrain.costs import Collective
 from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Clock
 from ptrain.derivation.network import Network
 from ptrain.derivation.tensor import local_units
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.operators import LayerWork, ModelWork, PassWork
+from ptrain.facts.parameters import is_of_experts
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
 from ptrain.rates.pace import Pace, around
-from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import Axis
+from ptrain.selection.space import without_experts
+from ptrain.spec.activations import PLAIN, Kept, Scope
+from ptrain.spec.axis import EXPERT_AXES, Axis
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
@@ -27,7 +33,8 @@ from ptrain.timeline import Kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Parameters of one rank's part of the model: of a block, of each of its `tensors`, in front of
-    the blocks and behind them; `copied` those in front that a last stage has too."""
+    the blocks and behind them; `copied` those in front that a last stage has too. `experts`: of a
+    block those that no other rank along an axis of experts has, which has `shared_by` ranks."""
 
     block: int
     largest_part: int  # of a block's sub-blocks
@@ -35,11 +42,20 @@ class Sizes:
     behind: int
     copied: int
     tensors: tuple[int, ...]
+    experts: int = 0
+    shared_by: int = 1
+
+    @property
+    def own_experts(self) -> int:
+        """Return the same where other ranks have others, else none."""
+        return self.experts if self.shared_by > 1 else 0
 
 
 def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
     """Return the sizes of the largest part that a rank of the axes within a block has. `facts` are
     of units of one block."""
+    ranks = prod(spec.degree(axis) for axis in EXPERT_AXES)
+    spec = without_experts(spec)
     plan = lower(spec, facts.unit_modules, facts.roles, (), facts.blocks, facts.fusions)
     units: Sequence[UnitFacts] = facts.units
     if plan.tensor is not None:
@@ -49,16 +65,21 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
     front = sum(t.numel for t in root.tensors if is_within(t.name, FRONT))
     tied = dict(chain_of(spec, facts).tied)
     parts: dict[str, int] = {}
-    for tensor in block.tensors:
-        part = ".".join(tensor.name.split(".")[:3])
-        parts[part] = parts.get(part, 0) + tensor.numel
+    tensors = {
+        t.name: t.numel // ranks if is_of_experts(t.name) else t.numel for t in block.tensors
+    }
+    for name, size in tensors.items():
+        part = ".".join(name.split(".")[:3])
+        parts[part] = parts.get(part, 0) + size
     return Sizes(
-        block=block.numel,
+        block=sum(tensors.values()),
         largest_part=max(parts.values()),
         front=front,
         behind=root.numel - front,
         copied=sum(t.numel for t in root.tensors if t.name in tied),
-        tensors=tuple(tensor.numel for tensor in block.tensors),
+        tensors=tuple(tensors.values()),
+        experts=sum(size for name, size in tensors.items() if is_of_experts(name)),
+        shared_by=ranks,
     )
 
 
@@ -76,6 +97,30 @@ class Seconds:
     behind: tuple[float, float]
     weights: float
     moved: tuple[float, float] = (0.0, 0.0)
+
+    def after(self, forward: float, backward: float) -> Seconds:
+        """Return those of blocks that besides wait so long."""
+        there, back = self.block
+        return replace(self, block=(there + forward, back + backward))
+
+
+def exchange_seconds(spec: Spec, shape: ModelShape, pace: Pace, kept: Kept) -> tuple[float, float]:
+    """Return for how long a block waits, forward and backward, for rows that go to experts of other
+    ranks and come back; what is computed again sends again."""
+    ranks = spec.degree(Axis.EP)
+    if ranks == 1:
+        return 0.0, 0.0
+    once = pace.collective_seconds(
+        Collective.ALL_TO_ALL,
+        ranks=ranks,
+        nodes=nodes_of(spec, ranks, spec.degree(Axis.TP)),
+        payload=rows_bytes(spec, shape),
+    )
+    again = kept.policy is not None and kept.policy.scope is Scope.BLOCK
+    return _TRIPS * once, _TRIPS * once * (1 + again)
+
+
+_TRIPS = 2  # of rows: to their experts, and back
 
 
 def seconds_of(spec: Spec, work: ModelWork, pace: Pace, moved: int) -> Seconds:

@@ -14,7 +14,7 @@ from ptrain.axes.data.candidates import OVERLAPS, UNITS
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, SELECTIVE, Kept
-from ptrain.spec.axis import DATA_AXES, TOKEN_AXES, Axis
+from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.dials import GradientSync, Overlap
 from ptrain.spec.leaf import nearest
@@ -113,7 +113,7 @@ _OF_AXES = {
             part=_part(axis, Aspect.DATA), of=_placement(axis), is_placement=True
         )
         for axis in SEARCHED_AXES
-        if axis not in TOKEN_AXES  # as on the innermost data axis
+        if axis not in (*TOKEN_AXES, *EXPERT_AXES)  # as on the innermost data axis
     },
 }
 QUANTITIES: dict[str, Quantity] = {
@@ -153,13 +153,6 @@ QUANTITIES: dict[str, Quantity] = {
     ),
 }
 NAMES = {name.rpartition(".")[2]: name for name in QUANTITIES if not name.startswith("placement")}
-
-
-def unknown_name(name: str) -> str:
-    """Return what is wrong with a name that nothing has."""
-    if name.rpartition(".")[2] in set(Axis):
-        return f"not yet: {name}, an axis that no search tries"
-    return f"{name}: nothing of a candidate is called so"
 
 
 def known_names(name: str) -> str:

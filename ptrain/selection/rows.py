@@ -3,34 +3,33 @@ scores them for one rank's part of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from math import prod
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
-from ptrain.costs import Collective, State
+from ptrain.costs import State
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.facts.operators import Operator
 from ptrain.selection.arrays import numpy
+from ptrain.selection.moves import PartedMoves, UnitMoves, inside
 from ptrain.selection.profile import Sizes
 from ptrain.selection.wires import Wires
 from ptrain.spec.dials import GradientSync, Overlap, UnitKind, UnitSize
 from ptrain.spec.placement import CUT, Distribution, Tier
-from ptrain.spec.rates import Hook, OperatorKind
+from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 
 Array = Any
 Columns = dict[str, Array]
-_BUCKET = 25 * 2**20  # bytes that DistributedDataParallel reduces at once
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one
 # Columns that say how many bytes a rank has.
 OF_MEMORY = (
     *("theta", "omega", "grads", "reduced", "unreduced", "whole", "opened", "flying", "unit"),
     *("outputs", "is_cast", "is_late", "adds_first", "ahead", "keeps_forward", "keeps_backward"),
+    *("lives_of_experts", "grads_of_experts"),
 )
 _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
 
@@ -143,18 +142,22 @@ class Ways:
         first, too (`adds_first`), and to `fill` these with zeros, both (`…_end`) of a parameter
         around the blocks as well; to reduce and to gather a unit when it is updated (`finish`). Of
         a parameter to `update` it, in the blocks and around them (`update_end`), and to be `copied`
-        between tiers then.
+        between tiers then. Experts that ranks have of their own are cut over the others alone: of
+        these the innermost axis has the fewer.
         """
         np = numpy()
         layout, base = self.layout, self.wires.base
         held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
-        parts = {
-            state: np.where(cut, np.array(degrees, dtype=float), 1.0).prod(axis=1)
-            for state, cut in self.cut.items()
-        }
+        of_experts = inside(degrees, sizes.shared_by)
+        parts = self._parts(degrees)
+        times = {state: part / self._parts(of_experts)[state] for state, part in parts.items()}
         state = optimizer_itemsize(base.optimizer, layout)
         is_cut = parts[_GRADS] > 1
-        moves = _Moves(self, degrees, within)
+        moves = PartedMoves(
+            UnitMoves(self, degrees, within),
+            UnitMoves(self, of_experts, within * sizes.shared_by),
+            sizes.own_experts / sizes.block,
+        )
         per_unit = np.array(_UNITS)[self.unit]
         moved = sizes.block * per_unit  # of sub-blocks, which are unlike, the mean
         unit = np.where(self.unit == 2, sizes.largest_part, moved)
@@ -164,7 +167,9 @@ class Ways:
             **self.fixed,
             "overlaps": self.overlaps,
             "adds_first": self.flat.astype(float),
-            **self._bytes(parts),
+            **(memory := self._bytes(parts)),
+            "lives_of_experts": memory["theta"] * times[_THETA] + memory["omega"] * times[_OMEGA],
+            "grads_of_experts": memory["grads"] * times[_GRADS],
             "unit": unit.astype(float),
             "moved": moved.astype(float),
             "per_layer": 1 / per_unit,
@@ -177,8 +182,16 @@ class Ways:
             "gather": np.where(self.brought, moves.gather(moved * held), 0.0),
             "reduce": np.where(self.flat & ~is_cut, settled, moves.reduce(moved * reduced)),
             "finish": moves.finish(moved * held) + np.where(is_cut, settled, 0.0),
-            **self._updates(parts[_OMEGA], layers, sizes),
+            **self._updates(parts[_OMEGA], times[_OMEGA], layers, sizes),
             "copied": self._copied(parts, state, held) + np.zeros(len(moved)),
+        }
+
+    def _parts(self, degrees: Sequence[int]) -> dict[State, Array]:
+        """Into how many slices states are cut."""
+        np = numpy()
+        return {
+            state: np.where(cut, np.array(degrees, dtype=float), 1.0).prod(axis=1)
+            for state, cut in self.cut.items()
         }
 
     def _bytes(self, parts: dict[State, Array]) -> Columns:
@@ -256,8 +269,10 @@ class Ways:
         seconds = [pace.operator_seconds(Operator(kind, dtype, (int(value),))) for value in values]
         return np.array(seconds)[where.reshape(-1)]
 
-    def _updates(self, parts: Array, layers: int, sizes: Sizes) -> Columns:
-        """Of a parameter. Flat units are updated one after the other, tensors all at once."""
+    def _updates(self, parts: Array, times: Array, layers: int, sizes: Sizes) -> Columns:
+        """Of a parameter, of which experts have so many times as large a part. Flat units are
+        updated one after the other, tensors all at once."""
+        more = 1 + (times - 1) * sizes.experts / sizes.block
         np, ends = numpy(), sizes.front + sizes.behind
         blocks, tensors = layers * sizes.block, layers * len(sizes.tensors)
         values, where = np.unique(parts, return_inverse=True)
@@ -267,7 +282,8 @@ class Ways:
         alone = self._updated(ends, 1, values)
         by_unit = np.array([self._updated(unit, 1, values) / unit for unit in units])
         return {
-            "update": np.where(self.flat, by_unit[self.unit, where], at_once[where] / blocks),
+            "update": more
+            * np.where(self.flat, by_unit[self.unit, where], at_once[where] / blocks),
             "update_end": np.where(self.flat, alone[where], beside[where]) / ends,
         }
 
@@ -293,100 +309,3 @@ class Ways:
         moved = np.where(self.back, state / parts[_OMEGA] * over_host, on_host)
         filed = state / parts[_OMEGA] * over_file
         return np.where(near, 0.0, moved + np.where(self.on_file, filed, 0.0))
-
-
-class _Moves:
-    """Seconds in which units of so many bytes are moved over the data axes: innermost the shards,
-    which are `within` ranks apart, around them the copies."""
-
-    def __init__(self, ways: Ways, degrees: Sequence[int], within: int) -> None:
-        self.ways, self.degrees = ways, degrees
-        self.strides = [within * prod(degrees[at + 1 :]) for at in range(len(degrees))]
-
-    def _over(self, collective: Collective, mask: Array, sizes: Array) -> Array:
-        """Seconds of one call over the axes that a choice's row of the mask has, of each size: its
-        group has all their ranks."""
-        np, wires = numpy(), self.ways.wires
-        seconds = np.zeros(len(sizes))
-        for chosen_axes in product((False, True), repeat=len(self.degrees)):
-            at = [place for place, is_in in enumerate(chosen_axes) if is_in]
-            rows = np.flatnonzero((mask == np.array(chosen_axes)).all(axis=1)) if at else ()
-            if not len(rows):
-                continue
-            ranks = prod(self.degrees[place] for place in at)
-            values, where = np.unique(sizes[rows], return_inverse=True)
-            of_values = [
-                wires.seconds(collective, ranks, self.strides[at[-1]], value) for value in values
-            ]
-            seconds[rows] = np.array(of_values)[where.reshape(-1)]
-        return seconds
-
-    def _by_axis(self, mask: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
-        """Yield the axes one by one, innermost first, as a mask of them alone, with what a unit
-        takes there: a shard, behind those over which it is cut."""
-        np = numpy()
-        for at in reversed(range(len(self.degrees))):
-            alone = np.zeros_like(mask)
-            alone[:, at] = True
-            yield alone, sizes
-            sizes = np.where(mask[:, at], sizes / self.degrees[at], sizes)
-
-    def _hook(self, flat: Hook, other: Hook) -> Array:
-        """Seconds of the host's, which runs ahead where the device computes by itself."""
-        pace = self.ways.wires.pace
-        if pace.overlaps:
-            return 0.0
-        return numpy().where(self.ways.flat, pace.hook_seconds(flat), pace.hook_seconds(other))
-
-    def gather(self, sizes: Array) -> Array:
-        """Of Theta, over all the axes that cut it, or the master copy that it is made of."""
-        np, ways = numpy(), self.ways
-        over = np.where(ways.materialized[:, None], ways.cut[_OMEGA], ways.cut[_THETA])
-        hook = self._hook(Hook.FLAT_GATHER, Hook.FSDP2_GATHER)
-        return hook + self._over(Collective.ALL_GATHER, over, sizes)
-
-    def reduce(self, sizes: Array) -> Array:
-        """Shards first: what copies sum then is a shard. DDP reduces by bucket. A flat unit is
-        reduced over all the axes that cut gradients at once."""
-        np, ways = numpy(), self.ways
-        if not self.degrees:
-            return np.zeros(len(sizes))
-        pace = ways.wires.pace
-        hook = 0.0 if pace.overlaps else pace.hook_seconds(Hook.DDP_BUCKET)
-        pieces = np.maximum(1.0, sizes / _BUCKET)
-        everywhere = np.ones_like(ways.cut[_GRADS])
-        first = everywhere & (np.arange(len(self.degrees)) == 0)
-        buckets = pieces * (hook + self._over(Collective.ALL_REDUCE, first, sizes / pieces))
-        cut = ways.cut[_GRADS] | ways.cut[_OMEGA]
-        total = np.zeros(len(sizes))
-        for alone, size in self._by_axis(cut, sizes):
-            total = total + self._over(Collective.REDUCE_SCATTER, alone & cut, size)
-            total = total + self._over(Collective.ALL_REDUCE, alone & ~cut, size)
-        at_once = self._over(Collective.REDUCE_SCATTER, ways.cut[_GRADS], sizes)
-        total = np.where(ways.flat, at_once, total)
-        total = total + self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE)
-        return np.where(ways.local, 0.0, np.where(ways.replicas, buckets, total))
-
-    def settle(self, sizes: Array) -> Array:
-        """What of a flat unit is reduced for its update: first into the slices of Omega, then a sum
-        over the other axes. Where nothing cuts gradients that begins with the last backward."""
-        np, ways = numpy(), self.ways
-        if not self.degrees:
-            return np.zeros(len(sizes))
-        degrees = np.array(self.degrees, dtype=float)
-        narrower = ways.cut[_OMEGA] & ~ways.cut[_GRADS]
-        cut = ways.cut[_OMEGA] | ways.cut[_GRADS]
-        shard = sizes / np.where(ways.cut[_GRADS], degrees, 1.0).prod(axis=1)
-        slices = sizes / np.where(cut, degrees, 1.0).prod(axis=1)
-        seconds = self._over(Collective.REDUCE_SCATTER, narrower, shard) + self._over(
-            Collective.ALL_REDUCE, ~cut, slices
-        )
-        return np.where(ways.flat, seconds, 0.0)
-
-    def finish(self, sizes: Array) -> Array:
-        """What is gathered after the update: Theta that is whole where Omega is a slice."""
-        ways = self.ways
-        spread = ways.cut[_OMEGA] & ~ways.cut[_THETA] & ~ways.materialized[:, None]
-        degrees = numpy().array(self.degrees, dtype=float)
-        kept = sizes / numpy().where(ways.cut[_THETA], degrees, 1.0).prod(axis=1)
-        return self._over(Collective.ALL_GATHER, spread, kept)

@@ -17,7 +17,7 @@ from ptrain.costs import Collective
 from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
 from ptrain.rates.pace import UnknownRate
-from ptrain.selection.activity import Activity, activity_of
+from ptrain.selection.activity import Activity
 from ptrain.selection.arrays import numpy
 from ptrain.selection.blocks import CandidateBlock, DataTable
 from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
@@ -59,9 +59,9 @@ class Search:
 
     def __init__(self, task: SearchTask) -> None:
         self.task = task
-        self.facts: ModelFacts = own_facts(replace(task.base, unit=UnitSize()))
-        self.legality = Legality(task.base, task.written)
-        self.flows = PipelineFlows(task.base, self.facts)
+        self.facts: ModelFacts = own_facts(replace(task.placed, unit=UnitSize()))
+        self.legality = Legality(task.placed, task.written, task.scored)
+        self.flows = PipelineFlows(task.placed, self.facts)
         self.wires = Wires(task.base, task.pace, task.is_nominal)
         self.choices = data_choices(task.base, task.written)
         self.units = units_of(task.written)
@@ -116,17 +116,18 @@ class Search:
                 stages = task.devices // inner.ranks // left
                 if stages not in self.staged:
                     self.staged[stages] = self._flows(choices)
-                for micro, number in apart(self._batches(left)) if self.staged[stages] else ():
+                batches = self._batches(left * inner.sampling) if self.staged[stages] else ()
+                for micro, number in apart(batches):
                     yield from self._of_batch(inner, left, stages, micro, number)
 
     def _inners(self) -> Iterator[InnerCut]:
         """The ways to cut blocks that obey constraints."""
         task = self.task
-        products = inner_products(task.base, task.devices, task.written)
+        products = inner_products(task.placed, task.devices, task.written)
         for number, (ranks, within) in enumerate(products):
-            spec = chosen(task.base, within)
-            if task.where.admits(Aspect.WITHIN, spec):
-                yield InnerCut.of(number, ranks, within, spec, sizes_of(spec, self.facts))
+            specs = task.with_choices(within)
+            if task.where.admits(Aspect.WITHIN, specs[0]):
+                yield InnerCut.of(number, ranks, within, specs, sizes_of(specs[0], self.facts))
 
     def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
         """The micro-batches that obey constraints."""
@@ -235,7 +236,7 @@ class Search:
         self, inner: InnerCut, flows: Sequence[PipelineFlow], activity: Activity, number: int
     ) -> RankPeaks:
         moments = self.flows.moments(flows, number)
-        key = (id(moments), inner.shape)  # `flows` keeps them
+        key = (id(moments), inner.key)  # `flows` keeps them
         if key not in self.parts:
             self.parts[key] = MomentParameters.of(moments.at, inner.sizes)
         return RankPeaks(
@@ -244,6 +245,7 @@ class Search:
             parts=self.parts[key],
             block=inner.sizes.block,
             is_many=number > 1,
+            experts=inner.sizes.own_experts,
         )
 
     def _idle(
@@ -278,8 +280,7 @@ class Search:
         if key not in self.activities and micro > least:
             self.activities[key] = self._activity(inner, least, kept).of_samples(micro, least)
         elif key not in self.activities:
-            sized = replace(inner.spec, batch=replace(inner.spec.batch, micro=least))
-            self.activities[key] = activity_of(sized, kept)
+            self.activities[key] = inner.activity(least, kept, self.task.own)
         return self.activities[key]
 
     def _seconds(self, inner: InnerCut, micro: int, kept: Kept) -> Seconds | None:
@@ -289,7 +290,8 @@ class Search:
             spec = kept_so(batched(inner.spec, micro, 1), kept)
             try:
                 work, moved = self.task.work(spec), self._activity(inner, micro, kept).moved
-                self.seconds[key] = seconds_of(spec, work, self.task.pace, moved)
+                seconds = seconds_of(spec, work, self.task.pace, moved)
+                self.seconds[key] = seconds.after(*inner.waits(micro, kept, self.task))
             except UnknownRate:
                 self.seconds[key] = None
         return self.seconds[key]
@@ -315,7 +317,7 @@ class Search:
         many: bool,
     ) -> DataTable:
         """The legal choices of the data axes beside others."""
-        key = (inner.shape, inner.shared, left, through, units, many)
+        key = (inner.key, left, through, units, many)
         if key in self.tables:
             return self.tables[key]
         parts = []
@@ -347,7 +349,7 @@ class Search:
         self, ways: Ways, degrees: tuple[int, ...], inner: InnerCut, layers: int
     ) -> Columns:
         """Those of all ways, whichever of them are legal with a way to keep activations."""
-        key = (id(ways), degrees, inner.shape, inner.shared, layers)  # `ways` keeps them
+        key = (id(ways), degrees, inner.key, layers)  # `ways` keeps them
         if key not in self.columns:
             within = inner.ranks // inner.shared
             self.columns[key] = ways.columns(degrees, inner.sizes, within, layers)

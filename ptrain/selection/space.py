@@ -18,6 +18,7 @@ from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chos
 from ptrain.axes.context.candidates import SPACE as CONTEXT_SPACE
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.axes.data.candidates import says_the_usual
+from ptrain.axes.expert.candidates import SPACE as EXPERT_SPACE
 from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
 from ptrain.derivation.activations import is_tabulated
@@ -26,7 +27,7 @@ from ptrain.derivation.kernels import takes_peak_of
 from ptrain.errors import Fault
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
-from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.axis import EXPERT_AXES, SAMPLE_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import ModelShape
@@ -36,7 +37,7 @@ from ptrain.spec.spec import ActivationSpec, Spec
 
 # Rooms whose axes cut what a block computes; whatever they choose, a block's bytes and operators
 # are derived with it, and the search knows nothing of it.
-WITHIN: tuple[AxisSpace, ...] = (TENSOR_SPACE, CONTEXT_SPACE)
+WITHIN: tuple[AxisSpace, ...] = (TENSOR_SPACE, CONTEXT_SPACE, EXPERT_SPACE)
 SPACES = (DATA_SPACE, PIPELINE_SPACE, *WITHIN)
 SEARCHED_AXES = tuple(axis for axis in Axis if any(axis in space.axes for space in SPACES))
 
@@ -131,10 +132,11 @@ class Through(Enum):
 @dataclass(frozen=True)
 class Legality:
     """Which combinations of choices are legal and run, and are predicted. Each question is asked
-    once."""
+    once. `scored`: the base whose tables are looked for, where those of its own are not."""
 
     base: Spec
     written: Written = NOTHING
+    scored: Spec | None = None
     known: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
@@ -196,30 +198,30 @@ class Legality:
     def _roomy(self) -> Spec:
         """The base with layers enough for any choices, on no cluster, which could have too few
         devices for them."""
-        model = self.base.model
-        if isinstance(model, ModelShape) and model.layers < _LAYERS:
-            model = replace(model, layers=_LAYERS)
-        return replace(self.base, model=model, cluster=None)
+        return replace(_with_layers(self.base), cluster=None)
 
     @cached_property
     def _facts(self) -> ModelFacts:
-        """Those of the roomy model, which no choice changes but by its unit."""
-        return own_facts(self._roomy)
+        """Those of the model that is scored, with room: no choice changes them but by its unit."""
+        return own_facts(_with_layers(self.scored or self.base))
 
     @cached_property
     def _even(self) -> Spec:
         """The same with rows that any shards divide: whether they do, `shards` asks."""
         model = self._roomy.model
         if isinstance(model, ModelShape):
-            vocab, ffn = (-(-rows // _ROWS) * _ROWS for rows in (model.vocab, model.ffn))
-            model = replace(model, vocab=vocab, ffn=ffn)
+            vocab, ffn, width = (
+                -(-rows // _ROWS) * _ROWS
+                for rows in (model.vocab, model.ffn, model.width_of_expert)
+            )
+            model = replace(model, vocab=vocab, ffn=ffn, expert_ffn=model.expert_ffn and width)
         return replace(self._roomy, model=model)
 
     def _tall(
         self, choices: Iterable[AxisChoice], micro_batches: int, base: Spec | None = None
     ) -> Spec:
         choices = tuple(choices)
-        ranks = prod(c.degree(axis) for c in choices for axis in DATA_SPACE.axes)
+        ranks = prod(c.degree(axis) for c in choices for axis in SAMPLE_AXES)
         return chosen(base or self._roomy, choices, _batch(self.base, micro_batches, ranks))
 
     def _is_legal(
@@ -229,11 +231,30 @@ class Legality:
             probe = spec().but(cluster=None)
             self.known[key] = is_sound(probe)
             if is_predicted:
-                like = probe.but(cluster=self.base.cluster)
+                like = self._like(probe.but(cluster=self.base.cluster))
                 self.known[key] = self.known[key] and is_tabulated(like)
                 if self.known[key] and like.is_for_cuda:
                     self.known[key] = takes_peak_of(like, self._facts)
         return self.known[key]
+
+    def _like(self, spec: Spec) -> Spec:
+        """The spec as it is scored: what stands in for a model with experts has none."""
+        if self.scored is None:
+            return spec
+        return without_experts(spec).but(model=_with_layers(self.scored).model)
+
+
+def without_experts(spec: Spec) -> Spec:
+    """Return the spec without the axes along which ranks have experts of their own."""
+    return spec.but(factors=tuple(f for f in spec.factors if f.axis not in EXPERT_AXES))
+
+
+def _with_layers(spec: Spec) -> Spec:
+    """The spec with layers enough for any stages."""
+    model = spec.model
+    if isinstance(model, ModelShape) and model.layers < _LAYERS:
+        model = replace(model, layers=_LAYERS)
+    return replace(spec, model=model)
 
 
 _LAYERS, _ENOUGH = 8, 4

@@ -19,9 +19,10 @@ _LARGEST_HEAD, _EVEN = 256, 8  # of which attention has kernels
 def stand_in(shape: ModelShape) -> ModelShape:
     """Return a llama's shape where the activation is gated, else a gpt's: as many layers, as wide a
     stream and vocabulary, heads about as wide that fill the stream, and a feed-forward part with
-    which a block has about as many parameters, so that what its projections have more or less is
-    computed and kept there. What its heads compute with each other has no parameters:
-    `with_heads`."""
+    which a block has about as many parameters (of one with experts, as `dense` has), so that what
+    its projections have more or less is computed and kept there. What its heads compute with each
+    other has no parameters: `with_heads`."""
+    shape = dense(shape)
     is_gated = shape.activation.is_gated
     heads = _heads(shape)
     step = gcd(shape.ffn, _STEP)
@@ -40,6 +41,23 @@ def stand_in(shape: ModelShape) -> ModelShape:
     least, next_least = block_size(like), block_size(replace(like, ffn=2 * step))
     more = round((block_size(shape) - least) / (next_least - least))
     return replace(like, ffn=step * (1 + max(0, more)))
+
+
+def dense(shape: ModelShape) -> ModelShape:
+    """Return the shape with a feed-forward part in place of experts, as wide as those that a
+    token's rows go through, places that stay empty included: it computes and keeps as much."""
+    if shape.experts is None:
+        return shape
+    rows = shape.experts_per_token * (shape.capacity_factor or 1.0)
+    width = shape.width_of_expert
+    return replace(
+        shape,
+        ffn=round(min(rows, shape.experts) * width) + shape.shared_experts * width,
+        experts=None,
+        shared_experts=0,
+        dense_layers=0,
+        capacity_factor=None,
+    )
 
 
 def block_size(shape: ModelShape) -> int:

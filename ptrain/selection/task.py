@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from ptrain.axes.candidates import NOTHING, Written
+from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
 from ptrain.facts.operators import ModelWork
 from ptrain.rates.pace import Pace
-from ptrain.selection.space import Candidate
+from ptrain.selection.space import Candidate, without_experts
 from ptrain.selection.where import Where
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 # How far above what is exact the closed forms of bytes and of seconds may be: what is so near a
@@ -63,7 +64,8 @@ Work = Callable[[Spec], ModelWork]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTask:
     """What is searched: a job like `base` on so many devices, on a machine with this pace, whose
-    micro-batches' work `work` tells. `is_nominal`: nobody measured the pace."""
+    micro-batches' work `work` tells. `is_nominal`: nobody measured the pace. `own`: the job's shape
+    with experts, where the base's stands in for it."""
 
     base: Spec
     devices: int
@@ -73,6 +75,25 @@ class SearchTask:
     objective: SearchGoal = SearchGoal.TIME
     where: Where = field(default_factory=Where)
     written: Written = NOTHING
+    own: ModelShape | None = None
+
+    @property
+    def placed(self) -> Spec:
+        """Return the base with the model that candidates have."""
+        return self.base if self.own is None else replace(self.base, model=self.own)
+
+    def with_choices(self, within: tuple[AxisChoice, ...]) -> tuple[Spec, Spec]:
+        """Return the base with choices of how blocks are cut, as candidates have it and as it is
+        scored: by a model without experts in the place of one with them."""
+        placed = chosen(self.placed, within)
+        if self.own is None:
+            return placed, placed
+        return placed, without_experts(chosen(self.base, within))
+
+    @property
+    def scored(self) -> Spec | None:
+        """Return the base where it is another than candidates have."""
+        return None if self.own is None else self.base
 
     def without_written(self) -> SearchTask:
         """Return the same with nothing written."""

@@ -18,7 +18,6 @@ from ptrain.selection.quantities import (
     Aspect,
     Value,
     known_names,
-    unknown_name,
     value_of,
 )
 from ptrain.spec.spec import Spec
@@ -81,7 +80,7 @@ def parse(text: str) -> Constraint:
     if name in RESULTS:
         return Constraint(text, name, compare, _figure(name, bound, text))
     if name not in QUANTITIES:
-        raise refused(FLAG, unknown_name(name), known_names(name))
+        raise refused(FLAG, f"{name}: nothing of a candidate is called so", known_names(name))
     quantity = QUANTITIES[name]
     if compare in _ORDERING and not quantity.has_order:
         raise refused(FLAG, f"{text}: {name} has no order", f"write {name}=VALUE or !=")

@@ -113,17 +113,6 @@ def written_of(said: Said, load_with: LoadWith) -> Written:
     )
 
 
-def require_searched(said: Said) -> None:
-    """Raises SpecError for an axis that no search tries, and for what is said of one."""
-    for axis in (axis for axis in Axis if axis not in SEARCHED_AXES):
-        if at(said, f"mesh.{axis}") in (None, 1):
-            continue
-        finding = f"not yet: a search does not try {axis}"
-        tried = ", ".join(SEARCHED_AXES)
-        remedy = f"search without it ({tried}), or predict degrees of your own: ptrain predict"
-        raise refused(f"mesh.{axis}", finding, remedy)
-
-
 def _values(said: Said, probe: Spec) -> Iterator[tuple[str, Any]]:
     """Dials, the schedule and what is said of it, and where offloaded state is updated."""
     for section in ("sync", "pipeline"):

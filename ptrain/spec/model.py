@@ -1,6 +1,6 @@
 """Which model: the shape of a built-in family, a transformers class or the user's own function."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from math import ceil
@@ -155,8 +155,12 @@ class ModelShape(BlockOptions):
     @property
     def has_equal_blocks(self) -> bool:
         """Whether all blocks have the same operators."""
+        return self.are_equal(range(self.layers))
+
+    def are_equal(self, layers: Iterable[int]) -> bool:
+        """Return whether these layers have the same operators."""
         has_equal_masks = self.window is None or self.global_every is None
-        return has_equal_masks and (self.experts is None or not self.dense_layers)
+        return has_equal_masks and len({self.has_experts(layer) for layer in layers}) < 2
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -43,7 +43,7 @@ def kind_of_row(spec: Spec, layers: Names) -> Hashable:
         return None
     shape = spec.model
     assert isinstance(shape, ModelShape), "a built-in model"
-    if not shape.has_equal_blocks or shape.experts is not None:  # each layer's router by its data
+    if not shape.are_equal(int(layer.rpartition(".")[2]) for layer in layers):
         return None
     is_on_device = kinds[0].tier is Tier.DEVICE  # when copies are back depends on what runs ahead
     return kinds[0] if is_on_device else None
@@ -60,7 +60,7 @@ def alike_of(spec: Spec, layers: Names) -> Names:
     return () if kind_of_row(spec, layers) is None else running(spec, layers)
 
 
-def running_units(units: Units, layers: Names, names: Names) -> Units:
+def running_units(units: Sequence[tuple[str, ...]], layers: Names, names: Names) -> Units:
     """Return the units that run where of the layers those of these names do."""
     skipped = [name for name in layers if name not in names]
     return tuple(modules for modules in units if not is_within(modules[0], skipped))

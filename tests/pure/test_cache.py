@@ -210,6 +210,7 @@ IRRELEVANT = {  # to what a micro-batch allocates within the model
     "deterministic", "reduce_scatter", "bucket_bytes", "overlap", "prefetch", "gather_after_update",
     "offload", "consistency_every", "name", "resolved", "trivial_factors",
     "device",  # its kind counts
+    "routing",  # formulas take any
 }  # fmt: skip
 
 

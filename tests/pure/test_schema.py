@@ -61,6 +61,7 @@ RESERVED = [
     "checkpoint",
     "profile",
     "consistency_every",
+    "routing",
     "timeout",
     "log",
 ]

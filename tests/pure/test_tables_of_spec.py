@@ -250,7 +250,7 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
         "cluster": None, "reduce_scatter": "native", "bucket_bytes": 26_214_400, "overlap": None,
         "prefetch": None, "gather_after_update": "blocking", "profile": (),
         "consistency_every": 0, "deterministic": False, "device": "auto", "backend": "auto",
-        "resolved": {}, "trivial_factors": (), "context": None,
+        "resolved": {}, "trivial_factors": (), "context": None, "routing": None,
     }  # fmt: skip
     assert {key: found[key] for key in plain} == plain
     made = {key: type(value).__name__ for key, value in found.items() if key not in plain}

@@ -209,9 +209,3 @@ def test_words_of_a_candidate_load_to_it(source, words):
 def test_what_is_written_wrongly_is_told(words, finding):
     with pytest.raises(SpecError, match=finding):
         searched_job("zero3", words, devices=2)
-
-
-@pytest.mark.parametrize("mesh", ["{dp_shard: auto, ep: 2}", "{dp_shard: auto, ep: auto}"])
-def test_an_axis_that_no_search_tries_is_refused_and_not_left_out(mesh):
-    with pytest.raises(SpecError, match="not yet: a search does not try ep"):
-        searched_job("zero3", [f"mesh={mesh}"], devices=4)

@@ -17,6 +17,11 @@ MODEL = (
     "model={family: llama, layers: 7, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 64, "
     "qk_norm: true}"
 )
+EXPERTS = (
+    "model={family: llama, layers: 7, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 64, "
+    "experts: 4, experts_per_token: 2, shared_experts: 1}"
+)
+OVER_EXPERTS = ("mesh={dp_shard: 1, ep: 2}", "placement={dp_shard: zero3, ep: zero3}")
 OVER_BOTH = ("mesh={cp: 2, tp: 2}", "placement={cp: [S*, S, S, S], tp: tp-sp}")
 
 
@@ -44,6 +49,17 @@ def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
         ("pp-1f1b", ("model.layers=13", "activations=M")),
         pytest.param("pp-1f1b", ("model.layers=13", "model.tied=true"), marks=nightly),
         ("fsdp-mixed", (*OVER_BOTH, "activations=M", "recompute=full")),
+        ("zero3", (EXPERTS, "model.capacity_factor=1.5")),
+        ("zero3", (EXPERTS, *OVER_EXPERTS, "activations=M")),
+        pytest.param("zero3", (EXPERTS, "precision.compute=fp64"), marks=nightly),
+        pytest.param(
+            "pp-1f1b",
+            (
+                *(EXPERTS, "model.layers=14", "model.dense_layers=1"),
+                *("mesh={pp: 2, ep: 2}", "placement={pp: pp-1f1b, ep: zero3}"),
+            ),
+            marks=nightly,
+        ),
         pytest.param("fsdp-mixed", (*OVER_BOTH, "context.attention=ulysses"), marks=nightly),
         pytest.param(
             "pp-1f1b",

@@ -1,0 +1,115 @@
+"""`ptrain select` over the expert axis: what is tried, how states are placed there, and what closed
+forms say of experts that ranks have of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptrain.algebra.legality import is_sound
+from ptrain.axes.expert.cost import rows_bytes
+from ptrain.costs import Collective, State
+from ptrain.derivation.estimate import derive
+from ptrain.selection.choose import Chooser
+from ptrain.selection.job import searched_job
+from ptrain.selection.moves import inside
+from ptrain.selection.profile import exchange_seconds
+from ptrain.selection.search import Search
+from ptrain.selection.space import Through, inner_products
+from ptrain.selection.stand_in import block_size, dense, stand_in
+from ptrain.spec.activations import FULL, PLAIN, Kept
+from ptrain.spec.axis import Axis
+from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
+from tests.pure.paces import HandPace
+
+TINY = ("batch={global: 8, micro: 1, sequence: 64}", "model.capacity_factor=1.5")
+
+
+def search_of(*where: str, devices: int = 4) -> Search:
+    job = searched_job("moe-tiny", TINY, cluster="h100-8", devices=devices, where=where)
+    return Chooser(job).search
+
+
+def degrees(model: str, devices: int, *words: str) -> set[int]:
+    base = searched_job(model, words, cluster="h100-64", devices=devices).base
+    return {
+        choice.degree(Axis.EP) for _, choices in inner_products(base, devices) for choice in choices
+    }
+
+
+def test_degrees_are_tried_that_divide_experts_and_ranks():
+    capacity = "model.capacity_factor=1.25"
+    assert degrees("mixtral-8x7b", 16, capacity) == {1, 2, 4, 8}
+    assert degrees("qwen3-30b-a3b", 24, capacity) == {1, 2, 4, 8}
+    assert degrees("llama3-8b", 16) == {1}
+
+
+def test_no_degree_is_tried_where_a_router_decides_what_fits():
+    assert degrees("mixtral-8x7b", 16) == {1}
+
+
+@pytest.fixture(scope="module")
+def over_experts():
+    search = search_of("ep>=2", "pp=1", "tp=1")
+    base = search.task.placed
+    best = search.run(search.task.where).best
+    return [(closed, closed.candidate.spec(base)) for closed in best]
+
+
+def test_what_is_scored_is_legal_and_states_are_as_on_the_innermost_data_axis(over_experts):
+    assert {spec.degree(Axis.EP) for _, spec in over_experts} == {2, 4}
+    for _, spec in over_experts[::20]:
+        assert is_sound(load(spec.resolved).spec if spec.resolved else spec)
+        *outer, expert = spec.factors
+        assert expert.axis is Axis.EP
+        is_sharded = any(factor.axis is Axis.DP_SHARD for factor in outer)
+        assert not is_sharded or outer[-1].placement == expert.placement
+
+
+def test_closed_forms_have_the_states_that_ranks_with_experts_of_their_own_have():
+    """Θ and Ω of every legal choice of the data axes, to the byte but for padding and counters."""
+    search = search_of("pp=1", "tp=1")
+    compared = 0
+    for inner in search._inners():
+        ranks, number = 4 // inner.ranks, 2
+        table = search._legal(inner, ranks, Through.ALONE, PLAIN, number)
+        sizes, columns = inner.sizes, table.columns
+        layers, root = 4, sizes.front + sizes.behind
+        lives = columns["theta"] + columns["omega"]
+        closed = lives * (root + layers * (sizes.block - sizes.experts))
+        closed = closed + layers * sizes.experts * columns["lives_of_experts"]
+        for row in range(0, len(table), 7):
+            candidate_choices = (*inner.within, table.choice(row))
+            spec = search.legality._tall(candidate_choices, number, search.task.placed)
+            exact = derive(spec).exact
+            held = exact.bytes_of(State.PARAMETERS) + exact.bytes_of(State.OPTIMIZER)
+            assert closed[row] == pytest.approx(held, rel=0.01)
+            compared += 1
+    assert compared > 50
+
+
+def test_experts_are_cut_over_the_data_axes_without_those_ranks():
+    assert inside((2, 8), 4) == (2, 2)
+    assert inside((8,), 8) == (1,)
+    assert inside((), 1) == ()
+
+
+def test_what_stands_in_for_experts_is_as_wide_as_what_a_token_goes_through():
+    shape = load("zero3", ["model={preset: mixtral-8x7b, capacity_factor: 1.25}"]).spec.model
+    assert isinstance(shape, ModelShape)
+    assert dense(shape).ffn == round(2 * 1.25 * 14336)
+    assert block_size(stand_in(shape)) == pytest.approx(block_size(dense(shape)), rel=0.01)
+
+
+def test_a_block_waits_for_two_trips_each_way_and_two_more_where_it_is_computed_again():
+    words = ["mesh={ep: 2}", "placement={ep: zero3}", *TINY, "batch.global=16"]
+    spec = load("ep", words).spec
+    shape, pace = spec.model, HandPace(sent=1e-9)
+    assert isinstance(shape, ModelShape)
+    once = pace.collective_seconds(
+        Collective.ALL_TO_ALL, ranks=2, nodes=1, payload=rows_bytes(spec, shape)
+    )
+    assert exchange_seconds(spec, shape, pace, PLAIN) == (2 * once, 2 * once)
+    assert exchange_seconds(spec, shape, pace, Kept(policy=FULL)) == (2 * once, 4 * once)
+    alone = load("zero3", ["model.preset=moe-tiny"]).spec
+    assert exchange_seconds(alone, shape, pace, PLAIN) == (0.0, 0.0)
