@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 from _tables import table
 
-from ptrain.algebra.layout import groups
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.bubble import ClosedForm, Relation, closed_form
 from ptrain.axes.pipeline.catalogue import schedule
@@ -21,6 +20,7 @@ from ptrain.derivation.interconnect import link
 from ptrain.plan.composition import are_consecutive, theorem_7
 from ptrain.report.table import size
 from ptrain.spec.axis import Axis
+from ptrain.spec.layout import groups
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
 from ptrain.spec.spec import Spec

@@ -1,1 +1,1 @@
-"""The product of the axes: is it legal, and which rank has which coordinates."""
+"""The product of the axes: is it legal?"""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ptrain.algebra.layout import ranks_over
 from ptrain.axes.ring import Group
 from ptrain.spec.axis import Axis
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.spec import Spec
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.expert.loads import ByLayer, loads_of
 from ptrain.axes.pipeline.instructions import training
 from ptrain.axes.pipeline.schedule import Schedule
@@ -21,6 +20,7 @@ from ptrain.derivation.repeats import represent
 from ptrain.derivation.stage_replay import Part, Played, play_rank
 from ptrain.derivation.timeline import always, peaks, play_update
 from ptrain.spec.axis import REDUCED_AXES, Axis
+from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.spec import Spec
 
 Place = tuple[int, int, int]  # along pp, along tp, and of a rank's tokens where these differ

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ptrain.algebra.layout import groups
 from ptrain.costs import Collective, Phase, Traffic, busiest
 from ptrain.derivation.network import Network
 from ptrain.spec.axis import Axis
+from ptrain.spec.layout import groups
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 

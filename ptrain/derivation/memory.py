@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.context.form import held_buffers, held_tokens
 from ptrain.by_rank import ByRank
 from ptrain.costs import Footprint, State
@@ -16,6 +15,7 @@ from ptrain.derivation.balancing import counts_bytes
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.facts.model import ModelFacts
+from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.context.tokens import multiplied
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
@@ -22,6 +21,7 @@ from ptrain.derivation.tables import Setting, setting_of
 from ptrain.derivation.tensor import cut_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis
+from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ptrain.algebra.layout import positions
 from ptrain.axes.expert.loads import ByLayer, loads_of, token_places
 from ptrain.derivation import tensor
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.rows_timeline import RowsTimeline
 from ptrain.spec.axis import Axis
+from ptrain.spec.layout import positions
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Timeline

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
-from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
 from ptrain.axes.expert.costs import sent as sent_to_experts
@@ -47,6 +46,7 @@ from ptrain.facts.passes import Passes, RowsPasses
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import REDUCED_AXES
+from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from ptrain.algebra.layout import place_of, ranks_over
 from ptrain.axes.context.part import ContextPart, part_at
 from ptrain.axes.expert.part import with_own_experts
 from ptrain.axes.pipeline.catalogue import schedule_of
@@ -22,6 +21,7 @@ from ptrain.derivation import activations
 from ptrain.derivation.tables import RankCut
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
 from ptrain.spec.axis import Axis
+from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.precision import DType
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec

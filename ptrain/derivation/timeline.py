@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
-from ptrain.algebra.layout import positions
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.costs import Footprint, Peak, Phase, State, StepTime
 from ptrain.derivation import activations
@@ -25,6 +24,7 @@ from ptrain.derivation.tables import RankCut, setting_of
 from ptrain.derivation.tape import Marks, Scene, Tape, Wrap
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
+from ptrain.spec.layout import positions
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec

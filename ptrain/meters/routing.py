@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptrain.algebra.layout import positions
 from ptrain.costs import Phase
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
@@ -28,6 +27,7 @@ from ptrain.models.moe import ExpertPlaces, Gate
 from ptrain.models.recomputing import runs_again
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.axis import REDUCED_AXES
+from ptrain.spec.layout import positions
 from ptrain.spec.routing import Histogram
 from ptrain.spec.routing import histogram as histogram_of
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ptrain.algebra.layout import groups, positions
 from ptrain.axes.context.attention import is_partition
 from ptrain.spec.axis import SAMPLE_AXES
+from ptrain.spec.layout import groups, positions
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import Ran, WrapStep

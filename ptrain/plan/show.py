@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 
-from ptrain.algebra.layout import groups
 from ptrain.axes.context.draw import step_text, token_lines
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.rules import keeps_state
@@ -28,6 +27,7 @@ from ptrain.spec.dials import (
     Reshard,
     SyncPolicy,
 )
+from ptrain.spec.layout import groups
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout

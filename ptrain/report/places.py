@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.algebra.layout import positions
 from ptrain.by_rank import of_ranks
 from ptrain.costs import Estimate, State, lower_bytes
 from ptrain.plan.composition import ranks_text
 from ptrain.report.table import largest, least, on_tiers, render, span
+from ptrain.spec.layout import positions
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ptrain.algebra.layout import positions
 from ptrain.costs import Estimate
 from ptrain.errors import refused
 from ptrain.spec.axis import Axis
+from ptrain.spec.layout import positions
 from ptrain.spec.spec import Spec
 
 ALL_DISTINCT = "all-distinct"

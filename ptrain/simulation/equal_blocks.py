@@ -17,7 +17,6 @@ from typing import assert_never
 
 import torch
 
-from ptrain.algebra.layout import positions
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.derivation.estimate import own_facts
 from ptrain.errors import PtrainError
@@ -37,6 +36,7 @@ from ptrain.simulation.structure import (
 )
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind
+from ptrain.spec.layout import positions
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
 from ptrain.traces.on_fakes import FakeModel, fake_model

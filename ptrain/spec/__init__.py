@@ -1,1 +1,1 @@
-"""What the user said: a spec's grammar, its reader and writer, and faults with their place."""
+"""What the user said: a spec's grammar, its reader and writer, faults, and which rank is where."""

@@ -24,7 +24,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ptrain.algebra.layout import place_of, ranks_over
 from ptrain.axes.context.part import alike_by
 from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
@@ -43,6 +42,7 @@ from ptrain.processor import cores
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.axis import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
+from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping

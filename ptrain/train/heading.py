@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ptrain.algebra.layout import coordinates
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of, stages_text
 from ptrain.costs import Estimate
@@ -12,6 +11,7 @@ from ptrain.report.heading import batch, by_data_lines, model_name
 from ptrain.selection.fit import fit, needs_gpu, peak_text, telling
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import batch_lines
+from ptrain.spec.layout import coordinates
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_count
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cache
 from random import Random
 
-from ptrain.algebra.layout import positions
 from ptrain.axes.data.cost.chain import ChainUnit, UnitChain
 from ptrain.axes.data.cost.wrap import closed_form
 from ptrain.axes.data.cost.wrap import sent as sent_in_closed_form
@@ -24,6 +23,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, Reshard, SyncPolicy
+from ptrain.spec.layout import positions
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.precision import LAYOUTS, DType, Layout
 from ptrain.spec.spec import Spec

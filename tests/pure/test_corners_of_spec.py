@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from ptrain.algebra.compose import compose, lift
-from ptrain.algebra.layout import groups
 from ptrain.algebra.legality import BYTE_VOCAB, NOT_YET, RULES, check
 from ptrain.costs import State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import text
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.check import validate
+from ptrain.spec.layout import groups
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.overrides import sweeps

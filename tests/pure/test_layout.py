@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ptrain.algebra.layout import (
+from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.layout import (
     coordinates,
     group,
     groups,
@@ -18,7 +19,6 @@ from ptrain.algebra.layout import (
     rank_at,
     ranks_over,
 )
-from ptrain.spec.axis import DATA_AXES, Axis
 from tests.pure.build import WHOLE, make_spec
 
 FACTORIZATIONS = [(a, 8 // a) for a in (1, 2, 4, 8)]

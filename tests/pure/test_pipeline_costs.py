@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 
-from ptrain.algebra.layout import position
 from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation.estimate import Derivation, derive, own_facts
 from ptrain.derivation.wire import predicted_bytes
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.axis import Axis
+from ptrain.spec.layout import position
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec

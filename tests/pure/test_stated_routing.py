@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from ptrain.algebra.layout import coordinates
 from ptrain.algebra.legality import require
 from ptrain.axes.expert.costs import sent
 from ptrain.axes.expert.loads import Loads, RankRows, even, loads_of, token_places
@@ -20,6 +19,7 @@ from ptrain.errors import SpecError
 from ptrain.facts.rows_timeline import RowsSize, RowsTimeline, StorageEvent, StorageEvents
 from ptrain.plan.show import show
 from ptrain.spec.axis import Axis
+from ptrain.spec.layout import coordinates
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import read_routing

@@ -221,7 +221,7 @@ def test_the_estimate_carries_the_replay(layout):
     facts = facts_of(spec.model, spec.batch.sequence)
     played = replay(wrapping(spec, derive(spec).plan, facts))
     assert exact.peak == played.peaks
-    assert exact.bytes_of(State.ACTIVATIONS) == played.saved_bytes
+    assert exact.bytes_of(State.ACTIVATIONS) == played.saved.saved_bytes
 
 
 def test_a_foreign_model_without_a_trace_has_no_peak():

@@ -15,7 +15,7 @@ from fractions import Fraction
 from math import ceil
 
 from ptrain.costs import Collective, Phase
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import TOKEN_AXES, Axis
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
@@ -56,7 +56,7 @@ def of_a_router(
     """Yield the same of what a layer's router asks the ranks of cp, each of which has so many
     stretches of a sample."""
     assert shape.experts is not None, "nobody is chosen"
-    ranks, counts = spec.degree(Axis.CP), spec.batch.micro * shape.experts
+    ranks, counts = spec.degree(*TOKEN_AXES), spec.batch.micro * shape.experts
     if shape.aux_loss:
         size = counts * max(4, spec.precision.effective.parameters.itemsize)
         yield Collective.ALL_REDUCE, Phase.FORWARD, 1, ceil(Fraction(2 * (ranks - 1) * size, ranks))

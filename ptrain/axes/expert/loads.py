@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ptrain.algebra.layout import positions
 from ptrain.axes.expert.form import is_by_routing, own_places
 from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES
+from ptrain.spec.layout import positions
 from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import Bound, Choices, Histogram
 from ptrain.spec.spec import Spec

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from functools import cached_property
 
-from ptrain.algebra.layout import ranks_over
 from ptrain.costs import Footprint, Traffic
 from ptrain.derivation.flat import Flat, flat_step_of
 from ptrain.derivation.flat_rows import FlatRows, flat_buffers, flat_rows, scalars
@@ -13,6 +12,7 @@ from ptrain.derivation.ghosts.unit_notes import accumulation, kept_root
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.placement import Tier
 from ptrain.steps.wraps import FlatUnits
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Hashable, Iterator
 from functools import cached_property
 
-from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import GatherCounts, reductions
 from ptrain.costs import Footprint, Phase, Traffic
 from ptrain.derivation.ghosts.fsdp2 import FullySharded
@@ -18,6 +17,7 @@ from ptrain.derivation.ghosts.wrapping import Times, Wrapped, micro_batches, row
 from ptrain.derivation.tape import Account, Scene
 from ptrain.facts.model import UnitFacts
 from ptrain.rooms.room import Shape
+from ptrain.spec.layout import ranks_over
 from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Complete
 

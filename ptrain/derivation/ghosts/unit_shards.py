@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ptrain.algebra.layout import place_of, ranks_over
 from ptrain.axes.data.costs import local_rows, padded_rows
 from ptrain.facts.model import UnitFacts
 from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis, without
+from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from functools import cached_property
 
-from ptrain.algebra.layout import ranks_over
 from ptrain.axes.data.costs import spread
 from ptrain.costs import Collective, Footprint, State
 from ptrain.derivation.ghosts.ddp import Replicas, Replicated
@@ -20,6 +19,7 @@ from ptrain.derivation.ghosts.in_place import Shapes
 from ptrain.derivation.ghosts.wrapping import rows
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.precision import DType
 
 
