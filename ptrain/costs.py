@@ -68,10 +68,12 @@ class Collective(Word):
 
 
 class Column(Word):
-    """Who says so: the paper's theorems, our derivation, an execution on fake ranks, the run."""
+    """Who says so: the paper's theorems, our derivation, the same with where tokens went in a run,
+    an execution on fake ranks, the run."""
 
     PAPER = "paper"
     EXACT = "exact"
+    COUNTED = "counted"
     SIMULATED = "simulated"
     MEASURED = "measured"
 
@@ -296,7 +298,8 @@ class Estimate(Worded):
     ("activations", "peak", "traffic"), why those that the column has, if any, are not claimed for
     the device that runs it. `by_data` gives, per kind ("activations", "peak"), why its figures are
     bounds and not sizes. `assumed` gives, per kind ("activations", "peak", and "traffic" with axes
-    and collective), what its figures assume of data: a run's are not held against them. `warnings`
+    and collective), what its figures assume of data: a run's are not held against them; `counted`,
+    per kind, what of a run they were derived from. `warnings`
     are what somebody should know before it runs.
     `accounts`: where ranks differ in what they send, the traffic of each kind of rank, of which
     there are equally many, and `account_of` by rank which is its own; `traffic` has a row for each
@@ -314,6 +317,7 @@ class Estimate(Worded):
     unclaimed: dict[str, str] = field(default_factory=dict)
     by_data: dict[str, str] = field(default_factory=dict)
     assumed: dict[str, str] = field(default_factory=dict)
+    counted: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     accounts: tuple[tuple[Traffic, ...], ...] = ()

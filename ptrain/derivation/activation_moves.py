@@ -23,10 +23,13 @@ COPIES = {
 }
 
 
-def kept_traffic(spec: Spec, plan: Plan, moved: Moved, repeated: Repeated) -> Iterator[Traffic]:
+def kept_traffic(
+    spec: Spec, plan: Plan, moved: Moved, repeated: Repeated, times: int | None = None
+) -> Iterator[Traffic]:
     """Yield what the activations of one rank copy and send in a step: `moved` are (tier, bytes),
-    `repeated` (collective, bytes of the whole tensor), of one micro-batch."""
-    times = plan.accumulate.micro_batches
+    `repeated` (collective, bytes of the whole tensor), of one micro-batch; so many `times`, None:
+    of each micro-batch."""
+    times = plan.accumulate.micro_batches if times is None else times
     for tier, (out, back) in COPIES.items():
         sizes = [size for name, size in moved if name == tier.value]
         for collective, phase in ((out, Phase.FORWARD), (back, Phase.BACKWARD)):

@@ -10,6 +10,7 @@ from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
 from ptrain.axes.expert.costs import sent as sent_to_experts
 from ptrain.axes.expert.form import assumed
+from ptrain.axes.expert.loads import loads_of
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.by_rank import ByRank, of_own
@@ -37,6 +38,7 @@ from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
 from ptrain.derivation.operations import operations
 from ptrain.derivation.paper import paper
+from ptrain.derivation.parts import RanksPart, RanksParts, parts_of_ranks
 from ptrain.derivation.pipeline_notes import pipeline_notes
 from ptrain.derivation.tables import setting_of
 from ptrain.derivation.timeline import Replay, replay
@@ -59,6 +61,7 @@ _NOT_TRACED_BY_STAGE = (
 _NOT_TRACED = "the model's activations are known only from a trace, and these facts hold none"
 _NO_PARTS_ON_GPUS = "no table holds what dropout keeps on GPUs where layers or operators are cut"
 _NOT_PLAYED = "its step is played along the model's activations, and these are unknown"
+_EVEN_TIME = "every expert is chosen as often: how long uneven rows take is not predicted"
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where a trace would run"
 
 
@@ -118,10 +121,16 @@ def _timed(
     machine: Machine | None,
 ) -> Estimate:
     """With the step's time, or why there is none."""
-    why = _NOT_PLAYED
+    why, loads = _NOT_PLAYED, loads_of(spec, plan)
     try:
         machine = machine_of(spec, plan, facts) if machine is None else machine
-        estimate = _exact(spec, plan, facts, stages, machine)
+        timed = None if loads is None else spec.but(routing=None)
+        estimate = _exact(timed or spec, plan, facts, stages, machine)
+        if timed is not None:
+            step = estimate.step and replace(
+                estimate.step, assumed=(*estimate.step.assumed, _EVEN_TIME)
+            )
+            estimate = replace(_exact(spec, plan, facts, stages, None), step=step)
     except UnknownRate as unknown:
         estimate, why = _exact(spec, plan, facts, stages, None), str(unknown)
     if estimate.step is not None:
@@ -220,6 +229,7 @@ def exact(
     time, too."""
     if plan.pipeline is not None:
         return _exact_stages(spec, plan, facts, stages or stages_of(spec, facts), machine)
+<<<<<<< HEAD
     of_parts = [
         (indices, _exact_part(spec, plan, part, indices[0], machine))
         for part, indices in tensor.parts(spec, plan, facts)
@@ -231,8 +241,13 @@ def exact(
             *sent_to_experts(spec, plan),
             *balancing.summed(spec, plan, [facts]),
         )
+=======
+    ranks = parts_of_ranks(spec, plan, facts)
+    estimate = _joined(
+        spec, ranks, [_exact_part(spec, plan, part, machine) for part in ranks.parts]
+>>>>>>> 9cd271799962f0beacf1beeaa378af5000d88e80
     )
-    estimate = _joined(spec, plan, of_parts)
+    operators = add_traffic((*tensor.sent(spec, plan, facts), *_over_context(spec, plan, facts)))
     traffic = _with(estimate.traffic, operators)
     return replace(
         estimate,
@@ -240,7 +255,6 @@ def exact(
         notes=tuple(notes(spec, plan, facts, traffic)),
         warnings=tuple(warnings(spec, traffic)),
         accounts=tuple(_with(rows, operators) for rows in estimate.accounts),
-        step=slowest(part.step for _, part in of_parts),
     )
 
 
@@ -276,7 +290,8 @@ def _exact_stages(
     peaks: Sequence[Peak] = ()
     undefined: dict[str, str] = {}
     step: StepTime | None = None
-    if is_tabulated(spec) or facts.stage_passes:
+    is_counted = loads_of(spec, plan) is None or bool(facts.stage_rows)
+    if is_tabulated(spec) or (facts.stage_passes and is_counted):
         timing = machine.of_pipeline(spec, plan, facts, schedule) if machine else None
         flight = in_flight(spec, schedule, stages, memory, timing)
         step = flight.step
@@ -304,21 +319,22 @@ def _of_key(key: TrafficKey, rows: Iterable[Traffic]) -> Traffic:
     return next((row for row in rows if row.key == key), none)
 
 
-def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]]) -> Estimate:
+def _joined(spec: Spec, ranks: RanksParts, parts: list[Estimate]) -> Estimate:
     """Join the estimates of the model's parts: each rank has memory and peak of its own part, and
     traffic has a row for each account where they differ."""
-    (_, first), *others = parts
+    first, *others = parts
     if not others:
         return first
-    estimate_of = {index: estimate for indices, estimate in parts for index in indices}
-    number_of = {index: number for number, (indices, _) in enumerate(parts) for index in indices}
-    index_of = positions(spec, plan.cutting_axes)
+    number_of = {place: n for n, part in enumerate(ranks.parts) for place in part.places}
+    estimate_of = {place: parts[number] for place, number in number_of.items()}
+    index_of = positions(spec, ranks.axes)
     column_of = [number_of[index] for index in index_of]
-    keys = dict.fromkeys(row.key for _, estimate in parts for row in estimate.traffic)
+    keys = dict.fromkeys(row.key for estimate in parts for row in estimate.traffic)
     return replace(
         first,
-        memory=of_own([estimate.memory for _, estimate in parts], column_of),
-        peak=of_own([estimate.peak for _, estimate in parts], column_of),
+        step=slowest(estimate.step for estimate in parts),
+        memory=of_own([estimate.memory for estimate in parts], column_of),
+        peak=of_own([estimate.peak for estimate in parts], column_of),
         accounts=tuple(estimate_of[index].traffic for index in sorted(estimate_of)),
         account_of=index_of,
         traffic=tuple(
@@ -333,13 +349,14 @@ def _joined(spec: Spec, plan: Plan, parts: list[tuple[tuple[int, ...], Estimate]
     )
 
 
-def _exact_part(
-    spec: Spec, plan: Plan, facts: ModelFacts, index: int, machine: Machine | None
-) -> Estimate:
-    """Of the ranks that have this part of the model, among them those at this place along the
-    cutting axes, without what its operators send."""
+def _exact_part(spec: Spec, plan: Plan, part: RanksPart, machine: Machine | None) -> Estimate:
+    """Of the ranks that have this part of the model, without what its operators send but to
+    experts."""
+    facts, index = part.facts, part.index
     ghost = wrapping(spec, plan, facts)
-    memory, traffic = resident(ghost), sent(ghost)
+    memory = resident(ghost)
+    to_experts = add_traffic(sent_to_experts(spec, plan, loads=part.loads))
+    traffic = _with(sent(ghost), to_experts)
     estimate = Estimate(
         column=Column.EXACT, world_size=spec.world_size, memory=memory, traffic=traffic
     )
@@ -353,8 +370,12 @@ def _exact_part(
         )
     timing = machine.of_part(spec, plan, index) if machine else None
     played = replay(ghost, memory, tensor.cut_of(spec, plan, index), timing)
-    timeline = played.timeline
-    more = kept_traffic(spec, plan, timeline.moved, timeline.repeated)
+    times = 1 if len(played.timelines) > 1 else None
+    more = (
+        row
+        for timeline in played.timelines
+        for row in kept_traffic(spec, plan, timeline.moved, timeline.repeated, times)
+    )
     return replace(
         estimate,
         memory=_with_passing(spec, memory, played),
@@ -379,7 +400,7 @@ def _of_untraced_blocks(spec: Spec, plan: Plan, index: int) -> Iterable[Traffic]
 def _with_passing(spec: Spec, memory: ByRank[Footprint], played: Replay) -> ByRank[Footprint]:
     """The rows of each rank, and what lives at the end of the last forward only."""
     passing = (
-        activation_row(0, played.saved_bytes, played.timeline.moved),
+        activation_row(0, played.saved.saved_bytes, played.saved.moved),
         Footprint(state=State.TRANSIENT, rank=0, device_bytes=played.transient_bytes),
     )
     return memory.and_then(ByRank(([passing], [0] * spec.world_size)))

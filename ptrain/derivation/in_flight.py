@@ -3,11 +3,11 @@ once for all ranks that have the same parts of the same stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from ptrain.algebra.layout import positions, ranks_over
+from ptrain.axes.expert.loads import ByLayer, loads_of
 from ptrain.axes.pipeline.instructions import training
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.by_rank import ByRank, rows_by_rank
@@ -20,10 +20,10 @@ from ptrain.derivation.pipeline_time import PipelineTiming, RankTime, pipeline_t
 from ptrain.derivation.repeats import represent
 from ptrain.derivation.stage_replay import Part, Played, play_rank
 from ptrain.derivation.timeline import always, peaks, play_update
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import REDUCED_AXES, Axis
 from ptrain.spec.spec import Spec
 
-Place = tuple[int, int]  # along pp, and along tp
+Place = tuple[int, int, int]  # along pp, along tp, and of a rank's tokens where these differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +45,23 @@ def in_flight(
     """`base` are the resident rows; where `timing` is given clocks go along."""
     played: dict[Place, _Rank] = {}
     like: dict[Place, Place] = {}
-    first: dict[tuple[int, tuple[int, ...]], Place] = {}
+    first: dict[Hashable, Place] = {}
     instructions, parts = training(schedule), _PartsOfStages(spec, stages, timing)
-    cutting = stages[0].plan.cutting_axes
-    for place, index in product(range(schedule.ranks), range(ranks_over(spec, cutting))):
+    cutting, loads = stages[0].plan.cutting_axes, loads_of(spec, stages[0].plan)
+    axes = (Axis.PP,), cutting, REDUCED_AXES if loads else ()
+    places = list(zip(*(positions(spec, names) for names in axes), strict=True))
+    for place, index, tokens in sorted(set(places)):
         own = schedule.stages_of(place)
+        rows = loads.of(tokens) if loads else None
         # ranks with the same parts: the first of them stands for all
-        alike = tuple(parts.first_of(stage, index) for stage in own)
-        like[place, index] = first.setdefault((place, alike), (place, index))
-        if like[place, index] not in played:
-            of_rank = [parts.of(stage, index) for stage in own]
+        alike = place, id(rows), *(parts.first_of(stage, index) for stage in own)
+        key = like[place, index, tokens] = first.setdefault(alike, (place, index, tokens))
+        if key not in played:
+            of_rank = [parts.of(stage, index, rows) for stage in own]
             clock = timing.clock.another() if timing else None
             step = play_rank(spec, of_rank, instructions[place], schedule.stages - 1, clock)
             sums = [row for stage in own for row in stages[stage].tied(index)] if clock else []
-            played[place, index] = _Rank(spec, step, sums)
-    places = zip(positions(spec, (Axis.PP,)), positions(spec, cutting), strict=True)
+            played[key] = _Rank(spec, step, sums)
     ranks = [like[place] for place in places]
     shards = positions(spec, differing_axes(stages[0].plan))
     keys = [(rank, played[rank].updates[s]) for rank, s in zip(ranks, shards, strict=True)]
@@ -75,7 +77,7 @@ def _timed(played: Mapping[Place, _Rank]) -> list[RankTime]:
     """The times of ranks of each place along pp, of each part of the model along tp."""
     return [
         RankTime(place=place, seconds=rank.played.seconds, passes=rank.passes, clock=rank.clock)
-        for (place, _), rank in played.items()
+        for (place, *_), rank in played.items()
         if rank.clock is not None
     ]
 
@@ -119,13 +121,17 @@ class _PartsOfStages:
         """The first rank along tp that has the same part of a stage."""
         return self.stages[stage].of(index)[1]
 
-    def of(self, stage: int, index: int) -> Part:
-        """The part of a stage that the rank at this place along tp has."""
+    def of(self, stage: int, index: int, rows: ByLayer | None = None) -> Part:
+        """The part of a stage that the rank at this place along tp has, whose tokens send and get
+        these rows."""
         like = self.stages[stage].like
         if (like, index) not in self.known:
             self.known[like, index] = self._part(self.stages[like], index)
         # what a pass did is known to all of them: it depends on the wrap's signature alone
-        return replace(self.known[like, index], index=stage)
+        part = replace(self.known[like, index], index=stage)
+        if micro_batches := self.stages[stage].micro_batches(index, rows):
+            return replace(part, micro_batches=micro_batches, known={})
+        return part
 
     def _part(self, taken: StageParts, index: int) -> Part:
         spec, stage, (ghost, _) = self.spec, taken.stage, taken.of(index)

@@ -20,6 +20,7 @@ from ptrain.algebra.layout import positions, ranks_over
 from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
 from ptrain.axes.expert.costs import sent as sent_to_experts
+from ptrain.axes.expert.loads import ByLayer, Loads, loads_of
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.holdings import Transfer, transfers
 from ptrain.axes.pipeline.schedule import Schedule
@@ -42,9 +43,10 @@ from ptrain.derivation.tables import RankCut
 from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.facts.attention import AttentionHeads
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.passes import Passes
+from ptrain.facts.passes import Passes, RowsPasses
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
 from ptrain.spec.activations import Kept
+from ptrain.spec.axis import REDUCED_AXES
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -72,7 +74,8 @@ def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
     """One stage: the plan as it sees it, its facts, and what the ranks of tp have of it, each part
-    in its wrapping, with their places; where these were traced, the passes of each place. `like`:
+    in its wrapping, with their places; where these were traced, the passes of each place, and as
+    formulas of where tokens go where that changes them. `like`:
     the first stage that is equal to it but for its place, whose names stand in plan and facts."""
 
     stage: Stage
@@ -81,6 +84,21 @@ class StageParts:
     facts: ModelFacts
     parts: Sequence[tuple[Wrapping, tuple[int, ...]]]
     passes: tuple[Passes, ...] = ()
+    formulas: tuple[RowsPasses, ...] = ()
+
+    def micro_batches(self, index: int, loads: ByLayer | None) -> tuple[Passes, ...]:
+        """Return the passes of each micro-batch, on the rank at this place along the cutting axes
+        that sends and gets these rows; nothing where all have the same."""
+        if loads is None or not self.formulas:
+            return ()
+        formula = self.formulas[index]
+        received = zip(*(loads[layer] for layer in formula.layers), strict=True)
+        known: dict[tuple[int, ...], Passes] = {}
+        micro_batches = []
+        for rows in received:
+            numbers = tuple(of_layer.received for of_layer in rows)
+            micro_batches.append(known.setdefault(numbers, formula.at(numbers)))
+        return tuple(micro_batches)
 
     def cut(self, spec: Spec, index: int) -> RankCut:
         """Return what the rank at this place along the cutting axes has of a layer."""
@@ -120,6 +138,7 @@ def staged(
                     for alike in _of_equal_passes(indices, passes)
                 ],
                 passes=passes,
+                formulas=facts.stage_rows[stage.index] if facts.stage_rows else (),
             )
         all_parts.append(replace(first[kind], stage=stage))
     return tuple(all_parts)
@@ -206,9 +225,9 @@ def accounts(
     spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[StageParts], schedule: Schedule
 ) -> tuple[tuple[Rows, ...], tuple[int, ...]]:
     """Return what the ranks send in a step: over the boundaries, and of each stage what the data
-    axes, the operators of tp and the sums of its shared tensors send. There is an account for each
-    place along pp, and there along tp and for each shard where these differ; the second tuple says
-    by rank which is its own."""
+    axes, the operators of tp and the sums of its shared tensors send, and what goes to experts.
+    There is an account for each place along pp, and there along tp, for each shard and for the
+    tokens of a rank where these differ; the second tuple says by rank which is its own."""
     step = plan.pipeline
     assert step is not None
     crossing = transfers(schedule)
@@ -220,7 +239,8 @@ def accounts(
         if (taken.like, gathers) not in known:
             known[taken.like, gathers] = _of_stage(spec, schedule, taken)
         of_stage.append(known[taken.like, gathers])
-    place_of = _places(spec, plan, stages, of_stage)
+    loads = loads_of(spec, plan)
+    place_of = _places(spec, plan, stages, of_stage, loads)
     ghost = wrapping(spec, plan, facts)
     places = sorted(set(place_of))
     account_rows = tuple(
@@ -230,9 +250,15 @@ def accounts(
                 *norm(ghost),
                 *summed(spec, plan, [stages[s].facts for s in step.stages_of(rank)]),
                 *(row for s in step.stages_of(rank) for row in _at(of_stage[s][index], shard)),
+                *sent_to_experts(
+                    spec,
+                    plan,
+                    [layer for s in step.stages_of(rank) for layer in stages[s].stage.layers],
+                    loads.of(tokens) if loads else None,
+                ),
             )
         )
-        for rank, index, shard in places
+        for rank, index, shard, tokens in places
     )
     account_of = {place: number for number, place in enumerate(places)}
     return account_rows, tuple(account_of[place] for place in place_of)
@@ -247,16 +273,21 @@ def _gathers(plan: Plan, schedule: Schedule, stage: int) -> Hashable:
 
 
 def _places(
-    spec: Spec, plan: Plan, stages: Sequence[StageParts], of_stage: Sequence[list[list[Rows]]]
-) -> list[tuple[int, int, int]]:
-    """Return by rank its place along pp, along tp and among the shards; 0 where all send the
-    same."""
+    spec: Spec,
+    plan: Plan,
+    stages: Sequence[StageParts],
+    of_stage: Sequence[list[list[Rows]]],
+    loads: Loads | None,
+) -> list[tuple[int, int, int, int]]:
+    """Return by rank its place along pp, along tp, among the shards and that of its tokens; 0 where
+    all send the same."""
     step = plan.pipeline
     assert step is not None
     cut = plan.cutting_axes if any(len(stage_parts.parts) > 1 for stage_parts in stages) else ()
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
     shards = differing_axes(plan) if is_uneven else ()
-    return list(zip(*(positions(spec, axes) for axes in ((step.axis,), cut, shards)), strict=True))
+    axes = (step.axis,), cut, shards, REDUCED_AXES if loads else ()
+    return list(zip(*(positions(spec, names) for names in axes), strict=True))
 
 
 def _at(shards: Sequence[Rows], shard: int) -> Rows:
@@ -291,7 +322,6 @@ def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[l
     operators = (
         *tensor.sent(spec, stage_parts.plan, stage_parts.facts),
         *sent_over_context(spec, stage_parts.plan, *_attention(spec, stage_parts)),
-        *sent_to_experts(spec, stage_parts.plan, stage_parts.stage.layers),
     )
     rows_of: dict[int, list[Rows]] = {}
     for ghost, indices in stage_parts.parts:

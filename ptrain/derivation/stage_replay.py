@@ -26,7 +26,7 @@ from ptrain.facts.passes import Passes, net
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.timeline import Item, Kind, Run
+from ptrain.timeline import Kind, Run
 
 
 class _Tensors:
@@ -77,7 +77,8 @@ class Did(NamedTuple):
 class Part:
     """What one rank has of a stage: its wrapping and its passes; `representatives` are whom they
     play, `scores` what they compute when, and `known` is what a pass did that left the wrap as it
-    was, by its kind and the wrap's state."""
+    was, by its kind and the wrap's state. `micro_batches` are the passes of each where they
+    differ."""
 
     index: int
     ghost: Wrapping
@@ -85,6 +86,11 @@ class Part:
     representatives: Representatives | None = None
     scores: Mapping[Kind, PassScore] = field(default_factory=dict)
     known: dict[Hashable, Did] = field(default_factory=dict)
+    micro_batches: tuple[Passes, ...] = ()
+
+    def of(self, micro_batch: int) -> Passes:
+        """Return the passes of a micro-batch."""
+        return self.micro_batches[micro_batch] if self.micro_batches else self.passes
 
     @property
     def plan(self) -> Plan:
@@ -127,20 +133,25 @@ def play_rank(
 
 @dataclass(slots=True)
 class _Stage:
-    """`net`: bytes that a pass leaves, but for gradients; `loss`: those that outlive the backward
-    pass. `left`: backward passes of the step. What the wrap says of itself is asked once after each
-    pass that was played: with those that are known it stays as it is."""
+    """`nets`: bytes that passes leave, but for gradients, by the passes of a micro-batch. `left`:
+    backward passes of the step. What the wrap says of itself is asked once after each pass that was
+    played: with those that are known it stays as it is."""
 
     part: Part
     wrap: Wrap
     left: int
-    net: dict[Kind, int]
-    loss: int
+    nets: dict[int, dict[Kind, int]] = field(default_factory=dict)
     begun: bool = False
     turn: tuple[bool, bool] | None = None  # whether the first backward pass is to come, or the last
     state: Hashable = None
     lingering: int = 0
     gathered: int = 0
+
+    def net(self, kind: Kind, passes: Passes) -> int:
+        """Return the bytes that a pass leaves, but for gradients."""
+        if id(passes) not in self.nets:
+            self.nets[id(passes)] = {k: sum(map(net, items)) for k, items in passes.items.items()}
+        return self.nets[id(passes)][kind]
 
     def begin(self, *, is_last: bool) -> None:
         """A backward pass is to come."""
@@ -176,15 +187,16 @@ class _Rank:
             self.tape.enter(Phase.FORWARD)
         else:
             self._begin_backward(stage, kind)
-        self.seconds[action] = self._play(stage, kind, stage.part.passes.items[kind])
-        self.saved += stage.net[kind]
-        for tier, size in stage.part.passes.moved:
+        passes = stage.part.of(action.microbatch)
+        self.seconds[action] = self._play(stage, kind, passes)
+        self.saved += stage.net(kind, passes)
+        for tier, size in passes.moved:
             more = size if kind is Kind.FORWARD else -size
             self.moved[tier] = self.moved.get(tier, 0) + more
         self.saved -= self.boundaries.passed(kind, action)
         if kind in (Kind.BACKWARD, Kind.WEIGHT):
-            self.saved -= stage.loss
-            self.tape.add(-stage.loss)
+            self.saved -= passes.loss
+            self.tape.add(-passes.loss)
 
     def _begin_backward(self, stage: _Stage, kind: Kind) -> None:
         self.tape.enter(Phase.BACKWARD)
@@ -205,10 +217,10 @@ class _Rank:
         """Return what an equal pass did; None where there was none."""
         return stage.part.known.get(key)
 
-    def _play(self, stage: _Stage, kind: Kind, items: Sequence[Item]) -> float:
+    def _play(self, stage: _Stage, kind: Kind, passes: Passes) -> float:
         """Return the seconds that it takes."""
         before, clock = stage.state, self.tape.clock
-        known = self.known(stage, (kind, before))
+        known = self.known(stage, (kind, id(passes), before))
         if known is not None:
             self.tape.spike(known.run.rise)
             self.tape.add(known.run.net)
@@ -224,7 +236,7 @@ class _Rank:
         begins = stage.part.index == self.last and kind in (Kind.BACKWARD, Kind.INPUT)
         seed = seed_bytes(stage.part.plan.update.layout) if begins else 0
         self.tape.level -= seed
-        play_pass(items, self.tape, stage.wrap, stage.part.scores.get(kind))
+        play_pass(passes.items[kind], self.tape, stage.wrap, stage.part.scores.get(kind))
         self.tape.level += seed
         if kind in (Kind.INPUT, Kind.WEIGHT):
             stage.wrap.end_half(kind)
@@ -233,7 +245,7 @@ class _Rank:
         stage.has_played()
         if stage.state == before:
             run = Run(self.tape.peak - level, self.tape.level - level)
-            stage.part.known[kind, before] = Did(run, spent, seconds)
+            stage.part.known[kind, id(passes), before] = Did(run, spent, seconds)
         self.tape.peak = max(peak, self.tape.peak)
         return seconds
 
@@ -252,8 +264,6 @@ def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
         part=part,
         wrap=part.ghost.player(scene),
         left=part.plan.accumulate.micro_batches,
-        net={kind: sum(map(net, items)) for kind, items in passes.items.items()},
-        loss=passes.loss,
     )
     stage.has_played()
     return stage

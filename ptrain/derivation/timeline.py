@@ -38,12 +38,13 @@ _BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # what lives for the w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """`saved_bytes` and `transient_bytes` at the end of the last micro-batch's forward, alike on
-    all ranks; `peaks` by phase and rank; `timeline` is what was played; `step` is the step's time,
-    where a clock went along."""
+    """`saved` and `transient_bytes` at the end of a forward pass, alike on all ranks: that of the
+    micro-batch that leaves most, and of the last one; `peaks` by phase and rank; `timelines` is
+    what was played, by micro-batch where these differ; `step` is the step's time, where a clock
+    went along."""
 
-    timeline: Timeline
-    saved_bytes: int
+    timelines: tuple[Timeline, ...]
+    saved: Timeline
     transient_bytes: int
     peaks: ByRank[Peak]
     step: StepTime | None = None
@@ -70,7 +71,7 @@ def replay(
     scores = timing.scores(scene) if timing else {}
     transient = 0
 
-    def micro_batch(*, is_first: bool, is_last: bool) -> None:
+    def micro_batch(timeline: Timeline, *, is_first: bool, is_last: bool) -> None:
         nonlocal transient
         wrap.begin(is_first=is_first, is_last=is_last)
         tape.enter(Phase.FORWARD)
@@ -81,14 +82,18 @@ def replay(
         play_pass(timeline.backward, tape, wrap, scores.get(Kind.BACKWARD))
         tape.level += seed
 
-    # after the second micro-batch everything repeats until the last one
-    for is_first, is_last, times in micro_batches(plan.accumulate.micro_batches):
-        tape.in_time(times, partial(micro_batch, is_first=is_first, is_last=is_last))
+    timelines = facts.micro_batches or (timeline,)
+    if len(timelines) > 1:
+        for number, own in enumerate(timelines):
+            micro_batch(own, is_first=not number, is_last=number == len(timelines) - 1)
+    else:  # after the second micro-batch everything repeats until the last one
+        for is_first, is_last, times in micro_batches(plan.accumulate.micro_batches):
+            tape.in_time(times, partial(micro_batch, timeline, is_first=is_first, is_last=is_last))
     tape.enter(Phase.UPDATE)
     peaks = _peaks(scene, wrap, resident(ghost) if base is None else base)
     return Replay(
-        timeline=timeline,
-        saved_bytes=timeline.saved_bytes,
+        timelines=timelines,
+        saved=max(reversed(timelines), key=lambda own: own.saved_bytes),
         transient_bytes=transient,
         peaks=peaks,
         step=tape.clock.step_time() if tape.clock else None,

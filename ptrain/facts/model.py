@@ -13,7 +13,8 @@ from itertools import accumulate
 
 from ptrain.facts.attention import Attending
 from ptrain.facts.operators import WorkByKind
-from ptrain.facts.passes import Passes
+from ptrain.facts.passes import Passes, RowsPasses
+from ptrain.facts.rows_timeline import RowsTimeline
 from ptrain.facts.stages import Chain
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelSpec
@@ -78,18 +79,21 @@ class ModelFacts:
     model that is not built in, `roles` are those on the tensor axis and `fusions` the lengths in
     its fused projections, `part_timelines` those of each of its ranks, first to last; `chain` is
     what the pipeline axis cuts, and `stage_passes` what was traced of each stage, by the places of
-    ranks along tp; `work` is what that micro-batch computes and `part_works` what it does on the
-    ranks at each place along tp, of all their stages together; `blocks` are the names of what
-    repeats, first to last. `draws`: it draws random numbers in forward, as dropout does;
-    `sample_bytes` are those of a sample that is not tokens; `ignored` are fields of a config that
-    have no influence, each with the reason; `vocabulary` is how many logits a token has, where it
-    has run. `untraced` says why there is no trace of a model that should have one,
-    `unknown_attention` of what attention nobody knows what the spec's GPUs would keep. `by_data`
-    says what selects by data, as a router does, so that sizes depend on it: then the traces are
-    those of one extent of what is selected, and `others` are the facts at other extents; figures
-    lie between the least and the largest of all. `attending` is what slices of the tokens over cp
-    need of a model that is not built in. `unvisited` are parameters that have no gradient where
-    nothing is selected for them. `model` is there where they are of another one than the spec's.
+    ranks along tp; `part_rows` are the timelines of its ranks as formulas of where tokens go, first
+    to last, empty where that changes no size or there is no formula, `stage_rows` those of its
+    stages, and `micro_batches` those of a rank whose micro-batches differ; `work` is what that
+    micro-batch computes and `part_works` what it does on the ranks at each place along tp, of
+    all their stages together; `blocks` are the names of what repeats, first to last. `draws`:
+    it draws random numbers in forward, as dropout does; `sample_bytes` are those of a sample
+    that is not tokens; `ignored` are fields of a config that have no influence, each with the
+    reason; `vocabulary` is how many logits a token has, where it has run. `untraced` says why
+    there is no trace of a model that should have one, `unknown_attention` of what attention
+    nobody knows what the spec's GPUs would keep. `by_data` says what selects by data, as a
+    router does, so that sizes depend on it: then the traces are those of one extent of what is
+    selected, and `others` are the facts at other extents; figures lie between the least and the
+    largest of all. `attending` is what slices of the tokens over cp need of a model that is not
+    built in. `unvisited` are parameters that have no gradient where nothing is selected for
+    them. `model` is there where they are of another one than the spec's.
     """
 
     units: tuple[UnitFacts, ...]
@@ -99,9 +103,12 @@ class ModelFacts:
     roles: Roles = ()
     fusions: Fusions = ()
     part_timelines: tuple[Timeline, ...] = ()
+    part_rows: tuple[RowsTimeline, ...] = ()
+    micro_batches: tuple[Timeline, ...] = ()
     chain: Chain | None = None
     blocks: tuple[str, ...] = ()
     stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)
+    stage_rows: tuple[tuple[RowsPasses, ...], ...] = field(default=(), hash=False)
     work: WorkByKind | None = field(default=None, compare=False)
     part_works: tuple[WorkByKind, ...] = field(default=(), compare=False)
     draws: bool = False
@@ -124,7 +131,9 @@ class ModelFacts:
     def as_one_unit(self) -> ModelFacts:
         """Return the same model with its root for its only unit; its trace knows others."""
         units = (UnitFacts(modules=("",), tensors=self.tensors),)
-        return replace(self, units=units, timeline=None, part_timelines=(), stage_passes=())
+        return replace(
+            self, units=units, timeline=None, part_timelines=(), part_rows=(), stage_passes=()
+        )
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:

@@ -6,9 +6,10 @@ the gradient of its output lived before, its own output and the gradient of its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from ptrain.facts.rows_timeline import RowsTimeline
 from ptrain.timeline import Complete, Item, Kind, Repeated, Run, Timeline
 
 Items = tuple[Item, ...]
@@ -34,6 +35,43 @@ class Passes:
     def timeline(self) -> Timeline:
         """Forward and whole backward."""
         return Timeline(forward=self.items[Kind.FORWARD], backward=self.items[Kind.BACKWARD])
+
+
+def passes_of(
+    whole: Timeline, halves: Timeline | None, *, is_first: bool, output: int, hidden: int
+) -> Passes:
+    """Return the passes of a stage by the timelines of its whole passes and, behind the first one
+    and where backward passes are in halves, of these."""
+    items = {Kind.FORWARD: whole.forward, Kind.BACKWARD: whole.backward}
+    if is_first:
+        passes = of_first_stage(items, output=output)
+    else:
+        if halves is not None:
+            items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
+        passes = of_later_stage(items, output=output, hidden=hidden)
+    return replace(passes, moved=whole.moved, repeated=whole.repeated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsPasses:
+    """The same as a formula of the rows that the experts of its `layers` get."""
+
+    layers: tuple[str, ...]
+    whole: RowsTimeline
+    halves: RowsTimeline | None
+    is_first: bool
+    output: int
+    hidden: int
+
+    def at(self, rows: Sequence[int]) -> Passes:
+        """Return the passes where the layers get so many rows."""
+        return passes_of(
+            self.whole.at(rows),
+            self.halves.at(rows) if self.halves else None,
+            is_first=self.is_first,
+            output=self.output,
+            hidden=self.hidden,
+        )
 
 
 def of_first_stage(items: Mapping[Kind, Items], *, output: int) -> Passes:

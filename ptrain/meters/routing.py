@@ -20,12 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptrain.algebra.layout import positions
+from ptrain.costs import Phase
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import Gate
 from ptrain.models.recomputing import runs_again
 from ptrain.report.routing import LayerRouting
+from ptrain.spec.axis import REDUCED_AXES
+from ptrain.spec.routing import Histogram
+from ptrain.spec.routing import histogram as histogram_of
 
+Placed = tuple[int, dict[str, list[list[int]]]]  # by layer choices of each expert, by micro-batch
 Rows = dict[str, list[float]]  # by layer: choices of each expert, then what else is summed
 _OTHERS = 3  # choices that found no place, entropy of all tokens, tokens
 
@@ -42,7 +48,11 @@ class RoutingMeter:
         }
         # of ranks that route the same tokens one counts
         self._counts = not any(program.mesh.coordinate(axis) for axis in program.plan.loss_axes)
+        self._place = positions(program.spec, REDUCED_AXES)[program.world.rank]
+        self._observers, self._micro_batch = program.observers, 0
         self._sums: dict[str, Tensor] = {}
+        self._choices: dict[str, list[Tensor]] = {}  # by layer those of each micro-batch
+        self._size = program.plan.accumulate.micro_batches
 
     @property
     def has_routers(self) -> bool:
@@ -52,7 +62,8 @@ class RoutingMeter:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count what is chosen within."""
-        self._sums = {}
+        self._sums, self._choices = {}, {}
+        self._observers.append(self)
         hooks = []
         for layer, gate in self._gates.items() if self._counts else ():
             hooks.append(gate.score.register_forward_hook(_beside(partial(self._scored, layer))))
@@ -60,8 +71,20 @@ class RoutingMeter:
         try:
             yield
         finally:
+            self._observers.remove(self)
             for hook in hooks:
                 hook.remove()
+
+    def phase(self, phase: Phase, micro_batch: int) -> None:
+        """The program enters a pass of a micro-batch."""
+        self._micro_batch = micro_batch
+
+    def choices(self) -> Placed:
+        """Return the place of this rank's tokens, and what they chose since the last step began."""
+        return self._place, {
+            layer: [counts_E.tolist() for counts_E in of_layer]
+            for layer, of_layer in self._choices.items()
+        }
 
     def rows(self) -> Rows:
         """Return what this rank has counted since the last step began."""
@@ -84,6 +107,8 @@ class RoutingMeter:
         chosen_BQ = output[1].reshape(len(x_BTC), -1)
         counts_BE = F.one_hot(chosen_BQ, _num_experts(gate)).sum(1)
         sums = self._of(layer, counts_BE.device)
+        of_layer = self._choices.setdefault(layer, [sums.new_zeros(0)] * self._size)
+        of_layer[self._micro_batch] = counts_BE.sum(0)
         sums[:-_OTHERS] += counts_BE.sum(0)
         if gate.shape.capacity_factor is not None:
             sums[-_OTHERS] += (counts_BE - gate.shape.capacity(x_BTC.shape[1])).clamp(min=0).sum()
@@ -111,6 +136,18 @@ def summed(everyone: Sequence[Rows]) -> tuple[LayerRouting, ...]:
     layers = sorted({layer for its in everyone for layer in its}, key=_number)
     return tuple(
         _joined(layer, [its[layer] for its in everyone if layer in its]) for layer in layers
+    )
+
+
+def histogram(everyone: Sequence[Placed]) -> Histogram:
+    """Return what the tokens of all ranks chose, in one step."""
+    by_layer: dict[str, dict[int, list[list[int]]]] = {}
+    for place, choices in everyone:
+        for layer, of_layer in choices.items():
+            by_layer.setdefault(layer, {})[place] = of_layer
+    layers = sorted(by_layer, key=_number)
+    return histogram_of(
+        {layer: [by_layer[layer][place] for place in sorted(by_layer[layer])] for layer in layers}
     )
 
 

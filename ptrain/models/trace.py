@@ -113,31 +113,47 @@ def to_timeline(recording: Recording) -> Timeline:
 
 
 def _items(events: Sequence[Event], sizes: Mapping[int, int]) -> Iterator[Item]:
-    last_view = {event.id: event for event in events if isinstance(event, Completion)}
-    deltas: list[int] = []
+    last = last_views(events)
+    for part in between_boundaries(events):
+        match part:
+            case Boundary():
+                yield part
+            case Completion():
+                yield completion(part, last, sizes)
+            case lives:
+                deltas = (sizes[e.id] if isinstance(e, Born) else -sizes[e.id] for e in lives)
+                merged = timeline.run(deltas)
+                assert merged is not None, "something happens"
+                yield merged
+
+
+def between_boundaries(
+    events: Sequence[Event],
+) -> Iterator[Boundary | Completion | list[Born | Died]]:
+    """Yield boundaries and completed gradients, and what happens between two of them together."""
+    lives: list[Born | Died] = []
     for event in events:
-        match event:
-            case Born(number):
-                deltas.append(sizes[number])
-            case Died(number):
-                deltas.append(-sizes[number])
-            case _:
-                yield from _flush(deltas)
-                deltas = []
-                yield event if isinstance(event, Boundary) else _completion(event, last_view, sizes)
-    yield from _flush(deltas)
+        if isinstance(event, Born | Died):
+            lives.append(event)
+            continue
+        if lives:
+            yield lives
+        lives = []
+        yield event
+    if lives:
+        yield lives
 
 
-def _flush(deltas: list[int]) -> Iterator[Item]:
-    merged = timeline.run(deltas)
-    if merged:
-        yield merged
+def last_views(events: Sequence[Event]) -> dict[int, Completion]:
+    """Return by storage the last gradient of a pass that is complete in it."""
+    return {event.id: event for event in events if isinstance(event, Completion)}
 
 
-def _completion(
-    event: Completion, last_view: dict[int, Completion], sizes: Mapping[int, int]
+def completion(
+    event: Completion, last: Mapping[int, Completion], sizes: Mapping[int, int]
 ) -> timeline.Complete:
-    """Gradients that are views of one storage keep it until the last of them goes."""
-    size = sizes[event.id] if last_view[event.id] is event else 0
+    """Return it in bytes. Gradients that are views of one storage keep it until the `last` of them
+    goes."""
+    size = sizes[event.id] if last[event.id] is event else 0
     beside = sum(sizes[number] for number in event.freed)
     return timeline.Complete(event.parameter, size, event.cloned, beside)

@@ -27,9 +27,12 @@ def heading(spec: Spec, num_parameters: int) -> str:
 
 
 def by_data_lines(exact: Estimate) -> list[str]:
-    """Return why figures are bounds, or what they assume; nothing where data decides none."""
-    reasons = dict.fromkeys((*exact.by_data.values(), *exact.assumed.values()))
-    return [f"sizes depend on data: {why}" for why in reasons]
+    """Return why figures are bounds, what they assume or are derived from; nothing where data
+    decides none."""
+    reasons = (*exact.by_data.values(), *exact.assumed.values())
+    lines = [f"sizes depend on data: {why}" for why in dict.fromkeys(reasons)]
+    kinds = ", ".join(exact.counted)
+    return lines + [f"counted: {kinds} {why}" for why in dict.fromkeys(exact.counted.values())]
 
 
 def model_name(spec: Spec) -> str:

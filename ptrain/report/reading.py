@@ -37,6 +37,11 @@ class Reading:
     wire: tuple[WireRow, ...] = ()
     step_seconds: float | None = None
 
+    @property
+    def predicted(self) -> Estimate:
+        """What the checks hold a run against: the exact column, or with what the run counted."""
+        return self.estimates.get(Column.COUNTED) or self.estimates[Column.EXACT]
+
 
 def read(record: Mapping[str, Any]) -> Reading:
     """Every column that the record has rows for."""
@@ -68,6 +73,7 @@ def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
         undefined=record.get("undefined", {}).get(column, {}),
         by_data=record.get("by_data", {}).get(column, {}),
         assumed=record.get("assumed", {}).get(column, {}),
+        counted=record.get("counted", {}).get(column, {}),
         step=_step(record, column),
     )
 

@@ -8,7 +8,7 @@ failing check.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import zip_longest
 
 from ptrain.by_rank import of_ranks
@@ -35,14 +35,16 @@ _CHECKED = {
     "peak": "peak per phase and rank",
     "traffic": "calls, payload and bytes sent per kind of call",
 }
-_KINDS_OF_REASONS = ("undefined", "unclaimed", "by_data", "assumed")
+_KINDS_OF_REASONS = ("undefined", "unclaimed", "by_data", "assumed", "counted")
+_RARE, _NONE = ("lower", "counted"), (None, "")
 _COUNTS = ("calls", "payload_bytes", "sent_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """One comparison; `tolerance` is relative. None stands for a row that one side lacks. `lower`:
-    the prediction is a lower bound and, in `predicted`, an upper one."""
+    the prediction is a lower bound and, in `predicted`, an upper one; `counted`: what of the run
+    the prediction was derived from, empty where it was made before the run."""
 
     name: str
     predicted: int | float | None
@@ -51,6 +53,7 @@ class Check:
     holds: bool
     why: str = ""
     lower: int | None = None
+    counted: str = ""
 
 
 def compared_ranks(exact: Estimate, measured: Estimate) -> set[int]:
@@ -84,7 +87,16 @@ def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
         checks += _peak_checks(of_ranks(exact.peak, ranks), measured.peak)
     if exact.operations and measured.operations:
         checks += _operations_checks(of_ranks(exact.operations, ranks), measured.operations)
-    return tuple(checks)
+    return tuple(_with_source(check, exact.counted) for check in checks)
+
+
+def _with_source(check: Check, counted: Mapping[str, str]) -> Check:
+    """Return the check with what its prediction was derived from, where that is the run's: kinds of
+    figures are the beginnings of names. How many calls there are a run does not decide."""
+    name = check.name.removeprefix("memory ")
+    kinds = () if name.endswith(" calls") else counted.items()
+    source = next((why for kind, why in kinds if name.startswith(f"{kind} ")), "")
+    return replace(check, counted=source) if source else check
 
 
 def verdict(checks: Sequence[Check]) -> str:
@@ -107,6 +119,8 @@ def verdict_line(
     besides = f" · not predicted: {', '.join(missing)}" if missing else ""
     besides += f" · not judged, for they assume: {', '.join(sorted(assumed))}" if assumed else ""
     claim = "" if is_tested(torch) else f" · not claimed for torch {torch}"
+    counted = sum(bool(check.counted) for check in checks)
+    besides += f" · {counted} by the counts of the run" if counted else ""
     number = sum(check.lower is not None for check in checks)
     bounds = f" · {number} are bounds: sizes depend on data" if number else ""
     return f"verdict: {verdict(checks)} ({held} of {len(checks)}){bounds}{besides}{claim}"
@@ -241,7 +255,7 @@ def record(
     `verdict` is null where nothing was checked. A column that leaves something out says so under
     `undefined`, one whose figures are another device's under `unclaimed`, one whose figures are
     bounds under `by_data`: these rows have `lower_bytes` and `upper_bytes`; one that assumes what
-    data decides under `assumed`.
+    data decides under `assumed`, one that was derived from what a run counted under `counted`.
     """
     packages = versions()
     return {
@@ -282,9 +296,9 @@ def record(
 
 
 def _check_row(check: Check) -> dict[str, object]:
-    """`lower` is there where the prediction is two bounds."""
+    """`lower` is there where the prediction is two bounds, `counted` where it is of the run's."""
     row = {field.name: getattr(check, field.name) for field in fields(check)}
-    return row if check.lower is not None else {name: row[name] for name in row if name != "lower"}
+    return {name: value for name, value in row.items() if name not in _RARE or value not in _NONE}
 
 
 def _reasons(estimates: Sequence[Estimate], kind: str) -> dict[str, dict[str, str]]:
@@ -295,7 +309,8 @@ def _reasons(estimates: Sequence[Estimate], kind: str) -> dict[str, dict[str, st
 
 def _wire(estimates: Sequence[Estimate]) -> tuple[WireRow, ...]:
     by_column = {estimate.column: estimate for estimate in estimates}
-    exact, measured = by_column.get(Column.EXACT), by_column.get(Column.MEASURED)
+    exact = by_column.get(Column.COUNTED) or by_column.get(Column.EXACT)
+    measured = by_column.get(Column.MEASURED)
     return wire_rows(exact, measured) if exact and measured else ()
 
 

@@ -18,7 +18,7 @@ from ptrain.costs import (
 )
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.report.heading import by_data_lines
-from ptrain.report.record import Check, checks_line, compared_ranks, verdict_line
+from ptrain.report.record import Check, checks_line, compared_ranks, exchange_of, verdict_line
 from ptrain.report.step_time import time_table
 from ptrain.report.table import (
     MISSING,
@@ -107,6 +107,11 @@ def worst(left: Mapping[KeyT, int], right: Mapping[KeyT, int]) -> tuple[int | No
     return max(pairs, key=apart, default=(None, None))
 
 
+def _named(label: str, kind: str, exact: Estimate) -> str:
+    """Return a row's name, which says where its prediction was derived from what a run counted."""
+    return f"{label}, counted" if kind in exact.counted else label
+
+
 def _memory_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
     ranks = compared_ranks(exact, measured)
     for state in State:
@@ -117,7 +122,8 @@ def _memory_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
                 for rows in (own, measured.memory)
             )
             if any({**left, **right}.values()):
-                yield label, *_cells(left, right, _lowers(own) if tier == "device_bytes" else {})
+                lowers = _lowers(own) if tier == "device_bytes" else {}
+                yield _named(label, str(state), exact), *_cells(left, right, lowers)
 
 
 def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
@@ -129,7 +135,7 @@ def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
             {row.rank: row.device_bytes for row in rows if row.phase is phase}
             for rows in (own, measured.peak)
         )
-        yield f"peak {phase}", *_cells(left, right, _lowers(own))
+        yield _named(f"peak {phase}", "peak", exact), *_cells(left, right, _lowers(own))
         allocated = max(
             (row.allocator_bytes for row in measured.peak if row.phase is phase), default=0
         )
@@ -190,7 +196,8 @@ def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
     left, right = _by_key(exact.traffic), _by_key(measured.traffic)
     for key in sorted({*left, *right}, key=traffic_order):
         before, after = _unequal(left.get(key, set()), right.get(key, set()))
-        yield traffic_label(key), _calls(before), _calls(after), _sent_difference(before, after)
+        label = _named(traffic_label(key), exchange_of(key), exact)
+        yield label, _calls(before), _calls(after), _sent_difference(before, after)
 
 
 def _unequal(left: set[Traffic], right: set[Traffic]) -> tuple[Traffic | None, Traffic | None]:

@@ -16,6 +16,8 @@ from functools import cached_property
 
 import torch
 
+from ptrain.axes.expert.loads import loads_of, token_places
+from ptrain.axes.expert.run.stated import StatedRouting
 from ptrain.costs import Column, Estimate, add_traffic
 from ptrain.data.sampler import blank_batch
 from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, reserved
@@ -37,6 +39,7 @@ from ptrain.simulation.modules import Modules
 from ptrain.simulation.operations import OperationsMeter
 from ptrain.simulation.replay import StepRecord, replayed
 from ptrain.spec.model import HuggingFaceModel, ModelShape
+from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.train.probe import FIRST_STEADY, set_up
@@ -116,7 +119,7 @@ def simulate(
     require_ranks(spec, [str(rank)])
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
     began = time.perf_counter()
-    if not rehearse and not every_block:
+    if not rehearse and not every_block and not isinstance(spec.routing, Histogram):
         blocks = equal_blocks(spec, rank, fewest=FEWEST, least=LEAST)
         simulated = _with_few(blocks, rank, device, allow_import) if blocks else None
         if simulated is not None:
@@ -209,6 +212,7 @@ def _line(error: BaseException) -> str:
 def _simulated(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
     began = time.perf_counter()
     program = interpret(spec, world=world, allow_import=allow_import)
+    _follow_routing(program)
     wrapped = time.perf_counter()
     run = _steady_step(program, _batch(program))
     return Simulated(
@@ -218,6 +222,17 @@ def _simulated(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
         run=run,
         seconds={"interpret": wrapped - began, "steps": time.perf_counter() - wrapped},
     )
+
+
+def _follow_routing(program: Program) -> None:
+    """Let rows go to experts as the spec says; where it says nothing they go evenly."""
+    loads = loads_of(program.spec, program.plan)
+    if loads is None:
+        return
+    routing = StatedRouting(loads, token_places(program.spec)[program.world.rank])
+    program.observers.append(routing)
+    for piece in program.pieces:
+        routing.lead(piece.module)
 
 
 def _batch(program: Program) -> StepBatch:

@@ -31,6 +31,7 @@ from ptrain.spec.job import (
 from ptrain.spec.leaf import Choice, Dial, Either, Leaf, Numbers, Size, Text, Truth, Whole
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
+from ptrain.spec.routing import Routing, RoutingText, plain_routing, read_routing
 from ptrain.spec.section import Section, keys, section
 from ptrain.spec.tensor import TensorSpec
 from ptrain.spec.text import flow
@@ -236,6 +237,21 @@ class Keys:
             10**9,
         ),
     ] = 0
+    routing: Annotated[
+        Routing,
+        RoutingText(
+            "where tokens are taken to go in predictions and on fake ranks, where sizes depend on "
+            "it; or FILE.json, counts of one's own or of a run; without: balanced",
+            {
+                "balanced": "every expert is chosen as often",
+                "best": "tokens choose the experts of their own rank: nobody gets more than others",
+                "worst": "all tokens choose the experts of one rank",
+            },
+            slips={"even": "balanced", "uniform": "balanced"},
+            read=read_routing,
+            write=plain_routing,
+        ),
+    ] = None
 
 
 AnyKeys = TypeVar("AnyKeys", bound=Keys)

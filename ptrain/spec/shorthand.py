@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ptrain.costs import PLACED
 from ptrain.errors import Fault
-from ptrain.spec import schedule_file, slips
+from ptrain.spec import routing, schedule_file, slips
 from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, Axis
 from ptrain.spec.dials import Reshard
 from ptrain.spec.grammar import SpecRaw
@@ -46,6 +46,7 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
     _data_degree(root, fault)
     _small_forms(root)
     _schedule_file(tree, root, fault)
+    _routing_file(tree, root, fault)
     return faults
 
 
@@ -214,8 +215,7 @@ def _schedule_file(tree: Tree, root: Mapping, fault: Report) -> None:
     written = pipeline.get("schedule") if isinstance(pipeline, dict) else None
     if not isinstance(written, str) or not written.lower().endswith(".csv"):
         return
-    is_in_file = tree.source and mark_of(tree, route).source == tree.source
-    lines = schedule_file.read((Path(tree.source).parent if is_in_file else Path()) / written)
+    lines = schedule_file.read(_beside(tree, route, written))
     if isinstance(lines, str):
         remedy = "name a file in torch's CSV format of compute actions, or a schedule"
         fault(route, f"cannot read {written}: {lines}", remedy)
@@ -226,6 +226,29 @@ def _schedule_file(tree: Tree, root: Mapping, fault: Report) -> None:
         return
     assert isinstance(pipeline, dict), "as above"
     pipeline["schedule"] = lines
+
+
+def _routing_file(tree: Tree, root: Mapping, fault: Report) -> None:
+    """`routing: FILE.json`: the counts of the file, for the same reason, from the same place."""
+    file, route = root.get("routing"), ("routing",)
+    if not isinstance(file, str) or not file.lower().endswith(".json"):
+        return
+    counts = routing.read(_beside(tree, route, file))
+    if isinstance(counts, str):
+        fault(
+            route, f"cannot read {file}: {counts}", f"name a JSON file, {routing.FORM}, or a word"
+        )
+    elif wrong := routing.slip(counts):
+        fault(route, f"{file}: {wrong}", f"write {routing.FORM}")
+    else:
+        root["routing"] = counts
+
+
+def _beside(tree: Tree, route: Route, file: str) -> Path:
+    """Return where a file stands that a key names: beside the spec, or where the command line is
+    that names it."""
+    is_in_file = tree.source and mark_of(tree, route).source == tree.source
+    return (Path(tree.source).parent if is_in_file else Path()) / file
 
 
 def _words(tree: Tree, root: Mapping) -> None:

@@ -39,8 +39,8 @@ from ptrain.traces.on_fakes import (
     unless_it_takes_values,
     why_untraced,
 )
-from ptrain.traces.stage_parts import stage_passes, stage_rows, stage_works
-from ptrain.traces.tensor_parts import Traced, by_place, timelines_of, traced, works_of
+from ptrain.traces.stage_parts import stage_formulas, stage_passes, stage_rows, stage_works
+from ptrain.traces.tensor_parts import Traced, by_place, rows_of, timelines_of, traced, works_of
 
 Share = Callable[[Callable[[], Traced]], Traced]
 Around = Callable[[], AbstractContextManager[None]]
@@ -194,9 +194,18 @@ class _Reader:
     def _with_parts(self, facts: ModelFacts, traces: Traced, has_stages: bool) -> ModelFacts:
         if has_stages:
             rows = by_place(traces)
-            passes = stage_passes(self.spec, facts, rows)
-            return replace(facts, stage_passes=passes, part_works=stage_works(rows))
-        return replace(facts, part_timelines=timelines_of(traces), part_works=works_of(traces))
+            return replace(
+                facts,
+                stage_passes=stage_passes(self.spec, facts, rows),
+                stage_rows=stage_formulas(self.spec, facts, rows),
+                part_works=stage_works(rows),
+            )
+        return replace(
+            facts,
+            part_timelines=timelines_of(traces),
+            part_rows=rows_of(traces),
+            part_works=works_of(traces),
+        )
 
     @contextmanager
     def _running(self) -> Iterator[UnknownKernels]:

@@ -41,6 +41,7 @@ from ptrain.traces.layer_rows import Names, only
 from ptrain.traces.record import TracedStage, Units, record, record_stage, run_unrecorded
 
 _TEACHING = 2  # layers
+Change = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,12 @@ class RankPart:
     def trace(self, model: nn.Module, units: Units, alike: Names = ()) -> Recording:
         """Return the recording of a whole model, which is changed in place. Of layers that are
         `alike` torch learns from two: the second is given what all behind it are."""
+        return self.traces(model, units, alike)[0]
+
+    def traces(
+        self, model: nn.Module, units: Units, alike: Names = (), *changes: Change
+    ) -> list[Recording]:
+        """Return the same, and another recording after each of `changes` to the model."""
         loss = self._prepared(model, self.tensor.roles if self.tensor else ())
         samples = self._samples()
 
@@ -105,7 +112,12 @@ class RankPart:
         with micro_batch(self.tensor)():
             run = partial(record, model, units, forward, *samples.tensors, extent=self.extent)
             learn = partial(run_unrecorded, model, units, forward)
-            return self._when_learnt(run, learn, partial(only, model, alike, alike[:_TEACHING]))
+            few = partial(only, model, alike, alike[:_TEACHING])
+            recordings = [self._when_learnt(run, learn, few)]
+            for change in changes:
+                change(model)
+                recordings.append(run())
+            return recordings
 
     def trace_stage(
         self,
@@ -114,12 +126,12 @@ class RankPart:
         cuts: StageCuts,
         index: int,
         alike: Names = (),
-        *,
+        *changes: Change,
         in_halves: bool,
     ) -> list[Recording]:
         """Return the recording of a stage's passes, and where its backward pass runs `in_halves`
-        that of the halves; `alike` as of `trace`. The model is not changed; its part may be on
-        meta, and is then made of nothing in particular."""
+        that of the halves; the same after each of `changes` to its part; `alike` as of `trace`. The
+        model is not changed; its part may be on meta, and is then made of nothing in particular."""
         stages, ends = cuts.stages, cuts.chain.ends
         is_last = index == len(stages) - 1
         part = part_of(model, stages, index, cuts.chain)
@@ -142,11 +154,15 @@ class RankPart:
             extent=self.extent,
         )
         with micro_batch(self.tensor)():
-            recordings = []
-            for halves in (False, True) if in_halves else (False,):
-                run = partial(record_stage, stage, in_halves=halves)
-                few = partial(only, part, alike, alike[:_TEACHING])
-                recordings.append(self._when_learnt(run, run, few))
+            few = partial(only, part, alike, alike[:_TEACHING])
+            runs = [
+                partial(record_stage, stage, in_halves=halves)
+                for halves in ((False, True) if in_halves else (False,))
+            ]
+            recordings = [self._when_learnt(run, run, few) for run in runs]
+            for change in changes:
+                change(part)
+                recordings += [run() for run in runs]
             return recordings
 
     def _when_learnt(

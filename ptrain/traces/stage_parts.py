@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,18 +17,19 @@ from ptrain.axes.expert.run.apply import parallelize_experts
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import LayerWork, ModelWork, WorkByKind
-from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
+from ptrain.facts.passes import Passes, RowsPasses, passes_of
 from ptrain.facts.plain import from_plain, to_plain
+from ptrain.facts.rows_timeline import RowsTimeline
 from ptrain.facts.stages import Stage, Units
 from ptrain.models.heads import head_of
 from ptrain.models.selection import Extent
-from ptrain.models.trace import to_timeline
+from ptrain.models.trace import Recording, to_timeline
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.timeline import Kind, Timeline
+from ptrain.timeline import Timeline
 from ptrain.traces.layer_rows import (
     TracedLayers,
     alike_of,
@@ -38,6 +39,7 @@ from ptrain.traces.layer_rows import (
     running_units,
 )
 from ptrain.traces.rank_part import ContextSlices, RankPart, StageCuts
+from ptrain.traces.rows import UnevenLoads, uneven_loads
 
 Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
 
@@ -92,19 +94,28 @@ def stage_rows(
     `extent` as of `rank_part`. The generator's state is left as it was."""
     chain, stages = chain_of(spec, facts), stages_of(spec, facts)
     cuts = StageCuts(stages=stages, chain=chain)
-    part = rank_part(module, spec, facts, mesh, extent=extent)
+    part, plan = rank_part(module, spec, facts, mesh, extent=extent), plan_of(spec, facts)
 
-    def trace(stage: Stage, units: Units) -> TracedLayers:
+    def trace(stage: Stage, units: Units) -> _StageTraces:
         names = running(spec, stage.layers)
         ran = running_units(units, stage.layers, names)
         in_halves = spec.pipeline.is_in_halves and stage.index > 0
+        uneven = uneven_loads(spec, plan, stage.layers)
         with only(module, stage.layers, names):
             recordings = part.trace_stage(
-                module, ran, cuts, stage.index, alike_of(spec, stage.layers), in_halves=in_halves
+                module,
+                ran,
+                cuts,
+                stage.index,
+                alike_of(spec, stage.layers),
+                *([uneven.assume] if uneven else []),
+                in_halves=in_halves,
             )
-        return TracedLayers(recordings[0], names, ran, *recordings[1:])
+        whole, *halves = recordings[: 1 + in_halves]
+        layers = TracedLayers(whole, names, ran, *halves)
+        return _StageTraces(layers, uneven, recordings[1 + in_halves :])
 
-    traced: dict[Hashable, TracedLayers] = {}
+    traced: dict[Hashable, _StageTraces] = {}
     rows: Rows = []
     with torch.random.fork_rng(devices=[]):
         for stage in stages:
@@ -126,7 +137,41 @@ def _kind_of_stage(spec: Spec, stage: Stage, stages: int) -> Hashable:
     return *ends, kind, len(running(spec, stage.layers))
 
 
-def _rows(layers: TracedLayers, stage: Stage, units: Units) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _StageTraces:
+    """What a stage did, and where sizes depend on where tokens go what it did with `uneven`
+    loads."""
+
+    layers: TracedLayers
+    uneven: UnevenLoads | None
+    unevenly: Sequence[Recording]
+
+    def formulas(self) -> dict[str, Any]:
+        """Return its passes and their halves as formulas, null where there is none, and of which
+        layers; nothing where where tokens go changes nothing."""
+        if self.uneven is None:
+            return {}
+        evenly = [self.layers.recording, *([self.layers.halves] if self.layers.halves else [])]
+        formulas = [
+            self.uneven.formula(first, second)
+            for first, second in zip(
+                (evenly[0], *map(_of_halves, evenly[1:])),
+                (self.unevenly[0], *map(_of_halves, self.unevenly[1:])),
+                strict=True,
+            )
+        ]
+        plain = [to_plain(formula, RowsTimeline) for formula in formulas]
+        return {"uneven": list(self.uneven.layers), "formulas": plain}
+
+
+def _of_halves(recording: Recording) -> Recording:
+    """Return what the halves of a backward pass did, as if they were the two passes."""
+    passes = {"forward": recording.passes["input"], "backward": recording.passes["weight"]}
+    return replace(recording, passes=passes, moved=(), works={})
+
+
+def _rows(traced: _StageTraces, stage: Stage, units: Units) -> dict[str, Any]:
+    layers = traced.layers
     whole, halves = layers.recording, layers.halves
     assert whole.output is not None, "a stage hands something on"
     rows = {
@@ -135,23 +180,53 @@ def _rows(layers: TracedLayers, stage: Stage, units: Units) -> dict[str, Any]:
         "work": to_plain(layers.work(stage.layers), WorkByKind),
     }
     if halves is not None:
-        of_backward = {"forward": halves.passes["input"], "backward": halves.passes["weight"]}
-        timeline = to_timeline(replace(halves, passes=of_backward, moved=(), works={}))
+        timeline = to_timeline(_of_halves(halves))
         rows["halves"] = to_plain(replace(timeline, saved=()), Timeline)
-    return rows
+    return rows | traced.formulas()
 
 
 def stage_passes(
     spec: Spec, facts: ModelFacts, by_place: Sequence[Rows]
 ) -> tuple[tuple[Passes, ...], ...]:
     """Return the passes by stage, then by place along tp; `by_place` are the rows of each place."""
-    itemsize = spec.precision.effective.parameters.itemsize
-    slices = plan_of(spec, facts).boundary_slices
-    shape = chain_of(spec, facts).sample_shape(spec.batch.sequence, slices)
-    hidden = spec.batch.micro * math.prod(shape) * itemsize
+    hidden = _hidden_bytes(spec, facts)
     return tuple(
         tuple(_passes(rows, index, hidden) for rows in of_places)
         for index, of_places in enumerate(zip(*by_place, strict=True))
+    )
+
+
+def stage_formulas(
+    spec: Spec, facts: ModelFacts, by_place: Sequence[Rows]
+) -> tuple[tuple[RowsPasses, ...], ...]:
+    """Return the passes as formulas of where tokens go, as `stage_passes`, of a stage where that
+    changes none nothing; nothing at all where there is no formula of one."""
+    hidden = _hidden_bytes(spec, facts)
+    if any(None in row.get("formulas", ()) for rows in by_place for row in rows):
+        return ()
+    return tuple(
+        tuple(_formula(rows, index, hidden) for rows in of_places if "formulas" in rows)
+        for index, of_places in enumerate(zip(*by_place, strict=True))
+    )
+
+
+def _hidden_bytes(spec: Spec, facts: ModelFacts) -> int:
+    """Return the bytes of what goes over a boundary, of a micro-batch."""
+    itemsize = spec.precision.effective.parameters.itemsize
+    slices = plan_of(spec, facts).boundary_slices
+    shape = chain_of(spec, facts).sample_shape(spec.batch.sequence, slices)
+    return spec.batch.micro * math.prod(shape) * itemsize
+
+
+def _formula(rows: Mapping[str, Any], index: int, hidden: int) -> RowsPasses:
+    whole, *halves = (from_plain(plain, RowsTimeline) for plain in rows["formulas"])
+    return RowsPasses(
+        layers=tuple(rows["uneven"]),
+        whole=whole,
+        halves=halves[0] if halves else None,
+        is_first=index == 0,
+        output=rows["output"],
+        hidden=hidden,
     )
 
 
@@ -183,13 +258,10 @@ def _joined(stages: Sequence[WorkByKind]) -> WorkByKind:
 
 
 def _passes(rows: Mapping[str, Any], index: int, hidden: int) -> Passes:
-    whole = from_plain(rows["passes"], Timeline)
-    items = {Kind.FORWARD: whole.forward, Kind.BACKWARD: whole.backward}
-    if index == 0:
-        passes = of_first_stage(items, output=rows["output"])
-        return replace(passes, moved=whole.moved, repeated=whole.repeated)
-    if "halves" in rows:
-        halves = from_plain(rows["halves"], Timeline)
-        items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
-    passes = of_later_stage(items, output=rows["output"], hidden=hidden)
-    return replace(passes, moved=whole.moved, repeated=whole.repeated)
+    return passes_of(
+        from_plain(rows["passes"], Timeline),
+        from_plain(rows.get("halves"), Timeline),
+        is_first=index == 0,
+        output=rows["output"],
+        hidden=hidden,
+    )

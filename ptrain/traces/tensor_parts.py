@@ -31,6 +31,7 @@ from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import WorkByKind
 from ptrain.facts.plain import from_plain, to_plain
+from ptrain.facts.rows_timeline import RowsTimeline
 from ptrain.facts.traced_part import traced_part
 from ptrain.internals.dtensor import forget_shapes
 from ptrain.models.build import build
@@ -50,6 +51,7 @@ from ptrain.timeline import Timeline
 from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.traces.layer_rows import TracedLayers, alike_of, only, running, running_units
 from ptrain.traces.on_fakes import FakeModel, large_model
+from ptrain.traces.rows import uneven_loads
 from ptrain.traces.stage_parts import plan_of, rank_part, stage_rows
 
 # A process that answers: its import path is this one's, before it imports anything.
@@ -124,13 +126,20 @@ def _as_text(spec: Spec) -> str:
 
 def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
     """Return the timelines by place along the cutting axes. Raises PtrainError for a problem."""
-    return tuple(from_plain(plain, Timeline) for plain, _ in by_place(traces))
+    return tuple(from_plain(plain, Timeline) for plain, *_ in by_place(traces))
+
+
+def rows_of(traces: Traced) -> tuple[RowsTimeline, ...]:
+    """Return the timelines as formulas of where tokens go, by place along the cutting axes; nothing
+    where that changes none, or there is no formula. Raises PtrainError for a problem."""
+    formulas = [from_plain(plain, RowsTimeline) for _, _, plain in by_place(traces)]
+    return () if None in formulas else tuple(formulas)
 
 
 def works_of(traces: Traced) -> tuple[WorkByKind, ...]:
     """Return what the ranks compute by place along the cutting axes; nothing where an operator does
     not say it. Raises PtrainError for a problem."""
-    works = [from_plain(plain, WorkByKind) for _, plain in by_place(traces)]
+    works = [from_plain(plain, WorkByKind) for _, plain, _ in by_place(traces)]
     return () if None in works else tuple(works)
 
 
@@ -270,9 +279,16 @@ def _part_of(
     units = running_units(facts.unit_modules, facts.blocks, names)
     with only(module, facts.blocks, names):
         own = _copied(module) if is_kept else module
-        layers = TracedLayers(part.trace(own, units, alike_of(spec, names)), names, units)
+        uneven = uneven_loads(spec, plan_of(spec, facts))
+        changes = [uneven.assume] if uneven else []
+        first, *others = part.traces(own, units, alike_of(spec, names), *changes)
+        layers = TracedLayers(first, names, units)
     timeline = layers.timeline(facts.blocks, facts.unit_modules)
-    return [to_plain(timeline, Timeline), to_plain(layers.work(facts.blocks), WorkByKind)]
+    return [
+        to_plain(timeline, Timeline),
+        to_plain(layers.work(facts.blocks), WorkByKind),
+        to_plain(uneven.formula(first, *others) if uneven else None, RowsTimeline),
+    ]
 
 
 def _copied(module: nn.Module) -> nn.Module:

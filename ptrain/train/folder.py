@@ -1,7 +1,7 @@
 """The run folder: everything needed to rerun, resume and read a training. Torch-free.
 
 runs/<time>-<name>/ spec.resolved.yaml env.json command.txt metrics.jsonl summary.json
-                    logs/rank0.log … trace/ checkpoints/step-00000050/
+                    logs/rank0.log … trace/ routing/ checkpoints/step-00000050/
 runs/latest         a link to the newest that began to train
 
 Folders are 0700, files 0600. A JSON file appears whole or not at all.
@@ -49,6 +49,10 @@ class RunFolder:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    def routing(self, step: int) -> Path:
+        """Where tokens went in a step, from 1: counts as a spec's `routing` takes them."""
+        return self.path / "routing" / f"step-{step:08d}.json"
 
     @property
     def trace(self) -> Path:

@@ -60,7 +60,7 @@ class Run:
         if measured is None:
             return "no verdict: a steady step is the third of a run"
         return summary(
-            account.estimates[Column.EXACT],
+            account.predicted,
             measured,
             account.checks,
             torch=self.record["versions"]["torch"],

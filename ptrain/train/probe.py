@@ -42,8 +42,8 @@ class Probe:
     ) -> None:
         self._program = program
         self._folder = folder
-        self._steady = first_steady(program.spec, first)
-        metered = (self._steady, self._steady + 1)  # counted from 1
+        self.steady = first_steady(program.spec, first)
+        metered = (self.steady, self.steady + 1)  # counted from 1
         instead = moved(program.spec, metered)
         self._traced = {instead.get(step, step) for step in program.spec.profile}
         self._every = every
@@ -60,9 +60,9 @@ class Probe:
                 world = self._program.world
                 stack.enter_context(traced(self._folder.trace, step + 1, world))
             measurement = (
-                stack.enter_context(measure(self._program)) if self._is_measured(step) else None
+                stack.enter_context(measure(self._program)) if self.is_measured(step) else None
             )
-            finder = stack.enter_context(self._finder()) if step == self._steady - 1 else None
+            finder = stack.enter_context(self._finder()) if step == self.steady - 1 else None
             stopwatch = stack.enter_context(self._stopwatch()) if self._is_timed(step) else None
             yield
         if finder is not None:
@@ -74,12 +74,13 @@ class Probe:
         if stopwatch is not None:
             self._take_time(step, stopwatch)
 
-    def _is_measured(self, step: int) -> bool:
-        chosen = self._every > 0 and step > self._steady and step % self._every == 0
-        return (chosen and step + 1 not in self._traced) or step in (self._steady - 1, self._steady)
+    def is_measured(self, step: int) -> bool:
+        """Return whether the meters run in a step."""
+        chosen = self._every > 0 and step > self.steady and step % self._every == 0
+        return (chosen and step + 1 not in self._traced) or step in (self.steady - 1, self.steady)
 
     def _is_timed(self, step: int) -> bool:
-        return self._is_measured(step - 1) and not self._is_measured(step)
+        return self.is_measured(step - 1) and not self.is_measured(step)
 
     def _finder(self) -> Finder:
         """In the step before the steady one, whose memory nobody reads."""
@@ -90,10 +91,10 @@ class Probe:
 
     def _take(self, step: int, measurement: Measurement) -> None:
         estimate = measurement.estimate()
-        if step == self._steady - 1:
+        if step == self.steady - 1:
             self._before = estimate
             return
-        if step == self._steady:
+        if step == self.steady:
             assert self._before is not None
             rows = (*estimate.traffic, *set_up(self._before.traffic, estimate.traffic))
             undefined = {"blocked_seconds": "no step was timed"} | estimate.undefined
@@ -105,7 +106,7 @@ class Probe:
         for row in rows:
             axes = "+".join(row.axes)
             LOG.debug("step %d  waited for %s %.4f s", step + 1, axes, row.seconds)
-        if step != self._steady + 1 or self.estimate is None:
+        if step != self.steady + 1 or self.estimate is None:
             return
         undefined = dict(self.estimate.undefined)
         del undefined["blocked_seconds"]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ptrain.costs import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
+from ptrain.derivation.counted import by_counts
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, VerdictFailed
 from ptrain.interpreter.program import Program, interpret
@@ -140,7 +141,7 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
             measured=journal.measured,
         )
         consistency = Consistency(program, session.exchange, partial(_continuation, session))
-        routing = RoutingLog(program, session.exchange)
+        routing = RoutingLog(program, session.exchange, session.folder, probe.is_measured)
         parts = Parts(
             corpus=text,
             exchange=session.exchange,
@@ -153,7 +154,34 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
         if world.is_first:
             begin(session.folder)
         outcome = train(program, parts, first=first)
-    return _conclude(session, derivation, probe.estimate, outcome, journal, routing.record())
+    of_run = _of_run(derivation, probe, routing)
+    return _conclude(session, of_run, probe.estimate, outcome, journal, routing.record())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predictions:
+    """What a run is held against: the derivation from the spec alone, and where that assumes where
+    tokens go what the run's own counts make of it."""
+
+    derivation: Derivation
+    counted: Estimate | None = None
+
+    @property
+    def judged(self) -> Estimate:
+        return self.counted or self.derivation.exact
+
+    @property
+    def columns(self) -> list[Estimate]:
+        columns = [self.derivation.paper, self.derivation.exact, self.counted]
+        return [column for column in columns if column is not None]
+
+
+def _of_run(derivation: Derivation, probe: Probe, routing: RoutingLog) -> Predictions:
+    histogram = routing.counted.get(probe.steady)
+    if histogram is None:
+        return Predictions(derivation=derivation)
+    counted = by_counts(derivation, histogram, probe.steady + 1)
+    return Predictions(derivation=derivation, counted=counted)
 
 
 def _on_first(exchange: Exchange, trace: Callable[[], Any]) -> Any:
@@ -243,7 +271,7 @@ def _save(program: Program, session: Session, consistency: Consistency, steps: i
 
 def _conclude(
     session: Session,
-    derivation: Derivation,
+    predictions: Predictions,
     estimate: Estimate | None,
     outcome: Outcome,
     journal: Journal,
@@ -253,9 +281,9 @@ def _conclude(
     measured, seconds = None, journal.step_seconds()
     if estimate is not None:
         measured = join_estimates(gather_estimates(session.world, estimate))
-    checks = compare(derivation.exact, measured) if measured else ()
+    checks = compare(predictions.judged, measured) if measured else ()
     if session.world.is_first:
-        estimates = [derivation.paper, derivation.exact, *([measured] if measured else [])]
+        estimates = [*predictions.columns, *([measured] if measured else [])]
         result = record(
             session.spec.name,
             estimates,
@@ -271,7 +299,7 @@ def _conclude(
     session.exchange.barrier()  # no rank ends with a failed verdict before the summary says so
     if measured:
         text = summary(
-            derivation.exact, measured, checks, torch=torch.__version__, step_seconds=seconds
+            predictions.judged, measured, checks, torch=torch.__version__, step_seconds=seconds
         )
         LOG.info(text + _end(session))
     else:

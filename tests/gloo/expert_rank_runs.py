@@ -18,9 +18,9 @@ CLAIM = f"""\
 Claim: where tokens travel to experts that other ranks have, `exact` and measured differ by 0 in
 resident memory (per state and rank) and in traffic (calls, payload and sent per axes, collective,
 state and phase), and by at most 2 % in each phase's peak; where experts take all tokens that are
-routed to them, which a run decides, this holds of parameters, optimizer, gradients, of all traffic
-but the bytes that travel to experts, and of the number of these calls. Of the last rank `exact` and
-simulated differ by 0 in these and in operations. Where the arithmetic is fp64 the losses of
+routed to them, which a run decides, this holds with the counts of the measured step, by layer,
+micro-batch and rank, in place of even ones. Of the last rank `exact` and simulated differ by 0 in
+these and in operations. Where the arithmetic is fp64 the losses of
 {STEPS} steps are those of one device to 1e-12 relative and the parameters to 1e-9; else these
 losses stay within the band of the layout's rounding.
 

@@ -3,6 +3,7 @@ meters on one of them and with a fault, and report what it saw. Runs inside the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,8 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.costs import Estimate, Traffic
 from ptrain.data.corpus import corpus
+from ptrain.derivation.counted import by_counts
+from ptrain.derivation.estimate import Derivation
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import measure
+from ptrain.meters.routing import Placed, RoutingMeter, histogram
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
@@ -27,11 +31,13 @@ REBUILDING_STEP = 1  # DDP fits its buckets to the first backward pass at the st
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One rank's account. `trajectory` on rank 0 only, `measured` where a step was measured."""
+    """One rank's account. `trajectory` on rank 0 only, `measured` where a step was measured, and
+    `chosen` what its routers chose in that step."""
 
     rank: int
     trajectory: Trajectory | None
     measured: Estimate | None
+    chosen: Placed | None = None
 
 
 def train(
@@ -45,12 +51,13 @@ def train(
     losses, norms = [], []
     second: tuple[Traffic, ...] = ()
     measured: Estimate | None = None
+    routing = RoutingMeter(program)
     for step in range(steps):
         local = local_batch(program, source, step)
         seed_dropout(program, step)
         lr = learning_rate(spec.optimizer, step)
         if step == measured_step:
-            with measure(program) as measurement:
+            with measure(program) as measurement, routing.watching():
                 loss, norm = program.forward_backward(local, lr).clone(), program.step(lr)
             measured = measurement.estimate()
         elif step == REBUILDING_STEP and measured_step is not None:
@@ -73,7 +80,15 @@ def train(
         rank=world.rank,
         trajectory=_trajectory(program, initial, losses, norms),
         measured=_with_set_up(measured, second) if measured else None,
+        chosen=routing.choices() if routing.has_routers else None,
     )
+
+
+def judged(derivation: Derivation, reports: Sequence[Report], step: int) -> Estimate:
+    """Return what the measured `step` (from 0) is held against: the exact column, and where it
+    assumes where tokens go what their counts make of it."""
+    chosen = histogram([report.chosen for report in reports if report.chosen])
+    return by_counts(derivation, chosen, step + 1) or derivation.exact
 
 
 def _with_set_up(steady: Estimate, second: tuple[Traffic, ...]) -> Estimate:

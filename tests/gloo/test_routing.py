@@ -9,8 +9,9 @@ import pytest
 from ptrain.costs import Estimate
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.meters.routing import RoutingMeter, Rows, summed
+from ptrain.meters.routing import Placed, RoutingMeter, Rows, histogram, summed
 from ptrain.report.routing import LayerRouting
+from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import ActivationSpec, Spec
 from tests.gloo.expert_cases import spec_of
 from tests.ranks import Ranks
@@ -25,8 +26,9 @@ PLACEMENTS = (
 )
 
 
-def counted(spec: Spec, *, is_watched: bool = True) -> tuple[Rows, Estimate]:
-    """What this rank counted in a steady step, and what its other meters saw of it."""
+def counted(spec: Spec, *, is_watched: bool = True) -> tuple[Rows, Estimate, Placed]:
+    """What this rank counted in a steady step, what its other meters saw of it, and the counts of
+    each micro-batch."""
     program = interpret(spec)
     meter = RoutingMeter(program)
     for step in range(STEADY):
@@ -40,18 +42,18 @@ def counted(spec: Spec, *, is_watched: bool = True) -> tuple[Rows, Estimate]:
         else:
             program.forward_backward(samples)
         program.step(RATE)
-    return meter.rows(), measurement.estimate()
+    return meter.rows(), measurement.estimate(), meter.choices()
 
 
-def layers_of(ranks: Ranks, spec: Spec) -> tuple[LayerRouting, ...]:
-    rows = [rows for rows, _ in ranks.run(spec.world_size, counted, spec)]
-    return summed(rows)
+def layers_of(ranks: Ranks, spec: Spec) -> tuple[tuple[LayerRouting, ...], Histogram]:
+    rows, _, choices = zip(*ranks.run(spec.world_size, counted, spec), strict=True)
+    return summed(rows), histogram(choices)
 
 
 @pytest.mark.parametrize(("placement", "besides"), PLACEMENTS)
 def test_all_ranks_count_what_one_device_counts(ranks: Ranks, placement, besides) -> None:
     spec = spec_of("capacity", placement, accumulate=4 if "pp" in placement else 2, **besides)
-    here, there = layers_of(ranks, spec), layers_of(ranks, _of_one_device(spec))
+    (here, by_rank), (there, _) = layers_of(ranks, spec), layers_of(ranks, _of_one_device(spec))
     choices = spec.batch.tokens * spec.model.experts_per_token
     assert len(here) == spec.model.layers
     assert all(sum(layer.tokens) == choices for layer in here)
@@ -60,12 +62,19 @@ def test_all_ranks_count_what_one_device_counts(ranks: Ranks, placement, besides
     ]
     assert [layer.entropy for layer in here] == pytest.approx([layer.entropy for layer in there])
     assert any(layer.dropped for layer in here)
+    of_micro_batch = spec.batch.micro * spec.batch.sequence * spec.model.experts_per_token
+    assert by_rank.layers == tuple(layer.layer for layer in here)
+    for layer, of_layer in zip(here, by_rank.counts, strict=True):
+        assert len(of_layer) == spec.data_degree
+        counts = [of_experts for of_rank in of_layer for of_experts in of_rank]
+        assert {sum(of_experts) for of_experts in counts} == {of_micro_batch}
+        assert tuple(map(sum, zip(*counts, strict=True))) == layer.tokens
 
 
 def test_no_other_meter_sees_that_it_counts(ranks: Ranks) -> None:
     spec = spec_of("capacity", {"dp_shard": "zero3"})
-    ((_, watched), *_) = ranks.run(2, counted, spec)
-    ((_, alone), *_) = ranks.run(2, _alone, spec)
+    ((_, watched, _), *_) = ranks.run(2, counted, spec)
+    ((_, alone, _), *_) = ranks.run(2, _alone, spec)
     assert (watched.memory, watched.peak, watched.traffic) == (
         alone.memory,
         alone.peak,
@@ -79,5 +88,5 @@ def _of_one_device(spec: Spec) -> Spec:
     return replace(spec, factors=(), batch=batch, activations=ActivationSpec())
 
 
-def _alone(spec: Spec) -> tuple[Rows, Estimate]:
+def _alone(spec: Spec) -> tuple[Rows, Estimate, Placed]:
     return counted(spec, is_watched=False)

@@ -319,6 +319,7 @@ NAMED = {
     "attention is one that is reached": "Definition 2",
     "the loss is a sum over tokens": INTEGRITY,
     "ranks have as many experts": "Definition 2",
+    "counts are of the layers": "Definition 2",
     "the degree divides the operators": "Definition 2",
     "every rank has rows": "Definition 2",
     "roles are the family's own": "Definition 2",

@@ -211,6 +211,32 @@ def test_a_run_is_not_held_against_what_is_assumed_of_data_and_fake_ranks_are():
     assert read(written).estimates[Column.EXACT].assumed == why
 
 
+def test_what_was_derived_from_the_counts_of_a_run_is_compared_and_marked():
+    assumes = dict.fromkeys(("activations", "peak", "traffic dp_shard all_gather"), "evenly")
+    exact = replace(EXACT, assumed=assumes)
+    counts = dict.fromkeys(assumes, "by the routers of step 3")
+    counted = replace(EXACT, column=Column.COUNTED, counted=counts)
+    checks = compare(counted, MEASURED)
+    assert {check.name for check in checks if check.counted} == {
+        *(f"memory activations rank {rank}" for rank in range(2)),
+        *(f"peak {phase} rank {rank}" for rank in range(2) for phase in ("forward", "backward")),
+        *(f"peak update rank {rank}" for rank in range(2)),
+        *(f"traffic dp_shard all_gather forward parameters {what}" for what in ("payload", "sent")),
+    }
+    line = verdict_line(checks, torch="2.13.0")
+    assert "holds (21 of 21) · 10 by the counts of the run" in line
+    more = [replace(row, device_bytes=row.device_bytes + 100) for row in MEASURED.peak]
+    assert verdict(compare(counted, replace(MEASURED, peak=tuple(more)))) == "fails"
+    written = json.loads(json.dumps(record("tiny", (exact, counted, MEASURED), checks=checks)))
+    assert written["assumed"] == {"exact": assumes} and written["counted"] == {"counted": counts}
+    assert sum("counted" in check for check in written["checks"]) == 10
+    reading = read(written)
+    assert reading.checks == checks and reading.estimates[Column.EXACT].assumed == assumes
+    assert reading.predicted == reading.estimates[Column.COUNTED]
+    text = summary(reading.predicted, MEASURED, checks, torch="2.13.0")
+    assert "peak forward, counted" in text and "counted: activations, peak, traffic dp" in text
+
+
 def test_exactness_is_not_claimed_for_a_torch_that_no_test_names():
     checks = compare(EXACT, MEASURED)
     assert verdict_line(checks, torch="2.13.0+cpu") == "verdict: holds (21 of 21)"

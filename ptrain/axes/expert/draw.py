@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from ptrain.axes.expert.loads import Loads, loads_of, token_places
 from ptrain.spec.model import ModelShape
+from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import Plan
@@ -38,6 +40,8 @@ def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
     if ranks > _FEW_RANKS:
         yield f"experts  … {ranks} ranks of {step.axis}"
     yield f"travels  {_travels(spec, plan, shape, ranks)}"
+    if (loads := loads_of(spec, plan)) is not None:
+        yield f"routing  {_routing(spec, loads)}"
     yield f"summed   {_summed(plan, step)}"
 
 
@@ -62,6 +66,19 @@ def _travels(spec: Spec, plan: Plan, shape: ModelShape, ranks: int) -> str:
         f"of which {away} leave the rank where each expert is chosen as often, and all or none "
         "where routing says so; counts of rows travel ahead of them"
     )
+
+
+def _routing(spec: Spec, loads: Loads) -> str:
+    """What ranks get where rows go as the spec says."""
+    received = {
+        rows.received
+        for place in {*token_places(spec)}
+        for of_layer in loads.of(place).values()
+        for rows in of_layer
+    }
+    stated = "as counted" if isinstance(spec.routing, Histogram) else f"{spec.routing}"
+    least, most = min(received), max(received)
+    return f"{stated}: a rank's experts get {least} to {counted(most, 'row')} of a layer at a time"
 
 
 def _summed(plan: Plan, step: ExpertParallel) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ptrain.costs import Collective
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.model import ModelShape
+from ptrain.spec.routing import Bound, Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel
 
@@ -28,13 +29,27 @@ def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertP
     return ExpertParallel(axis=factor.axis, modules=held)
 
 
+def is_by_routing(spec: Spec) -> bool:
+    """Return whether sizes depend on where tokens go: not where every expert has as many places, or
+    ranks have all experts."""
+    shape = spec.model
+    has_places = isinstance(shape, ModelShape) and shape.capacity_factor is not None
+    return factor_of(spec) is not None and not has_places
+
+
 def assumed(spec: Spec) -> dict[str, str]:
-    """Return what figures of a spec assume of where tokens go, by their kinds: nothing where every
-    expert has as many places, or ranks have all experts."""
-    factor, shape = factor_of(spec), spec.model
-    if factor is None or (isinstance(shape, ModelShape) and shape.capacity_factor is not None):
+    """Return what figures of a spec assume of where tokens go, by their kinds: nothing where
+    they depend on nothing of the kind."""
+    factor = factor_of(spec)
+    if factor is None or not is_by_routing(spec):
         return {}
-    why = f"predicted for tokens that fall evenly on the experts of {factor.axis}'s ranks, which a "
-    why += "router decides; a capacity_factor fixes them"
+    where = {
+        None: f"fall evenly on the experts of {factor.axis}'s ranks",
+        Bound.BEST: "choose the experts of their own rank",
+        Bound.WORST: "all choose the experts of one rank",
+    }
+    routing = spec.routing
+    how = "go as routing counts them" if isinstance(routing, Histogram) else where[routing]
+    why = f"predicted for tokens that {how}, which a router decides; a capacity_factor fixes them"
     exchanged = f"traffic {factor.axis} {Collective.ALL_TO_ALL}"
     return dict.fromkeys(("activations", "peak", exchanged), why)

@@ -3,13 +3,13 @@ travel to the ranks of theirs."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ptrain.axes.expert.run.exchange import JourneyOverRanks
+from ptrain.axes.expert.run.exchange import Assumption, Travels
 from ptrain.axes.tensor.run.gradients import OwnSlices
 from ptrain.internals.dtensor import side_by_side
 from ptrain.models.moe import MoE
@@ -24,10 +24,19 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
     group = mesh.group((step.axis,))
     for name, module in list(model.named_modules()):
         if isinstance(module, MoE):
-            module.journey = partial(JourneyOverRanks, group)
+            module.journey = Travels(group)
         if name in step.modules:
             for projection in module.children():
                 _give_own(projection, step.axis, mesh)
+
+
+def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
+    """On fake ranks, from now on rows of each layer with experts go as `routing` says of the
+    layer's name."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            assert isinstance(module.journey, Travels), "it has experts of other ranks"
+            module.journey.assumed = routing(name)
 
 
 def _give_own(projection: nn.Module, axis: Axis, mesh: Mesh) -> None:

@@ -9,7 +9,8 @@ experts get, C hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,19 @@ from ptrain.models.journey import Journey
 Counts: TypeAlias = Sequence[Sequence[int]]  # rows, by rank and by expert of one rank
 
 
+class Assumption(Protocol):
+    """Says where rows go, on fake ranks: of `rows` of each of so many `ranks`, which have `own`
+    experts each, those that `rank` sends and gets."""
+
+    def __call__(self, rows: int, ranks: int, own: int, rank: int) -> Routed: ...
+
+
 class JourneyOverRanks(Journey):
     """The way of one forward pass over the ranks of `group`, each of which has as many experts: the
-    first those that come first."""
+    first those that come first. Where these are fake, rows go as is `assumed`; None: evenly."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, assumed: Assumption | None = None) -> None:
+        self.group, self._assumed = group, assumed or balanced
         self._routed: Routed | None = None
 
     def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,12 +51,12 @@ class JourneyOverRanks(Journey):
         return x_RC, received_Ne.sum(0).cumsum(0, dtype=torch.int32)
 
     def _routing(self, rows: int, counts_Ne: Tensor, received_Ne: Tensor) -> Routed:
-        """Where nobody answers it is that of even loads, and what arrived is filled in."""
+        """Where nobody answers it is what is assumed, and what arrived is filled in."""
         both = torch.stack([counts_Ne, received_Ne])
         if dist.get_backend(self.group) != "fake":
             return Routed(*both.tolist())
         ranks, own = counts_Ne.shape
-        routed = balanced(rows, ranks, own, self.group.rank())
+        routed = self._assumed(rows, ranks, own, self.group.rank())
         for of_rank, numbers in zip(received_Ne.unbind(), routed.received, strict=True):
             for place, number in zip(of_rank.unbind(), numbers, strict=True):
                 place.fill_(number)
@@ -80,6 +88,17 @@ class JourneyOverRanks(Journey):
         return received_ESC.unflatten(0, (ranks, -1))
 
 
+@dataclass
+class Travels:
+    """Makes the journeys of a layer, over the ranks of `group`; `assumed` as theirs."""
+
+    group: dist.ProcessGroup
+    assumed: Assumption | None = None
+
+    def __call__(self) -> JourneyOverRanks:
+        return JourneyOverRanks(self.group, self.assumed)
+
+
 class Routed:
     """How many rows go to each expert of each rank, and how many come from each rank for each of
     this one's."""
@@ -94,6 +113,14 @@ class Routed:
     def by_rank(self, y_RC: Tensor) -> Tensor:
         """Return rows that lie by expert by rank, as they go back."""
         return _transposed(y_RC, [*zip(*self.received, strict=True)])
+
+
+def heavier(rows: int, ranks: int, own: int, rank: int, *, more: int) -> Routed:
+    """Return the same where this rank's experts get so many more, whoever sends them."""
+    routed = balanced(rows, ranks, own, rank)
+    received = [[*numbers] for numbers in routed.received]
+    received[(rank + 1) % ranks][0] += more
+    return Routed(routed.sent, received)
 
 
 def balanced(rows: int, ranks: int, own: int, rank: int) -> Routed:

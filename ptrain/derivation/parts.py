@@ -1,0 +1,85 @@
+"""Which ranks have and do the same: those at the same place along the cutting axes, and where sizes
+depend on where tokens go, of these those that send and get the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ptrain.algebra.layout import positions
+from ptrain.axes.expert.loads import ByLayer, loads_of, token_places
+from ptrain.derivation import tensor
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.rows_timeline import RowsTimeline
+from ptrain.spec.axis import Axis
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
+from ptrain.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksPart:
+    """What ranks at these `places` have of a model, as facts; the first of them stands at `index`
+    along the cutting axes. `loads` are the rows that they send and get, None where these are even.
+    """
+
+    facts: ModelFacts
+    index: int
+    places: tuple[int, ...]
+    loads: ByLayer | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksParts:
+    """The parts, with the `axes` along which places are counted."""
+
+    axes: tuple[Axis, ...]
+    parts: Sequence[RanksPart]
+
+
+def parts_of_ranks(spec: Spec, plan: Plan, facts: ModelFacts) -> RanksParts:
+    """Return what the ranks have of a model without stages."""
+    parts = [
+        RanksPart(facts=part, index=indices[0], places=indices)
+        for part, indices in tensor.parts(spec, plan, facts)
+    ]
+    if loads_of(spec, plan) is None:
+        return RanksParts(axes=plan.cutting_axes, parts=parts)
+    axes = tuple(factor.axis for factor in spec.factors)
+    return RanksParts(axes=axes, parts=[*_by_loads(spec, plan, facts, parts)])
+
+
+def _by_loads(
+    spec: Spec, plan: Plan, facts: ModelFacts, parts: Sequence[RanksPart]
+) -> Iterator[RanksPart]:
+    """Yield the parts of ranks that send and get the same; a place is a rank."""
+    loads = loads_of(spec, plan)
+    assert loads is not None, "they are uneven"
+    part_of = {index: part for part in parts for index in part.places}
+    like: dict[tuple[int, int], list[int]] = {}
+    loads_by_place = {place: loads.of(place) for place in token_places(spec)}
+    for rank, index in enumerate(positions(spec, plan.cutting_axes)):
+        own = loads_by_place[token_places(spec)[rank]]
+        like.setdefault((part_of[index].index, id(own)), []).append(rank)
+    for (index, _), ranks in like.items():
+        own = loads_by_place[token_places(spec)[ranks[0]]]
+        part = part_of[index].facts
+        formula = facts.part_rows[index] if facts.part_rows else None
+        yield RanksPart(
+            facts=_with_rows(part, formula, own), index=index, places=tuple(ranks), loads=own
+        )
+
+
+def _with_rows(part: ModelFacts, formula: RowsTimeline | None, loads: ByLayer) -> ModelFacts:
+    """Return the part with a timeline for every micro-batch; with none where there is no
+    formula."""
+    if formula is None:
+        return replace(part, timeline=None)
+    timelines: dict[tuple[int, ...], Timeline] = {}
+    micro_batches = []
+    for rows in zip(*loads.values(), strict=True):
+        received = tuple(of_layer.received for of_layer in rows)
+        if received not in timelines:
+            timelines[received] = formula.at(received)
+        micro_batches.append(timelines[received])
+    return replace(part, timeline=micro_batches[-1], micro_batches=tuple(micro_batches))

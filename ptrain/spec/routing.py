@@ -1,0 +1,141 @@
+"""What a spec says of where tokens go: a word for it, or how many choices fall on each expert."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from ptrain.spec.leaf import Choice, one_of, refuse
+
+MAX_BYTES = 2**28  # of a file
+FORM = "{LAYER: [rank][micro-batch][expert], …}: the choices of a rank's tokens, by layer"
+
+Choices = tuple[int, ...]  # by expert
+
+
+class Bound(StrEnum):
+    """An end of what routing can do to a rank."""
+
+    BEST = "best"
+    WORST = "worst"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """Of each of `layers`, by the names of their modules: `counts[layer][rank][micro-batch]` are
+    the choices that fell on each expert. Ranks are those that have tokens of their own, in the
+    order of the mesh: ranks that differ along tp or pp alone have one row."""
+
+    layers: tuple[str, ...]
+    counts: tuple[tuple[tuple[Choices, ...], ...], ...]
+
+    def of(self, layer: str, rank: int) -> tuple[Choices, ...]:
+        """Return the choices of a rank's tokens in a layer, by micro-batch."""
+        return self.counts[self.layers.index(layer)][rank]
+
+    def plain(self) -> dict[str, list[list[list[int]]]]:
+        """Return it as a file has it."""
+        return {
+            layer: [[list(choices) for choices in of_rank] for of_rank in of_layer]
+            for layer, of_layer in zip(self.layers, self.counts, strict=True)
+        }
+
+
+Routing = Bound | Histogram | None  # None: every expert is chosen as often
+
+
+class RoutingText(Choice):
+    """A word, or the counts themselves (a file's name has given way to them)."""
+
+    def check(self, value: Any) -> object:
+        if not isinstance(value, Mapping):
+            return super().check(value)
+        if wrong := slip(value):
+            refuse(wrong, f"write {FORM}")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        file = {
+            "type": "string",
+            "pattern": r"\\.[jJ][sS][oO][nN]$",
+            "description": f"a JSON file with counts: {FORM}",
+        }
+        counts: dict[str, Any] = {"type": "integer", "minimum": 0}
+        for about in ("by expert", "by micro-batch", "by rank"):
+            counts = {"type": "array", "items": counts, "description": about}
+        counts = {
+            "type": "object",
+            "additionalProperties": counts,
+            "minProperties": 1,
+            "description": "the counts of such a file",
+        }
+        return one_of(super().schema(), file, counts)
+
+
+def read_routing(written: object) -> Routing:
+    """Return what a word says, or counts in which `slip` finds nothing wrong."""
+    if isinstance(written, Mapping):
+        return histogram(written)
+    return None if written == "balanced" else Bound(str(written))
+
+
+def plain_routing(routing: Routing) -> object:
+    """Return it as a spec has it."""
+    return routing.plain() if isinstance(routing, Histogram) else routing
+
+
+def histogram(plain: Mapping[str, Any]) -> Histogram:
+    """Return the histogram of counts in which `slip` finds nothing wrong."""
+    return Histogram(
+        layers=tuple(plain),
+        counts=tuple(
+            tuple(tuple(tuple(choices) for choices in of_rank) for of_rank in of_layer)
+            for of_layer in plain.values()
+        ),
+    )
+
+
+def slip(plain: object) -> str:
+    """Return what is wrong with counts by themselves, with its place; empty where nothing is. That
+    they fit a spec is a rule of the expert axis."""
+    if not isinstance(plain, Mapping) or not plain:
+        return "no counts by layer"
+    for layer, of_layer in plain.items():
+        if not isinstance(of_layer, list):
+            return f"{layer} has no list of ranks"
+        for rank, of_rank in enumerate(of_layer):
+            if not isinstance(of_rank, list):
+                return f"{layer}, rank {rank}: no list of micro-batches"
+            for number, choices in enumerate(of_rank):
+                if reason := _slip_of(choices):
+                    return f"{layer}, rank {rank}, micro-batch {number}: {reason}"
+    return ""
+
+
+def _slip_of(choices: object) -> str:
+    if not isinstance(choices, list):
+        return "no list of experts"
+    for expert, number in enumerate(choices):
+        if type(number) is not int or number < 0:
+            return f"{number!r} for expert {expert} is no number of choices"
+    return ""
+
+
+def read(path: Path) -> dict[str, Any] | str:
+    """Return what a JSON file holds; or why it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        return (getattr(error, "strerror", None) or str(error)).lower()
+    if len(data) > MAX_BYTES:
+        return f"it is larger than {MAX_BYTES:,} bytes"
+    try:
+        plain = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        return f"it is no JSON: {error}"
+    return plain if isinstance(plain, dict) else "it holds no mapping of layers"

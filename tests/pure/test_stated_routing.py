@@ -1,0 +1,279 @@
+"""Where tokens go as a spec states it: what ranks then send and get, and counts that do not fit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptrain.algebra.layout import coordinates
+from ptrain.algebra.legality import require
+from ptrain.axes.expert.costs import sent
+from ptrain.axes.expert.loads import Loads, RankRows, even, loads_of, token_places
+from ptrain.costs import Phase
+from ptrain.errors import SpecError
+from ptrain.facts.rows_timeline import RowsSize, RowsTimeline, StorageEvent, StorageEvents
+from ptrain.plan.show import show
+from ptrain.spec.axis import Axis
+from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
+from ptrain.spec.routing import read_routing
+from ptrain.spec.spec import Spec
+from ptrain.timeline import Boundary, Mark, Run
+from tests.pure.test_closed_forms_of_experts import planned
+
+Counts = dict[str, list[list[list[int]]]]
+
+LAYERS, EXPERTS, OFTEN, TOKENS, TIMES = 2, 6, 2, 10, 3
+DROPLESS: dict[str, Any] = {
+    "layers": LAYERS,
+    "hidden": 8,
+    "heads": 2,
+    "ffn": 12,
+    "vocab": 259,
+    "experts": EXPERTS,
+    "experts_per_token": OFTEN,
+}
+MESHES = ({"ep": 3}, {"dp_shard": 2, "ep": 2}, {"cp": 2, "ep": 2})
+
+
+def spec_of(mesh: dict[str, int], *words: str, **sections: Any) -> Spec:
+    samples = TIMES
+    for axis, degree in mesh.items():
+        samples *= 1 if axis in ("cp", "tp", "pp") else degree
+    placement = {"dp_shard": "zero3", "ep": "zero3", "cp": "S*,S,S,S", "tp": "S,S,S,R"}
+    mapping: dict[str, Any] = {
+        "model": DROPLESS,
+        "mesh": mesh,
+        "placement": {axis: placement[axis] for axis in mesh},
+        "batch": {"global": samples, "micro": 1, "sequence": TOKENS},
+        "precision": {"layout": "fp32"},
+        **sections,
+    }
+    return require(load(mapping, words))
+
+
+def chosen(spec: Spec) -> list[list[list[list[tuple[int, ...]]]]]:
+    """Draw by layer, rank and micro-batch what every token chooses."""
+    draw = random.Random(len(spec.factors))
+    ranks = len({*token_places(spec)})
+    tokens = range(spec.batch.micro * spec.own_tokens)
+    return [
+        [
+            [[tuple(draw.sample(range(EXPERTS), OFTEN)) for _ in tokens] for _ in range(TIMES)]
+            for _ in range(ranks)
+        ]
+        for _ in range(LAYERS)
+    ]
+
+
+def counts_of(tokens: Sequence[Sequence[Sequence[Sequence[Sequence[int]]]]]) -> Counts:
+    """Count what `chosen` drew, as a file has it."""
+
+    def of_micro_batch(choices: Sequence[Sequence[int]]) -> list[int]:
+        numbers = Counter(expert for of_token in choices for expert in of_token)
+        return [numbers[expert] for expert in range(EXPERTS)]
+
+    return {
+        f"blocks.{number}.mlp": [[of_micro_batch(x) for x in of_rank] for of_rank in of_layer]
+        for number, of_layer in enumerate(tokens)
+    }
+
+
+def loads(spec: Spec) -> Loads:
+    stated = loads_of(spec, planned(spec)[0])
+    assert stated is not None
+    return stated
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_rank_sends_and_gets_what_a_walk_over_all_tokens_finds(mesh):
+    tokens = chosen(spec_of(mesh))
+    spec = spec_of(mesh, routing=counts_of(tokens))
+    own, places = EXPERTS // mesh["ep"], token_places(spec)
+    stated = loads(spec)
+    for rank, place in enumerate(places):
+        at = coordinates(spec, rank)
+        others = {axis: index for axis, index in at.items() if axis is not Axis.EP}
+        for number, of_layer in enumerate(tokens):
+            for time in range(TIMES):
+                kept = received = 0
+                for source in range(spec.world_size):
+                    there = coordinates(spec, source)
+                    if any(there[axis] != index for axis, index in others.items()):
+                        continue
+                    here = [
+                        expert // own == at[Axis.EP]
+                        for choices in of_layer[places[source]][time]
+                        for expert in choices
+                    ]
+                    received += sum(here)
+                    kept += sum(here) if source == rank else 0
+                rows = stated.of(place)[f"blocks.{number}.mlp"][time]
+                assert rows == RankRows(OFTEN * spec.own_tokens, kept, received)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_what_all_ranks_send_there_comes_back_and_leaves_nobody_twice(mesh):
+    spec = spec_of(mesh, routing=counts_of(chosen(spec_of(mesh))))
+    plan, _ = planned(spec)
+    stated, row = loads(spec), DROPLESS["hidden"] * 4
+    accounts = [[*sent(spec, plan, loads=stated.of(place))] for place in token_places(spec)]
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        trips = [x for rows in accounts for x in rows if x.key.phase is phase and x.calls == 12]
+        away = sum(
+            rows.sent - rows.kept
+            for place in token_places(spec)
+            for of_layer in stated.of(place).values()
+            for rows in of_layer
+        )
+        assert sum(x.sent_bytes for x in trips) == 2 * away * row
+        all_rows = spec.world_size * LAYERS * TIMES * OFTEN * spec.own_tokens
+        assert sum(x.payload_bytes for x in trips) == 2 * all_rows * row
+
+
+def test_at_best_nothing_leaves_and_at_worst_one_rank_gets_all():
+    shape = spec_of({"ep": 3}).model
+    assert isinstance(shape, ModelShape)
+    number = even(spec_of({"ep": 3}), shape).sent
+    for word, received in (("best", [number] * 3), ("worst", [3 * number, 0, 0])):
+        stated = loads(spec_of({"ep": 3}, f"routing={word}"))
+        rows = [stated.of(place)["blocks.1.mlp"][2] for place in range(3)]
+        assert [x.received for x in rows] == received
+        assert [x.kept for x in rows] == ([number] * 3 if word == "best" else [number, 0, 0])
+
+
+def test_a_token_that_chooses_more_experts_than_a_rank_has_goes_to_others_too():
+    model = {**DROPLESS, "experts_per_token": 5}
+    stated = loads(spec_of({"ep": 3}, "routing=worst", model=model))
+    assert stated.choices("blocks.0.mlp", 1)[0] == (10, 10, 8, 8, 7, 7)
+    assert [stated.of(place)["blocks.0.mlp"][0].received for place in range(3)] == [60, 48, 42]
+
+
+def test_a_plan_says_what_ranks_get():
+    spec = spec_of({"ep": 3}, "routing=worst")
+    assert "worst: a rank's experts get 0 to 60 rows" in show(spec, planned(spec)[0])
+
+
+def good() -> Counts:
+    return counts_of(chosen(spec_of({"ep": 3})))
+
+
+def _without_layer(counts: Counts) -> None:
+    del counts["blocks.1.mlp"]
+
+
+def _another_layer(counts: Counts) -> None:
+    counts["blocks.7.mlp"] = counts["blocks.0.mlp"]
+
+
+def _without_rank(counts: Counts) -> None:
+    counts["blocks.1.mlp"].pop()
+
+
+def _without_micro_batch(counts: Counts) -> None:
+    counts["blocks.1.mlp"][2].pop()
+
+
+def _without_expert(counts: Counts) -> None:
+    counts["blocks.1.mlp"][2][0].pop()
+
+
+def _one_less(counts: Counts) -> None:
+    row = counts["blocks.1.mlp"][2][0]
+    row[row.index(max(row))] -= 1
+
+
+def _negative(counts: Counts) -> None:
+    counts["blocks.1.mlp"][2][0][:2] = [-1, 21]
+
+
+def _too_often(counts: Counts) -> None:
+    counts["blocks.1.mlp"][2][0] = [20, 0, 0, 0, 0, 0]
+
+
+BROKEN: tuple[tuple[Callable[[Counts], None], str], ...] = (
+    (_without_layer, "no counts of blocks.1.mlp"),
+    (_another_layer, "blocks.7.mlp: the model has no such layer with experts"),
+    (_without_rank, "blocks.1.mlp: 2 ranks; 3 have tokens of their own"),
+    (_without_micro_batch, "blocks.1.mlp, rank 2: 2 micro-batches; a step has 3"),
+    (_without_expert, "blocks.1.mlp, rank 2, micro-batch 0: 5 experts; the layer has 6"),
+    (_one_less, "blocks.1.mlp, rank 2, micro-batch 0: 19 choices; 10 tokens make 2 each"),
+    (_negative, "blocks.1.mlp, rank 2, micro-batch 0: -1 for expert 0 is no number of choices"),
+    (
+        _too_often,
+        "blocks.1.mlp, rank 2, micro-batch 0: 20 choices of expert 0; there are 10 tokens",
+    ),
+)
+
+
+@pytest.mark.parametrize(("breaks", "finding"), BROKEN)
+def test_counts_that_do_not_fit_are_one_message_with_place_and_remedy(tmp_path, breaks, finding):
+    counts = good()
+    breaks(counts)
+    file = tmp_path / "counts.json"
+    file.write_text(json.dumps(counts))
+    with pytest.raises(SpecError) as caught:
+        spec_of({"ep": 3}, f"routing={file}")
+    (fault,) = caught.value.faults
+    assert fault.place == "routing" and finding in fault.finding and "[expert]" in fault.remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "finding"),
+    [
+        (None, "no such file"),
+        ("{", "no JSON"),
+        ("[1]", "no mapping of layers"),
+        ("{}", "no counts"),
+    ],
+)
+def test_a_file_that_holds_no_counts_is_one_message(tmp_path: Path, content, finding):
+    file = tmp_path / "counts.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SpecError) as caught:
+        spec_of({"ep": 3}, f"routing={file}")
+    (fault,) = caught.value.faults
+    assert fault.place == "routing" and finding in fault.finding
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model"), [({"dp_shard": 2}, {}), ({"ep": 2}, {"capacity_factor": 1.0})]
+)
+def test_where_no_size_depends_on_it_routing_is_refused(mesh, model):
+    with pytest.raises(SpecError, match="no size depends on where tokens go"):
+        spec_of(mesh, "routing=worst", model={**DROPLESS, **model})
+
+
+def test_what_a_file_says_is_in_the_resolved_spec(tmp_path):
+    file = tmp_path / "counts.json"
+    file.write_text(json.dumps(good()))
+    spec = spec_of({"ep": 3}, f"routing={file}")
+    file.unlink()
+    assert load(spec.resolved).spec.routing == spec.routing == read_routing(good())
+    assert "routing" not in spec_of({"ep": 3}, "routing=balanced").resolved
+
+
+def test_of_a_formula_any_rows_make_a_timeline():
+    def grows(number: int, layer: int, *, is_freed: bool = False) -> StorageEvent:
+        return StorageEvent(RowsSize(number, layer), is_freed)
+
+    fixed = StorageEvent(RowsSize(100), is_freed=False)
+    enter = Boundary(Mark.ENTER, 0)
+    formula = RowsTimeline(
+        forward=(enter, StorageEvents((fixed, grows(4, 0), grows(4, 0, is_freed=True)))),
+        backward=(StorageEvents((grows(2, 1),)),),
+        saved=(("aten::mm", RowsSize(100)),),
+        moved=(("host", RowsSize(8, 1)),),
+    )
+    # what rises highest depends on the rows: no sum of formulas is one
+    timeline = formula.at((50, 3))
+    assert timeline.forward == (enter, Run(300, 100)) and timeline.backward == (Run(6, 6),)
+    assert timeline.moved == (("host", 24),)
+    assert formula.at((0, 0)).forward == (enter, Run(100, 100))
