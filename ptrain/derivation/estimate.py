@@ -229,25 +229,17 @@ def exact(
     time, too."""
     if plan.pipeline is not None:
         return _exact_stages(spec, plan, facts, stages or stages_of(spec, facts), machine)
-<<<<<<< HEAD
-    of_parts = [
-        (indices, _exact_part(spec, plan, part, indices[0], machine))
-        for part, indices in tensor.parts(spec, plan, facts)
-    ]
+    ranks = parts_of_ranks(spec, plan, facts)
+    estimate = _joined(
+        spec, ranks, [_exact_part(spec, plan, part, machine) for part in ranks.parts]
+    )
     operators = add_traffic(
         (
             *tensor.sent(spec, plan, facts),
             *_over_context(spec, plan, facts),
-            *sent_to_experts(spec, plan),
             *balancing.summed(spec, plan, [facts]),
         )
-=======
-    ranks = parts_of_ranks(spec, plan, facts)
-    estimate = _joined(
-        spec, ranks, [_exact_part(spec, plan, part, machine) for part in ranks.parts]
->>>>>>> 9cd271799962f0beacf1beeaa378af5000d88e80
     )
-    operators = add_traffic((*tensor.sent(spec, plan, facts), *_over_context(spec, plan, facts)))
     traffic = _with(estimate.traffic, operators)
     return replace(
         estimate,
