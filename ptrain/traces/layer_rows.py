@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ptrain.axes.expert.form import is_by_routing
 from ptrain.derivation.layers import Places, instantiate, places_of
 from ptrain.derivation.repeats import alike
 from ptrain.facts.operators import WorkByKind
@@ -37,7 +38,10 @@ _AHEAD = 3  # the first one, the one that stands for others, and its witness
 
 
 def kind_of_row(spec: Spec, layers: Names) -> Hashable:
-    """Return what each of these layers does, where all do the same; None where nobody says so."""
+    """Return what each of these layers does, where all do the same; None where nobody says so, and
+    where a router decides sizes, of which each layer has its own."""
+    if is_by_routing(spec):
+        return None
     kinds = alike(spec, layers)
     if not kinds or len({*kinds}) > 1 or spec.pipeline.is_in_halves:
         return None
