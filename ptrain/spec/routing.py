@@ -85,6 +85,8 @@ def read_routing(written: object) -> Routing:
 
 def plain_routing(routing: Routing) -> object:
     """Return it as a spec has it."""
+    if isinstance(routing, Bound):
+        return routing.value
     return routing.plain() if isinstance(routing, Histogram) else routing
 
 

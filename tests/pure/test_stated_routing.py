@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ptrain.algebra.legality import require
 from ptrain.axes.expert.costs import sent
@@ -258,6 +259,12 @@ def test_what_a_file_says_is_in_the_resolved_spec(tmp_path):
     file.unlink()
     assert load(spec.resolved).spec.routing == spec.routing == read_routing(good())
     assert "routing" not in spec_of({"ep": 3}, "routing=balanced").resolved
+
+
+@pytest.mark.parametrize("word", ["best", "worst"])
+def test_a_word_is_written_as_it_is_read(word):
+    written = yaml.safe_dump(spec_of({"ep": 2}, f"routing={word}").resolved)
+    assert yaml.safe_load(written)["routing"] == word
 
 
 def test_of_a_formula_any_rows_make_a_timeline():
