@@ -282,6 +282,8 @@ def _gradient_order(shape: ModelShape, blocks: Mapping[str, Table]) -> tuple[str
 def _completed(names: tuple[str, ...]) -> Iterator[str]:
     """Modules backwards. A linear layer's bias comes first, for its weight is transposed on the
     way; a norm hands over both at once, in the order of its arguments."""
-    for module in reversed(dict.fromkeys(name.rpartition(".")[0] for name in names)):
-        own = [name for name in names if name.rpartition(".")[0] == module]
+    of_module: dict[str, list[str]] = {}
+    for name in names:
+        of_module.setdefault(name.rpartition(".")[0], []).append(name)
+    for module, own in reversed(of_module.items()):
         yield from own if module.endswith("norm") else reversed(own)

@@ -289,6 +289,7 @@ CASES: Mapping[str, Case] = {
             "router_scale": 2.5,
             "qk_norm": True,
             "norm_eps": 1e-6,
+            "bias_update_rate": 0.001,
         },
         MOE,
     ),
