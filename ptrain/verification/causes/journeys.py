@@ -9,6 +9,7 @@ ranks'.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,7 +45,7 @@ Output = tuple[Explanation, Tensor]  # with what experts give, as `RoutedLayer.y
 
 
 @dataclass
-class _Group:
+class _Group(ABC):
     """The ranks that have a layer's experts: which share of the batch each has, and this one."""
 
     scene: Investigation
@@ -102,19 +103,21 @@ class _Group:
         )
         yield Explanation("all-to-all left out", sentence, axis=axis), self.joined(kept)
 
+    @abstractmethod
     def returned(self, *, is_sorted_there: bool, is_sorted_home: bool) -> Tensor:
-        raise NotImplementedError
+        """Return what comes home where rows are sorted, or not, at their experts and at home."""
 
+    @abstractmethod
     def moved(self, shift: int) -> Tensor:
         """Return what the experts of the rank `shift` behind make of each expert's rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def blocks(self, y: Tensor) -> Sequence[Tensor]:
         """Return what each expert gives."""
-        raise NotImplementedError
 
+    @abstractmethod
     def joined(self, blocks: Sequence[Tensor]) -> Tensor:
-        raise NotImplementedError
+        """Return as one what each expert gives."""
 
 
 class _Rows(_Group):
