@@ -17,11 +17,13 @@ class ExpertParallel(PlanStep):
     travels back. For all else `axis` is a data axis: its ranks have samples of their own.
 
     `modules` are those that hold the experts of a layer, and units of their own; each of their
-    tensors has an expert for every place of its first dimension.
+    tensors has an expert for every place of its first dimension. Where it `overlaps`, experts that
+    all tokens go to compute while the others' rows travel.
     """
 
     axis: Axis
     modules: tuple[str, ...]
+    overlaps: bool = False
 
     def has(self, modules: Sequence[str]) -> bool:
         """Return whether a unit of these modules is one of experts."""

@@ -21,9 +21,10 @@ _FEW_RANKS = 8
 def step_text(step: ExpertParallel) -> str:
     """Return what the step does, in one line of a plan."""
     layers = counted(len(step.modules), "layer")
+    meanwhile = ", while shared experts compute," if step.overlaps else ""
     return (
         f"give each rank of {step.axis} some of the experts of {layers}, whole: Θ, Ω and G of its "
-        "own; rows of tokens travel to them and back"
+        f"own; rows of tokens travel to them{meanwhile} and back"
     )
 
 

@@ -32,7 +32,8 @@ def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertP
         return None
     modules = (module for unit in units for module in unit)
     held = tuple(module for module in modules if module.rpartition(".")[2] == name)
-    return ExpertParallel(axis=factor.axis, modules=held)
+    overlaps = spec.overlap_shared_experts
+    return ExpertParallel(axis=factor.axis, modules=held, overlaps=overlaps)
 
 
 def is_by_routing(spec: Spec) -> bool:

@@ -22,6 +22,7 @@ from ptrain.spec.placement import R
 from ptrain.spec.routing import FORM, Choices, Histogram
 from ptrain.spec.spec import Spec
 
+_OVERLAP = "overlap_shared_experts"
 _TUPLES = (
     *STATE_RULES,
     TupleRule(
@@ -100,6 +101,18 @@ def _misfit_of(spec: Spec, shape: ModelShape, of_experts: Choices) -> str:
     return ""
 
 
+def _shared_experts_overlap(spec: Spec) -> Iterator[Fault]:
+    shape = spec.model
+    if not spec.overlap_shared_experts or not isinstance(shape, ModelShape):
+        return
+    if factor_of(spec) is None:
+        finding = "no rows travel, beside which they could compute: there are no two ranks of ep"
+        yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out, or write mesh.ep")
+    elif not shape.shared_experts:
+        finding = "the model has no experts that all tokens go to"
+        yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out")
+
+
 def _unknown_experts(spec: Spec) -> Iterator[Fault]:
     if factor_of(spec) is not None and not isinstance(spec.model, ModelShape):
         yield Fault(
@@ -115,6 +128,7 @@ EXPERT = AxisRules(
     specs=(
         SpecRule(name="ranks have as many experts", theorem="Definition 2", faults=_experts_divide),
         SpecRule(name="counts are of the layers", theorem="Definition 2", faults=_routing_fits),
+        SpecRule(name="what overlaps is there", theorem="", faults=_shared_experts_overlap),
     ),
     not_yet=(SpecRule(name="experts are known", theorem="", faults=_unknown_experts),),
 )
