@@ -320,6 +320,7 @@ NAMED = {
     "the loss is a sum over tokens": INTEGRITY,
     "ranks have as many experts": "Definition 2",
     "counts are of the layers": "Definition 2",
+    "shared experts overlap rows that travel": EFFECT,
     "the degree divides the operators": "Definition 2",
     "every rank has rows": "Definition 2",
     "roles are the family's own": "Definition 2",

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ptrain.axes.data.dials import REASON
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.expert.form import factor_of, is_by_routing
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
@@ -128,7 +129,11 @@ EXPERT = AxisRules(
     specs=(
         SpecRule(name="ranks have as many experts", theorem="Definition 2", faults=_experts_divide),
         SpecRule(name="counts are of the layers", theorem="Definition 2", faults=_routing_fits),
-        SpecRule(name="what overlaps is there", theorem="", faults=_shared_experts_overlap),
+        SpecRule(
+            name="shared experts overlap rows that travel",
+            theorem=REASON,
+            faults=_shared_experts_overlap,
+        ),
     ),
     not_yet=(SpecRule(name="experts are known", theorem="", faults=_unknown_experts),),
 )
