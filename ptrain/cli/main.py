@@ -28,6 +28,7 @@ VERBS = {
     "select": "which placement of a model on so many devices: all legal ones, ranked",
     "simulate": "the program that trains on fake ranks: memory and traffic at any size",
     "calibrate": "what operators, collectives and updates take on this machine: a cluster's rates",
+    "export": "a checkpoint as a folder that transformers loads",
     "cache": "the traces of models that predictions keep: where, how many; clear them",
     "specs": "list the named specs, or show one",
     "schema": "the JSON Schema of specs, for editors",

@@ -10,6 +10,7 @@ from torch import nn
 from ptrain.errors import SpecError
 from ptrain.models.external import build_external
 from ptrain.models.huggingface import build_hugging_face
+from ptrain.models.pretrained import require_weights
 from ptrain.models.transformer import Transformer
 from ptrain.spec.extras import require_leave_of
 from ptrain.spec.misfits import misfits
@@ -19,8 +20,9 @@ from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, Model
 def build(
     model: ModelSpec, *, sequence: int, allow_import: bool = False, seed: int = 0
 ) -> nn.Module:
-    """A built-in model comes without its initial weights (`models.initialize` gives them); another
-    with those of its constructor, which runs with torch's generator at `seed`."""
+    """A built-in model comes without its initial weights, which `models.initialize` gives (a folder
+    of them is known to fit); another with those of its constructor, which runs with torch's
+    generator at `seed`."""
     match model:
         case ModelShape():
             return _build_shape(model, sequence)
@@ -40,4 +42,7 @@ def build(
 def _build_shape(shape: ModelShape, sequence: int) -> nn.Module:
     if faults := tuple(misfits(shape)):
         raise SpecError(*faults)
-    return Transformer(shape, sequence=sequence)
+    module = Transformer(shape, sequence=sequence)
+    if shape.pretrained is not None:
+        require_weights(module, shape)
+    return module

@@ -10,6 +10,8 @@ built on the meta device is made real by
 or, where a rank keeps only a part, tensor by tensor from `initial` and then `reset_buffers`.
 A module with buffers says how to refill them in a method `reset_buffers(self) -> None`.
 
+A built-in model whose spec names a published one's folder begins with the weights in it.
+
 A model that is not ptrain's keeps what its constructor gave (`keeps_its_weights`): `build` seeds
 torch's generator before it constructs, so every rank that builds on the CPU has the same weights.
 """
@@ -23,6 +25,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ptrain.internals.fakes import detect_fake_mode
+from ptrain.models.pretrained import weights_of
 from ptrain.models.transformer import Transformer
 from ptrain.spec.block import Norm
 
@@ -40,6 +44,9 @@ def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Te
     unless the model keeps its weights."""
     if keeps_its_weights(module):
         return module.get_parameter(name).detach().to("cpu", torch.float32, copy=True)
+    assert isinstance(module, Transformer), "it keeps none"
+    if module.shape.pretrained is not None and detect_fake_mode() is None:  # fakes have no values
+        return weights_of(module.shape).initial(name, tuple(shape))
     if name.endswith("norm.weight"):
         return torch.full(shape, _weight_of_norm(module), device="cpu")
     if name.endswith("bias"):

@@ -61,7 +61,8 @@ FAMILIES: Mapping[Family, Mapping[str, Any]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape(BlockOptions):
     """Everything that fixes the tensors of a built-in model. Sizes in elements. `preset` is the
-    name of the preset that has this very shape, where the spec gave one; `family` is whose options
+    name of the preset that has this very shape, where the spec gave one; `pretrained` the folder of
+    the weights that it begins with, None where they are drawn; `family` is whose options
     stand for those that are not given, and `tabulated` whose operators the blocks have, which the
     committed tables tell of: None of any other composition."""
 
@@ -74,6 +75,7 @@ class ModelShape(BlockOptions):
     vocab: int
     attention: Attention = Attention.SDPA
     preset: str = field(default="", compare=False)
+    pretrained: str | None = None
     tabulated: Family | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -249,6 +251,15 @@ class ModelRaw:
 
     preset: Annotated[
         str | None, Text("a model of specs/models, or a file of shape fields", NAME_OR_FILE)
+    ] = None
+    pretrained: Annotated[
+        str | None,
+        Text(
+            "a folder with the config.json and the safetensors of a published model, which says "
+            "what the model is and gives the weights that training begins with",
+            NAME_OR_FILE,
+            null=True,
+        ),
     ] = None
     family: Annotated[
         str | None,

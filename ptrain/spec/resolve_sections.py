@@ -28,10 +28,13 @@ from ptrain.spec.model import (
 )
 from ptrain.spec.names import listing, missing, unusable
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
+from ptrain.spec.published import UnfitConfig, keys_of
 from ptrain.spec.resolve_rates import resolve_rates
 from ptrain.spec.text import Tree, read
 
 MUON_MOMENTUM = 0.95  # of its authors
+CONFIG = "config.json"  # as a published model's folder has it
+_PRETRAINED = "model.pretrained"
 _ARCHITECTURES = "architectures"  # the classes that a published config is of
 
 
@@ -108,15 +111,47 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
         finding = "the blocks of a built-in model are known"
         report.add("model.blocks", finding, "remove blocks, or write model.target or model.hf")
     preset = _preset(raw.preset, ModelRaw, "model", report)
-    if preset is None:
+    published = _published(raw, report)
+    if preset is None or published is None:
         return None
-    shape = _shape(preset, _said(raw), report)
+    shape = _shape({**preset, **published}, _said(raw), report)
     if shape is None:
         return None
     name = raw.preset or ""
     if name and (_lacking(preset) or _composed(preset) != shape):
         name = ""  # another shape by now
-    return replace(shape, attention=attention or Attention.SDPA, preset=name)
+    folder = None if raw.pretrained is None else os.path.realpath(report.folder / raw.pretrained)
+    sdpa = attention or Attention.SDPA
+    return replace(shape, attention=sdpa, preset=name, pretrained=folder)
+
+
+def _published(raw: ModelRaw, report: Report) -> Mapping[str, Any] | None:
+    """The values that the config of a published model says; None where it says none that can be
+    used."""
+    if raw.pretrained is None:
+        return {}
+    config = _json(report.folder / raw.pretrained / CONFIG)
+    if isinstance(config, str):
+        finding = f"{Path(raw.pretrained) / CONFIG}: {config}"
+        report.add(_PRETRAINED, finding, "name a folder that transformers can load")
+        return None
+    try:
+        tree = Tree(root=keys_of(config), source=f"{Path(raw.pretrained) / CONFIG}")
+    except UnfitConfig as error:
+        report.add(_PRETRAINED, f"{Path(raw.pretrained) / CONFIG}: {error}", error.remedy)
+        return None
+    values, faults = validate(tree, ModelRaw, is_partial=True)
+    for fault in faults.values():
+        remedy = fault.remedy or "name a folder whose config.json says what it is"
+        report.add(_PRETRAINED, f"{tree.source}: {fault.place}: {fault.finding}", remedy)
+    return None if faults else values
+
+
+def shape_of(keys: Mapping[str, Any]) -> ModelShape | None:
+    """Return the shape of keys of the section `model` that lack nothing; None where there is none
+    such."""
+    values, faults = validate(Tree(root=dict(keys), source=""), ModelRaw, is_partial=True)
+    return None if faults or _lacking(values) else _composed(values)
 
 
 def _names_class(config: object) -> bool:

@@ -123,8 +123,9 @@ def _model(model: ModelSpec) -> dict[str, object]:
     match model:
         case ModelShape():
             known = {"preset": model.preset} if model.preset in listing("models") else {}
+            weights = {"pretrained": model.pretrained} if model.pretrained else {}
             sizes = {name: getattr(model, name) for name in _SIZES}
-            return {**known, "family": model.family.value, **sizes, **_options(model)}
+            return {**known, **weights, "family": model.family.value, **sizes, **_options(model)}
         case ExternalModel():
             named = {"target": model.target, "folder": model.folder}
             return {**named, "arguments": model.arguments, **_blocks(model)}
@@ -142,6 +143,16 @@ def _options(model: ModelShape) -> dict[str, object]:
         if key in _ALWAYS_WRITTEN or value != usual:
             said[key] = _value(holds, value)
     return said
+
+
+def keys_of_shape(model: ModelShape) -> dict[str, Any]:
+    """Return all keys of a shape, those too that a file leaves out."""
+    options = {
+        key: _value(holds, getattr(model, option.name))
+        for key, (option, holds) in keys(BlockOptions).items()
+    }
+    sizes = {name: getattr(model, name) for name in _SIZES}
+    return {"family": model.family.value, **options, **sizes, "head_dim": model.head_dim}
 
 
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")

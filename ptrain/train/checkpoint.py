@@ -83,7 +83,7 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     if problem:
         remedy = _other_layout(metadata, state) or _REMEDY
         raise refused(f"checkpoint {shown(folder)}", problem, remedy)
-    with _without_advice():
+    with without_advice():
         dcp.load(state, storage_reader=reader, no_dist=exchange.group is None)
     program.load_state_dict(state)
 
@@ -124,12 +124,12 @@ def _write(program: Program, folder: Path) -> None:
     strays = [name for name, value in _flat(state) if not isinstance(value, torch.Tensor)]
     assert not strays, f"only tensors go into a checkpoint: {strays[:3]}"
     writer = FileSystemWriter(folder, overwrite=False)
-    with _without_advice():
+    with without_advice():
         dcp.save(state, storage_writer=writer, no_dist=program.world.size == 1)
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
+def without_advice() -> Iterator[None]:
     """torch warns whenever a checkpoint is of one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -14,7 +14,8 @@ from ptrain.errors import Fault
 from ptrain.spec.spec import Spec
 
 _REMEDY = "give the model that was trained, or train anew without --resume"
-_WHEREABOUTS = ("preset", "folder")  # a name and a place: the model is the same without
+# Names and places: the model is the same without, and a checkpoint has its weights.
+_WHEREABOUTS = ("preset", "folder", "pretrained")
 _WATCHED = {"optimizer": (), "data": (), "train": ("seed",), "batch": ("global", "sequence")}
 
 

@@ -1,0 +1,37 @@
+"""`ptrain export RUN --to FOLDER`: a checkpoint as a folder that transformers loads."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from pathlib import Path
+
+from ptrain.cli.arguments import print_json
+from ptrain.installed import require_torch
+from ptrain.units import format_bytes
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run folder, like runs/latest")
+    parser.add_argument("--to", metavar="FOLDER", required=True, help="a folder that is not there")
+    parser.add_argument("--step", type=int, metavar="N", help="default: the newest checkpoint")
+    parser.add_argument("--json", action="store_true", help="as a record")
+
+
+def run(args: Namespace) -> int:
+    """Write the folder, and say what is in it."""
+    require_torch()
+    from ptrain.convert.export import export
+
+    exported = export(Path(args.run), Path(args.to), args.step)
+    if args.json:
+        print_json({**asdict(exported), "folder": str(exported.folder)})
+        return 0
+    weights = f"{exported.tensors} tensors, {format_bytes(exported.size)}"
+    print(f"step {exported.step} of {args.run} as {exported.architecture}: {weights}")
+    if exported.copied:
+        print(f"with {', '.join(exported.copied)}")
+    for key in exported.unsaid:
+        print(f"model.{key} is of this training: nothing in {exported.folder} says it")
+    print(f"written: {exported.folder}")
+    return 0

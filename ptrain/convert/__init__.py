@@ -1,0 +1,1 @@
+"""A training as a folder that others load."""

@@ -1,0 +1,223 @@
+"""A checkpoint as a folder that transformers loads: safetensors, a config.json, and the files of
+the tokenizer that the model came with. Of the checkpoint no more is read at a time than one file
+holds; the folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ptrain.convert.config import PublishedConfig, published_config
+from ptrain.errors import PtrainError, refused
+from ptrain.models.pretrained import INDEX, WHOLE
+from ptrain.models.published_names import StoredTensor, stored
+from ptrain.rooms.world import World
+from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
+from ptrain.spec.resolve_sections import CONFIG
+from ptrain.spec.spec import Spec
+from ptrain.train import checkpoint, manifest
+from ptrain.train.exchange import Exchange
+from ptrain.train.folder import RunFolder, shown
+from ptrain.train.index import IndexReader
+from ptrain.train.manifest import Manifest
+
+FILE_BYTES = 4 * 2**30  # of weights in one file: what is read at a time
+_MODEL = "model."
+_RESOLVED = "spec.resolved.yaml"
+# Of the folder that a model came with: what its tokenizer is, and how it answers.
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written: of which step, to which folder, as which class; how many tensors and bytes
+    of weights; the `copied` files; and keys of the spec that its config could not say."""
+
+    step: int
+    folder: Path
+    architecture: str
+    tensors: int
+    size: int
+    copied: tuple[str, ...]
+    unsaid: tuple[str, ...]
+
+
+def export(run: Path, to: Path, step: int | None = None) -> Exported:
+    """Write the newest checkpoint of a run, or that of `step`, to the new folder `to`. Raises
+    PtrainError for a run without one that is sound, for a folder that is there already, and where
+    it cannot be written."""
+    if to.exists():
+        raise refused("--to", f"{to} is there already", "name a folder that is not")
+    spec = _spec_of(run)
+    config = published_config(spec.model, sequence=spec.batch.sequence)
+    folder, sound = _checkpoint(run, step)
+    unfinished = to.with_name(f".{to.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        unfinished.mkdir(parents=True)
+        tensors, size = _write_weights(spec, config, folder, sound, unfinished)
+        copied = tuple(_copy_tokenizer(spec, unfinished))
+        unfinished.rename(to)
+    except OSError as error:
+        raise refused("--to", f"{to} cannot be written: {error}", "name another folder") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return Exported(
+        step=sound.step,
+        folder=to,
+        architecture=config.config["architectures"][0],
+        tensors=tensors,
+        size=size,
+        copied=copied,
+        unsaid=config.unsaid,
+    )
+
+
+def _spec_of(run: Path) -> Spec:
+    if not (run / _RESOLVED).is_file():
+        finding = f"{shown(run)} is no run folder: it has no {_RESOLVED}"
+        raise refused("RUN", finding, "name a folder of runs/, like runs/latest")
+    return load(str(run / _RESOLVED)).spec
+
+
+def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
+    complete = manifest.complete(RunFolder(run).checkpoints)
+    wanted = [path for path in complete if step in (None, manifest.step_of(path))]
+    if not wanted:
+        has = ", ".join(str(manifest.step_of(path)) for path in complete) or "none"
+        what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        finding = f"{shown(run)} has not {what}; it has {has}"
+        raise refused("RUN", finding, "train with checkpoint.at_end=true, or name a step it has")
+    path, sound, complaints = checkpoint.newest(wanted, Exchange(World()))
+    if path is None or sound is None:
+        raise PtrainError(complaints[0])
+    return path, sound
+
+
+def _write_weights(
+    spec: Spec, config: PublishedConfig, folder: Path, sound: Manifest, to: Path
+) -> tuple[int, int]:
+    """Return how many tensors were written, and of how many bytes."""
+    assert isinstance(spec.model, ModelShape), "it has a config"
+    saved = _saved(IndexReader(folder, listed=frozenset(sound.files)).read_metadata())
+    groups = _groups(saved, config.kind, spec.model.experts)
+    files = [*_by_file(groups)]
+    file_of: dict[str, str] = {}
+    size, dtypes = 0, set[torch.dtype]()
+    for number, group in enumerate(files, 1):
+        name = WHOLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        own = {ours: saved[ours] for ours, _ in group}
+        tensors = _published(_loaded(own, folder, sound), group)
+        _safetensors().save_file(tensors, to / name, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(tensors, name)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        dtypes |= {tensor.dtype for tensor in tensors.values()}
+    if len(files) > 1:
+        _write_json(to / INDEX, {"metadata": {"total_size": size}, "weight_map": file_of})
+    (dtype,) = dtypes
+    said = {key: value for key, value in config.config.items() if key != "torch_dtype"}
+    _write_json(to / CONFIG, {**said, "dtype": _DTYPES.get(dtype, str(dtype)[6:])})
+    return len(file_of), size
+
+
+def _saved(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the parameters of a checkpoint, by name."""
+    return {
+        name.removeprefix(_MODEL): entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+Group = list[tuple[str, StoredTensor]]  # parameters by name that stand in the same of theirs
+
+
+def _groups(
+    saved: Mapping[str, TensorStorageMetadata], kind: str, experts: int | None
+) -> list[tuple[Group, int]]:
+    """Return what has to be read together, with its bytes."""
+    by_names: dict[tuple[str, ...], Group] = {}
+    for name in saved:
+        of_files = stored(kind, name, experts)
+        by_names.setdefault(of_files.names, []).append((name, of_files))
+    return [(group, sum(_bytes(saved[name]) for name, _ in group)) for group in by_names.values()]
+
+
+def _bytes(entry: TensorStorageMetadata) -> int:
+    size: int = entry.size.numel() * entry.properties.dtype.itemsize
+    return size
+
+
+def _by_file(groups: Iterable[tuple[Group, int]]) -> Iterator[Group]:
+    """Yield what stands in each file, as much as it may hold."""
+    file, size = Group(), 0
+    for group, more in groups:
+        if file and size + more > FILE_BYTES:
+            yield file
+            file, size = [], 0
+        file, size = [*file, *group], size + more
+    yield file
+
+
+def _loaded(
+    own: Mapping[str, TensorStorageMetadata], folder: Path, sound: Manifest
+) -> dict[str, torch.Tensor]:
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in own.items()
+    }
+    reader = IndexReader(folder, listed=frozenset(sound.files))
+    with checkpoint.without_advice():
+        dcp.load({"model": tensors}, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def _published(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
+    """Return theirs by name, thirds side by side."""
+    written: dict[str, torch.Tensor] = {}
+    thirds: dict[str, dict[int, torch.Tensor]] = {}
+    for name, of_files in group:
+        for theirs, tensor in of_files.write(tensors[name]).items():
+            if of_files.third is None:
+                written[theirs] = tensor.contiguous()
+            else:
+                thirds.setdefault(theirs, {})[of_files.third] = tensor
+    for theirs, parts in thirds.items():
+        written[theirs] = torch.cat([parts[place] for place in sorted(parts)], dim=-1)
+    return written
+
+
+def _copy_tokenizer(spec: Spec, to: Path) -> Iterator[str]:
+    assert isinstance(spec.model, ModelShape), "it has a config"
+    for name in _TOKENIZER if spec.model.pretrained else ():
+        source = Path(str(spec.model.pretrained)) / name
+        if source.is_file():
+            shutil.copyfile(source, to / name)
+            yield name
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        finding = "the folder's files are safetensors, and the library is not installed"
+        raise refused("ptrain export", finding, "pip install safetensors") from error
+    return safetensors.torch

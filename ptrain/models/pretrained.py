@@ -1,0 +1,195 @@
+"""The weights of a published model, from the safetensors in its folder: one tensor at a time, so
+that no rank ever has more of them than it keeps, and the largest.
+
+What files say is checked before any weight is read: every tensor of the model is there once, in its
+shape, in a dtype of weights, in a file beside the index. Nothing that comes with weights is run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptrain.errors import refused
+from ptrain.models.published_names import StoredTensor, stored
+from ptrain.spec.model import ModelShape
+from ptrain.spec.resolve_sections import CONFIG
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = ("F32", "BF16", "F16")
+POSITIONS = "positions.weight"
+_PLACE = "model.pretrained"
+_AS_IT_IS = "write no sizes beside pretrained, or name the folder that has them"
+_BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+_PREFIX = re.compile(r"(model|transformer)\.")  # files of bare models lack it
+# Tables that older versions saved: they are made, not learnt.
+_MADE = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
+_MOST_INDEX = 2**28  # bytes of an index: those of 405B have 10^5
+
+
+def _wrong(folder: Path, finding: str, remedy: str = "") -> Exception:
+    usual = "name a folder of safetensors that transformers loads"
+    return refused(_PLACE, f"{folder}: {finding}", remedy or usual)
+
+
+class PretrainedFolder:
+    """The tensors of a folder by name, each in its file. Raises SpecError for files that are not
+    there, not whole, outside the folder, or have a tensor twice."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        safetensors = _safetensors()
+        self._open, self._error = safetensors.safe_open, safetensors.SafetensorError
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self.file_of: dict[str, str] = {}
+        listed = self._index()
+        for file in dict.fromkeys(listed.values()) if listed else [WHOLE]:
+            self._read_header(file)
+        for name, file in (listed or {}).items():
+            if self.file_of.get(name) != file:
+                elsewhere = self.file_of.get(name)
+                has = f"it is in {elsewhere}" if elsewhere else "no file has it"
+                raise _wrong(folder, f"{INDEX} says that {name} is in {file}, and {has}")
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, whole, as it is stored."""
+        with self._open(self.folder / self.file_of[name], "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def _index(self) -> dict[str, str] | None:
+        path = self.folder / INDEX
+        if not path.exists():
+            return None
+        try:
+            if path.stat().st_size > _MOST_INDEX:
+                raise ValueError("is larger than any index")
+            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            finding = f"{INDEX} cannot be read: {type(error).__name__}: {error}"
+            raise _wrong(self.folder, finding) from error
+        if not isinstance(files, dict) or not files:
+            raise _wrong(self.folder, f"{INDEX} lists no tensors")
+        for name, file in files.items():
+            if not isinstance(file, str) or not _BARE.fullmatch(file):
+                finding = f"{INDEX} says that {name} is in {file!r}, which is no file beside it"
+                raise _wrong(self.folder, finding, "take the folder from where you trust it")
+        return {**files}
+
+    def _read_header(self, file: str) -> None:
+        path = self.folder / file
+        if path.is_symlink() and not path.exists():
+            raise _wrong(self.folder, f"{file} is a link to nothing")
+        if not path.is_file():
+            raise _wrong(self.folder, f"there is no {file}")
+        try:
+            with self._open(path, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                    if name in self.file_of:
+                        finding = f"{self.file_of[name]} and {file} both have {name}"
+                        raise _wrong(self.folder, finding)
+                    part = opened.get_slice(name)
+                    self.file_of[name] = file
+                    self.shapes[name] = tuple(part.get_shape())
+                    self.dtypes[name] = str(part.get_dtype())
+        except (OSError, ValueError, self._error) as error:
+            raise _wrong(self.folder, f"{file} is no sound safetensors file: {error}") from error
+
+
+class PretrainedWeights:
+    """The initial parameters of a built-in model, from a folder. Raises SpecError where the folder
+    is not of this model."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        assert shape.pretrained is not None, "a folder is named"
+        self._experts, self._folder = shape.experts, PretrainedFolder(Path(shape.pretrained))
+        self._kind = kind_of(Path(shape.pretrained))
+
+    def require(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises SpecError unless the folder has these, by ptrain's names, and nothing else."""
+        used: set[str] = set()
+        for name, shape in parameters.items():
+            of_files = self._stored(name)
+            for theirs in map(self._called, of_files.names):
+                used.add(theirs)
+                self._require(name, theirs, _expected(shape, of_files))
+        others = self._folder.file_of.keys() - used - {"lm_head.weight"}
+        if surplus := sorted(name for name in others if not _MADE.fullmatch(name)):
+            finding = f"{len(surplus)} tensors are of no part of this model, as {surplus[0]}"
+            raise _wrong(self._folder.folder, finding)
+
+    def initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a parameter, by ptrain's name, in fp32 on the CPU."""
+        tensor = self._stored(name).read(lambda theirs: self._folder.tensor(self._called(theirs)))
+        if name == POSITIONS:
+            tensor = tensor[: shape[0]]  # those of a sample; the others are not trained
+        return tensor.to(torch.float32, copy=True).contiguous()
+
+    def _stored(self, name: str) -> StoredTensor:
+        return stored(self._kind, name, self._experts)
+
+    def _called(self, theirs: str) -> str:
+        """Return the name in this folder: files of bare models lack the model's own."""
+        bare = _PREFIX.sub("", theirs, count=1)
+        there = self._folder.file_of
+        return bare if theirs not in there and bare in there else theirs
+
+    def _require(self, ours: str, name: str, expected: tuple[int, ...]) -> None:
+        folder = self._folder
+        if name not in folder.file_of:
+            raise _wrong(folder.folder, f"there is no tensor {name}", _AS_IT_IS)
+        there = folder.shapes[name]
+        if ours == POSITIONS and there[1:] == expected[1:]:
+            if there[0] < expected[0]:
+                finding = f"it has {there[0]} positions, and a sample {expected[0]} tokens"
+                raise _wrong(folder.folder, finding, f"write batch.sequence={there[0]} or less")
+        elif there != expected:
+            finding = f"{name} is {list(folder.shapes[name])}, and the spec's model has {expected}"
+            raise _wrong(folder.folder, finding, _AS_IT_IS)
+        if folder.dtypes[name] not in DTYPES:
+            finding = f"{name} is {folder.dtypes[name]}; weights are {', '.join(DTYPES)}"
+            raise _wrong(folder.folder, finding)
+
+
+def _expected(shape: tuple[int, ...], of_files: StoredTensor) -> tuple[int, ...]:
+    """Return the shape of theirs, of one of ours with this one."""
+    if len(of_files.names) > 1:
+        return shape[1:]
+    if of_files.is_transposed:
+        shape = shape[::-1]
+    return shape if of_files.third is None else (*shape[:-1], 3 * shape[-1])
+
+
+@lru_cache(maxsize=4)
+def weights_of(shape: ModelShape) -> PretrainedWeights:
+    """Return the weights that a shape begins with. Raises SpecError as PretrainedFolder."""
+    return PretrainedWeights(shape)
+
+
+def require_weights(module: nn.Module, shape: ModelShape) -> None:
+    """Raises SpecError unless a shape's folder has what `module` needs, and nothing else."""
+    parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    weights_of(shape).require(parameters)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        finding = "its files are safetensors, and the library that reads them is not installed"
+        raise refused(_PLACE, finding, "pip install safetensors") from error
+    return safetensors
+
+
+def kind_of(folder: Path) -> str:
+    """Return the model type that a folder's config names, which has been read before."""
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return str(config["model_type"])

@@ -1,0 +1,124 @@
+"""How files of published models have the tensors of a built-in one: under which names, and cut in
+which way. By ptrain's name of a module theirs; {} is a block's number, and of experts a second one
+is the expert's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Names = Mapping[str, str]
+
+_BLOCK, _THEIRS = "blocks.{}", "model.layers.{}"
+_ATTENTION = {
+    f"{_BLOCK}.attention.{own}": f"{_THEIRS}.self_attn.{other}"
+    for own, other in (
+        ("query", "q_proj"),
+        ("query_norm", "q_norm"),
+        ("key", "k_proj"),
+        ("key_norm", "k_norm"),
+        ("value", "v_proj"),
+        ("output", "o_proj"),
+    )
+}
+LLAMA: Names = {
+    "embed": "model.embed_tokens",
+    f"{_BLOCK}.attention_norm": f"{_THEIRS}.input_layernorm",
+    **_ATTENTION,
+    f"{_BLOCK}.mlp_norm": f"{_THEIRS}.post_attention_layernorm",
+    **{f"{_BLOCK}.mlp.{part}": f"{_THEIRS}.mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+SANDWICH: Names = {
+    **LLAMA,
+    f"{_BLOCK}.attention_post_norm": f"{_THEIRS}.post_attention_layernorm",
+    f"{_BLOCK}.mlp_norm": f"{_THEIRS}.pre_feedforward_layernorm",
+    f"{_BLOCK}.mlp_post_norm": f"{_THEIRS}.post_feedforward_layernorm",
+}
+GPT2: Names = {
+    "embed": "transformer.wte",
+    "positions": "transformer.wpe",
+    f"{_BLOCK}.attention_norm": "transformer.h.{}.ln_1",
+    **dict.fromkeys(
+        (f"{_BLOCK}.attention.{part}" for part in ("query", "key", "value")),
+        "transformer.h.{}.attn.c_attn",
+    ),
+    f"{_BLOCK}.attention.output": "transformer.h.{}.attn.c_proj",
+    f"{_BLOCK}.mlp_norm": "transformer.h.{}.ln_2",
+    f"{_BLOCK}.mlp.up": "transformer.h.{}.mlp.c_fc",
+    f"{_BLOCK}.mlp.down": "transformer.h.{}.mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+_MIXTRAL: Names = {
+    **LLAMA,
+    f"{_BLOCK}.mlp.router": f"{_THEIRS}.block_sparse_moe.gate",
+    **{
+        f"{_BLOCK}.mlp.experts.{own}": f"{_THEIRS}.block_sparse_moe.experts.{{}}.{other}"
+        for own, other in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
+}
+_QWEN3_MOE: Names = {
+    **LLAMA,
+    f"{_BLOCK}.mlp.router": f"{_THEIRS}.mlp.gate",
+    **{
+        f"{_BLOCK}.mlp.experts.{part}": f"{_THEIRS}.mlp.experts.{{}}.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
+}
+# By the kinds of spec.published.
+NAMES: Mapping[str, Names] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), LLAMA),
+    "gemma2": SANDWICH,
+    "gpt2": GPT2,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
+}
+_THIRDS = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One of ours in files: of several `names` it is all of them, stacked. `is_transposed`: theirs
+    has inputs first. `third`: it is that part of the last dimension of theirs, from 0."""
+
+    names: tuple[str, ...]
+    is_transposed: bool = False
+    third: int | None = None
+
+    def read(self, tensor_of: Callable[[str], Tensor]) -> Tensor:
+        """Return the tensor, from theirs by name."""
+        if len(self.names) > 1:
+            return torch.stack([tensor_of(name) for name in self.names])
+        tensor = tensor_of(self.names[0])
+        if self.third is not None:
+            tensor = tensor.chunk(3, dim=-1)[self.third]
+        return tensor.T if self.is_transposed else tensor
+
+    def write(self, tensor: Tensor) -> Mapping[str, Tensor]:
+        """Return theirs of this one by name; of a third, its part."""
+        if len(self.names) > 1:
+            return dict(zip(self.names, tensor.unbind(), strict=True))
+        return {self.names[0]: tensor.T if self.is_transposed else tensor}
+
+
+def stored(kind: str, name: str, experts: int | None) -> StoredTensor:
+    """Return how files of a `kind` have a parameter of ours; one of experts has `experts` of
+    them."""
+    module, _, leaf = name.rpartition(".")
+    numbers = re.findall(r"\d+", module)
+    theirs = NAMES[kind][re.sub(r"\d+", "{}", module)]
+    is_of_experts = theirs.count("{}") > len(numbers)
+    own = [[*numbers, str(n)] for n in range(experts or 0)] if is_of_experts else [numbers]
+    part = module.rpartition(".")[2]
+    is_cut = kind == "gpt2" and bool(numbers)
+    return StoredTensor(
+        names=tuple(f"{theirs.format(*places)}.{leaf}" for places in own),
+        is_transposed=is_cut and leaf == "weight" and "norm" not in part,
+        third=_THIRDS.index(part) if is_cut and part in _THIRDS else None,
+    )

@@ -1,0 +1,75 @@
+"""Folders as transformers saves them, of small models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 259,
+    "head_dim": 8,
+}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 259, "n_positions": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# By case, the prefix of its classes and the fields of its config.
+CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SIZES),
+    "llama, tied, as 3.2": (
+        "Llama",
+        {**SIZES, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 8}),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 12}),
+    "gemma": ("Gemma", {**SIZES, "head_dim": 16}),
+    "gemma2": ("Gemma2", {**SIZES, "sliding_window": 8, "query_pre_attn_scalar": 12}),
+    "gpt2": ("GPT2", _GPT2),
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**SIZES, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
+    ),
+}
+
+
+def saved(case: str, folder: Path, **how: Any) -> Path:
+    """Save a model of this case to a new folder, `how` as save_pretrained takes it; weights are
+    none of 0 or 1."""
+    import torch
+    import transformers
+
+    prefix, fields = CASES[case]
+    config = getattr(transformers, f"{prefix}Config")(
+        **{"bos_token_id": 1, "eos_token_id": 2, **fields}
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.05, 0.2)
+    model.save_pretrained(folder, **how)
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """Return what is in all files of a folder, by name."""
+    from safetensors.torch import load_file
+
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
