@@ -12,9 +12,11 @@ from ptrain.steps.kind import PlanStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParallel(PlanStep):
-    """Theta, Omega and G of a layer's experts are S on `axis`, by expert: a rank has some of them,
+    """Theta, Omega and G of a layer's experts are S on `axes`, by expert: a rank has some of them,
     all tokens that go to these, of all ranks' samples, travel to it, and what it makes of them
-    travels back. For all else `axis` is a data axis: its ranks have samples of their own.
+    travels back. For all else `axis` is a data axis: its ranks have samples of their own. Those of
+    `folded`, an axis that cuts operators, have the same `tokens` of each sample: one routes a
+    slice of them.
 
     `modules` are those that hold the experts of a layer, and units of their own; each of their
     tensors has an expert for every place of its first dimension.
@@ -22,6 +24,19 @@ class ExpertParallel(PlanStep):
 
     axis: Axis
     modules: tuple[str, ...]
+    folded: tuple[Axis, ...] = ()
+    tokens: int = 0
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """All axes along which ranks have experts of their own."""
+        return (self.axis, *self.folded)
+
+    def slices(self, ranks: int) -> tuple[tuple[tuple[int, int]], ...]:
+        """Return the tokens that each of so many ranks routes, as one stretch: the first, and the
+        one behind the last."""
+        own = self.tokens // ranks
+        return tuple(((rank * own, (rank + 1) * own),) for rank in range(ranks))
 
     def has(self, modules: Sequence[str]) -> bool:
         """Return whether a unit of these modules is one of experts."""
@@ -33,4 +48,4 @@ class ExpertParallel(PlanStep):
 
     @property
     def cutting_axes(self) -> tuple[Axis, ...]:
-        return (self.axis,)
+        return self.axes

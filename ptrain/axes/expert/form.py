@@ -19,9 +19,9 @@ def factor_of(spec: Spec) -> Factor | None:
 
 
 def own_places(spec: Spec, shape: ModelShape) -> int:
-    """Return the places of an expert that a rank lays out for the tokens that it has of a sample:
-    as many as the expert takes of all of the sample's, and no more than the rank has tokens."""
-    return min(shape.capacity(spec.batch.sequence), spec.own_tokens)
+    """Return the places of an expert that a rank lays out for the tokens that it routes of a
+    sample: as many as the expert takes of all of the sample's, and no more than these are."""
+    return min(shape.capacity(spec.batch.sequence), spec.routed_tokens)
 
 
 def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertParallel | None:
@@ -32,7 +32,9 @@ def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertP
         return None
     modules = (module for unit in units for module in unit)
     held = tuple(module for module in modules if module.rpartition(".")[2] == name)
-    return ExpertParallel(axis=factor.axis, modules=held)
+    folded = spec.folded_axes
+    tokens = spec.own_tokens if folded else 0
+    return ExpertParallel(axis=factor.axis, modules=held, folded=folded, tokens=tokens)
 
 
 def is_by_routing(spec: Spec) -> bool:
@@ -50,12 +52,12 @@ def assumed(spec: Spec) -> dict[str, str]:
     if factor is None or not is_by_routing(spec):
         return {}
     where = {
-        None: f"fall evenly on the experts of {factor.axis}'s ranks",
+        None: f"fall evenly on the experts of {' × '.join(spec.expert_axes)}'s ranks",
         Bound.BEST: "choose the experts of their own rank",
         Bound.WORST: "all choose the experts of one rank",
     }
     routing = spec.routing
     how = "go as routing counts them" if isinstance(routing, Histogram) else where[routing]
     why = f"predicted for tokens that {how}, which a router decides; a capacity_factor fixes them"
-    exchanged = f"traffic {factor.axis} {Collective.ALL_TO_ALL}"
+    exchanged = f"traffic {'+'.join(spec.expert_axes)} {Collective.ALL_TO_ALL}"
     return dict.fromkeys(("activations", "peak", exchanged), why)
