@@ -264,13 +264,10 @@ def test_experts_that_are_whole_have_any_width_and_shared_ones_are_cut():
         ([Axis.EP, Axis.TP], EVEN, "mesh.ep",
          "the model has no experts that ranks of ep could have",
          "write model.experts, or dp_shard in place of ep"),
-        ([Axis.CP, Axis.EP, Axis.TP], FOUR, "tensor.experts",
-         "not yet: folded, with slices of the tokens over cp, which tp would cut again",
-         "what works today: tensor.experts: cut, or dp_shard in place of cp"),
     ],
 )  # fmt: skip
 def test_what_folds_needs_both_axes_and_experts(axes, model, place, finding, remedy):
-    tuples = {Axis.CP: "R,R,R,S", Axis.EP: "R,R,R", Axis.TP: "S,S,S"}
+    tuples = {Axis.EP: "R,R,R", Axis.TP: "S,S,S"}
     spec = make_spec({axis: (2, tuple_of(tuples[axis])) for axis in axes}, model=model)
     spec = replace(spec, tensor=FOLDED)
     assert (*check(spec), *executed(spec)) == (

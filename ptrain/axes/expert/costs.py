@@ -80,11 +80,12 @@ class _TokenSlices(NamedTuple):
 def _token_slices(spec: Spec, plan: Plan) -> _TokenSlices | None:
     """Return which ranks count over their slices what routers choose; None where a rank has all of
     a sample's tokens."""
-    if plan.context is not None:
-        step = plan.context
+    experts, step = plan.experts, plan.context
+    if experts is not None and experts.counting:
+        group = Group(experts.counting, ranks_over(spec, experts.counting))
+        return _TokenSlices(group, max(map(len, experts.spans)))
+    if step is not None:
         return _TokenSlices(Group((step.axis,), step.ulysses * step.ring), step.chunks)
-    if spec.folded_axes:
-        return _TokenSlices(Group(spec.folded_axes, ranks_over(spec, spec.folded_axes)), 1)
     return None
 
 

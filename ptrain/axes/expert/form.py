@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.costs import Collective
-from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.axis import TOKEN_AXES, Axis, Factor
+from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import Bound, Histogram
 from ptrain.spec.spec import Spec
-from ptrain.steps.experts import ExpertParallel
+from ptrain.steps.experts import ExpertParallel, Span
 
 
 def factor_of(spec: Spec) -> Factor | None:
@@ -32,9 +34,44 @@ def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertP
         return None
     modules = (module for unit in units for module in unit)
     held = tuple(module for module in modules if module.rpartition(".")[2] == name)
-    folded = spec.folded_axes
-    tokens = spec.own_tokens if folded else 0
-    return ExpertParallel(axis=factor.axis, modules=held, folded=folded, tokens=tokens)
+    counting = _counting_axes(spec)
+    return ExpertParallel(
+        axis=factor.axis,
+        modules=held,
+        folded=spec.folded_axes,
+        counting=counting,
+        spans=tuple(_routed(spec, counting)) if counting else (),
+    )
+
+
+def _counting_axes(spec: Spec) -> tuple[Axis, ...]:
+    """Return the axes along which ranks route other tokens of the same samples, the outermost
+    first, where some are folded."""
+    axes = (*TOKEN_AXES, *spec.folded_axes) if spec.folded_axes else ()
+    return tuple(f.axis for f in spec.factors if f.axis in axes and f.degree > 1)
+
+
+def _routed(spec: Spec, counting: Sequence[Axis]) -> Iterator[tuple[Span, ...]]:
+    """Yield the tokens of a sample that each rank along these axes routes: of those that it has,
+    one behind the other, an equal slice."""
+    context = context_of(spec)
+    held = [*all_spans(context)] if context else [((0, spec.batch.sequence),)]
+    for place in range(ranks_over(spec, counting)):
+        own = place_of(spec, counting, place)
+        first = sum(own[axis] for axis in spec.folded_axes) * spec.routed_tokens
+        of_rank = held[own[context.axis]] if context else held[0]
+        yield tuple(_within(of_rank, first, first + spec.routed_tokens))
+
+
+def _within(spans: Sequence[Span], first: int, behind: int) -> Iterator[Span]:
+    """Yield the stretches of the tokens that stand at places from `first` on in these spans, up to
+    the one `behind`."""
+    for start, end in spans:
+        length = end - start
+        own = max(first, 0), min(behind, length)
+        if own[0] < own[1]:
+            yield start + own[0], start + own[1]
+        first, behind = first - length, behind - length
 
 
 def is_by_routing(spec: Spec) -> bool:

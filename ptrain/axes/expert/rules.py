@@ -142,15 +142,6 @@ def _folded_slices(spec: Spec) -> Iterator[Fault]:
         )
 
 
-def _folded_over_cp(spec: Spec) -> Iterator[Fault]:
-    if spec.folded_axes and spec.has_token_slices:
-        yield Fault(
-            place=_FOLDS,
-            finding="not yet: folded, with slices of the tokens over cp, which tp would cut again",
-            remedy=f"what works today: {_CUT}, or dp_shard in place of cp",
-        )
-
-
 def _folded_naively(spec: Spec) -> Iterator[Fault]:
     if spec.folded_axes and spec.tensor.is_naive:
         yield Fault(
@@ -180,7 +171,6 @@ EXPERT = AxisRules(
     ),
     not_yet=(
         SpecRule(name="experts are known", theorem="", faults=_unknown_experts),
-        SpecRule(name="tp alone cuts samples to route", theorem="", faults=_folded_over_cp),
         SpecRule(name="the naive plan cuts experts", theorem="", faults=_folded_naively),
     ),
 )

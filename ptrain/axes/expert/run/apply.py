@@ -22,7 +22,7 @@ from ptrain.steps.experts import ExpertParallel
 def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> None:
     """Give this rank its experts of `model`, or of a stage of it. Its tensors may be on meta, and
     those whose features are cut over another axis are cut over both; where that axis is folded its
-    ranks have slices of the tokens, one behind the other, and count together what is chosen."""
+    ranks have slices of the tokens, and count together what is chosen."""
     group = mesh.group(step.axes)
     for name, module in list(model.named_modules()):
         if isinstance(module, MoE):
@@ -31,8 +31,8 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
             for projection in module.children():
                 _give_own(projection, mesh.ordered(step.axes), mesh)
     if step.folded:
-        slices = step.slices(mesh.size(step.folded))
-        route_slices(model, SampleSlices(mesh.group(step.folded), mesh.registry, slices))
+        tokens = SampleSlices(mesh.group(step.counting), mesh.registry, step.spans)
+        route_slices(model, tokens, mesh.size(step.folded))
 
 
 def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
