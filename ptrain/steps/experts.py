@@ -22,11 +22,13 @@ class ExpertParallel(PlanStep):
     route the tokens in `spans`.
 
     `modules` are those that hold the experts of a layer, and units of their own; each of their
-    tensors has an expert for every place of its first dimension.
+    tensors has an expert for every place of its first dimension. Where it `overlaps`, experts that
+    all tokens go to compute while the others' rows travel.
     """
 
     axis: Axis
     modules: tuple[str, ...]
+    overlaps: bool = False
     folded: tuple[Axis, ...] = ()
     counting: tuple[Axis, ...] = ()
     spans: tuple[tuple[Span, ...], ...] = ()

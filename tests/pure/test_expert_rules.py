@@ -284,6 +284,12 @@ def test_a_folded_tp_routes_equal_slices_and_cuts_in_pairs():
     assert fault.place == "tensor.plan" and "not yet: naive" in fault.finding
 
 
+def test_what_shared_experts_send_over_tp_is_not_sent_beside_rows():
+    spec = replace(folded(model=replace(FOUR, shared_experts=1)), overlap_shared_experts=True)
+    (fault,) = (*check(spec), *executed(spec))
+    assert fault.place == "overlap_shared_experts" and "not yet" in fault.finding
+
+
 def test_a_folded_rank_routes_its_slice_among_the_ranks_of_both_axes():
     spec = folded()
     assert spec.expert_axes == (Axis.EP, Axis.TP)

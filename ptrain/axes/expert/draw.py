@@ -23,9 +23,10 @@ def step_text(step: ExpertParallel) -> str:
     """Return what the step does, in one line of a plan."""
     layers = counted(len(step.modules), "layer")
     slices = f", of a slice of the tokens on each of {step.folded[0]}" if step.folded else ""
+    meanwhile = ", while shared experts compute," if step.overlaps else ""
     return (
         f"give each rank of {_named(step)} some of the experts of {layers}, whole: Θ, Ω and G of "
-        f"its own; rows of tokens travel to them and back{slices}"
+        f"its own; rows of tokens travel to them{meanwhile} and back{slices}"
     )
 
 

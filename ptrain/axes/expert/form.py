@@ -38,6 +38,7 @@ def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertP
     return ExpertParallel(
         axis=factor.axis,
         modules=held,
+        overlaps=spec.overlap_shared_experts,
         folded=spec.folded_axes,
         counting=counting,
         spans=tuple(_routed(spec, counting)) if counting else (),

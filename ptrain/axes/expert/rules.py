@@ -26,6 +26,7 @@ from ptrain.units import ceil_div, counted
 
 _FOLDS = "tensor.experts"
 _CUT = "tensor.experts: cut"
+_OVERLAP = "overlap_shared_experts"
 _TUPLES = (
     *STATE_RULES,
     TupleRule(
@@ -151,6 +152,28 @@ def _folded_naively(spec: Spec) -> Iterator[Fault]:
         )
 
 
+def _folded_beside_rows(spec: Spec) -> Iterator[Fault]:
+    if spec.folded_axes and spec.overlap_shared_experts:
+        yield Fault(
+            place=_OVERLAP,
+            finding="not yet: beside rows of folded experts, where what shared ones compute is "
+            "sent over tp too",
+            remedy=f"leave it out, or write {_CUT}",
+        )
+
+
+def _shared_experts_overlap(spec: Spec) -> Iterator[Fault]:
+    shape = spec.model
+    if not spec.overlap_shared_experts or not isinstance(shape, ModelShape):
+        return
+    if factor_of(spec) is None:
+        finding = "no rows travel, beside which they could compute: there are no two ranks of ep"
+        yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out, or write mesh.ep")
+    elif not shape.shared_experts:
+        finding = "the model has no experts that all tokens go to"
+        yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out")
+
+
 def _unknown_experts(spec: Spec) -> Iterator[Fault]:
     if factor_of(spec) is not None and not isinstance(spec.model, ModelShape):
         yield Fault(
@@ -168,9 +191,11 @@ EXPERT = AxisRules(
         SpecRule(name="tp joins ep", theorem="Definition 2", faults=_nothing_folds),
         SpecRule(name="routed slices are equal", theorem="Definition 2", faults=_folded_slices),
         SpecRule(name="counts are of the layers", theorem="Definition 2", faults=_routing_fits),
+        SpecRule(name="what overlaps is there", theorem="", faults=_shared_experts_overlap),
     ),
     not_yet=(
         SpecRule(name="experts are known", theorem="", faults=_unknown_experts),
         SpecRule(name="the naive plan cuts experts", theorem="", faults=_folded_naively),
+        SpecRule(name="what overlaps sends nothing", theorem="", faults=_folded_beside_rows),
     ),
 )

@@ -26,7 +26,7 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
     group = mesh.group(step.axes)
     for name, module in list(model.named_modules()):
         if isinstance(module, MoE):
-            module.journey = Travels(group)
+            module.journey = Travels(group, step.overlaps)
         if name in step.modules:
             for projection in module.children():
                 _give_own(projection, mesh.ordered(step.axes), mesh)
