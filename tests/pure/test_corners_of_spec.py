@@ -322,6 +322,7 @@ NAMED = {
     "tp joins ep": "Definition 2",
     "routed slices are equal": "Definition 2",
     "counts are of the layers": "Definition 2",
+    "shared experts overlap rows that travel": EFFECT,
     "the degree divides the operators": "Definition 2",
     "every rank has rows": "Definition 2",
     "roles are the family's own": "Definition 2",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ptrain.axes.data.dials import REASON
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.expert.form import factor_of, is_by_routing
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
@@ -191,7 +192,11 @@ EXPERT = AxisRules(
         SpecRule(name="tp joins ep", theorem="Definition 2", faults=_nothing_folds),
         SpecRule(name="routed slices are equal", theorem="Definition 2", faults=_folded_slices),
         SpecRule(name="counts are of the layers", theorem="Definition 2", faults=_routing_fits),
-        SpecRule(name="what overlaps is there", theorem="", faults=_shared_experts_overlap),
+        SpecRule(
+            name="shared experts overlap rows that travel",
+            theorem=REASON,
+            faults=_shared_experts_overlap,
+        ),
     ),
     not_yet=(
         SpecRule(name="experts are known", theorem="", faults=_unknown_experts),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ptrain.axes.expert.run.flight import Flight
+from ptrain.axes.expert.run.transit import Transit
 from ptrain.internals.functional_collectives import (
     all_to_all_single_autograd,
     awaited,
@@ -102,8 +102,8 @@ class JourneyOverRanks(Journey):
     def _there(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
         if not self._overlaps or self._beside is None:
             return self._travelled(x, left, arrived)
-        flight = Flight(_sums(left), _sums(arrived), self.group)
-        x, self._computed = flight.around(x, self._beside)
+        transit = Transit(_sums(left), _sums(arrived), self.group)
+        x, self._computed = transit.around(x, self._beside)
         return x
 
     def _travelled(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:

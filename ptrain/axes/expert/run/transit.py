@@ -16,7 +16,7 @@ from torch import Tensor
 from ptrain.internals.functional_collectives import all_to_all, awaited
 
 
-class Flight:
+class Transit:
     """Rows of this rank that leave for the others of `group`, so many for each, and so many that
     arrive."""
 
@@ -59,24 +59,24 @@ class Flight:
 
 class _Departure(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.depart(x)
+    def forward(ctx: Any, x: Tensor, transit: Transit) -> Tensor:
+        ctx.transit = transit
+        return transit.depart(x)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.arrive_back(), None
+        return ctx.transit.arrive_back(), None
 
 
 class _Arrival(torch.autograd.Function):
     """Of gradients it hands on those that leave: autograd wants as many rows as came."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.arrive(x)
+    def forward(ctx: Any, x: Tensor, transit: Transit) -> Tensor:
+        ctx.transit = transit
+        return transit.arrive(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.flight.depart_back(gradient)
+        ctx.transit.depart_back(gradient)
         return gradient, None
