@@ -8,6 +8,7 @@ from itertools import islice
 
 from ptrain.axes.expert.form import own_places
 from ptrain.axes.expert.loads import Loads, loads_of, token_places
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
@@ -21,11 +22,16 @@ _FEW_RANKS = 8
 def step_text(step: ExpertParallel) -> str:
     """Return what the step does, in one line of a plan."""
     layers = counted(len(step.modules), "layer")
+    slices = f", of a slice of the tokens on each of {step.folded[0]}" if step.folded else ""
     meanwhile = ", while shared experts compute," if step.overlaps else ""
     return (
-        f"give each rank of {step.axis} some of the experts of {layers}, whole: Θ, Ω and G of its "
-        f"own; rows of tokens travel to them{meanwhile} and back"
+        f"give each rank of {_named(step)} some of the experts of {layers}, whole: Θ, Ω and G of "
+        f"its own; rows of tokens travel to them{meanwhile} and back{slices}"
     )
+
+
+def _named(step: ExpertParallel) -> str:
+    return " × ".join(step.axes)
 
 
 def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
@@ -35,12 +41,12 @@ def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
     if step is None:
         return
     assert isinstance(shape, ModelShape) and shape.experts is not None, "a rule: they are known"
-    ranks = spec.degree(step.axis)
+    ranks = ranks_over(spec, step.axes)
     own = shape.experts // ranks
     for rank in islice(range(ranks), _FEW_RANKS):
-        yield f"experts  {step.axis} {rank}: {_span(rank * own, own)} of {shape.experts}"
+        yield f"experts  {_named(step)} {rank}: {_span(rank * own, own)} of {shape.experts}"
     if ranks > _FEW_RANKS:
-        yield f"experts  … {ranks} ranks of {step.axis}"
+        yield f"experts  … {ranks} ranks of {_named(step)}"
     yield f"travels  {_travels(spec, plan, shape, ranks)}"
     if (loads := loads_of(spec, plan)) is not None:
         yield f"routing  {_routing(spec, loads)}"
@@ -62,7 +68,7 @@ def _travels(spec: Spec, plan: Plan, shape: ModelShape, ranks: int) -> str:
             f"{counted(places, 'place')} of {shape.hidden} features {often}, "
             f"{format_bytes(places * size)} of which {away} leave the rank, whatever is routed"
         )
-    rows = shape.experts_per_token * micro * plan.tokens
+    rows = shape.experts_per_token * micro * spec.routed_tokens
     return (
         f"{counted(rows, 'row')} of {shape.hidden} features {often}, {format_bytes(rows * size)} "
         f"of which {away} leave the rank where each expert is chosen as often, and all or none "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.costs import Collective
-from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.axis import TOKEN_AXES, Axis, Factor
+from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import Bound, Histogram
 from ptrain.spec.spec import Spec
-from ptrain.steps.experts import ExpertParallel
+from ptrain.steps.experts import ExpertParallel, Span
 
 
 def factor_of(spec: Spec) -> Factor | None:
@@ -19,9 +21,9 @@ def factor_of(spec: Spec) -> Factor | None:
 
 
 def own_places(spec: Spec, shape: ModelShape) -> int:
-    """Return the places of an expert that a rank lays out for the tokens that it has of a sample:
-    as many as the expert takes of all of the sample's, and no more than the rank has tokens."""
-    return min(shape.capacity(spec.batch.sequence), spec.own_tokens)
+    """Return the places of an expert that a rank lays out for the tokens that it routes of a
+    sample: as many as the expert takes of all of the sample's, and no more than these are."""
+    return min(shape.capacity(spec.batch.sequence), spec.routed_tokens)
 
 
 def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertParallel | None:
@@ -32,8 +34,45 @@ def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertP
         return None
     modules = (module for unit in units for module in unit)
     held = tuple(module for module in modules if module.rpartition(".")[2] == name)
-    overlaps = spec.overlap_shared_experts
-    return ExpertParallel(axis=factor.axis, modules=held, overlaps=overlaps)
+    counting = _counting_axes(spec)
+    return ExpertParallel(
+        axis=factor.axis,
+        modules=held,
+        overlaps=spec.overlap_shared_experts,
+        folded=spec.folded_axes,
+        counting=counting,
+        spans=tuple(_routed(spec, counting)) if counting else (),
+    )
+
+
+def _counting_axes(spec: Spec) -> tuple[Axis, ...]:
+    """Return the axes along which ranks route other tokens of the same samples, the outermost
+    first, where some are folded."""
+    axes = (*TOKEN_AXES, *spec.folded_axes) if spec.folded_axes else ()
+    return tuple(f.axis for f in spec.factors if f.axis in axes and f.degree > 1)
+
+
+def _routed(spec: Spec, counting: Sequence[Axis]) -> Iterator[tuple[Span, ...]]:
+    """Yield the tokens of a sample that each rank along these axes routes: of those that it has,
+    one behind the other, an equal slice."""
+    context = context_of(spec)
+    held = [*all_spans(context)] if context else [((0, spec.batch.sequence),)]
+    for place in range(ranks_over(spec, counting)):
+        own = place_of(spec, counting, place)
+        first = sum(own[axis] for axis in spec.folded_axes) * spec.routed_tokens
+        of_rank = held[own[context.axis]] if context else held[0]
+        yield tuple(_within(of_rank, first, first + spec.routed_tokens))
+
+
+def _within(spans: Sequence[Span], first: int, behind: int) -> Iterator[Span]:
+    """Yield the stretches of the tokens that stand at places from `first` on in these spans, up to
+    the one `behind`."""
+    for start, end in spans:
+        length = end - start
+        own = max(first, 0), min(behind, length)
+        if own[0] < own[1]:
+            yield start + own[0], start + own[1]
+        first, behind = first - length, behind - length
 
 
 def is_by_routing(spec: Spec) -> bool:
@@ -51,12 +90,12 @@ def assumed(spec: Spec) -> dict[str, str]:
     if factor is None or not is_by_routing(spec):
         return {}
     where = {
-        None: f"fall evenly on the experts of {factor.axis}'s ranks",
+        None: f"fall evenly on the experts of {' × '.join(spec.expert_axes)}'s ranks",
         Bound.BEST: "choose the experts of their own rank",
         Bound.WORST: "all choose the experts of one rank",
     }
     routing = spec.routing
     how = "go as routing counts them" if isinstance(routing, Histogram) else where[routing]
     why = f"predicted for tokens that {how}, which a router decides; a capacity_factor fixes them"
-    exchanged = f"traffic {factor.axis} {Collective.ALL_TO_ALL}"
+    exchanged = f"traffic {'+'.join(spec.expert_axes)} {Collective.ALL_TO_ALL}"
     return dict.fromkeys(("activations", "peak", exchanged), why)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ptrain.axes.expert.form import is_by_routing, own_places
-from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES
-from ptrain.spec.layout import positions
+from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import Bound, Choices, Histogram
 from ptrain.spec.spec import Spec
@@ -42,7 +41,7 @@ class RankRows:
 def choices(spec: Spec, shape: ModelShape) -> int:
     """Return how many experts the tokens of a rank's micro-batch choose, all together: the rows
     that it sends, but with a capacity."""
-    return spec.batch.micro * spec.own_tokens * shape.experts_per_token
+    return spec.batch.micro * spec.routed_tokens * shape.experts_per_token
 
 
 def even(spec: Spec, shape: ModelShape) -> RankRows:
@@ -50,8 +49,7 @@ def even(spec: Spec, shape: ModelShape) -> RankRows:
     not divide each rank gets as many, its own first. With a capacity these are places, whatever is
     routed."""
     assert shape.experts is not None, "they are on other ranks"
-    (axis,) = EXPERT_AXES
-    ranks, number = spec.degree(axis), choices(spec, shape)
+    ranks, number = ranks_over(spec, spec.expert_axes), choices(spec, shape)
     if shape.capacity_factor is not None:
         number = spec.batch.micro * shape.experts * own_places(spec, shape)
     share, more = divmod(number, shape.experts)
@@ -68,8 +66,8 @@ class Loads(ABC):
     have tokens of their own."""
 
     def __init__(self, spec: Spec) -> None:
-        (axis,) = EXPERT_AXES
-        others = [factor.axis for factor in spec.factors if factor.axis is not axis]
+        own = spec.expert_axes
+        others = [factor.axis for factor in spec.factors if factor.axis not in own]
         groups: dict[int, list[int]] = {}
         for group, place in zip(positions(spec, others), token_places(spec), strict=True):
             groups.setdefault(group, []).append(place)
@@ -103,7 +101,7 @@ def loads_of(spec: Spec, plan: Plan) -> Loads | None:
 
 def token_places(spec: Spec) -> tuple[int, ...]:
     """Return the place of each rank's tokens."""
-    return positions(spec, REDUCED_AXES)
+    return positions(spec, spec.routing_axes)
 
 
 class CountedLoads(Loads):
@@ -139,7 +137,7 @@ class BoundLoads(Loads):
         micro_batches: int,
     ) -> None:
         super().__init__(spec)
-        ranks = range(spec.degree(*EXPERT_AXES))
+        ranks = range(ranks_over(spec, spec.expert_axes))
         favourites = ranks if bound is Bound.BEST else [0] * len(ranks)
         self._times = micro_batches
         self._choices = [_favouring(spec, shape, favourite) for favourite in favourites]
@@ -158,8 +156,7 @@ def _favouring(spec: Spec, shape: ModelShape, rank: int) -> Choices:
     """Return what the tokens of a micro-batch choose where they take the experts of `rank` first,
     as often each."""
     assert shape.experts is not None, "there is something to choose"
-    (axis,) = EXPERT_AXES
-    own = shape.experts // spec.degree(axis)
+    own = shape.experts // ranks_over(spec, spec.expert_axes)
     tokens = choices(spec, shape) // shape.experts_per_token
     first = tokens * min(shape.experts_per_token, own)
     others = _spread(choices(spec, shape) - first, shape.experts - own)
