@@ -255,8 +255,8 @@ class ModelRaw:
     pretrained: Annotated[
         str | None,
         Text(
-            "a folder with the config.json and the safetensors of a published model, which says "
-            "what the model is and gives the weights that training begins with",
+            "a folder with the config.json and the safetensors of a published model: what the "
+            "model is, in place of a preset, and the weights that training begins with",
             NAME_OR_FILE,
             null=True,
         ),

@@ -110,35 +110,42 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
     if raw.blocks is not None:
         finding = "the blocks of a built-in model are known"
         report.add("model.blocks", finding, "remove blocks, or write model.target or model.hf")
+    if raw.pretrained is not None:
+        return _begun(raw, os.path.realpath(report.folder / raw.pretrained), attention, report)
     preset = _preset(raw.preset, ModelRaw, "model", report)
-    published = _published(raw, report)
-    if preset is None or published is None:
+    if preset is None:
         return None
-    shape = _shape({**preset, **published}, _said(raw), report)
+    shape = _shape(preset, _said(raw), report)
     if shape is None:
         return None
     name = raw.preset or ""
     if name and (_lacking(preset) or _composed(preset) != shape):
         name = ""  # another shape by now
-    folder = None if raw.pretrained is None else os.path.realpath(report.folder / raw.pretrained)
-    sdpa = attention or Attention.SDPA
-    return replace(shape, attention=sdpa, preset=name, pretrained=folder)
+    return replace(shape, attention=attention or Attention.SDPA, preset=name)
 
 
-def _published(raw: ModelRaw, report: Report) -> Mapping[str, Any] | None:
+def _begun(
+    raw: ModelRaw, folder: str, attention: Attention | None, report: Report
+) -> ModelShape | None:
+    """The model of a published folder, which stands for a preset."""
+    published = _published(Path(folder) / CONFIG, report)
+    shape = None if published is None else _shape(published, _said(raw), report)
+    if shape is None:
+        return None
+    return replace(shape, attention=attention or Attention.SDPA, pretrained=folder)
+
+
+def _published(path: Path, report: Report) -> Mapping[str, Any] | None:
     """The values that the config of a published model says; None where it says none that can be
     used."""
-    if raw.pretrained is None:
-        return {}
-    config = _json(report.folder / raw.pretrained / CONFIG)
+    config = _json(path)
     if isinstance(config, str):
-        finding = f"{Path(raw.pretrained) / CONFIG}: {config}"
-        report.add(_PRETRAINED, finding, "name a folder that transformers can load")
+        report.add(_PRETRAINED, f"{path}: {config}", "name a folder that transformers can load")
         return None
     try:
-        tree = Tree(root=keys_of(config), source=f"{Path(raw.pretrained) / CONFIG}")
+        tree = Tree(root=keys_of(config), source=str(path))
     except UnfitConfig as error:
-        report.add(_PRETRAINED, f"{Path(raw.pretrained) / CONFIG}: {error}", error.remedy)
+        report.add(_PRETRAINED, f"{path}: {error}", error.remedy)
         return None
     values, faults = validate(tree, ModelRaw, is_partial=True)
     for fault in faults.values():

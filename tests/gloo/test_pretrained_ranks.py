@@ -58,7 +58,7 @@ def test_ranks_begin_with_what_the_files_have(
 ) -> None:
     folder = saved(case, tmp_path / "in")
     words = (f"model={{pretrained: {folder}}}", "batch={global: 8, micro: 1, sequence: 16}")
-    spec = load(placement, ("model=null", *words)).spec
+    spec = load(placement, words).spec
     ranks.run(spec.world_size, begun, spec, str(tmp_path / "run" / "checkpoints"))
     (tmp_path / "run" / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
     export(tmp_path / "run", tmp_path / "out")

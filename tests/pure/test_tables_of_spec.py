@@ -223,7 +223,9 @@ def defaults(kind: type) -> dict[str, object]:
 
 def test_models_and_clusters_have_the_documented_defaults():
     options = defaults(block.BlockOptions)
-    assert defaults(model.ModelShape) == options | {"attention": "sdpa", "preset": ""}
+    assert defaults(model.ModelShape) == options | {
+        "attention": "sdpa", "preset": "", "pretrained": None
+    }  # fmt: skip
     by_family = [name for name in options if name in model.FAMILIES[model.Family.GPT]]
     assert by_family == ["tied", "norm", "activation", "bias", "positions"]
     said = {spot.name: spot.type.__metadata__[0].about for spot in fields(block.BlockOptions)}
