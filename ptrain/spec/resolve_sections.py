@@ -111,7 +111,7 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
         finding = "the blocks of a built-in model are known"
         report.add("model.blocks", finding, "remove blocks, or write model.target or model.hf")
     if raw.pretrained is not None:
-        return _begun(raw, os.path.realpath(report.folder / raw.pretrained), attention, report)
+        return _begun(raw, raw.pretrained, attention, report)
     preset = _preset(raw.preset, ModelRaw, "model", report)
     if preset is None:
         return None

@@ -8,6 +8,7 @@ A short form that cannot be written out stays as it is and gives a fault.
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 from ptrain.costs import PLACED
@@ -47,6 +48,7 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
     _small_forms(root)
     _schedule_file(tree, root, fault)
     _routing_file(tree, root, fault)
+    _pretrained_folder(tree, root)
     return faults
 
 
@@ -242,6 +244,14 @@ def _routing_file(tree: Tree, root: Mapping, fault: Report) -> None:
         fault(route, f"{file}: {wrong}", f"write {routing.FORM}")
     else:
         root["routing"] = counts
+
+
+def _pretrained_folder(tree: Tree, root: Mapping) -> None:
+    """`model: {pretrained: FOLDER}`: the same folder wherever the spec that ran lies."""
+    model, route = root.get("model"), ("model", "pretrained")
+    written = model.get("pretrained") if isinstance(model, dict) else None
+    if isinstance(written, str) and isinstance(model, dict):
+        model["pretrained"] = os.path.realpath(_beside(tree, route, written))
 
 
 def _beside(tree: Tree, route: Route, file: str) -> Path:

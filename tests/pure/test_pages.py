@@ -84,6 +84,8 @@ def test_a_command_with_a_named_spec_takes_its_overrides(page):
     known = listing(*SPEC_FOLDERS)
     for words in (match[1].split() for match in COMMAND.finditer(TEXTS[page])):
         overrides = [word for word in words[1:] if re.match(r"[a-z_.]+=", word)]
+        if any(word.startswith("model.pretrained=") for word in overrides):
+            continue  # of a folder that the command before it writes
         if words[0] in known and len(list(sweeps(overrides))) > 1:  # of which one point is enough
             assert main(["predict", words[0], *overrides, "--csv"]) == 0, words
         elif words[0] in known:
