@@ -17,11 +17,18 @@ class ExpertParallel(PlanStep):
     travels back. For all else `axis` is a data axis: its ranks have samples of their own.
 
     `modules` are those that hold the experts of a layer, and units of their own; each of their
-    tensors has an expert for every place of its first dimension.
+    tensors has an expert for every place of its first dimension, a `number` of them. A token
+    chooses so many (`chosen`), each of which gets a row of `features` elements, in one of its
+    `places` for a rank's tokens of a sample where an expert has some: not all that are routed to
+    it then.
     """
 
     axis: Axis
     modules: tuple[str, ...]
+    number: int
+    chosen: int
+    features: int
+    places: int | None = None
 
     def has(self, modules: Sequence[str]) -> bool:
         """Return whether a unit of these modules is one of experts."""

@@ -24,6 +24,7 @@ from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import objective_of
 from ptrain.models.other_samples import other_samples
+from ptrain.models.routed_rows import route
 from ptrain.models.selection import Extent
 from ptrain.spec.axis import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec
@@ -42,6 +43,8 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     known = untraced_facts(model, spec)
     if not is_trainable(spec.model, torch.device("cpu")):
         return known
+    if known.experts is not None:  # as ranks run it that have some of them each
+        route(model, known.experts.modules, known.experts.number)
     names = running(spec, known.blocks)
     units = running_units(known.unit_modules, known.blocks, names)
     samples = sample_batch(spec)

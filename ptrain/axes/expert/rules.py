@@ -7,19 +7,17 @@ legal there, with A = R. That is 1 x 95 tuples.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
-from ptrain.axes.expert.form import factor_of, is_by_routing
+from ptrain.axes.expert.form import factor_of, is_by_routing, undivided, unfit
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
-from ptrain.facts.parameters import expert_modules
-from ptrain.spec.axis import REDUCED_AXES, Axis
+from ptrain.facts.parameters import expert_layers
+from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import R
-from ptrain.spec.routing import FORM, Choices, Histogram
 from ptrain.spec.spec import Spec
 
 _TUPLES = (
@@ -46,66 +44,30 @@ def _experts_divide(spec: Spec) -> Iterator[Fault]:
             remedy="write model.experts, or dp_shard in place of ep",
         )
     elif shape.experts % factor.degree:
-        divide = [d for d in range(1, shape.experts + 1) if shape.experts % d == 0]
-        yield Fault(
-            place="mesh.ep",
-            finding=f"{factor.degree} ranks do not divide {shape.experts} experts",
-            remedy=f"choose ep from {', '.join(map(str, divide))}",
-        )
+        yield undivided(factor.degree, shape.experts)
 
 
 def _routing_fits(spec: Spec) -> Iterator[Fault]:
-    """One fault: what is wrong with counts in one place mostly is in all of them."""
-    shape = spec.model
-    if spec.routing is None or not isinstance(shape, ModelShape):
+    """Counts of a model that is not built in are looked at where its layers are known
+    (`form.experts_of`)."""
+    if spec.routing is None:
         return
     if not is_by_routing(spec):
         finding = "no size depends on where tokens go: there are no two ranks of ep, or a "
         finding += "capacity_factor gives every expert as many places"
         yield Fault(place="routing", finding=finding, remedy="leave it out")
-    elif isinstance(spec.routing, Histogram) and (wrong := _misfit(spec, shape, spec.routing)):
-        yield Fault(place="routing", finding=wrong, remedy=f"write {FORM}")
+    elif (known := expert_layers(spec)) is not None and (wrong := unfit(spec, known)):
+        yield wrong
 
 
-def _misfit(spec: Spec, shape: ModelShape, histogram: Histogram) -> str:
-    """Return what does not fit the spec, with its place; empty where all does."""
-    layers = [module.rpartition(".")[0] for module in expert_modules(spec)]
-    if missing := [layer for layer in layers if layer not in histogram.layers]:
-        return f"no counts of {', '.join(missing)}"
-    if others := [layer for layer in histogram.layers if layer not in layers]:
-        return f"{', '.join(others)}: the model has no such layer with experts"
-    ranks = math.prod(spec.degree(axis) for axis in REDUCED_AXES)
-    for layer, of_layer in zip(histogram.layers, histogram.counts, strict=True):
-        if len(of_layer) != ranks:
-            return f"{layer}: {len(of_layer)} ranks; {ranks} have tokens of their own"
-        for rank, of_rank in enumerate(of_layer):
-            place = f"{layer}, rank {rank}"
-            if len(of_rank) != spec.batch.accumulate:
-                return f"{place}: {len(of_rank)} micro-batches; a step has {spec.batch.accumulate}"
-            for number, of_experts in enumerate(of_rank):
-                if wrong := _misfit_of(spec, shape, of_experts):
-                    return f"{place}, micro-batch {number}: {wrong}"
-    return ""
-
-
-def _misfit_of(spec: Spec, shape: ModelShape, of_experts: Choices) -> str:
-    """Return what does not fit in the counts of one micro-batch."""
-    if len(of_experts) != shape.experts:
-        return f"{len(of_experts)} experts; the layer has {shape.experts}"
-    tokens, often = spec.batch.micro * spec.own_tokens, shape.experts_per_token
-    if (number := sum(of_experts)) != tokens * often:
-        return f"{number} choices; {tokens} tokens make {often} each, which are {tokens * often}"
-    if (most := max(of_experts)) > tokens:
-        return f"{most} choices of expert {of_experts.index(most)}; there are {tokens} tokens"
-    return ""
-
-
-def _unknown_experts(spec: Spec) -> Iterator[Fault]:
-    if factor_of(spec) is not None and not isinstance(spec.model, ModelShape):
+def _whole_on_tp(spec: Spec) -> Iterator[Fault]:
+    is_on_both = factor_of(spec) is not None and spec.degree(Axis.TP) > 1
+    if is_on_both and not isinstance(spec.model, ModelShape):
         yield Fault(
             place="mesh.ep",
-            finding="not yet: ranks with experts of their own, of a model that is not built in",
-            remedy="what works today: dp_shard in place of ep",
+            finding="not yet: beside tp, of a model that is not built in, whose experts are whole "
+            "on every rank of tp",
+            remedy="what works today: dp_shard in place of ep, no tp, or a built-in model",
         )
 
 
@@ -116,5 +78,5 @@ EXPERT = AxisRules(
         SpecRule(name="ranks have as many experts", theorem="Definition 2", faults=_experts_divide),
         SpecRule(name="counts are of the layers", theorem="Definition 2", faults=_routing_fits),
     ),
-    not_yet=(SpecRule(name="experts are known", theorem="", faults=_unknown_experts),),
+    not_yet=(SpecRule(name="experts are cut over tp too", theorem="", faults=_whole_on_tp),),
 )

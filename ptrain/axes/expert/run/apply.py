@@ -13,6 +13,7 @@ from ptrain.axes.expert.run.exchange import Assumption, Travels
 from ptrain.axes.tensor.run.gradients import OwnSlices
 from ptrain.internals.dtensor import side_by_side
 from ptrain.models.moe import MoE
+from ptrain.models.routed_rows import NUMBER, RoutedRows, route
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.axis import Axis
 from ptrain.steps.experts import ExpertParallel
@@ -22,30 +23,37 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
     """Give this rank its experts of `model`, or of a stage of it. Its tensors may be on meta, and
     those whose features are cut over another axis are cut over both."""
     group = mesh.group((step.axis,))
-    for name, module in list(model.named_modules()):
-        if isinstance(module, MoE):
+    own = [(name, module) for name, module in model.named_modules() if name in step.modules]
+    if not any(isinstance(module, MoE) for module in model.modules()):
+        route(model, [name for name, _ in own], step.number)
+    for module in model.modules():
+        if isinstance(module, (MoE, RoutedRows)):
             module.journey = Travels(group)
-        if name in step.modules:
-            for projection in module.children():
-                _give_own(projection, step.axis, mesh)
+    for _, experts in own:
+        for module in experts.modules():
+            _give_own(module, step.axis, mesh)
+        if isinstance(getattr(experts, NUMBER, None), int):
+            setattr(experts, NUMBER, step.number // mesh.size((step.axis,)))
 
 
 def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
     """On fake ranks, from now on rows of each layer with experts go as `routing` says of the
     layer's name."""
     for name, module in model.named_modules():
-        if isinstance(module, MoE):
+        if isinstance(module, (MoE, RoutedRows)):
             assert isinstance(module.journey, Travels), "it has experts of other ranks"
-            module.journey.assumed = routing(name)
+            is_layer = isinstance(module, MoE)
+            module.journey.assumed = routing(name if is_layer else name.rpartition(".")[0])
 
 
-def _give_own(projection: nn.Module, axis: Axis, mesh: Mesh) -> None:
-    """Cut the weight of all experts by its first dimension."""
-    weight = projection.get_parameter("weight")
-    own = nn.Parameter(_own(weight, axis, mesh), requires_grad=weight.requires_grad)
-    projection.register_parameter("weight", own)
-    if not isinstance(weight, DTensor):  # else it is read so already
-        OwnSlices()._apply(projection, mesh.submesh((axis,)))
+def _give_own(module: nn.Module, axis: Axis, mesh: Mesh) -> None:
+    """Cut a module's own tensors of all experts by their first dimension."""
+    whole = list(module.named_parameters(recurse=False))
+    for name, tensor in whole:
+        own = nn.Parameter(_own(tensor, axis, mesh), requires_grad=tensor.requires_grad)
+        module.register_parameter(name, own)
+    if whole and not isinstance(whole[0][1], DTensor):  # else they are read so already
+        OwnSlices()._apply(module, mesh.submesh((axis,)))
 
 
 @torch.no_grad()
