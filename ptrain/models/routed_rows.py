@@ -11,6 +11,7 @@ Legend of shape suffixes: N tokens, C hidden, K experts of a token, E experts, M
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -33,15 +34,21 @@ _LOST = (
 
 class RoutedRows(nn.Module):
     """What is mixed into the class of such a module. `journey` makes what rows go through in a
-    forward pass; the layer has so many experts (`num_all`), on all ranks together."""
+    forward pass, and `reading` what is around the use of its tensors; the layer has so many experts
+    (`num_all`), on all ranks together."""
 
     journey: Callable[[], Journey]
+    reading: Callable[[nn.Module], AbstractContextManager[None]] | None = None
     num_all: int
 
     def forward(self, x_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Return what each token's experts give, by weight [N, C]."""
-        rows_NKC = dropless(x_NC, chosen_NK, self.num_all, self.journey(), self.of_rows)
+        rows_NKC = dropless(x_NC, chosen_NK, self.num_all, self.journey(), self._of_own)
         return (rows_NKC * weights_NK[..., None]).sum(1).to(x_NC.dtype)
+
+    def _of_own(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
+        with self.reading(self) if self.reading else nullcontext():
+            return self.of_rows(x_MC, ends_E)
 
     def of_rows(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
         """Return what rows become, which are sorted by expert."""

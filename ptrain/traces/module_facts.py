@@ -29,7 +29,7 @@ from ptrain.models.selection import Extent
 from ptrain.spec.axis import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
-from ptrain.traces.by_data import facts_by_data
+from ptrain.traces.by_data import facts_by_data, without_bounds
 from ptrain.traces.layer_rows import TracedLayers, only, running, running_units
 from ptrain.traces.record import record
 from ptrain.traces.stage_parts import plan_of
@@ -69,7 +69,8 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
             draws=known.draws or layers.recording.draws or has_drawn,
         )
         others = partial(other_samples, model, spec, loss.vocabulary)
-        return facts_by_data(known, layers, traced, samples, others)
+        facts = facts_by_data(known, layers, traced, samples, others)
+        return facts if facts.experts is None else without_bounds(facts)
 
 
 class _Loss:

@@ -320,6 +320,7 @@ NAMED = {
     "the loss is a sum over tokens": INTEGRITY,
     "ranks have as many experts": "Definition 2",
     "counts are of the layers": "Definition 2",
+    "rows are multiplied by group": "Definition 2",
     "the degree divides the operators": "Definition 2",
     "every rank has rows": "Definition 2",
     "roles are the family's own": "Definition 2",
@@ -338,7 +339,8 @@ NAMED = {
 }
 WAITING = """replicas outside shards;
     experts are no matrices; hops know of no mask;
-    keys are as wide as values; ranks have as many stretches; experts are known;
+    keys are as wide as values; ranks have as many stretches;
+    experts are cut over tp too;
     all tokens between the blocks; the naive plan has all tokens; the naive plan has no latents;
     equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;

@@ -22,7 +22,6 @@ from ptrain.plan.show import show
 from ptrain.spec.axis import Axis
 from ptrain.spec.layout import coordinates
 from ptrain.spec.load import load
-from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import read_routing
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Mark, Run

@@ -16,10 +16,11 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.facts.parameters import expert_layers
 from ptrain.spec.axis import Axis
-from ptrain.spec.model import ModelShape
+from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.placement import R
 from ptrain.spec.spec import Spec
 
+_IMPLEMENTATION, _GROUPED = "experts_implementation", "grouped_mm"  # of transformers
 _TUPLES = (
     *STATE_RULES,
     TupleRule(
@@ -60,6 +61,20 @@ def _routing_fits(spec: Spec) -> Iterator[Fault]:
         yield wrong
 
 
+def _by_groups(spec: Spec) -> Iterator[Fault]:
+    model = spec.model
+    if factor_of(spec) is None or not isinstance(model, HuggingFaceModel):
+        return
+    written = model.config.get(_IMPLEMENTATION)
+    if written not in (None, _GROUPED):
+        yield Fault(
+            place=f"model.config.{_IMPLEMENTATION}",
+            finding=f"{written}: on ep the rows that a rank's experts get are multiplied group by "
+            "group",
+            remedy="leave it out, or write dp_shard in place of ep",
+        )
+
+
 def _whole_on_tp(spec: Spec) -> Iterator[Fault]:
     is_on_both = factor_of(spec) is not None and spec.degree(Axis.TP) > 1
     if is_on_both and not isinstance(spec.model, ModelShape):
@@ -77,6 +92,7 @@ EXPERT = AxisRules(
     specs=(
         SpecRule(name="ranks have as many experts", theorem="Definition 2", faults=_experts_divide),
         SpecRule(name="counts are of the layers", theorem="Definition 2", faults=_routing_fits),
+        SpecRule(name="rows are multiplied by group", theorem="Definition 2", faults=_by_groups),
     ),
     not_yet=(SpecRule(name="experts are cut over tp too", theorem="", faults=_whole_on_tp),),
 )

@@ -3,7 +3,8 @@ travel to the ranks of theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -30,10 +31,11 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
         if isinstance(module, (MoE, RoutedRows)):
             module.journey = Travels(group)
     for _, experts in own:
-        for module in experts.modules():
-            _give_own(module, step.axis, mesh)
-        if isinstance(getattr(experts, NUMBER, None), int):
-            setattr(experts, NUMBER, step.number // mesh.size((step.axis,)))
+        if isinstance(experts, RoutedRows):
+            _give_rows(experts, step, mesh)
+            continue
+        for projection in experts.children():
+            _give_own(projection, step.axis, mesh)
 
 
 def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
@@ -46,14 +48,47 @@ def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
             module.journey.assumed = routing(name if is_layer else name.rpartition(".")[0])
 
 
-def _give_own(module: nn.Module, axis: Axis, mesh: Mesh) -> None:
+def _give_own(projection: nn.Module, axis: Axis, mesh: Mesh) -> None:
+    """Cut the weight of all experts, which its module reads."""
+    is_read = isinstance(projection.get_parameter("weight"), DTensor)  # of another axis
+    _cut(projection, axis, mesh)
+    if not is_read:
+        OwnSlices()._apply(projection, mesh.submesh((axis,)))
+
+
+def _give_rows(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
+    """Cut all tensors of a module that is not built in, and say how many experts it has now."""
+    for module in experts.modules():
+        _cut(module, step.axis, mesh)
+    experts.reading = _own_slices
+    if isinstance(getattr(experts, NUMBER, None), int):
+        setattr(experts, NUMBER, step.number // mesh.size((step.axis,)))
+
+
+@contextmanager
+def _own_slices(experts: nn.Module) -> Iterator[None]:
+    """Within it the tensors of a module and those in it are what the rank has of them, whoever
+    holds them. Backward has what it makes of them behind it before the module's inputs, in front of
+    which FSDP2 reduces: hooks of the module itself would come too early for that."""
+    held = [
+        (module, name, tensor)
+        for module in experts.modules()
+        for name, tensor in module.named_parameters(recurse=False)
+    ]
+    for module, name, tensor in held:  # before nn.Module looks among its parameters, it looks here
+        vars(module)[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    try:
+        yield
+    finally:
+        for module, name, _ in held:
+            vars(module).pop(name, None)
+
+
+def _cut(module: nn.Module, axis: Axis, mesh: Mesh) -> None:
     """Cut a module's own tensors of all experts by their first dimension."""
-    whole = list(module.named_parameters(recurse=False))
-    for name, tensor in whole:
+    for name, tensor in list(module.named_parameters(recurse=False)):
         own = nn.Parameter(_own(tensor, axis, mesh), requires_grad=tensor.requires_grad)
         module.register_parameter(name, own)
-    if whole and not isinstance(whole[0][1], DTensor):  # else they are read so already
-        OwnSlices()._apply(module, mesh.submesh((axis,)))
 
 
 @torch.no_grad()
