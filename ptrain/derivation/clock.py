@@ -24,7 +24,7 @@ from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
 from ptrain.rates.pace import Pace, cut_seconds, operators_seconds
 from ptrain.rooms.room import Shape
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
 
@@ -119,8 +119,8 @@ class Clock:
             key = TimeKey(Spent.COLLECTIVES, self.phase, (axis,), collective)
             self._beside(key, began, messages, share)
         for (axis, collective), seconds in work.sums:
-            key = TimeKey(Spent.COLLECTIVES, self.phase, (axis,), collective)
-            self._issue((axis,), key, seconds * share, None).wait()
+            key = TimeKey(Spent.COLLECTIVES, self.phase, axes_named(axis), collective)
+            self._issue(axes_named(axis), key, seconds * share, None).wait()
         if work.hooks:
             self._on_host(work.hooks * share)
 
@@ -345,7 +345,9 @@ class Clock:
         axis, _ = self._sent(item)
         if item.collective is Collective.SEND:  # all to the next rank
             return self.message_seconds(Axis(axis), item.payload)
-        return self._group_seconds(item.collective, (axis,), item.ranks or None, item.payload)
+        return self._group_seconds(
+            item.collective, axes_named(axis), item.ranks or None, item.payload
+        )
 
     def _once(self, question: Hashable, ask: Callable[..., float], *words: object) -> float:
         """The machine's answer, which is asked for once."""

@@ -19,7 +19,7 @@ from ptrain.derivation.pipeline_time import PipelineTiming, RankTime, pipeline_t
 from ptrain.derivation.repeats import represent
 from ptrain.derivation.stage_replay import Part, Played, play_rank
 from ptrain.derivation.timeline import always, peaks, play_update
-from ptrain.spec.axis import REDUCED_AXES, Axis
+from ptrain.spec.axis import Axis
 from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.spec import Spec
 
@@ -48,7 +48,7 @@ def in_flight(
     first: dict[Hashable, Place] = {}
     instructions, parts = training(schedule), _PartsOfStages(spec, stages, timing)
     cutting, loads = stages[0].plan.cutting_axes, loads_of(spec, stages[0].plan)
-    axes = (Axis.PP,), cutting, REDUCED_AXES if loads else ()
+    axes = (Axis.PP,), cutting, spec.routing_axes if loads else ()
     places = list(zip(*(positions(spec, names) for names in axes), strict=True))
     for place, index, tokens in sorted(set(places)):
         own = schedule.stages_of(place)

@@ -10,6 +10,7 @@ from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_whole_tensors
 from ptrain.derivation.paper import itemsizes
 from ptrain.facts.model import ModelFacts
+from ptrain.facts.stages import is_within
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.units import format_bytes
@@ -29,7 +30,9 @@ def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Ite
     if step is None:
         return
     cut = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
-    whole = sum(tensor.numel for tensor in facts.tensors if tensor.name not in cut)
+    apart = plan.experts.modules if plan.experts and plan.experts.folded else ()
+    own = (tensor for tensor in facts.tensors if not is_within(tensor.name, apart))
+    whole = sum(tensor.numel for tensor in own if tensor.name not in cut)
     if whole:
         yield (
             f"{whole:,} of {facts.numel:,} parameters belong to no operator that is cut, and every "

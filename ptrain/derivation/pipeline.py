@@ -45,7 +45,6 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes, RowsPasses
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import REDUCED_AXES
 from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -286,7 +285,7 @@ def _places(
     cut = plan.cutting_axes if any(len(stage_parts.parts) > 1 for stage_parts in stages) else ()
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
     shards = differing_axes(plan) if is_uneven else ()
-    axes = (step.axis,), cut, shards, REDUCED_AXES if loads else ()
+    axes = (step.axis,), cut, shards, spec.routing_axes if loads else ()
     return list(zip(*(positions(spec, names) for names in axes), strict=True))
 
 

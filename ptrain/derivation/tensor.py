@@ -110,7 +110,7 @@ def units_by_place(
     axes, step = plan.cutting_axes, plan.tensor
     places = range(ranks_over(spec, axes))
     if plan.experts is not None:
-        facts = with_own_experts(facts, plan.experts, spec.degree(plan.experts.axis))
+        facts = with_own_experts(facts, plan.experts, ranks_over(spec, plan.experts.axes))
     if step is None:
         yield facts.units, tuple(places)
         return
@@ -212,6 +212,10 @@ def _calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iter
             yield from _moved(Collective.ALL_GATHER, phase, cut.ends, tokens * itemsize)
         else:
             yield from _moved(Collective.ALL_REDUCE, phase, sums, tokens * itemsize)
+            # slices of the tokens are routed, and what they become is made whole; so are gradients
+            yield from _moved(Collective.ALL_GATHER, phase, cut.routed, tokens * itemsize)
+        yield from _moved(Collective.REDUCE_SCATTER, phase, cut.of_slices, tokens * itemsize)
+        yield from _moved(Collective.ALL_GATHER, phase, cut.of_slices, tokens * itemsize)
         yield from _moved(Collective.ALL_REDUCE, phase, alike, tokens * itemsize)
     gather, backward = Collective.ALL_GATHER, Phase.BACKWARD
     if step.is_saved_cut:
@@ -261,10 +265,11 @@ class _Operators:
     """The operators of a model by what they send of each token, in features. `joins` are sums of
     parts, into the residual stream, `opens` where a gradient is a sum of parts; `whole_joins` and
     `whole_opens` those where ranks have all tokens, whatever they have between the blocks, and
-    `ends` what is cut in front of these and made whole behind them. `vocab` is the whole vocabulary
-    that logits are cut over, None where they are not. `summed`: of the tensors that every rank has
-    whole and uses on its tokens, or on its features, by elements how many there are; of each the
-    gradients are summed by themselves."""
+    `ends` what is cut in front of these and made whole behind them. `routed` are sub-blocks that
+    take slices of the tokens, and `of_slices` operators within them, in pairs. `vocab` is the whole
+    vocabulary that logits are cut over, None where they are not. `summed`: of the tensors that
+    every rank has whole and uses on its tokens, or on its features, by elements how many there are;
+    of each the gradients are summed by themselves."""
 
     def __init__(self, step: Parallelize, facts: ModelFacts) -> None:
         self._roles, self._modules = step.roles, ModuleRoles(step.roles)
@@ -276,7 +281,13 @@ class _Operators:
                     stored = _STORED.get(role, role)
                     shape = tensor.shape if stored is role else tensor.shape[::-1]
                     self._weights[stored][module] = shape
-        rows = [shape[0] for shape in self._of(Role.ROW).values()]
+        # what is cut for slices of the tokens, whatever ranks have between the sub-blocks
+        self.of_slices = [
+            shape[0] for name, shape in self._of(Role.ROW).items() if self._is_of_slices(name)
+        ]
+        rows = [
+            shape[0] for name, shape in self._of(Role.ROW).items() if not self._is_of_slices(name)
+        ]
         tables = list(self._of(Role.VOCABULARY).values())
         columns = {name: shape[1] for name, shape in self._of(Role.COLUMN).items()}
         latents = {name: of[1] for name, of in self._of(Role.LATENT).items() if len(of) > 1}
@@ -295,12 +306,16 @@ class _Operators:
             heads = [shape[::-1] for shape in tables]
         last = [shape[0] for shape in self._of(Role.LAST_NORM).values()]
         self.whole_inputs = list(inputs.values())
+        inputs = {name: width for name, width in inputs.items() if not self._is_of_slices(name)}
+        self.routed = [
+            shape[1] for name, shape in self._of(Role.SHARED).items() if self._is_of_slices(name)
+        ]
         self.positions = [shape[1] for shape in self._of(Role.POSITIONS).values()]
         joins = [shape[1] for shape in tables]
         opens = last or [hidden for hidden, _ in heads]
         is_whole = step.has_whole_ends
         self.joins = [*rows, *([] if is_whole else joins)]
-        self.opens = [*self.whole_inputs, *alone, *([] if is_whole else opens)]
+        self.opens = [*inputs.values(), *alone, *([] if is_whole else opens)]
         self.whole_joins, self.whole_opens = (joins, opens) if is_whole else ([], [])
         self.ends = rows[-1:] if is_whole else []
         is_cut = self._has(Role.HEAD) or self._has(Role.LAST_NORM)
@@ -313,6 +328,10 @@ class _Operators:
         }
         of_tensor = self._modules.of_tensor
         self.summed = Counter(t.numel for t in facts.tensors if of_tensor(t.name) in shared)
+
+    def _is_of_slices(self, name: str) -> bool:
+        """Return whether a module is of a sub-block that routes a rank's slice of the tokens."""
+        return any(Role.WHOLE_EXPERTS in self._modules.roles(parent) for parent in prefixes(name))
 
     def _has(self, role: Role) -> bool:
         return any(has is role for _, has in self._roles)

@@ -30,6 +30,7 @@ def traced_part(spec: Spec) -> Spec:
         tensor=spec.tensor,
         pipeline=spec.pipeline,
         context=spec.context,
+        overlap_shared_experts=spec.overlap_shared_experts,
         activations=spec.activations,
         loss=spec.loss,
         data=spec.data if spec.data.function else DataSpec(),

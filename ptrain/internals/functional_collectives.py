@@ -3,6 +3,8 @@ wrapped until they are awaited."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
@@ -17,6 +19,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "all_gathered",
     "all_summed",
+    "all_to_all",
     "all_to_all_single_autograd",
     "awaited",
     "exchanged",
@@ -55,6 +58,16 @@ def exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return what each rank has for this one, of `parts` [ranks, ...] that have one for each."""
     singles = [1] * group.size()
     return awaited(_OPERATORS.all_to_all_single(parts, singles, singles, group.group_name))
+
+
+def all_to_all(
+    rows: torch.Tensor, arrived: Sequence[int], left: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Begin an exchange of `rows`, so many of which leave for each rank, and return those that
+    arrive from each; nothing but `awaited` may read them before they are there."""
+    operator, name = _OPERATORS.all_to_all_single, group.group_name
+    tensor: torch.Tensor = operator(rows, [*arrived], [*left], name)
+    return tensor
 
 
 def awaited(result: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from ptrain.models.moe import ExpertPlaces, Gate
 from ptrain.models.recomputing import runs_again
 from ptrain.models.routed_rows import RoutedRows
 from ptrain.report.routing import LayerRouting
-from ptrain.spec.axis import REDUCED_AXES
+from ptrain.spec.axis import without
 from ptrain.spec.layout import positions
 from ptrain.spec.routing import Histogram
 from ptrain.spec.routing import histogram as histogram_of
@@ -50,8 +50,9 @@ class RoutingMeter:
             layer: experts.num_all for layer, experts in self._experts.items()
         }
         # of ranks that route the same tokens one counts
-        self._counts = not any(program.mesh.coordinate(axis) for axis in program.plan.loss_axes)
-        self._place = positions(program.spec, REDUCED_AXES)[program.world.rank]
+        alike = without(program.plan.loss_axes, program.spec.routing_axes)
+        self._counts = not any(map(program.mesh.coordinate, alike))
+        self._place = positions(program.spec, program.spec.routing_axes)[program.world.rank]
         self._observers, self._micro_batch = program.observers, 0
         self._sums: dict[str, Tensor] = {}
         self._choices: dict[str, list[Tensor]] = {}  # by layer those of each micro-batch

@@ -24,7 +24,8 @@ from ptrain.rooms.registry import Registry
 from ptrain.spec.axis import EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.placement import Tier
 
-_OF_TOKENS = {(axis.value,) for axis in (*TOKEN_AXES, *EXPERT_AXES)}
+_OF_TOKENS = {axis.value for axis in (*TOKEN_AXES, *EXPERT_AXES)}
+_OF_ROWS = {axis.value for axis in (*EXPERT_AXES, Axis.TP)}  # where one is folded into the other
 _NAMESPACES = ("c10d", "_c10d_functional")
 
 # Operator -> collective, and which argument holds the full tensor of the call: the operators'
@@ -139,7 +140,8 @@ class TrafficMeter(OperatorMode):
     def _untagged(self, collective: Collective, axes: tuple[str, ...]) -> State:
         if self._guess is not None:
             return self._guess(collective, self._phase)
-        is_exchange = collective is Collective.ALL_TO_ALL and axes in _OF_TOKENS
+        is_of_tokens = {*axes} == _OF_ROWS or (len(axes) == 1 and axes[0] in _OF_TOKENS)
+        is_exchange = collective is Collective.ALL_TO_ALL and is_of_tokens
         return State.ACTIVATIONS if is_exchange or axes == (Axis.TP.value,) else State.OTHER
 
     def _count_moves(self, function: Any, args: tuple[Any, ...], result: Any) -> None:

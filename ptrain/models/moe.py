@@ -200,23 +200,28 @@ class MoE(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.flatten(0, 1)
         weights_NK, chosen_NK = self.router(x_BTC)
+        journey = self.journey()
+        if (shared := self.shared) is not None:
+            journey.compute_beside(lambda: shared(x_BTC))
         if self.places is None:
             num_experts = self.experts.num_experts
-            rows_NKC = dropless(x_NC, chosen_NK, num_experts, self.journey(), self.experts)
+            rows_NKC = dropless(x_NC, chosen_NK, num_experts, journey, self.experts)
         else:
             places_NK = self.places(chosen_NK.unflatten(0, x_BTC.shape[:2]))
-            rows_NKC = self._in_places(x_NC, places_NK, self.places.number(*x_BTC.shape[:2]))
+            num_places = self.places.number(*x_BTC.shape[:2])
+            rows_NKC = self._in_places(journey, x_NC, places_NK, num_places)
         y_BTC = (rows_NKC * weights_NK[..., None]).sum(1).view_as(x_BTC)
-        return y_BTC if self.shared is None else y_BTC + self.shared(x_BTC)
+        return y_BTC if shared is None else y_BTC + journey.computed_beside()
 
-    def _in_places(self, x_NC: Tensor, places_NK: Tensor, num_places: int) -> Tensor:
+    def _in_places(
+        self, journey: Journey, x_NC: Tensor, places_NK: Tensor, num_places: int
+    ) -> Tensor:
         """Return what each token's experts give [N, K, C], where these have a capacity: of a choice
         that finds no place, zeros."""
         num_experts = self.experts.num_experts
         tokens_S = places_NK.new_full((num_places + 1,), len(x_NC))  # an empty place has row N
         owners_NK = torch.arange(len(x_NC), device=x_NC.device)[:, None].expand_as(places_NK)
         tokens_S = tokens_S.scatter(0, places_NK.flatten(), owners_NK.flatten())[:-1]
-        journey = self.journey()
         x_ESC = journey.places_there(
             F.pad(x_NC, (0, 0, 0, 1))[tokens_S].unflatten(0, (num_experts, -1))
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ptrain.costs import Collective
 from ptrain.models.ledger import Ledger, local, storage_of, tensors_of
 from ptrain.models.recomputing import runs_again
 from ptrain.models.selection import Extent, Selection
@@ -125,23 +126,23 @@ class Recorder(Ledger):
         if is_wait(function) or computed not in ([], [VIEW]):
             self._see_arrivals((args, kwargs), result, is_awaited=is_wait(function))
         self._works += [(place, OperatorWork(when, what)) for what in computed]
-        if exchange and exchange.is_hop:
+        if exchange and exchange.collective is Collective.ALL_TO_ALL:
             self._under_way[storage_of(result)._cdata] = len(self._works) - 1
 
     def _see_arrivals(self, given: Any, result: Any, *, is_awaited: bool) -> None:
-        """A message that an operator reads or awaits is there. What is sent of fake tensors is
-        awaited at once, and not where a run awaits it: there the first operator tells that reads
-        it."""
+        """A message or an exchange that an operator reads or awaits is there. A message of fake
+        tensors is awaited at once, and not where a run awaits it: there the first operator tells
+        that reads it."""
         for key in [storage_of(tensor)._cdata for tensor in tensors_of(given)]:
             number = self._under_way.get(key)
             if number is None:
                 continue
             beside = len(self._works) - 1 - number
-            if is_awaited and not beside:
-                self._under_way |= {storage_of(own)._cdata: number for own in tensors_of(result)}
-                continue
             place, work = self._works[number]
             assert isinstance(work.what, SentTensor), "a message"
+            if is_awaited and not beside and work.what.is_hop:
+                self._under_way |= {storage_of(own)._cdata: number for own in tensors_of(result)}
+                continue
             what = replace(work.what, beside=beside)
             self._works[number] = place, replace(work, what=what)
             self._under_way = {own: n for own, n in self._under_way.items() if n != number}

@@ -16,7 +16,7 @@ from ptrain.facts.operators import InnerCollective, Operator
 from ptrain.internals import process_groups
 from ptrain.models.ledger import tensors_of
 from ptrain.models.operator_kinds import is_free, kind_of
-from ptrain.spec.axis import EXPERT_AXES, TOKEN_AXES
+from ptrain.spec.axis import EXPERT_AXES, TOKEN_AXES, axes_named
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 
@@ -292,7 +292,7 @@ def sent(function: Any, args: Any, result: Any) -> SentTensor | None:
     size = whole.numel() * whole.itemsize
     axis = process_groups.axis_of(args)
     is_exchange = collective is Collective.ALL_TO_ALL
-    is_named = axis in _BY_NAME
+    is_named = not {*axes_named(axis)}.isdisjoint(_BY_NAME)
     return SentTensor(
         collective,
         size,

@@ -67,28 +67,28 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     step = plan.experts
     if step is None:
         return ()
-    within = tuple(groups(spec, (step.axis,)))
+    within, names = tuple(groups(spec, step.axes)), " × ".join(step.axes)
     summed = plan.wrap_of(step.modules).summed_axes
     across = tuple(groups(spec, summed)) if summed else ()
     whole = tuple(groups(spec, plan.summed_axes))
-    places = positions(spec, (step.axis,))
+    places = positions(spec, step.axes)
     why = f"it is summed over {' × '.join(summed)}, ranks that have the same: {_shown(across)}"
     return (
         Condition(
             name="Theorem 3 of routed tokens",
             holds=step.number % len(within[0]) == 0,
-            why=f"each of {step.number} experts is on one rank of a group of {step.axis}, to "
+            why=f"each of {step.number} experts is on one rank of a group of {names}, to "
             f"which travels every token that is routed there: {_shown(within)}",
         ),
         Condition(
             name="Theorem 3 of experts' gradients",
             holds=all(len({places[rank] for rank in group}) == 1 for group in across),
-            why=f"an expert's gradient is of the tokens of all ranks of {step.axis}; "
+            why=f"an expert's gradient is of the tokens of all ranks of {names}; "
             + (why if summed else "no other rank has it, so that it is summed over none"),
         ),
         Condition(
             name="Theorem 3 of the rest's gradients",
-            holds=are_within(within, whole),
+            holds=are_within(groups(spec, (step.axis,)), whole),
             why="what every rank has is summed over "
             f"{' × '.join(plan.summed_axes)}: {_shown(whole)}; by construction, both are sums over "
             "tokens, divided by the global count",

@@ -63,6 +63,7 @@ def lower(
     # of what is whole on ep all ranks have the same, of the experts each has its own
     apart = () if own is None or own.axis in wrap.reduced_axes else (own.axis,)
     operator_axes = (*((tensor.axis,) if tensor else ()), *apart)
+    routing_axes = (*wrap.summed_axes, *spec.folded_axes)
     cut_axes = (*((pipeline.axis,) if pipeline else ()), *wrap.reduced_axes)
     layout = spec.precision.effective
     mesh = CreateMesh(
@@ -86,7 +87,7 @@ def lower(
         _accumulate(spec),
         _clip(spec, cut_axes, operator_axes),
         update,
-        balance_of(spec, tuple(f.axis for f in factors if f.axis in wrap.summed_axes)),
+        balance_of(spec, tuple(f.axis for f in factors if f.axis in routing_axes)),
     )
     return Plan(spec=spec, steps=tuple(step for step in steps if step is not None), units=units)
 
@@ -198,7 +199,7 @@ def _parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize | No
         return None
     activations = factor.placement.activations.distribution
     if not roles and isinstance(spec.model, ModelShape):
-        roles = roles_of(spec.model)
+        roles = roles_of(spec.model, has_whole_experts=bool(spec.folded_axes))
     return Parallelize(
         axis=factor.axis,
         roles=roles,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ptrain.axes.expert.cost import rows_bytes
+from ptrain.axes.expert.cost import ranks_of_experts, rows_bytes
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.costs import Collective
 from ptrain.derivation.activation_moves import COPIES
@@ -109,13 +109,13 @@ class Seconds:
 def exchange_seconds(spec: Spec, shape: ModelShape, pace: Pace, kept: Kept) -> tuple[float, float]:
     """Return for how long a block waits, forward and backward, for rows that go to experts of other
     ranks and come back; what is computed again sends again."""
-    ranks = spec.degree(Axis.EP)
-    if ranks == 1:
+    ranks, inside = ranks_of_experts(spec), spec.degree(Axis.TP)
+    if spec.degree(Axis.EP) == 1:
         return 0.0, 0.0
     once = pace.collective_seconds(
         Collective.ALL_TO_ALL,
         ranks=ranks,
-        nodes=nodes_of(spec, ranks, spec.degree(Axis.TP)),
+        nodes=nodes_of(spec, ranks, 1 if spec.tensor.is_folded else inside),
         payload=rows_bytes(spec, shape),
     )
     again = kept.policy is not None and kept.policy.scope is Scope.BLOCK

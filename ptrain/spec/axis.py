@@ -37,6 +37,13 @@ class Factor:
     placement: Placement
 
 
+def axes_named(group: str) -> tuple[str, ...]:
+    """Return the axes that a mesh's group of one or several cutting axes is named by: `ep`, or
+    `ep_tp`. Any other name is its own."""
+    parts = tuple(group.split("_"))
+    return parts if {*parts} <= {*CUTTING_AXES} else (group,)
+
+
 def without(axes: Sequence[Axis], others: Sequence[Axis]) -> tuple[Axis, ...]:
     """Return these axes but for those."""
     return tuple(axis for axis in axes if axis not in others)

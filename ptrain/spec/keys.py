@@ -237,6 +237,14 @@ class Keys:
             10**9,
         ),
     ] = 0
+    overlap_shared_experts: Annotated[
+        bool,
+        Truth(
+            "experts that all tokens go to compute while rows travel to other ranks' experts, and "
+            "in backward while gradients travel back; without: when rows are back",
+            aka=("moe_shared_expert_overlap",),
+        ),
+    ] = False
     routing: Annotated[
         Routing,
         RoutingText(

@@ -27,6 +27,8 @@ class Role(Word):
     LATENT = "latent"  # within it, in front of inner columns: whole on every rank, gradients summed
     # a sub-block of experts: what it is given is whole, and what it gives an addend of each rank's
     EXPERTS = "experts"
+    # the same where a rank has whole ones: it is given its slice of the tokens, and gives that
+    WHOLE_EXPERTS = "whole experts"
     INNER_COLUMN = "inner column"  # within either: output features cut, of all experts or of one
     INNER_ROW = "inner row"  # input features cut; its outputs are parts of the sub-block's sum
     SHARED = "shared"  # a tensor that every rank has whole, used on the rank's slice of features

@@ -40,10 +40,8 @@ _LAYERS = (
     "write dense_layers: N where the first N are dense; leave it out where it changes nothing",
 )
 _FOLDED = (
-    "a degree of tp for experts alone, or experts that are whole on tp's ranks (1, folded); they "
-    "are cut over tp as all else is",
-    "leave it out where it is the degree of tp; in place of 1 write tp: 1 and as many more ranks "
-    "of ep",
+    "a degree of tp for experts alone; they are cut over tp as all else is, or whole on its ranks",
+    "leave it out where it is the degree of tp; in place of 1 write tensor.experts: folded",
 )
 _DISPATCH = "another way of dispatch; rows are sorted by expert, and one product takes them all"
 # What others say of a model, or of its mesh, and blocks here have not: (what waits, the remedy).

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ptrain.costs import State
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.axis import SAMPLE_AXES, TOKEN_AXES, Axis, Factor
+from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, SAMPLE_AXES, TOKEN_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.function import UserFunction
@@ -131,6 +131,29 @@ class Spec(Keys, Worded):
     def own_tokens(self) -> int:
         """Tokens of a sample that a rank has in all of the model."""
         return self.batch.sequence // math.prod(self.degree(axis) for axis in TOKEN_AXES)
+
+    @property
+    def folded_axes(self) -> tuple[Axis, ...]:
+        """The axes of operators whose ranks have experts of their own, and route their slices of
+        the tokens: tp where it is folded into ep."""
+        is_so = self.tensor.is_folded and self.is_cut_over(EXPERT_AXES)
+        return (Axis.TP,) if is_so and self.degree(Axis.TP) > 1 else ()
+
+    @property
+    def expert_axes(self) -> tuple[Axis, ...]:
+        """The axes along which ranks have experts of their own, outermost first."""
+        axes = (*EXPERT_AXES, *self.folded_axes)
+        return tuple(f.axis for f in self.factors if f.axis in axes and f.degree > 1)
+
+    @property
+    def routing_axes(self) -> tuple[Axis, ...]:
+        """The axes along which ranks route tokens of their own."""
+        return (*REDUCED_AXES, *self.folded_axes)
+
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens of a sample that a rank routes."""
+        return self.own_tokens // math.prod(self.degree(axis) for axis in self.folded_axes)
 
     @property
     def may_be_on_cuda(self) -> bool:

@@ -8,6 +8,7 @@ from ptrain.spec.role import GIVEN, Role, Roles
 from ptrain.spec.section import section
 
 PAIRED, NAIVE = "paired", "naive"
+CUT, FOLDED = "cut", "folded"
 
 
 def _plan(written: str | Mapping[str, str]) -> str | Roles:
@@ -47,6 +48,17 @@ class TensorSpec:
     loss_parallel: Annotated[
         bool, Truth("logits stay cut over the vocabulary until the loss is computed")
     ] = True
+    experts: Annotated[
+        str,
+        Choice(
+            "what ranks of tp have of experts that ranks of ep have",
+            {
+                CUT: "a slice of the features of each",
+                FOLDED: "experts of their own, whole: ranks of ep × tp have some each, and route "
+                "their slice of the tokens",
+            },
+        ),
+    ] = CUT
     asynchronous: Annotated[
         bool,
         Truth(
@@ -60,6 +72,11 @@ class TensorSpec:
     def is_naive(self) -> bool:
         """Whether every column operator sums its input's gradient by itself."""
         return self.plan == NAIVE
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether ranks of tp have experts of their own, beside those of ep."""
+        return self.experts == FOLDED
 
     @property
     def roles(self) -> Roles:

@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from math import prod
 
 from ptrain.interpreter.program import Program
 from ptrain.meters.routing import RoutingMeter, histogram, summed
 from ptrain.report.routing import LayerRouting, routes, rows
-from ptrain.spec.axis import EXPERT_AXES
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.routing import Histogram
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, write_text
@@ -65,7 +64,7 @@ class RoutingLog:
         if self._last is None:
             return None
         step, layers = self._last
-        ranks = prod(self._spec.degree(axis) for axis in EXPERT_AXES)
+        ranks = ranks_over(self._spec, self._spec.expert_axes)
         return {"step": step + 1, "layers": rows(layers, ranks)}
 
     def _write(self, step: int, counts: Histogram) -> None:

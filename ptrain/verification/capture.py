@@ -127,7 +127,8 @@ class Capture:
         the tokens, of what lies by expert."""
         program, tensor, experts = self.program, self.program.plan.tensor, self.program.plan.experts
         own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
-        apart = tuple(_of_rows(program)) if program.plan.context else ()
+        routes_slices = program.plan.context or (experts and experts.folded)
+        apart = tuple(_of_rows(program)) if routes_slices else ()
 
         def held(
             outputs: dict[Key, torch.Tensor], is_addend: Callable[[Roles, str], bool]

@@ -20,9 +20,10 @@ resident memory (per state and rank) and in traffic (calls, payload and sent per
 state and phase), and by at most 2 % in each phase's peak; where experts take all tokens that are
 routed to them, which a run decides, this holds with the counts of the measured step, by layer,
 micro-batch and rank, in place of even ones. Of the last rank `exact` and simulated differ by 0 in
-these and in operations. Where the arithmetic is fp64 the losses of
-{STEPS} steps are those of one device to 1e-12 relative and the parameters to 1e-9; else these
-losses stay within the band of the layout's rounding.
+these and in operations. Where the arithmetic is fp64 the losses of {STEPS} steps are those of one
+device to 1e-12 relative, the parameters to 1e-9, and the gradient norms to 1e-11 or to what one
+device's own part by where it adds in other orders; else these losses stay within the band of the
+layout's rounding.
 
 Measured in step {MEASURED} (from 0), on gloo ranks that share this machine. Memory, traffic and
 simulated: figures compared / figures that differ. Peak: largest relative difference over phases and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.gloo.matrix import MEASURED, Matrix, Result, arithmetic, details, product
 
 STEPS = 20
-SAID = ("activations", "recompute", "loss", "context", "unit")
+SAID = ("activations", "recompute", "loss", "context", "unit", "overlap_shared_experts")
 CLAIM = f"""\
 Claim: where tokens go to experts, which every rank has, `exact` and measured differ by 0 in
 resident memory (per state and rank) and in traffic (calls, payload and sent per axes, collective,

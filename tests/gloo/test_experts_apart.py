@@ -67,6 +67,7 @@ KEPT: tuple[dict[str, Any], ...] = (
     {"loss": {"chunk": 4}},
     {"batch": {"global": 8, "micro": 4, "sequence": 16}},
 )
+OVERLAP: dict[str, Any] = {"overlap_shared_experts": True}
 TIERED = ("S*,S,S*,R", "R,S*,R,R", "O,O,O,R", "S*,O,S,R")
 STEPS = 2
 
@@ -153,6 +154,26 @@ def test_with_activations_kept_otherwise(
     ranks: Ranks, model: str, rest: str, kept: dict[str, Any]
 ) -> None:
     assert not MATRIX.differences(ranks, spec_of(model, {"ep": REST[rest]}, **kept))
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "beside"),
+    some(
+        [
+            *product(("top-2", "capacity-top-1"), ({}, {"activations": "M"}), ({},)),
+            ("top-2", {"activations": "M", "recompute": "selective"}, {}),
+            ("top-2", {"pipeline": {"schedule": "zero-bubble"}}, {"pp": "S,S,S,R"}),
+            *product(("deep", "capacity-top-1"), ({},), ({"tp": "S,S,S,S"}, {"cp": "S*,S,S,S"})),
+        ],
+        (("top-2", {"activations": "M"}, {}),),
+    ),
+    ids=str,
+)
+def test_with_shared_experts_while_rows_travel(
+    ranks: Ranks, model: str, more: dict[str, Any], beside: dict[str, str]
+) -> None:
+    spec = spec_of(model, beside | {"ep": REST["zero3"]}, accumulate=4, **OVERLAP, **more)
+    assert not MATRIX.differences(ranks, spec)
 
 
 @pytest.mark.nightly

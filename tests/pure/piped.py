@@ -18,7 +18,8 @@ MODELS = {
     "gpt, untied": GPT | {"tied": False},
 }
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-TUPLES = {"pp": "S,S,S,R", "dp_shard": FULLY, "dp_replicate": "R,R,R,R", "tp": "S,S,S,R"}
+WHOLE = "R,R,R,R"
+TUPLES = {"pp": "S,S,S,R", "dp_shard": FULLY, "dp_replicate": WHOLE, "ep": WHOLE, "tp": "S,S,S,R"}
 
 
 def spec(mesh: dict[str, int], pipeline: dict[str, object] | None = None, **sections) -> Spec:

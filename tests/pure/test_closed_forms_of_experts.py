@@ -6,15 +6,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
 
+from ptrain.axes.context.attention import all_spans
 from ptrain.axes.expert.cost import (
     of_a_layer,
     of_a_router,
     own_experts,
+    ranks_of_experts,
     rows_bytes,
     trip_bytes,
 )
@@ -31,6 +33,8 @@ from ptrain.spec.context import ContextAttention, ContextSpec
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
+from ptrain.spec.tensor import FOLDED as FOLDED_EXPERTS
+from ptrain.spec.tensor import TensorSpec
 from ptrain.steps.step import Plan
 from tests.pure.build import make_spec, tuple_of
 
@@ -111,6 +115,66 @@ def test_routers_of_slices_count_over_them_in_each_layer_and_micro_batch(name, b
     assert totals(spec, plan, "cp") == expected
     is_asked = shape.capacity_factor is not None or "aux_loss" in balance
     assert bool(expected) is is_asked, "of a mean each rank has its share"
+
+
+SLICED = (None, ContextAttention.RING, ZIGZAG)
+FOLDED = TensorSpec(experts=FOLDED_EXPERTS)
+EVEN = replace(SHAPE, heads=6, kv_heads=6, hidden=24, ffn=18, vocab=258)  # which tp cuts
+IN_FULL = {Axis.TP: tuple_of("S,S,S,R"), Axis.CP: tuple_of("S*,S,S,S"), Axis.EP: tuple_of("S*,S,S")}
+
+
+def folded_spec(shape: ModelShape, attention: ContextAttention | None, **mesh: int) -> Spec:
+    """Of 36 tokens; without attention over cp there is none."""
+    axes = {Axis(name): (degree, IN_FULL[Axis(name)]) for name, degree in mesh.items()}
+    spec = make_spec(axes, model=shape, accumulate=3, sequence=36)
+    context = ContextSpec(attention=attention) if attention else spec.context
+    return replace(spec, tensor=FOLDED, context=context)
+
+
+@pytest.mark.parametrize(("tp", "attention"), product((2, 3), SLICED))
+def test_ranks_of_a_folded_tp_route_each_token_of_those_that_they_share_once(tp, attention):
+    cp = {"cp": 3} if attention else {}
+    spec = folded_spec(EVEN, attention, **cp, ep=2, tp=tp)
+    plan, _ = planned(spec)
+    step = plan.experts
+    assert step is not None and step.counting == ((Axis.CP, Axis.TP) if cp else (Axis.TP,))
+    tokens = [[t for span in own for t in range(*span)] for own in step.spans]
+    assert sorted(chain(*tokens)) == [*range(36)]
+    assert {*map(len, tokens)} == {spec.routed_tokens}
+    if plan.context is not None:
+        for place, own in enumerate(all_spans(plan.context)):
+            held = [t for span in own for t in range(*span)]
+            assert [*chain(*tokens[place * tp : (place + 1) * tp])] == held, "in its order"
+
+
+@pytest.mark.parametrize(("name", "tp", "attention"), product(SHAPES, (2, 3), SLICED))
+def test_rows_of_a_folded_tp_go_over_both_axes_and_routers_count_over_all_slices(
+    name, tp, attention
+):
+    shape = replace(EVEN, **SHAPES[name], **BALANCED)
+    cp = {"cp": 3} if attention else {}
+    spec = folded_spec(shape, attention, **cp, ep=2, tp=tp)
+    plan, whole = planned(spec)
+    assert plan.experts is not None
+    expected: Counter[tuple[Any, ...]] = Counter()
+    layers = 3 * sum(map(shape.has_experts, range(shape.layers)))
+    stretches = max(map(len, plan.experts.spans))
+    over = {
+        ("ep", "tp"): of_a_layer(spec, shape),
+        plan.experts.counting: of_a_router(spec, shape, stretches),
+    }
+    for axes, rows in over.items():
+        for collective, phase, calls, size in rows:
+            expected[axes, collective, phase, "calls"] += layers * calls
+            expected[axes, collective, phase, "bytes"] += layers * size
+    counted: Counter[tuple[Any, ...]] = Counter()
+    for row in sent(spec, plan):
+        counted[row.key.axes, row.key.collective, row.key.phase, "calls"] += row.calls
+        counted[row.key.axes, row.key.collective, row.key.phase, "bytes"] += row.sent_bytes
+    assert counted == expected
+    own = with_own_experts(whole, plan.experts, ranks_of_experts(spec))
+    less = own_experts(shape, 1) - own_experts(shape, 2 * tp)
+    assert whole.numel - own.numel == layers // 3 * less
 
 
 def test_places_over_cp_are_those_of_whole_samples():

@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from ptrain.axes.expert.cost import of_a_router, own_experts
 from ptrain.axes.tensor.cost import (
     CallKey,
     LayerSpan,
@@ -69,7 +70,7 @@ def drawn(kind: tuple[object, ...], *, mesh: dict[str, int] | None = None, **sec
         "placement": {"tp": f"S,S,S,{'R' if plan == 'naive' else plan}"},
         "tensor": {"loss_parallel": loss_parallel} | ({"plan": "naive"} if plan == "naive" else {}),
     }
-    data = {"dp_shard": "S*,S,S,R", "dp_replicate": "R,R,R,R"}
+    data = {"dp_shard": "S*,S,S,R", "dp_replicate": "R,R,R,R", "ep": "R,R,R,R"}
     settings["placement"] |= {axis: data[axis] for axis in mesh or {}}
     merged = {
         name: {**settings.get(name, {}), **value} if isinstance(value, dict) else value
@@ -160,6 +161,41 @@ def test_experts_are_cut_over_tp_and_summed_once_a_layer(plan, shared, dense):
     size = spec.precision.effective.parameters.itemsize
     for index in range(degree):
         own = parameters(shape, whole(shape), sequence=16, degree=degree, index=index)
+        assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
+
+
+@pytest.mark.parametrize("dense", [0, 1])
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("plan", ["R", "S", "S*"])
+def test_of_experts_that_are_folded_slices_of_the_tokens_are_all_that_is_sent(plan, shared, dense):
+    experts = {"experts": 24, "experts_per_token": 2, "expert_ffn": 60, "layers": 3}
+    experts |= {"shared_experts": shared, "dense_layers": dense, "aux_loss": 0.1}
+    spec = drawn(
+        ("llama", False, plan, True),
+        mesh={"ep": 2},
+        model=experts,
+        tensor={"experts": "folded"},
+    )
+    derivation, shape, degree = derive(spec), shape_of(spec), spec.degree(Axis.TP)
+    times = spec.batch.accumulate * (shape.layers - dense)
+    expected = expected_over_tp(spec, step_of(derivation))
+    for collective, phase, calls, size in of_a_router(spec, shape, 1):
+        before, payload = expected.get((collective, State.ACTIVATIONS, phase), (0, 0))
+        counts = size * degree // (2 * (degree - 1))  # a ring sends 2(t - 1)/t of them
+        of_counts = before + times * calls, payload + times * counts
+        expected[collective, State.ACTIVATIONS, phase] = of_counts
+    assert over_tp(derivation.exact) == expected
+    size, ranks = spec.precision.effective.parameters.itemsize, 2 * degree
+    for index in range(degree):
+        own = parameters(
+            shape,
+            whole(shape),
+            sequence=16,
+            degree=degree,
+            index=index,
+            has_whole_experts=True,
+        )
+        own += (shape.layers - dense) * own_experts(shape, ranks)
         assert derivation.exact.bytes_of(State.PARAMETERS, index) == own * size
 
 

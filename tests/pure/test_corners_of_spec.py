@@ -319,8 +319,11 @@ NAMED = {
     "attention is one that is reached": "Definition 2",
     "the loss is a sum over tokens": INTEGRITY,
     "ranks have as many experts": "Definition 2",
+    "tp joins ep": "Definition 2",
+    "routed slices are equal": "Definition 2",
     "counts are of the layers": "Definition 2",
     "rows are multiplied by group": "Definition 2",
+    "shared experts overlap rows that travel": EFFECT,
     "the degree divides the operators": "Definition 2",
     "every rank has rows": "Definition 2",
     "roles are the family's own": "Definition 2",
@@ -340,7 +343,7 @@ NAMED = {
 WAITING = """replicas outside shards;
     experts are no matrices; hops know of no mask;
     keys are as wide as values; ranks have as many stretches;
-    experts are cut over tp too;
+    experts are cut over tp too; the naive plan cuts experts; what overlaps sends nothing;
     all tokens between the blocks; the naive plan has all tokens; the naive plan has no latents;
     equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;

@@ -10,6 +10,7 @@ import pytest
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.rules import DATA
 from ptrain.axes.expert.form import experts_of
+from ptrain.axes.expert.loads import token_places
 from ptrain.axes.expert.rules import EXPERT
 from ptrain.costs import PLACED
 from ptrain.derivation.throughput import token_operations
@@ -24,6 +25,8 @@ from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.placement import MODES, Placement, R
 from ptrain.spec.routing import histogram
 from ptrain.spec.spec import Spec
+from ptrain.spec.tensor import FOLDED as FOLDED_EXPERTS
+from ptrain.spec.tensor import NAIVE, TensorSpec
 from tests.gloo.expert_cases import spec_of
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, make_spec, tuple_of
 
@@ -34,6 +37,8 @@ TUPLES = [
     for theta, omega, gradients, activations in product(MODES, repeat=4)
 ]
 SHAPE = replace(ODD_SHAPE, experts=6, experts_per_token=2)
+EVEN = replace(ODD_SHAPE, hidden=40, heads=2, kv_heads=2, ffn=8)  # which tp cuts in two
+FOUR = replace(EVEN, experts=4)
 
 
 @pytest.mark.parametrize(
@@ -242,3 +247,85 @@ def test_what_is_read_off_a_model_must_fit_the_spec():
     counts = histogram({"h.1.mlp": [[[1] * 6]]})
     with pytest.raises(SpecError, match=r"routing: no counts of h\.0\.mlp"):
         experts_of(spec.but(routing=counts), (), LAYERS)
+
+
+# ---- tp, folded into ep
+
+FOLDED = TensorSpec(experts=FOLDED_EXPERTS)
+
+
+def folded(ep: int = 2, tp: int = 2, *, model=FOUR, tensor=FOLDED, **sections):
+    mesh = {Axis.EP: (ep, WHOLE), Axis.TP: (tp, tuple_of("S,S,S"))}
+    return replace(make_spec(mesh, model=model, **sections), tensor=tensor)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ep", "remedy"),
+    [
+        (6, 2, "choose ep from 3, or write tensor.experts: cut"),
+        (6, 4, "choose ep from 3"),
+        (7, 2, "write model.experts=8"),
+        (20, 4, "choose ep from 2, 5, 10, or write tensor.experts: cut"),
+        (4, 4, "choose ep from 2, or write tensor.experts: cut"),
+    ],
+)
+def test_ranks_of_ep_and_a_folded_tp_have_as_many_experts(experts, ep, remedy):
+    (fault,) = check(folded(ep, model=replace(FOUR, experts=experts)))
+    assert (fault.place, fault.remedy) == ("mesh.ep", remedy)
+    assert fault.finding == f"{ep} × 2 ranks do not divide {experts} experts"
+
+
+def test_experts_that_are_whole_have_any_width_and_shared_ones_are_cut():
+    odd = replace(FOUR, expert_ffn=7)
+    assert not check(folded(model=odd))
+    (cut,) = check(folded(model=odd, tensor=TensorSpec()))
+    (shared,) = check(folded(model=replace(odd, shared_experts=1)))
+    assert cut == shared and cut.finding == "tp=2 does not divide expert_ffn: 7"
+
+
+@pytest.mark.parametrize(
+    ("axes", "model", "place", "finding", "remedy"),
+    [
+        ([Axis.TP], FOUR, "tensor.experts",
+         "folded: ranks of tp join those of ep, which has no two",
+         "leave it out, or write ep: mesh: {…, ep: 2, tp: 2}"),
+        ([Axis.TP], EVEN, "tensor.experts",
+         "folded: the model has no experts that ranks of ep and tp could have", "leave it out"),
+        ([Axis.EP], FOUR, "tensor.experts",
+         "nothing obeys it: no operator is cut, since tp has no two ranks",
+         "remove tensor.experts, or write tp: mesh: {…, tp: 2}"),
+        ([Axis.EP, Axis.TP], EVEN, "mesh.ep",
+         "the model has no experts that ranks of ep could have",
+         "write model.experts, or dp_shard in place of ep"),
+    ],
+)  # fmt: skip
+def test_what_folds_needs_both_axes_and_experts(axes, model, place, finding, remedy):
+    tuples = {Axis.EP: "R,R,R", Axis.TP: "S,S,S"}
+    spec = make_spec({axis: (2, tuple_of(tuples[axis])) for axis in axes}, model=model)
+    spec = replace(spec, tensor=FOLDED)
+    assert (*check(spec), *executed(spec)) == (
+        Fault(place=place, finding=finding, remedy=remedy),
+    )  # one of them
+
+
+def test_a_folded_tp_routes_equal_slices_and_cuts_in_pairs():
+    (fault,) = check(folded(sequence=15))
+    assert fault.place == "batch.sequence"
+    assert fault.finding.startswith("15 tokens of a rank cannot be cut into 2 equal slices")
+    naive = TensorSpec(experts=FOLDED_EXPERTS, plan=NAIVE)
+    (fault,) = (*check(folded(tensor=naive)), *executed(folded(tensor=naive)))
+    assert fault.place == "tensor.plan" and "not yet: naive" in fault.finding
+
+
+def test_what_shared_experts_send_over_tp_is_not_sent_beside_rows():
+    spec = replace(folded(model=replace(FOUR, shared_experts=1)), overlap_shared_experts=True)
+    (fault,) = (*check(spec), *executed(spec))
+    assert fault.place == "overlap_shared_experts" and "not yet" in fault.finding
+
+
+def test_a_folded_rank_routes_its_slice_among_the_ranks_of_both_axes():
+    spec = folded()
+    assert spec.expert_axes == (Axis.EP, Axis.TP)
+    assert spec.routed_tokens == spec.own_tokens // 2
+    assert token_places(spec) == (0, 1, 2, 3)
+    assert token_places(replace(spec, tensor=TensorSpec())) == (0, 0, 1, 1)

@@ -61,6 +61,7 @@ RESERVED = [
     "checkpoint",
     "profile",
     "consistency_every",
+    "overlap_shared_experts",
     "routing",
     "timeout",
     "log",

@@ -117,6 +117,7 @@ EVERY_KEY = {
     "device": "cpu",
     "backend": "gloo",
     "consistency_every": 41,
+    "overlap_shared_experts": True,
     "routing": "worst",
     "reduce_scatter": "all_to_all",
     "bucket": 4096,
@@ -148,7 +149,7 @@ def test_every_key_is_taken_as_it_is_written():
     assert (spec.eval, spec.timeout) == (EvalSpec(every=17, batches=19), Timeout(init=29, step=31))
     assert spec.checkpoint == CheckpointSpec(at_end=True, every=23)
     assert (spec.log_every, spec.profile, spec.consistency_every) == (37, (2, 3), 41)
-    assert spec.routing is Bound.WORST
+    assert (spec.routing, spec.overlap_shared_experts) == (Bound.WORST, True)
     assert (spec.deterministic, spec.device, spec.backend) == (True, "cpu", "gloo")
     assert (spec.reduce_scatter, spec.bucket_bytes, spec.prefetch) == ("all_to_all", 4096, 2)
     assert (str(spec.unit), spec.overlap, spec.gather_after_update) == (

@@ -69,8 +69,8 @@ SETS = {
     pipeline.ScheduleName: "naive gpipe 1f1b bfs interleaved zero-bubble zbv dualpipev",
     pipeline.SplitBy: "parameters time layers",
     role.Role: """column fused_column transposed_column row transposed_row vocabulary head
-        whole_input latent_input latent experts inner_column inner_row shared norm last_norm
-        positions count block first_block last_block""",
+        whole_input latent_input latent experts whole_experts inner_column inner_row shared
+        norm last_norm positions count block first_block last_block""",
 }
 
 
@@ -178,7 +178,8 @@ SECTIONS = {
     job.Timeout: {"init": 300.0, "step": 120.0},
     job.LogSpec: {"every": 10},
     offload.Offload: {"tier": None, "path": None, "update": "host"},
-    tensor.TensorSpec: {"plan": "paired", "loss_parallel": True, "asynchronous": False},
+    tensor.TensorSpec: {"plan": "paired", "loss_parallel": True, "experts": "cut",
+                        "asynchronous": False},
     spec.ActivationSpec: {
         "default": {"policy": None, "tier": "device"}, "by_block": (), "every": 1, "budget": None,
         "is_open": False,
@@ -251,6 +252,7 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
         "prefetch": None, "gather_after_update": "blocking", "profile": (),
         "consistency_every": 0, "deterministic": False, "device": "auto", "backend": "auto",
         "resolved": {}, "trivial_factors": (), "context": None, "routing": None,
+        "overlap_shared_experts": False,
     }  # fmt: skip
     assert {key: found[key] for key in plain} == plain
     made = {key: type(value).__name__ for key, value in found.items() if key not in plain}

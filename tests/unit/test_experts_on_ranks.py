@@ -1,5 +1,6 @@
 """The exchange of the expert axis on a rank that nobody answers: what a trip holds at once and what
-it sends, against its closed form; and loads that are taken to be even."""
+it sends, against its closed form; what is computed beside it; and loads that are taken to be even.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptrain.axes.expert.cost import rows_bytes, trip_bytes
-from ptrain.axes.expert.run.exchange import JourneyOverRanks
+from ptrain.axes.expert.run.exchange import JourneyOverRanks, Travels
+from ptrain.models.moe import MoE
 from ptrain.models.recorder import Recorder
 from ptrain.models.trace import Born, Died, Recording
-from ptrain.models.work import SentTensor
+from ptrain.models.work import OperatorSizes, SentTensor
 from ptrain.rooms.fake import fake_world
 from ptrain.spec.model import ModelShape
+from ptrain.spec.rates import OperatorKind
 from tests.pure.test_closed_forms_of_experts import SHAPE, spec_of
 
 EXPERTS, RANKS = 12, 3
@@ -88,6 +91,49 @@ def test_a_trip_holds_and_sends_what_its_closed_form_says(group, factor):
     ]
     assert [(what.axis, what.ranks) for what in sent] == [("ep", RANKS)] * len(sent)
     assert max(what.payload for what in sent) == rows
+
+
+class _OnRanks(nn.Module):
+    """A layer with all experts' matrices of its rank, and two that all tokens go to."""
+
+    def __init__(self, group: dist.ProcessGroup, shape: ModelShape, *, overlaps: bool) -> None:
+        super().__init__()
+        self.layer = MoE(shape)
+        self.layer.journey = Travels(group, overlaps)
+        for projection in self.layer.experts.children():
+            assert isinstance(projection.weight, nn.Parameter)
+            own = projection.weight[: EXPERTS // RANKS].detach().normal_()
+            projection.weight = nn.Parameter(own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("factor", [None, 1.5])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_shared_experts_compute_while_rows_travel_where_they_are_to(group, factor, overlaps):
+    shape = replace(SHAPE, capacity_factor=factor, experts=EXPERTS, shared_experts=2)
+    module, x = _OnRanks(group, shape, overlaps=overlaps), torch.randn(1, 18, shape.hidden)
+    with Recorder(module, [x.requires_grad_()]) as recorder:
+        y = module(x)
+        recorder.end("forward")
+        y.sum().backward()
+        recorder.end("backward")
+        works = recorder.recording().works
+    for phase, products in (("forward", 3), ("backward", 6)):  # of gate, up and down
+        done = [work.what for _, work in works[phase]]
+        beside = [
+            [
+                what.kind
+                for what in done[place + 1 :][: sent.beside]
+                if isinstance(what, OperatorSizes)
+            ]
+            for place, sent in enumerate(done)
+            if isinstance(sent, SentTensor)
+        ]
+        numbers = [kinds.count(OperatorKind.PRODUCT) for kinds in beside]
+        assert sorted(numbers)[-1] == (products if overlaps else 0)
+        assert sum(numbers) == max(numbers), "one exchange has something beside it"
 
 
 def test_without_an_answer_every_expert_gets_as_many_rows(group):

@@ -2,8 +2,8 @@
 hold while they do.
 
 n ranks, E experts of which k are a token's, C places of each of them for a sample, T tokens of a
-sample that a rank has, b samples, h features of e bytes. The rows of a trip are b·E·min(C, T)·h·e
-with a capacity; without one b·k·T·h·e, where as many go to each expert. Where N ranks have slices
+sample that a rank routes, b samples, h features of e bytes. The rows of a trip are with a capacity
+b·E·min(C, T)·h·e; without one b·k·T·h·e, where as many go to each expert. Where N ranks have slices
 of a sample in L stretches each, routers count over them: b·E sums for a loss, N·L·k·b·E counts for
 places.
 """
@@ -25,7 +25,7 @@ _COUNT_BYTES = 8  # of rows for an expert: int64
 def rows_bytes(spec: Spec, shape: ModelShape) -> int:
     """Return the bytes of a trip's rows: what one rank sends to all experts, its own among them."""
     assert shape.experts is not None, "nothing travels"
-    tokens = spec.own_tokens
+    tokens = spec.own_tokens // _folded(spec)
     number = shape.experts_per_token * tokens
     if shape.capacity_factor is not None:
         choices = shape.experts_per_token * spec.batch.sequence
@@ -41,7 +41,7 @@ def of_a_layer(spec: Spec, shape: ModelShape) -> Iterator[tuple[Collective, Phas
     (n - 1)/n of the rows, in whole rows; and what says how many come, where that depends on
     data."""
     assert shape.experts is not None, "nothing travels"
-    ranks, row = spec.degree(Axis.EP), shape.hidden * spec.precision.effective.parameters.itemsize
+    ranks, row = ranks_of_experts(spec), shape.hidden * spec.precision.effective.parameters.itemsize
     leaving = rows_bytes(spec, shape) // row * (ranks - 1) // ranks * row
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         yield Collective.ALL_TO_ALL, phase, 2, 2 * leaving
@@ -53,10 +53,10 @@ def of_a_layer(spec: Spec, shape: ModelShape) -> Iterator[tuple[Collective, Phas
 def of_a_router(
     spec: Spec, shape: ModelShape, stretches: int
 ) -> Iterator[tuple[Collective, Phase, int, int]]:
-    """Yield the same of what a layer's router asks the ranks of cp, each of which has so many
-    stretches of a sample."""
+    """Yield the same of what a layer's router asks the ranks of cp, or of a tp that is folded into
+    ep, each of which has so many stretches of a sample."""
     assert shape.experts is not None, "nobody is chosen"
-    ranks, counts = spec.degree(*TOKEN_AXES), spec.batch.micro * shape.experts
+    ranks, counts = spec.degree(*TOKEN_AXES) * _folded(spec), spec.batch.micro * shape.experts
     if shape.aux_loss:
         size = counts * max(4, spec.precision.effective.parameters.itemsize)
         yield Collective.ALL_REDUCE, Phase.FORWARD, 1, ceil(Fraction(2 * (ranks - 1) * size, ranks))
@@ -70,6 +70,17 @@ def trip_bytes(spec: Spec, shape: ModelShape) -> int:
     capacity a rank gets as many places as it sends; without one as many rows, where loads are
     even."""
     return 2 * rows_bytes(spec, shape)
+
+
+def ranks_of_experts(spec: Spec) -> int:
+    """Return how many ranks have a layer's experts between them: those of ep, and where tp is
+    folded into it those of tp beside each."""
+    return spec.degree(Axis.EP) * _folded(spec)
+
+
+def _folded(spec: Spec) -> int:
+    """Return how many ranks of tp beside one of ep have experts, and tokens to route."""
+    return spec.degree(Axis.TP) if spec.tensor.is_folded else 1
 
 
 def own_experts(shape: ModelShape, ranks: int) -> int:

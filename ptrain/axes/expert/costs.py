@@ -12,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import add
+from typing import NamedTuple
 
 from ptrain.axes.expert.loads import ByLayer, RankRows, even, layers_of
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.facts.stages import is_within
 from ptrain.spec.activations import Kept, Operators, Scope
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
-from ptrain.steps.context import ContextParallel
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import Plan
 
@@ -57,9 +58,11 @@ def sent(
         yield from exchange.forward(Phase.FORWARD, once)
         yield from exchange.forward(Phase.BACKWARD, again)
         yield from exchange.trips(Phase.BACKWARD, once)
-    if plan.context is not None and isinstance(shape, ModelShape) and shape.experts is not None:
-        yield from _counted(spec, shape, plan.context, Phase.FORWARD, once.times)
-        yield from _counted(spec, shape, plan.context, Phase.BACKWARD, again.times)
+    slices = _token_slices(spec, plan)
+    if slices is not None and isinstance(shape, ModelShape) and shape.experts is not None:
+        yield from _counted(spec, shape, slices, Phase.FORWARD, once.times)
+        if slices.group.axes != spec.folded_axes:  # else it is among what operators send again
+            yield from _counted(spec, shape, slices, Phase.BACKWARD, again.times)
 
 
 def _layers(spec: Spec, plan: Plan) -> Iterator[str]:
@@ -72,20 +75,38 @@ def _layers(spec: Spec, plan: Plan) -> Iterator[str]:
             yield f"blocks.{layer}"
 
 
+class _TokenSlices(NamedTuple):
+    """Ranks that have slices of the same samples, in so many stretches each."""
+
+    group: Group
+    stretches: int
+
+
+def _token_slices(spec: Spec, plan: Plan) -> _TokenSlices | None:
+    """Return which ranks count over their slices what routers choose; None where a rank has all of
+    a sample's tokens."""
+    experts, step = plan.experts, plan.context
+    if experts is not None and experts.counting:
+        group = Group(experts.counting, ranks_over(spec, experts.counting))
+        return _TokenSlices(group, max(map(len, experts.spans)))
+    if step is not None:
+        return _TokenSlices(Group((step.axis,), step.ulysses * step.ring), step.chunks)
+    return None
+
+
 def _counted(
-    spec: Spec, shape: ModelShape, step: ContextParallel, phase: Phase, times: int
+    spec: Spec, shape: ModelShape, slices: _TokenSlices, phase: Phase, times: int
 ) -> Iterator[Traffic]:
     """How often a sample's tokens choose each expert is summed where a loss balances them; where an
     expert has places it is gathered too, by choice and by stretch of tokens."""
     assert shape.experts is not None, "they are counted"
-    ranks, numbers = step.ulysses * step.ring, spec.batch.micro * shape.experts
-    group = Group((step.axis,), ranks)
+    group, numbers = slices.group, spec.batch.micro * shape.experts
     if shape.aux_loss and times:
         wide = max(spec.precision.effective.parameters.itemsize, DType.FP32.itemsize)
         calls = Calls(Collective.ALL_REDUCE, State.ACTIVATIONS, phase, times)
         yield calls.over(group, numbers * wide)
     if shape.capacity_factor is not None and times:
-        numbers *= ranks * step.chunks * shape.experts_per_token
+        numbers *= group.ranks * slices.stretches * shape.experts_per_token
         calls = Calls(Collective.ALL_GATHER, State.ACTIVATIONS, phase, times)
         yield calls.over(group, numbers * _COUNT_BYTES)
 
@@ -112,7 +133,7 @@ class _RowExchange:
     """In bytes, which a row has so many of."""
 
     def __init__(self, spec: Spec, step: ExpertParallel) -> None:
-        self.group = Group((step.axis,), spec.degree(step.axis))
+        self.group = Group(spec.expert_axes, ranks_over(spec, spec.expert_axes))
         self.counts = 0 if step.places is not None else _COUNT_BYTES * step.number
         self.row = step.features * spec.precision.effective.parameters.itemsize
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from ptrain.spec.axis import REDUCED_AXES
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.routing import Choices, Histogram
 from ptrain.spec.spec import Spec
 
@@ -20,7 +19,7 @@ def misfit(
         return f"no counts of {', '.join(missing)}"
     if others := [layer for layer in histogram.layers if layer not in layers]:
         return f"{', '.join(others)}: the model has no such layer with experts"
-    ranks = math.prod(spec.degree(axis) for axis in REDUCED_AXES)
+    ranks = ranks_over(spec, spec.routing_axes)
     for layer, of_layer in zip(histogram.layers, histogram.counts, strict=True):
         if len(of_layer) != ranks:
             return f"{layer}: {len(of_layer)} ranks; {ranks} have tokens of their own"
@@ -38,7 +37,7 @@ def _misfit_of(spec: Spec, of_experts: Choices, number: int, chosen: int) -> str
     """Return what does not fit in the counts of one micro-batch."""
     if len(of_experts) != number:
         return f"{len(of_experts)} experts; the layer has {number}"
-    tokens = spec.batch.micro * spec.own_tokens
+    tokens = spec.batch.micro * spec.routed_tokens
     if (choices := sum(of_experts)) != tokens * chosen:
         return f"{choices} choices; {tokens} tokens make {chosen} each, which are {tokens * chosen}"
     if (most := max(of_experts)) > tokens:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ptrain.axes.expert.loads import Loads, choices, loads_of, token_places
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel
@@ -19,10 +20,16 @@ _FEW_RANKS = 8
 def step_text(step: ExpertParallel) -> str:
     """Return what the step does, in one line of a plan."""
     layers = counted(len(step.modules), "layer")
+    slices = f", of a slice of the tokens on each of {step.folded[0]}" if step.folded else ""
+    meanwhile = ", while shared experts compute," if step.overlaps else ""
     return (
-        f"give each rank of {step.axis} some of the experts of {layers}, whole: Θ, Ω and G of its "
-        "own; rows of tokens travel to them and back"
+        f"give each rank of {_named(step)} some of the experts of {layers}, whole: Θ, Ω and G of "
+        f"its own; rows of tokens travel to them{meanwhile} and back{slices}"
     )
+
+
+def _named(step: ExpertParallel) -> str:
+    return " × ".join(step.axes)
 
 
 def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
@@ -31,12 +38,12 @@ def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
     step = plan.experts
     if step is None:
         return
-    ranks = spec.degree(step.axis)
+    ranks = ranks_over(spec, step.axes)
     own = step.number // ranks
     for rank in islice(range(ranks), _FEW_RANKS):
-        yield f"experts  {step.axis} {rank}: {_span(rank * own, own)} of {step.number}"
+        yield f"experts  {_named(step)} {rank}: {_span(rank * own, own)} of {step.number}"
     if ranks > _FEW_RANKS:
-        yield f"experts  … {ranks} ranks of {step.axis}"
+        yield f"experts  … {ranks} ranks of {_named(step)}"
     yield f"travels  {_travels(spec, step, ranks)}"
     if (loads := loads_of(spec, plan)) is not None:
         yield f"routing  {_routing(spec, loads)}"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.expert.counts import misfit
 from ptrain.costs import Collective
 from ptrain.errors import Fault, SpecError
 from ptrain.facts.experts import ExpertLayers
-from ptrain.spec.axis import Axis, Factor
+from ptrain.spec.axis import TOKEN_AXES, Axis, Factor
+from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import FORM, Bound, Histogram
 from ptrain.spec.spec import Spec
-from ptrain.steps.experts import ExpertParallel
+from ptrain.steps.experts import ExpertParallel, Span
 
 
 def factor_of(spec: Spec) -> Factor | None:
@@ -22,9 +24,9 @@ def factor_of(spec: Spec) -> Factor | None:
 
 
 def own_places(spec: Spec, shape: ModelShape) -> int:
-    """Return the places of an expert that a rank lays out for the tokens that it has of a sample:
-    as many as the expert takes of all of the sample's, and no more than the rank has tokens."""
-    return min(shape.capacity(spec.batch.sequence), spec.own_tokens)
+    """Return the places of an expert that a rank lays out for the tokens that it routes of a
+    sample: as many as the expert takes of all of the sample's, and no more than these are."""
+    return min(shape.capacity(spec.batch.sequence), spec.routed_tokens)
 
 
 def experts_of(
@@ -36,13 +38,14 @@ def experts_of(
     if factor is None or layers is None:
         return None
     if layers.number % factor.degree:
-        raise SpecError(undivided(factor.degree, layers.number))
+        raise SpecError(_undivided(factor.degree, layers.number))
     if wrong := unfit(spec, layers):
         raise SpecError(wrong)
     modules = [module for unit in units for module in unit]
     places = None
     if isinstance(shape, ModelShape) and shape.capacity_factor is not None:
         places = own_places(spec, shape)
+    counting = _counting_axes(spec)
     return ExpertParallel(
         axis=factor.axis,
         modules=tuple(module for module in modules if module in layers.modules),
@@ -50,11 +53,14 @@ def experts_of(
         chosen=layers.chosen,
         features=layers.features,
         places=places,
+        overlaps=spec.overlap_shared_experts,
+        folded=spec.folded_axes,
+        counting=counting,
+        spans=tuple(_routed(spec, counting)) if counting else (),
     )
 
 
-def undivided(degree: int, experts: int) -> Fault:
-    """Return the fault of a degree that does not divide a layer's experts."""
+def _undivided(degree: int, experts: int) -> Fault:
     divide = [d for d in range(1, experts + 1) if experts % d == 0]
     return Fault(
         place="mesh.ep",
@@ -72,6 +78,36 @@ def unfit(spec: Spec, layers: ExpertLayers) -> Fault | None:
     return Fault(place="routing", finding=wrong, remedy=f"write {FORM}") if wrong else None
 
 
+def _counting_axes(spec: Spec) -> tuple[Axis, ...]:
+    """Return the axes along which ranks route other tokens of the same samples, the outermost
+    first, where some are folded."""
+    axes = (*TOKEN_AXES, *spec.folded_axes) if spec.folded_axes else ()
+    return tuple(f.axis for f in spec.factors if f.axis in axes and f.degree > 1)
+
+
+def _routed(spec: Spec, counting: Sequence[Axis]) -> Iterator[tuple[Span, ...]]:
+    """Yield the tokens of a sample that each rank along these axes routes: of those that it has,
+    one behind the other, an equal slice."""
+    context = context_of(spec)
+    held = [*all_spans(context)] if context else [((0, spec.batch.sequence),)]
+    for place in range(ranks_over(spec, counting)):
+        own = place_of(spec, counting, place)
+        first = sum(own[axis] for axis in spec.folded_axes) * spec.routed_tokens
+        of_rank = held[own[context.axis]] if context else held[0]
+        yield tuple(_within(of_rank, first, first + spec.routed_tokens))
+
+
+def _within(spans: Sequence[Span], first: int, behind: int) -> Iterator[Span]:
+    """Yield the stretches of the tokens that stand at places from `first` on in these spans, up to
+    the one `behind`."""
+    for start, end in spans:
+        length = end - start
+        own = max(first, 0), min(behind, length)
+        if own[0] < own[1]:
+            yield start + own[0], start + own[1]
+        first, behind = first - length, behind - length
+
+
 def is_by_routing(spec: Spec) -> bool:
     """Return whether sizes depend on where tokens go: not where every expert has as many places, or
     ranks have all experts."""
@@ -87,12 +123,12 @@ def assumed(spec: Spec) -> dict[str, str]:
     if factor is None or not is_by_routing(spec):
         return {}
     where = {
-        None: f"fall evenly on the experts of {factor.axis}'s ranks",
+        None: f"fall evenly on the experts of {' × '.join(spec.expert_axes)}'s ranks",
         Bound.BEST: "choose the experts of their own rank",
         Bound.WORST: "all choose the experts of one rank",
     }
     routing = spec.routing
     how = "go as routing counts them" if isinstance(routing, Histogram) else where[routing]
     why = f"predicted for tokens that {how}, which a router decides; a capacity_factor fixes them"
-    exchanged = f"traffic {factor.axis} {Collective.ALL_TO_ALL}"
+    exchanged = f"traffic {'+'.join(spec.expert_axes)} {Collective.ALL_TO_ALL}"
     return dict.fromkeys(("activations", "peak", exchanged), why)

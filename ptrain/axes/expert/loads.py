@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ptrain.axes.expert.form import is_by_routing
-from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES
-from ptrain.spec.layout import positions
+from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.routing import Bound, Choices, Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel
@@ -41,14 +40,14 @@ class RankRows:
 def choices(spec: Spec, step: ExpertParallel) -> int:
     """Return how many experts the tokens of a rank's micro-batch choose, all together: the rows
     that it sends, but with a capacity."""
-    return spec.batch.micro * spec.own_tokens * step.chosen
+    return spec.batch.micro * spec.routed_tokens * step.chosen
 
 
 def even(spec: Spec, step: ExpertParallel) -> RankRows:
     """Return the rows of every rank where an expert gets as many as any other: of what experts do
     not divide each rank gets as many, its own first. With a capacity these are places, whatever is
     routed."""
-    ranks, number = spec.degree(step.axis), choices(spec, step)
+    ranks, number = ranks_over(spec, spec.expert_axes), choices(spec, step)
     if step.places is not None:
         number = spec.batch.micro * step.number * step.places
     share, more = divmod(number, step.number)
@@ -65,8 +64,8 @@ class Loads(ABC):
     have tokens of their own."""
 
     def __init__(self, spec: Spec) -> None:
-        (axis,) = EXPERT_AXES
-        others = [factor.axis for factor in spec.factors if factor.axis is not axis]
+        own = spec.expert_axes
+        others = [factor.axis for factor in spec.factors if factor.axis not in own]
         groups: dict[int, list[int]] = {}
         for group, place in zip(positions(spec, others), token_places(spec), strict=True):
             groups.setdefault(group, []).append(place)
@@ -99,7 +98,7 @@ def loads_of(spec: Spec, plan: Plan) -> Loads | None:
 
 def token_places(spec: Spec) -> tuple[int, ...]:
     """Return the place of each rank's tokens."""
-    return positions(spec, REDUCED_AXES)
+    return positions(spec, spec.routing_axes)
 
 
 class CountedLoads(Loads):
@@ -128,7 +127,7 @@ class BoundLoads(Loads):
 
     def __init__(self, spec: Spec, step: ExpertParallel, bound: Bound, micro_batches: int) -> None:
         super().__init__(spec)
-        layers, ranks = layers_of(step), range(spec.degree(step.axis))
+        layers, ranks = layers_of(step), range(ranks_over(spec, spec.expert_axes))
         favourites = ranks if bound is Bound.BEST else [0] * len(ranks)
         self._times = micro_batches
         self._choices = [_favouring(spec, step, favourite) for favourite in favourites]
@@ -146,7 +145,7 @@ class BoundLoads(Loads):
 def _favouring(spec: Spec, step: ExpertParallel, rank: int) -> Choices:
     """Return what the tokens of a micro-batch choose where they take the experts of `rank` first,
     as often each."""
-    own = step.number // spec.degree(step.axis)
+    own = step.number // ranks_over(spec, spec.expert_axes)
     tokens = choices(spec, step) // step.chosen
     first = tokens * min(step.chosen, own)
     others = _spread(choices(spec, step) - first, step.number - own)

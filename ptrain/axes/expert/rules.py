@@ -10,17 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ptrain.axes.data.dials import REASON
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
-from ptrain.axes.expert.form import factor_of, is_by_routing, undivided, unfit
+from ptrain.axes.expert.form import factor_of, is_by_routing, unfit
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.facts.parameters import expert_layers
 from ptrain.spec.axis import Axis
+from ptrain.spec.batch import PADDED
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.placement import R
 from ptrain.spec.spec import Spec
+from ptrain.units import ceil_div, counted
 
 _IMPLEMENTATION, _GROUPED = "experts_implementation", "grouped_mm"  # of transformers
+_FOLDS = "tensor.experts"
+_CUT = "tensor.experts: cut"
+_OVERLAP = "overlap_shared_experts"
 _TUPLES = (
     *STATE_RULES,
     TupleRule(
@@ -44,8 +51,27 @@ def _experts_divide(spec: Spec) -> Iterator[Fault]:
             finding="the model has no experts that ranks of ep could have",
             remedy="write model.experts, or dp_shard in place of ep",
         )
-    elif shape.experts % factor.degree:
-        yield undivided(factor.degree, shape.experts)
+        return
+    beside = ranks_over(spec, spec.folded_axes)
+    if shape.experts % (factor.degree * beside):
+        ranks = f"{factor.degree} × {beside}" if beside > 1 else f"{factor.degree}"
+        yield Fault(
+            place="mesh.ep",
+            finding=f"{ranks} ranks do not divide {shape.experts} experts",
+            remedy=", or ".join(_divisible(shape.experts, factor.degree, beside)),
+        )
+
+
+def _divisible(experts: int, degree: int, beside: int) -> Iterator[str]:
+    """Yield what makes as many experts a rank, of so many ranks of tp beside one of ep."""
+    fewest = 1 if beside == 1 else 2  # nothing folds into one
+    choices = [d for d in range(fewest, experts + 1) if experts % (d * beside) == 0]
+    if choices:
+        yield f"choose ep from {', '.join(map(str, choices))}"
+    if beside > 1 and experts % degree == 0:
+        yield f"write {_CUT}"
+    elif not choices:
+        yield f"write model.experts={ceil_div(experts, degree * beside) * degree * beside}"
 
 
 def _routing_fits(spec: Spec) -> Iterator[Fault]:
@@ -59,6 +85,64 @@ def _routing_fits(spec: Spec) -> Iterator[Fault]:
         yield Fault(place="routing", finding=finding, remedy="leave it out")
     elif (known := expert_layers(spec)) is not None and (wrong := unfit(spec, known)):
         yield wrong
+
+
+def _nothing_folds(spec: Spec) -> Iterator[Fault]:
+    if not spec.tensor.is_folded or spec.degree(Axis.TP) == 1 or spec.folded_axes:
+        return
+    has_experts = isinstance(spec.model, ModelShape) and spec.model.experts is not None
+    yield Fault(
+        place=_FOLDS,
+        finding="folded: ranks of tp join those of ep, which has no two"
+        if has_experts
+        else "folded: the model has no experts that ranks of ep and tp could have",
+        remedy="leave it out" + (", or write ep: mesh: {…, ep: 2, tp: 2}" if has_experts else ""),
+    )
+
+
+def _folded_slices(spec: Spec) -> Iterator[Fault]:
+    ranks, tokens = ranks_over(spec, spec.folded_axes), spec.own_tokens
+    if tokens % ranks:
+        yield Fault(
+            place="batch.sequence",
+            finding=f"{counted(tokens, 'token')} of a rank cannot be cut into {ranks} equal "
+            "slices, of which ranks of tp route one each",
+            remedy=f"write a multiple of {ranks}, or {_CUT}{PADDED}",
+        )
+
+
+def _folded_naively(spec: Spec) -> Iterator[Fault]:
+    if spec.folded_axes and spec.tensor.is_naive:
+        yield Fault(
+            place="tensor.plan",
+            finding="not yet: naive, with experts that are folded",
+            remedy=f"write paired, or {_CUT}",
+        )
+
+
+def _folded_beside_rows(spec: Spec) -> Iterator[Fault]:
+    if spec.folded_axes and spec.overlap_shared_experts:
+        yield Fault(
+            place=_OVERLAP,
+            finding="not yet: beside rows of folded experts, where what shared ones compute is "
+            "sent over tp too",
+            remedy=f"leave it out, or write {_CUT}",
+        )
+
+
+def _shared_experts_overlap(spec: Spec) -> Iterator[Fault]:
+    shape = spec.model
+    if not spec.overlap_shared_experts:
+        return
+    if not isinstance(shape, ModelShape):
+        finding = "a model that is not built in says itself what computes when"
+        yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out")
+    elif factor_of(spec) is None:
+        finding = "no rows travel, beside which they could compute: there are no two ranks of ep"
+        yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out, or write mesh.ep")
+    elif not shape.shared_experts:
+        finding = "the model has no experts that all tokens go to"
+        yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out")
 
 
 def _by_groups(spec: Spec) -> Iterator[Fault]:
@@ -91,8 +175,19 @@ EXPERT = AxisRules(
     tuples=_TUPLES,
     specs=(
         SpecRule(name="ranks have as many experts", theorem="Definition 2", faults=_experts_divide),
+        SpecRule(name="tp joins ep", theorem="Definition 2", faults=_nothing_folds),
+        SpecRule(name="routed slices are equal", theorem="Definition 2", faults=_folded_slices),
         SpecRule(name="counts are of the layers", theorem="Definition 2", faults=_routing_fits),
         SpecRule(name="rows are multiplied by group", theorem="Definition 2", faults=_by_groups),
+        SpecRule(
+            name="shared experts overlap rows that travel",
+            theorem=REASON,
+            faults=_shared_experts_overlap,
+        ),
     ),
-    not_yet=(SpecRule(name="experts are cut over tp too", theorem="", faults=_whole_on_tp),),
+    not_yet=(
+        SpecRule(name="experts are cut over tp too", theorem="", faults=_whole_on_tp),
+        SpecRule(name="the naive plan cuts experts", theorem="", faults=_folded_naively),
+        SpecRule(name="what overlaps sends nothing", theorem="", faults=_folded_beside_rows),
+    ),
 )

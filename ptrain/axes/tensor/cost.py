@@ -41,6 +41,11 @@ class LayerSpan:
     layers: int  # of the model
 
     @property
+    def numbers(self) -> range:
+        """The layers, by their numbers."""
+        return range(self.start, self.end)
+
+    @property
     def is_first(self) -> bool:
         """Whether the embedding is its."""
         return self.start == 0
@@ -64,9 +69,16 @@ def words(vocab: int, degree: int, index: int) -> int:
 
 
 def parameters(
-    shape: ModelShape, span: LayerSpan, *, sequence: int, degree: int = 1, index: int = 0
+    shape: ModelShape,
+    span: LayerSpan,
+    *,
+    sequence: int,
+    degree: int = 1,
+    index: int = 0,
+    has_whole_experts: bool = False,
 ) -> int:
-    """Return the elements of Theta that rank `index` of `degree` has of a span.
+    """Return the elements of Theta that rank `index` of `degree` has of a span, with
+    `has_whole_experts` but for experts that are nobody else's.
 
     A matrix is cut into `degree` parts, with its bias where its outputs are cut; norms, positions
     and the biases behind a sum are whole on every rank. A tied head of a span that does not reach
@@ -92,7 +104,7 @@ def parameters(
     if shape.head_bias:
         ends += words(shape.vocab, degree, index) * span.is_last
     mlps = (num_layers - with_experts) * (dense // degree)
-    mlps += with_experts * _of_experts(shape, degree)
+    mlps += with_experts * _of_experts(shape, degree, 0 if has_whole_experts else shape.experts)
     return num_layers * (cut // degree + whole_there) + mlps + tables + ends
 
 
@@ -123,16 +135,16 @@ def _latents(shape: ModelShape) -> Iterator[int]:
 
 def _with_experts(shape: ModelShape, span: LayerSpan) -> int:
     """Return how many layers of a span have experts."""
-    return sum(map(shape.has_experts, range(span.start, span.end)))
+    return sum(map(shape.has_experts, span.numbers))
 
 
-def _of_experts(shape: ModelShape, degree: int) -> int:
-    """Return the elements of a layer's router, which is whole, and of a rank's slices of its
-    experts and of those that are shared."""
+def _of_experts(shape: ModelShape, degree: int, cut: int | None) -> int:
+    """Return the elements of a layer's router, which is whole, and of a rank's slices of so many
+    experts that are cut and of those that are shared."""
     if shape.experts is None:
         return 0
     matrices = (2 + shape.activation.is_gated) * shape.width_of_expert
-    of_experts = (shape.experts + shape.shared_experts) * matrices // degree
+    of_experts = ((cut or 0) + shape.shared_experts) * matrices // degree
     return shape.hidden * (shape.experts + of_experts)
 
 
@@ -193,28 +205,32 @@ def _calls(
     layers, itemsize = span.end - span.start, spec.precision.effective.parameters.itemsize
     features = shape.hidden * itemsize
     stream = spec.batch.micro * spec.batch.sequence * features
-    # Attention and MLP each end in a sum; the embedding is a sum of what the ranks have of words.
-    sums = 2 * layers + span.is_first
-    # A gradient is a sum where all of a rank's column operators begin; naively, where each does.
+    # Of experts that are whole on a rank nothing is a sum.
     with_experts = _with_experts(shape, span)
+    apart = with_experts if spec.tensor.is_folded else 0
+    # Attention and MLP each end in a sum; the embedding is a sum of what the ranks have of words.
+    sums = 2 * layers - apart + span.is_first
+    # A gradient is a sum where all of a rank's column operators begin; naively, where each does.
     dense = 1 + shape.activation.is_gated if step.is_naive else 1
     openings = (3 if step.is_naive else 1) * layers + span.is_last  # of attention
-    openings += dense * (layers - with_experts) + with_experts
-    again = sum(mode.policy is not None for mode in kept)
+    openings += dense * (layers - with_experts) + with_experts - apart
+    again = [layer for layer, mode in zip(span.numbers, kept, strict=True) if mode.policy]
+    apart_again = sum(map(shape.has_experts, again)) if apart else 0
     for phase, ends, starts in (
         (Phase.FORWARD, sums, openings),
         (Phase.BACKWARD, openings, sums),
         # Computed again up to the last result that backward needs: the MLP's sum is none.
-        (Phase.BACKWARD, again, 2 * again),
+        (Phase.BACKWARD, len(again), 2 * len(again) - apart_again),
     ):
         if step.is_sequence:
             yield Collective.REDUCE_SCATTER, State.ACTIVATIONS, phase, ends, stream
             yield Collective.ALL_GATHER, State.ACTIVATIONS, phase, starts, stream
         else:
             yield Collective.ALL_REDUCE, State.ACTIVATIONS, phase, ends, stream
+    yield from _around_experts(step, shape, apart, apart_again, stream)
     gathered = Collective.ALL_GATHER, State.ACTIVATIONS, Phase.BACKWARD
     if step.is_saved_cut:
-        yield *gathered, 2 * layers, stream
+        yield *gathered, 2 * layers - apart * (not shape.shared_experts), stream
     vectors = len(shape.norm.tensors)
     summed = Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD
     if step.is_sequence:
@@ -231,6 +247,23 @@ def _calls(
         yield *summed, with_experts, shape.experts * features
     if span.is_last:
         yield from _of_loss(spec, step, shape)
+
+
+def _around_experts(
+    step: Parallelize, shape: ModelShape, layers: int, again: int, stream: int
+) -> Iterator[_Call]:
+    """Of so many layers whose experts are whole on a rank, so many of them computed again. Shared
+    ones are cut, and take slices of the tokens as they give them; where a rank has all tokens
+    between the sub-blocks the slices are gathered behind a layer, and in backward before it."""
+    gathered = Collective.ALL_GATHER, State.ACTIVATIONS
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        if not step.is_sequence:
+            yield *gathered, phase, layers, stream
+        if shape.shared_experts:
+            yield Collective.REDUCE_SCATTER, State.ACTIVATIONS, phase, layers, stream
+            yield *gathered, phase, layers, stream
+    if shape.shared_experts:
+        yield *gathered, Phase.BACKWARD, again, stream
 
 
 def _of_loss(spec: Spec, step: Parallelize, shape: ModelShape) -> Iterator[_Call]:

@@ -44,12 +44,13 @@ def shards_differ(size: int, degree: int, shards: int) -> bool:
     return shards > 1 and len(heights) > 1
 
 
-def cut_sizes(shape: ModelShape) -> dict[str, int]:
-    """Return by field what a degree must divide, so that every rank has as much of an operator."""
+def cut_sizes(shape: ModelShape, *, has_whole_experts: bool = False) -> dict[str, int]:
+    """Return by field what a degree must divide, so that every rank has as much of an operator; of
+    experts that are whole on a rank, those that are shared are cut all the same."""
     sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads}
     if shape.experts is None or shape.dense_layers:
         sizes["ffn"] = shape.ffn
-    if shape.experts is not None:
+    if shape.experts is not None and (shape.shared_experts or not has_whole_experts):
         sizes["expert_ffn" if shape.expert_ffn else "ffn"] = shape.width_of_expert
     return sizes
 

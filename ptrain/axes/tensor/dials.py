@@ -23,6 +23,7 @@ def _without_tp(spec: Spec) -> Iterator[Fault]:
     written = {
         "plan": (has_roles and not is_of_ep) or tensor.is_naive is not default.is_naive,
         "loss_parallel": tensor.loss_parallel is not default.loss_parallel,
+        "experts": tensor.is_folded,
     }
     for key, is_written in written.items():
         if is_written:

@@ -70,7 +70,7 @@ def _divides(spec: Spec) -> Iterator[Fault]:
     degree, shape = spec.degree(Axis.TP), spec.model
     if degree == 1 or not isinstance(shape, ModelShape):
         return
-    fields = cut_sizes(shape)
+    fields = cut_sizes(shape, has_whole_experts=bool(spec.folded_axes))
     common = gcd(*fields.values())
     choices = [d for d in range(1, common + 1) if common % d == 0]
     for name, number in fields.items():

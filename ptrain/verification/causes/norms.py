@@ -9,7 +9,8 @@ from itertools import combinations
 from torch import Tensor
 
 from ptrain.costs import State
-from ptrain.spec.axis import EXPERT_AXES, Axis
+from ptrain.spec.axis import Axis
+from ptrain.spec.layout import position, ranks_over
 from ptrain.spec.placement import CUT
 from ptrain.spec.spec import Spec
 from ptrain.verification.causes.own_experts import expert_axis, is_of_experts, several
@@ -67,17 +68,18 @@ def _of_own_shards(scene: Investigation) -> tuple[str, ...]:
 
 def _own_rows(scene: Investigation, name: str, values: Tensor) -> Tensor:
     """Return of experts those of this rank, where values of all ranks' were gathered."""
-    axis = expert_axis(scene.spec)
-    if axis is None or not is_of_experts(scene.spec, name):
+    axes = scene.spec.expert_axes
+    if not axes or not is_of_experts(scene.spec, name):
         return values
-    experts, ranks = scene.evidence.expected_gradients[name].shape[0], scene.spec.degree(axis)
-    return values.chunk(ranks)[scene.place(scene.rank)[axis]] if len(values) == experts else values
+    experts, ranks = scene.evidence.expected_gradients[name].shape[0], ranks_over(scene.spec, axes)
+    own = position(scene.spec, scene.rank, axes)
+    return values.chunk(ranks)[own] if len(values) == experts else values
 
 
 def _cuts(spec: Spec, axis: Axis) -> bool:
     """Whether ranks along it have other parts of a gradient."""
     placed = next(factor.placement for factor in spec.factors if factor.axis is axis)
-    return axis in EXPERT_AXES or any(
+    return axis in spec.expert_axes or any(
         placed[state].distribution in CUT for state in (State.GRADIENTS, State.OPTIMIZER)
     )
 

@@ -12,11 +12,12 @@ from ptrain.axes.expert.form import factor_of
 from ptrain.facts.parameters import expert_modules
 from ptrain.facts.stages import is_within
 from ptrain.spec.axis import REDUCED_AXES, Axis
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.spec import Spec
 from ptrain.verification.causes.common import even_ratio, family, own_part_of
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import DegreeProduct, factor_text, multiple, products
-from ptrain.verification.parts import TensorBox, relative
+from ptrain.verification.parts import relative
 
 _ENOUGH = 8  # tensors that tell
 
@@ -48,12 +49,13 @@ def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Cause | None
         for its in products(ratio or 1.0, scene.degrees)
         if str(Axis.PP) not in its.axes  # whose ranks have no part of a sum
     ]
-    if not any(str(axis) in its.axes for its in fits):
+    of_experts = [str(axis) for axis in scene.spec.expert_axes]
+    if all({*its.axes}.isdisjoint(of_experts) for its in fits):
         return None
     text, axes = several(fits, axis)
     sentence = (
         f"gradients of experts alone, {family(names)}, are {text} ({axes}): an expert's is of the "
-        f"tokens of all ranks of {axis} when backward is over; reduce it over "
+        f"tokens of all ranks of {' × '.join(of_experts)} when backward is over; reduce it over "
         f"{_others(scene, axis)}, and divide it by what all others are divided by, the global "
         "number of tokens"
     )
@@ -77,7 +79,9 @@ def _others(scene: Investigation, axis: Axis) -> str:
 def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Cause | None:
     """Return whose parts were added to each other."""
     said: list[list[str]] = []
-    for along, dims in ((axis, (0,)), (Axis.TP, (1, 2))):
+    of_experts = scene.spec.expert_axes
+    for along in (axis, Axis.TP):
+        dims = (0,) if along in of_experts else (1, 2)
         factors = [_factor(scene, name, along, dims) for name in names[:_ENOUGH]]
         seen = [factor for factor in factors if factor is not None]
         if seen and all(abs(factor - seen[0]) <= EXACT * abs(seen[0]) for factor in seen):
@@ -88,7 +92,7 @@ def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Ca
     (along, text), _ = Counter(everyone).most_common(1)[0]
     degree = scene.degrees[along]
     what = {"× 1": "summed", f"÷ {degree}": "averaged"}.get(text, f"summed ({text})")
-    which = "experts" if along == axis else "features of experts"
+    which = "experts" if along in of_experts else "features of experts"
     sentence = (
         f"gradients of {family(names)} are {what} over {along}, whose ranks have different {which}:"
         f" reduce them over {_others(scene, axis)}"
@@ -106,28 +110,27 @@ def _factor(scene: Investigation, name: str, along: Axis, dims: Sequence[int]) -
     if relative(own, expected) <= EXACT:
         return float("nan")  # it is right
     whole = scene.evidence.expected_gradients[name]
+    outer = ranks_over(scene.spec, ahead(scene.spec.expert_axes, along))
     for dim in dims:
-        if whole.shape[dim] % degree:
+        if whole.shape[dim] % (outer * degree):
             continue
-        summed = whole.unflatten(dim, (degree, -1)).sum(dim)
-        fit = multiple(own, _repeated(summed, dim, degree, box))
+        parts = whole.unflatten(dim, (outer, degree, -1))
+        summed = parts.sum(dim + 1, keepdim=True).expand_as(parts).flatten(dim, dim + 2)
+        fit = multiple(own, box.of(summed))
         if fit.holds(EXACT):
             return fit.factor
     return float("nan")
 
 
-def _repeated(part: Tensor, dim: int, degree: int, box: TensorBox) -> Tensor:
-    """Return the box of a tensor that has the same part for every rank."""
-    repeats = [1] * part.dim()
-    repeats[dim] = degree
-    return box.of(part.repeat(repeats))
+def ahead(axes: Sequence[Axis], axis: Axis) -> Sequence[Axis]:
+    """Return those of these axes that stand outside an axis that is one of them; none of others."""
+    return axes[: axes.index(axis)] if axis in axes else ()
 
 
 def copies(scene: Investigation, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield for each place along the axis of experts what all ranks together have if each has that
+    """Yield for each place along the axes of experts what all ranks together have if each has that
     rank's."""
-    axis = expert_axis(scene.spec)
-    degree = scene.spec.degree(axis) if axis else 1
+    degree = ranks_over(scene.spec, scene.spec.expert_axes)
     if whole.dim() and degree > 1 and whole.shape[0] % degree == 0:
         for place, part in enumerate(whole.chunk(degree)):
             yield place, part.repeat(degree, *[1] * (whole.dim() - 1))

@@ -16,7 +16,7 @@ from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.spec.placement import Distribution
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.causes.order import order_of_slices
-from ptrain.verification.causes.own_experts import copies, expert_axis, is_of_experts
+from ptrain.verification.causes.own_experts import copies, is_of_experts
 from ptrain.verification.causes.positions import positions_text
 from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
@@ -269,12 +269,12 @@ def _of_other_experts(scene: Investigation, one: Departure, sides: Sides) -> Sai
         return None
     for place, repeated in copies(scene, sides.whole):
         if relative(sides.own, sides.part.of(repeated)) <= EXACT:
-            axis = expert_axis(scene.spec)
+            axis = " × ".join(scene.spec.expert_axes)
             sentence = (
                 f"{one.name} is that of {axis} rank {place} on every rank of {axis}: broadcast, or "
                 "load, what all of its ranks have alone, and let each have experts of its own"
             )
-            return Said(f"experts of {axis} rank {place}", sentence, str(axis))
+            return Said(f"experts of {axis} rank {place}", sentence, axis)
     return None
 
 

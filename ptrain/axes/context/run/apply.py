@@ -81,7 +81,8 @@ def parallelize_context(
     if isinstance(model, Transformer):
         model.place_tokens(spans)
         group, registry = mesh.group((step.axis,)), mesh.registry
-        route_slices(model, SampleSlices(group, registry, [*all_spans(step)]))
+        tokens = SampleSlices(group, registry, [*all_spans(step)])
+        route_slices(model, tokens, tokens.slices)
         if model.documents is not None:
             start, has_all = model.documents.start, groups.ulysses is not None
             model.documents = SlicedDocuments(start, group, registry, has_all=has_all)

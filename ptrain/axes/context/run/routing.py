@@ -21,11 +21,11 @@ from ptrain.models.sample_tokens import SampleTokens
 from ptrain.rooms.registry import Registry
 
 
-def route_slices(model: nn.Module, tokens: SampleSlices) -> None:
+def route_slices(model: nn.Module, tokens: SampleSlices, parts: int) -> None:
     """Let the routers of `model` choose for slices of the tokens as they would for all of them: an
-    expert has its places, and a loss its mean, over the whole sample. A slice is one in so many of
-    the sample, so that its mean is as large a share of the sample's."""
-    weigh(model, 1.0 / tokens.slices)
+    expert has its places, and a loss its mean, over the whole sample. A slice is one in so many
+    `parts` of what was routed before, so that its mean is as large a share of that."""
+    weigh(model, 1.0 / parts)
     for module in model.modules():
         if isinstance(module, (Balance, ExpertPlaces)):
             module.tokens = tokens

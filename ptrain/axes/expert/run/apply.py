@@ -3,13 +3,14 @@ travel to the ranks of theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
+from ptrain.axes.context.run.routing import SampleSlices, route_slices
 from ptrain.axes.expert.run.exchange import Assumption, Travels
 from ptrain.axes.tensor.run.gradients import OwnSlices
 from ptrain.internals.dtensor import side_by_side
@@ -22,20 +23,24 @@ from ptrain.steps.experts import ExpertParallel
 
 def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> None:
     """Give this rank its experts of `model`, or of a stage of it. Its tensors may be on meta, and
-    those whose features are cut over another axis are cut over both."""
-    group = mesh.group((step.axis,))
+    those whose features are cut over another axis are cut over both; where that axis is folded its
+    ranks have slices of the tokens, and count together what is chosen."""
+    group = mesh.group(step.axes)
     own = [(name, module) for name, module in model.named_modules() if name in step.modules]
     if not any(isinstance(module, MoE) for module in model.modules()):
         route(model, [name for name, _ in own], step.number)
     for module in model.modules():
         if isinstance(module, (MoE, RoutedRows)):
-            module.journey = Travels(group)
+            module.journey = Travels(group, step.overlaps)
     for _, experts in own:
         if isinstance(experts, RoutedRows):
             _give_rows(experts, step, mesh)
             continue
         for projection in experts.children():
-            _give_own(projection, step.axis, mesh)
+            _give_own(projection, mesh.ordered(step.axes), mesh)
+    if step.folded:
+        tokens = SampleSlices(mesh.group(step.counting), mesh.registry, step.spans)
+        route_slices(model, tokens, mesh.size(step.folded))
 
 
 def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
@@ -48,21 +53,21 @@ def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
             module.journey.assumed = routing(name if is_layer else name.rpartition(".")[0])
 
 
-def _give_own(projection: nn.Module, axis: Axis, mesh: Mesh) -> None:
+def _give_own(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
     """Cut the weight of all experts, which its module reads."""
     is_read = isinstance(projection.get_parameter("weight"), DTensor)  # of another axis
-    _cut(projection, axis, mesh)
+    _cut(projection, axes, mesh)
     if not is_read:
-        OwnSlices()._apply(projection, mesh.submesh((axis,)))
+        OwnSlices()._apply(projection, mesh.submesh(axes))
 
 
 def _give_rows(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
     """Cut all tensors of a module that is not built in, and say how many experts it has now."""
     for module in experts.modules():
-        _cut(module, step.axis, mesh)
+        _cut(module, mesh.ordered(step.axes), mesh)
     experts.reading = _own_slices
     if isinstance(getattr(experts, NUMBER, None), int):
-        setattr(experts, NUMBER, step.number // mesh.size((step.axis,)))
+        setattr(experts, NUMBER, step.number // mesh.size(step.axes))
 
 
 @contextmanager
@@ -84,22 +89,24 @@ def _own_slices(experts: nn.Module) -> Iterator[None]:
             vars(module).pop(name, None)
 
 
-def _cut(module: nn.Module, axis: Axis, mesh: Mesh) -> None:
+def _cut(module: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
     """Cut a module's own tensors of all experts by their first dimension."""
     for name, tensor in list(module.named_parameters(recurse=False)):
-        own = nn.Parameter(_own(tensor, axis, mesh), requires_grad=tensor.requires_grad)
+        own = nn.Parameter(_own(tensor, axes, mesh), requires_grad=tensor.requires_grad)
         module.register_parameter(name, own)
 
 
 @torch.no_grad()
-def _own(weight: torch.Tensor, axis: Axis, mesh: Mesh) -> DTensor:
-    held, device_mesh, placements = weight, mesh.submesh((axis,)), [Shard(0)]
+def _own(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTensor:
+    held, meshes = weight, [mesh.submesh((axis,)) for axis in axes]
+    placements: list[Placement] = [Shard(0)] * len(axes)
     if isinstance(weight, DTensor):
-        device_mesh = side_by_side(device_mesh, weight.device_mesh)
+        meshes.append(weight.device_mesh)
         held, placements = weight.to_local(), [*placements, *weight.placements]
-    own = len(held) // mesh.size((axis,))
+    own = len(held) // mesh.size(axes)
+    device_mesh = side_by_side(*meshes) if len(meshes) > 1 else meshes[0]
     return DTensor.from_local(
-        held.narrow(0, own * mesh.coordinate(axis), own).clone(),
+        held.narrow(0, own * mesh.place(axes), own).clone(),
         device_mesh,
         placements,
         run_check=False,

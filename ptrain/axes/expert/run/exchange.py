@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ptrain.axes.expert.run.transit import Transit
 from ptrain.internals.functional_collectives import (
     all_to_all_single_autograd,
     awaited,
@@ -35,17 +36,29 @@ class Assumption(Protocol):
 
 class JourneyOverRanks(Journey):
     """The way of one forward pass over the ranks of `group`, each of which has as many experts: the
-    first those that come first. Where these are fake, rows go as is `assumed`; None: evenly."""
+    first those that come first. Where these are fake, rows go as is `assumed`; None: evenly. Where
+    it `overlaps`, what may be computed beside is while rows travel to their experts."""
 
-    def __init__(self, group: dist.ProcessGroup, assumed: Assumption | None = None) -> None:
-        self.group, self._assumed = group, assumed or balanced
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        assumed: Assumption | None = None,
+        *,
+        overlaps: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group, self._assumed, self._overlaps = group, assumed or balanced, overlaps
         self._routed: Routed | None = None
+        self._computed: Tensor | None = None
+
+    def computed_beside(self) -> Tensor:
+        return super().computed_beside() if self._computed is None else self._computed
 
     def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
         counts_Ne = _counts_of(ends_E).unflatten(0, (self.group.size(), -1))
         received_Ne = exchanged(counts_Ne, self.group)
         self._routed = self._routing(len(x_MC), counts_Ne, received_Ne)
-        x_RC = self._travelled(x_MC, self._routed.sent, self._routed.received)
+        x_RC = self._there(x_MC, self._routed.sent, self._routed.received)
         del x_MC
         x_RC = self._routed.by_expert(x_RC)
         return x_RC, received_Ne.sum(0).cumsum(0, dtype=torch.int32)
@@ -67,36 +80,46 @@ class JourneyOverRanks(Journey):
         y_RC = self._routed.by_rank(y_RC)
         return self._travelled(y_RC, self._routed.received, self._routed.sent)
 
-    def _travelled(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
-        splits = [sum(of_rank) for of_rank in arrived], [sum(of_rank) for of_rank in left]
-        return awaited(all_to_all_single_autograd(x, *splits, self.group))
-
     def places_there(self, x_ESC: Tensor) -> Tensor:
-        x_NeSC = self._places_exchanged(x_ESC)
+        places = self._places_of(x_ESC)
+        x_NeSC = self._by_rank(self._there(x_ESC, places, places))
         del x_ESC
         return x_NeSC.movedim(0, 1).flatten(1, 2)
 
     def places_back(self, y_eTC: Tensor) -> Tensor:
         y_ESC = y_eTC.unflatten(1, (self.group.size(), -1)).movedim(1, 0).flatten(0, 1)
         del y_eTC
-        return self._places_exchanged(y_ESC).flatten(0, 1)
+        places = self._places_of(y_ESC)
+        return self._by_rank(self._travelled(y_ESC, places, places)).flatten(0, 1)
 
-    def _places_exchanged(self, x_ESC: Tensor) -> Tensor:
+    def _by_rank(self, x_ESC: Tensor) -> Tensor:
+        return x_ESC.unflatten(0, (self.group.size(), -1))
+
+    def _places_of(self, x_ESC: Tensor) -> Counts:
         ranks = self.group.size()
-        sizes = [len(x_ESC) // ranks] * ranks
-        received_ESC = awaited(all_to_all_single_autograd(x_ESC, sizes, sizes, self.group))
-        return received_ESC.unflatten(0, (ranks, -1))
+        return [[len(x_ESC) // ranks]] * ranks
+
+    def _there(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
+        if not self._overlaps or self._beside is None:
+            return self._travelled(x, left, arrived)
+        transit = Transit(_sums(left), _sums(arrived), self.group)
+        x, self._computed = transit.around(x, self._beside)
+        return x
+
+    def _travelled(self, x: Tensor, left: Counts, arrived: Counts) -> Tensor:
+        return awaited(all_to_all_single_autograd(x, _sums(arrived), _sums(left), self.group))
 
 
 @dataclass
 class Travels:
-    """Makes the journeys of a layer, over the ranks of `group`; `assumed` as theirs."""
+    """Makes the journeys of a layer, over the ranks of `group`; all else as theirs."""
 
     group: dist.ProcessGroup
+    overlaps: bool
     assumed: Assumption | None = None
 
     def __call__(self) -> JourneyOverRanks:
-        return JourneyOverRanks(self.group, self.assumed)
+        return JourneyOverRanks(self.group, self.assumed, overlaps=self.overlaps)
 
 
 class Routed:
@@ -147,6 +170,10 @@ def _transposed(x_RC: Tensor, counts: Counts) -> Tensor:
     pieces = x_RC.split([count for group in counts for count in group])
     inner = len(counts[0])
     return torch.cat([piece for place in range(inner) for piece in pieces[place::inner]])
+
+
+def _sums(counts: Counts) -> list[int]:
+    return [sum(of_rank) for of_rank in counts]
 
 
 def _counts_of(ends_E: Tensor) -> Tensor:

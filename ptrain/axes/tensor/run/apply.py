@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -45,6 +45,7 @@ from ptrain.axes.tensor.run.styles import (
 )
 from ptrain.axes.tensor.run.transposed import TransposedColumn, TransposedRow
 from ptrain.errors import refused
+from ptrain.facts.stages import is_within
 from ptrain.models.chunked import LossInside
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.sub_blocks import standing_alone
@@ -60,11 +61,13 @@ def parallelize(
     tied = _tied(model)
     order = FusedOrder(step, device_mesh.size())
     alone = standing_alone(_named(model, step))
+    routing = [name for name, role in _named(model, step) if role is Role.WHOLE_EXPERTS]
     for name, role in _named(model, step):
         module = model.get_submodule(name)
         if role in COLUMNS:
             order.reorder(name, module)
-        for style in _styles(step, role, registry, is_alone=name in alone):
+        between = Shard(SEQUENCE) if is_within(name, routing) else _between(step)
+        for style in _styles(step, role, registry, between, is_alone=name in alone):
             parallelize_module(module, device_mesh, style, src_data_rank=None)
     _tie_again(model, tied)
     _count_for_itself(model, step, device_mesh.size())
@@ -166,11 +169,16 @@ def _micro_batch(step: Parallelize) -> Iterator[None]:
         yield
 
 
+def _between(step: Parallelize) -> Placement:
+    """Return what a rank has of the tokens between the sub-blocks."""
+    return Shard(SEQUENCE) if step.is_sequence else Replicate()
+
+
 def _styles(
-    step: Parallelize, role: Role, registry: Registry, *, is_alone: bool
+    step: Parallelize, role: Role, registry: Registry, between: Placement, *, is_alone: bool
 ) -> Iterator[ParallelStyle]:
-    """`is_alone`: no sub-block makes the module's input whole."""
-    between = Shard(SEQUENCE) if step.is_sequence else Replicate()
+    """`between`: what a rank has of the tokens around the module; `is_alone`: no sub-block makes
+    the module's input whole."""
     has_positions = any(role is Role.POSITIONS for _, role in step.roles)
     match role:
         case Role.VOCABULARY if step.has_whole_ends:
@@ -201,6 +209,10 @@ def _styles(
             yield OwnWholeInput(between, regathers=step.is_saved_cut)
         case Role.EXPERTS:
             yield Addends(between, regathers=step.is_saved_cut)
+        case Role.WHOLE_EXPERTS:
+            if not step.is_sequence:
+                yield OwnTokens(between)
+                yield AllTokens(between)
         case Role.INNER_COLUMN:
             yield InnerSlices(-2)
         case Role.INNER_ROW:

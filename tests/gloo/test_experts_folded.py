@@ -1,0 +1,109 @@
+"""Ranks of tp that are folded into ep, with whole experts of their own, compute what one device
+computes and cost what is predicted to the byte; their checkpoints go on on ranks with others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.spec.spec import Spec
+from tests.gloo.expert_cases import spec_of
+from tests.gloo.expert_rank_runs import MATRIX
+from tests.gloo.test_experts_apart import KEPT, REST, loaded, some, trained
+from tests.ranks import Ranks
+
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
+
+EIGHT = {"experts": 8, "expert_groups": 4}  # of `deep`, whose six no four ranks have
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "top-1": {},
+    "top-2": {},
+    "capacity-top-1": {},
+    "balanced": {},
+    "deep": EIGHT,
+    "latent": {},
+}
+TP = ("S,S,S,R", "S,S,S,S", "S,S,S,S*")
+BESIDE: tuple[dict[str, str], ...] = (
+    {"dp_replicate": "ddp"},
+    {"dp_shard": "zero1"},
+    {"dp_shard": "zero3"},
+    {"pp": "S,S,S,R"},
+    {"cp": "S*,S,S,S"},
+)
+
+
+def folded(model: str, rest: str, tp: str, beside: Mapping[str, str] = {}, **more: Any) -> Spec:
+    shape = {**MODELS[model], **more.pop("shape", {})}
+    placement = {**beside, "ep": REST[rest], "tp": tp}
+    return spec_of(model, placement, shape=shape, tensor={"experts": "folded"}, **more)
+
+
+@pytest.mark.parametrize(
+    ("model", "rest", "tp"),
+    some(
+        [*product(MODELS, REST, TP)],
+        (("deep", "zero3", "S,S,S,R"), ("capacity-top-1", "zero1", "S,S,S,S")),
+    ),
+)
+def test_by_themselves(ranks: Ranks, model: str, rest: str, tp: str) -> None:
+    assert not MATRIX.differences(ranks, folded(model, rest, tp, shape={"layers": 2}))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tp", TP[:2])
+@pytest.mark.parametrize("beside", BESIDE, ids=str)
+@pytest.mark.parametrize("rest", ["zero1", "zero3"])
+@pytest.mark.parametrize("model", ["top-2", "deep", "latent"])
+def test_beside_another_axis(
+    ranks: Ranks, model: str, rest: str, beside: dict[str, str], tp: str
+) -> None:
+    accumulate = 4 if "pp" in beside else 2
+    assert not MATRIX.differences(ranks, folded(model, rest, tp, beside, accumulate=accumulate))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tp", TP)
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("model", ["top-2", "capacity-top-1", "balanced"])
+def test_with_activations_kept_otherwise(
+    ranks: Ranks, model: str, kept: dict[str, Any], tp: str
+) -> None:
+    assert not MATRIX.differences(ranks, folded(model, "zero2", tp, **kept))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["bf16", "zero16"])
+@pytest.mark.parametrize("model", ["top-2", "capacity-top-1"])
+def test_in_true_dtypes(ranks: Ranks, model: str, layout: str) -> None:
+    spec = folded(model, "zero3", "S,S,S,S", precision={"layout": layout})
+    assert not MATRIX.differences(ranks, spec)
+
+
+@pytest.mark.nightly
+def test_a_width_that_tp_does_not_divide(ranks: Ranks) -> None:
+    assert not MATRIX.differences(ranks, folded("top-1", "ddp", "S,S,S,R", shape={"expert_ffn": 7}))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tp", TP[:2])
+def test_a_checkpoint_is_bitwise_the_same_on_ranks_with_other_experts(
+    ranks: Ranks, tmp_path: Path, tp: str
+) -> None:
+    batch = {"global": 8, "micro": 1, "sequence": 16}
+    first = folded("deep", "zero3", tp, batch=batch)
+    placement = {"dp_shard": "zero3", "ep": REST["zero2"]}
+    then = spec_of("deep", placement, shape=EIGHT, batch=batch)
+    for number, (saved, resumed) in enumerate(((first, then), (then, first))):
+        folder = tmp_path / str(number)
+        before = ranks.run(saved.world_size, trained, saved, str(folder))[0]
+        after = ranks.run(resumed.world_size, loaded, resumed, str(folder))[0]
+        assert before[0].keys() == after[0].keys()
+        for name, value in before[0].items():
+            assert torch.equal(after[0][name], value), name
+        assert after[1:] == pytest.approx(before[1:], rel=1e-12)
