@@ -116,7 +116,7 @@ class Clock:
         began = self.now
         self.spend(_COMPUTES[self.phase], work.compute * share)
         for (axis, collective), messages in work.messages:
-            key = TimeKey(Spent.COLLECTIVES, self.phase, (axis,), collective)
+            key = TimeKey(Spent.COLLECTIVES, self.phase, axes_named(axis), collective)
             self._beside(key, began, messages, share)
         for (axis, collective), seconds in work.sums:
             key = TimeKey(Spent.COLLECTIVES, self.phase, axes_named(axis), collective)

@@ -60,7 +60,7 @@ def combined(program: Program, combine: Combine) -> None:
     def forward(x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.flatten(0, 1)
         weights_NK, chosen_NK = layer.router(x_BTC)
-        rows_NKC = layer._dropless(x_NC, chosen_NK)
+        rows_NKC = layer._dropless(layer.journey(), x_NC, chosen_NK)
         order_M = chosen_NK.flatten().argsort(stable=True)
         y_MC = rows_NKC.flatten(0, 1)[order_M]
         weights_NK, rows_NKC = combine(weights_NK, y_MC, rows_NKC, order_M)

@@ -13,7 +13,6 @@ from ptrain.axes.expert.run.exchange import JourneyOverRanks, Routed
 from ptrain.interpreter.program import Program
 from ptrain.models.journey import Journey
 from ptrain.report.finding import Subject
-from ptrain.spec.axis import Axis
 from tests.faults.fault import Fault
 from tests.faults.of_expert_ranks import EP, EP_DP, EP_PLACES, ONE_EACH
 from tests.faults.of_experts import combined, layer_of
@@ -22,7 +21,7 @@ from tests.faults.planting import exchanged
 
 def _travels(program: Program, journey: type[JourneyOverRanks], block: int = 0) -> None:
     """Rows of one layer travel otherwise."""
-    group = program.mesh.group((Axis.EP,))
+    group = program.mesh.group(program.spec.expert_axes)
     layer_of(program, block).journey = lambda: journey(group)
 
 
@@ -54,7 +53,8 @@ class PlacesUnsorted(JourneyOverRanks):
         experts, places, hidden = y_eTC.shape
         ranks = self.group.size()
         y_ESC = y_eTC.reshape(ranks * experts, places // ranks, hidden)
-        return self._places_exchanged(y_ESC).flatten(0, 1)
+        places_NE = self._places_of(y_ESC)
+        return self._by_rank(self._travelled(y_ESC, places_NE, places_NE)).flatten(0, 1)
 
 
 class NextExperts(JourneyOverRanks):
@@ -109,7 +109,7 @@ def experts_of_the_next_rank(program: Program) -> None:
 def nothing_travels(program: Program) -> None:
     """Rows stay: each rank gives them to that of its experts which has the same place."""
     layer = layer_of(program, 0)
-    own = layer.experts.num_experts // program.mesh.size((Axis.EP,))
+    own = layer.experts.num_experts // program.mesh.size(program.spec.expert_axes)
 
     class Home(Journey):
         def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def nothing_travels(program: Program) -> None:
 
 def weights_of_another_rank(program: Program) -> None:
     """What a token's experts give is weighed by what the next rank's router gave its token."""
-    group = program.mesh.group((Axis.EP,))
+    group = program.mesh.group(program.spec.expert_axes)
     combined(program, lambda weights, _, rows, __: (exchanged(weights.detach(), group), rows))
 
 

@@ -78,6 +78,14 @@ def test_with_activations_kept_otherwise(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("tp", TP)
+@pytest.mark.parametrize("model", ["top-2", "capacity-top-1"])
+def test_shared_experts_beside_rows(ranks: Ranks, model: str, tp: str) -> None:
+    spec = folded(model, "zero2", tp, overlap_shared_experts=True)
+    assert not MATRIX.differences(ranks, spec)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["bf16", "zero16"])
 @pytest.mark.parametrize("model", ["top-2", "capacity-top-1"])
 def test_in_true_dtypes(ranks: Ranks, model: str, layout: str) -> None:

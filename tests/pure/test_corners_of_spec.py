@@ -343,7 +343,7 @@ NAMED = {
 WAITING = """replicas outside shards;
     experts are no matrices; hops know of no mask;
     keys are as wide as values; ranks have as many stretches;
-    experts are cut over tp too; the naive plan cuts experts; what overlaps sends nothing;
+    experts are cut over tp too; the naive plan cuts experts;
     all tokens between the blocks; the naive plan has all tokens; the naive plan has no latents;
     equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;

@@ -17,7 +17,7 @@ from ptrain.derivation.throughput import token_operations
 from ptrain.errors import Fault, SpecError
 from ptrain.facts.experts import ExpertLayers
 from ptrain.facts.parameters import facts
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.block import Bias
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
@@ -317,10 +317,9 @@ def test_a_folded_tp_routes_equal_slices_and_cuts_in_pairs():
     assert fault.place == "tensor.plan" and "not yet: naive" in fault.finding
 
 
-def test_what_shared_experts_send_over_tp_is_not_sent_beside_rows():
-    spec = replace(folded(model=replace(FOUR, shared_experts=1)), overlap_shared_experts=True)
-    (fault,) = (*check(spec), *executed(spec))
-    assert fault.place == "overlap_shared_experts" and "not yet" in fault.finding
+def test_a_group_of_both_axes_is_named_by_both_and_others_by_themselves():
+    assert axes_named("ep_tp") == ("ep", "tp")
+    assert axes_named("dp_shard") == ("dp_shard",) and axes_named("") == ("",)
 
 
 def test_a_folded_rank_routes_its_slice_among_the_ranks_of_both_axes():
