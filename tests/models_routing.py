@@ -3,6 +3,8 @@ suffixes: B samples, T tokens, C hidden, N = B·T."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -68,6 +70,64 @@ class Routed(nn.Module):
         super().__init__()
         self.emb = nn.Embedding(VOCAB, HIDDEN)
         self.h = nn.ModuleList(Block(by) for _ in range(2))
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC = self.emb(tokens_BT)
+        for block in self.h:
+            x_BTC = block(x_BTC)
+        logits: Tensor = self.head(x_BTC)
+        return logits
+
+
+class AllExperts(nn.Module):
+    """All experts of a layer, as the role `experts` asks for it: each has a place in both tensors.
+    They run one by one, on the rows that chose them, or `by` row, each with a matrix of its own."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by, self.num_experts = by, EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * HIDDEN) / 4)
+
+    def forward(self, x_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        if self.by == "row":
+            h_NKF = F.gelu((self.up[chosen_NK] @ x_NC[:, None, :, None]).squeeze(-1))
+            y_NKC = (self.down[chosen_NK] @ h_NKF[..., None]).squeeze(-1)
+            return (y_NKC * weights_NK[..., None]).sum(1)
+        y_NC = torch.zeros_like(x_NC)
+        for expert in range(self.num_experts):
+            rows, places = torch.where(chosen_NK == expert)
+            h_MF = F.gelu(x_NC[rows] @ self.up[expert].mT)
+            y_MC = h_MF @ self.down[expert].mT * weights_NK[rows, places, None]
+            y_NC = y_NC.index_add(0, rows, y_MC)
+        return y_NC
+
+
+class AllExpertsBlock(nn.Module):
+    """Half a transformer's layer; every token goes to two experts."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = AllExperts(by)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_NC = self.norm(x_BTC).flatten(0, 1)
+        weights_NK, chosen_NK = self.router(x_NC).softmax(-1).topk(2)
+        y_NC: Tensor = self.experts(x_NC, chosen_NK, weights_NK)
+        return x_BTC + y_NC.view_as(x_BTC)
+
+
+class Planned(nn.Module):
+    """Embedding, blocks, head, and a plan that says which modules are a layer's experts."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"h.*.experts": "experts"}
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCAB, HIDDEN)
+        self.h = nn.ModuleList(AllExpertsBlock(by) for _ in range(2))
         self.head = nn.Linear(HIDDEN, VOCAB)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -167,6 +227,10 @@ class Sentences:
 
 def moe(*, by: str = "where") -> nn.Module:
     return Routed(by)
+
+
+def planned(*, by: str = "row") -> nn.Module:
+    return Planned(by)
 
 
 def padded(*, masks: bool = False, positions: bool = False) -> nn.Module:

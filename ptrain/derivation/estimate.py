@@ -95,7 +95,9 @@ def derive(
     _require_gradients(spec, facts)
     spec = spec if facts.model is None else replace(spec, model=facts.model)
     stages = stages_of(spec, facts)
-    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
+    plan = lower(
+        spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
+    )
     of_step = _timed if is_timed else _exact
     estimate = of_step(spec, plan, facts, stages, machine)
     foreign = unclaimed(spec, facts)

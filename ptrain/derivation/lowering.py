@@ -19,5 +19,5 @@ def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
     spec = spec if facts.model is None else replace(spec, model=facts.model)
     stages = stages_of(spec, facts)
     return lowering.lower(
-        spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions
+        spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
     )

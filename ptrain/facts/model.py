@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ptrain.facts.attention import Attending
+from ptrain.facts.experts import ExpertLayers
 from ptrain.facts.operators import WorkByKind
 from ptrain.facts.passes import Passes, RowsPasses
 from ptrain.facts.rows_timeline import RowsTimeline
@@ -92,8 +93,9 @@ class ModelFacts:
     router does, so that sizes depend on it: then the traces are those of one extent of what is
     selected, and `others` are the facts at other extents; figures lie between the least and the
     largest of all. `attending` is what slices of the tokens over cp need of a model that is not
-    built in. `unvisited` are parameters that have no gradient where nothing is selected for
-    them. `model` is there where they are of another one than the spec's.
+    built in, `experts` its layers with experts where ranks have some each. `unvisited` are
+    parameters that have no gradient where nothing is selected for them. `model` is there where
+    they are of another one than the spec's.
     """
 
     units: tuple[UnitFacts, ...]
@@ -120,6 +122,7 @@ class ModelFacts:
     model: ModelSpec | None = field(default=None, compare=False)
     by_data: str = ""
     attending: Attending | None = None
+    experts: ExpertLayers | None = None
     others: tuple[ModelFacts, ...] = field(default=(), hash=False)
     unvisited: tuple[str, ...] = ()
 

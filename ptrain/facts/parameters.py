@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
+from ptrain.facts.experts import ExpertLayers
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.spec.axis import EXPERT_AXES
 from ptrain.spec.block import Bias, Positions
@@ -50,6 +51,19 @@ def expert_modules(spec: Spec) -> tuple[str, ...]:
         return ()
     layers = filter(shape.has_experts, range(shape.layers))
     return tuple(f"blocks.{layer}.mlp.{EXPERTS}" for layer in layers)
+
+
+def expert_layers(spec: Spec) -> ExpertLayers | None:
+    """Return a built-in model's layers with experts, where ranks have experts of their own."""
+    shape, modules = spec.model, expert_modules(spec)
+    if not modules or not isinstance(shape, ModelShape) or shape.experts is None:
+        return None
+    return ExpertLayers(
+        modules=modules,
+        number=shape.experts,
+        chosen=shape.experts_per_token,
+        features=shape.hidden,
+    )
 
 
 def _parted(unit: UnitFacts, apart: Sequence[str]) -> Iterator[UnitFacts]:

@@ -352,7 +352,9 @@ def planned(
     facts = untraced_facts(module, spec)
     stages = stages_of_module(spec, module, facts)
     cut = stages.all if stages else ()
-    plan = lower(spec, facts.unit_modules, facts.roles, cut, facts.blocks, facts.fusions)
+    plan = lower(
+        spec, facts.unit_modules, facts.roles, cut, facts.blocks, facts.fusions, facts.experts
+    )
     are_given = model is not None and keeps_its_weights(module)
     require_equal_models(module, plan.update.layout, world, are_given=are_given)
     require_equal_samples(spec.data.function, world)

@@ -1,9 +1,10 @@
 """Where a step's tokens go: how many choices fall on each expert of a layer, how many find no
 place, and how undecided the routers are.
 
-The routers of built-in models are watched by hooks, outside of what other meters see: what is
-counted is counted beside the step, on the device, and read when the step is over. A pass that runs
-again in backward chooses what it chose before, and counts once.
+The routers of built-in models, and experts of other models that are given other ranks' rows, are
+watched by hooks, outside of what other meters see: what is counted is counted beside the step, on
+the device, and read when the step is over. A pass that runs again in backward chooses what it chose
+before, and counts once.
 
 Legend of shape suffixes: N tokens of all samples, E experts, K experts of a token, B samples, T
 tokens of a sample.
@@ -25,6 +26,7 @@ from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import ExpertPlaces, Gate
 from ptrain.models.recomputing import runs_again
+from ptrain.models.routed_rows import RoutedRows
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.axis import without
 from ptrain.spec.layout import positions
@@ -43,6 +45,10 @@ class RoutingMeter:
     def __init__(self, program: Program) -> None:
         self._gates = dict(_of_layers(program, Gate))
         self._places = dict(_of_layers(program, ExpertPlaces))
+        self._experts = dict(_of_layers(program, RoutedRows))
+        self._numbers = {layer: _num_experts(gate) for layer, gate in self._gates.items()} | {
+            layer: experts.num_all for layer, experts in self._experts.items()
+        }
         # of ranks that route the same tokens one counts
         alike = without(program.plan.loss_axes, program.spec.routing_axes)
         self._counts = not any(map(program.mesh.coordinate, alike))
@@ -54,8 +60,8 @@ class RoutingMeter:
 
     @property
     def has_routers(self) -> bool:
-        """Whether a router of this rank is watched."""
-        return bool(self._gates)
+        """Whether it is watched where tokens of this rank go."""
+        return bool(self._numbers)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -65,9 +71,11 @@ class RoutingMeter:
         hooks = []
         for layer, gate in self._gates.items() if self._counts else ():
             hooks.append(gate.score.register_forward_hook(_beside(partial(self._scored, layer))))
-            hooks.append(gate.register_forward_hook(_beside(partial(self._chosen, layer, gate))))
+            hooks.append(gate.register_forward_hook(_beside(partial(self._chosen, layer))))
         for layer, places in self._places.items() if self._counts else ():
             hooks.append(places.register_forward_hook(_beside(partial(self._placed, layer))))
+        for layer, experts in self._experts.items() if self._counts else ():
+            hooks.append(experts.register_forward_hook(_beside(partial(self._routed, layer))))
         try:
             yield
         finally:
@@ -92,7 +100,7 @@ class RoutingMeter:
 
     def _of(self, layer: str, device: torch.device) -> Tensor:
         if layer not in self._sums:
-            size = _num_experts(self._gates[layer]) + _OTHERS
+            size = self._numbers[layer] + _OTHERS
             self._sums[layer] = torch.zeros(size, dtype=torch.float64, device=device)
         return self._sums[layer]
 
@@ -103,13 +111,18 @@ class RoutingMeter:
         sums[-2] += entropy
         sums[-1] += len(scores_NE)
 
-    def _chosen(self, layer: str, gate: Gate, x_BTC: Tensor, output: tuple[Tensor, Tensor]) -> None:
-        chosen_BQ = output[1].reshape(len(x_BTC), -1)
-        counts_BE = F.one_hot(chosen_BQ, _num_experts(gate)).sum(1)
-        sums = self._of(layer, counts_BE.device)
+    def _chosen(self, layer: str, _: Tensor, output: tuple[Tensor, Tensor]) -> None:
+        self._count(layer, output[1])
+
+    def _routed(self, layer: str, _: Tensor, chosen_NK: Tensor, *__: Tensor) -> None:
+        self._count(layer, chosen_NK)
+
+    def _count(self, layer: str, chosen_NK: Tensor) -> None:
+        counts_E = F.one_hot(chosen_NK, self._numbers[layer]).sum((0, 1))
+        sums = self._of(layer, counts_E.device)
         of_layer = self._choices.setdefault(layer, [sums.new_zeros(0)] * self._size)
-        of_layer[self._micro_batch] = counts_BE.sum(0)
-        sums[:-_OTHERS] += counts_BE.sum(0)
+        of_layer[self._micro_batch] = counts_E
+        sums[:-_OTHERS] += counts_E
 
     def _placed(self, layer: str, chosen_BTK: Tensor, places_NK: Tensor) -> None:
         num_places = self._places[layer].number(*chosen_BTK.shape[:2])
@@ -129,14 +142,14 @@ def _num_experts(gate: Gate) -> int:
     return gate.shape.experts
 
 
-def _beside(count: Callable[[Any, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
+def _beside(count: Callable[..., None]) -> Callable[[nn.Module, Any, Any], None]:
     """Return a hook whose operators nobody else sees."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if runs_again() or not torch.is_grad_enabled():
             return
         with torch.no_grad(), without_modes():
-            count(args[0], output)
+            count(*args, output)
 
     return hook
 
@@ -167,7 +180,7 @@ def _joined(layer: str, rows: Sequence[list[float]]) -> LayerRouting:
         layer=layer,
         tokens=tuple(map(int, tokens)),
         dropped=int(dropped),
-        entropy=entropy / num_tokens,
+        entropy=entropy / num_tokens if num_tokens else None,
     )
 
 

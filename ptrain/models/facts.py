@@ -11,6 +11,7 @@ from ptrain.models.attending import attending_of
 from ptrain.models.batch import sample_bytes
 from ptrain.models.chain import chain_of_module
 from ptrain.models.dropout import drops_out
+from ptrain.models.expert_layers import expert_layers_of
 from ptrain.models.huggingface import ignored_fields
 from ptrain.models.roles import cutting_of_module
 from ptrain.models.units import blocks_of, unit_modules
@@ -23,10 +24,10 @@ _WIDE_BYTES = 4  # buffers of reals are fp32, or fp64 where everything is
 def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     """Return the facts that are read off the module itself."""
     roles, fusions = cutting_of_module(model, spec)
+    experts = expert_layers_of(model, spec)
+    apart = experts.modules if experts else expert_modules(spec)
     return ModelFacts(
-        units=_units(
-            model, unit_modules(model, spec.unit, spec.model.blocks, expert_modules(spec))
-        ),
+        units=_units(model, unit_modules(model, spec.unit, spec.model.blocks, apart)),
         buffers=tuple((name, _nbytes(buffer)) for name, buffer in model.named_buffers()),
         roles=roles,
         fusions=fusions,
@@ -34,6 +35,7 @@ def untraced_facts(model: nn.Module, spec: Spec) -> ModelFacts:
         blocks=tuple(blocks_of(model, spec.model.blocks)),
         draws=drops_out(model),
         attending=attending_of(model, spec),
+        experts=experts,
         sample_bytes=sample_bytes(spec),
         ignored=ignored_fields(spec.model) if isinstance(spec.model, HuggingFaceModel) else (),
     )

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.models.balance import Balance, with_loss
+from ptrain.models.dropless import dropless
 from ptrain.models.feed_forward import FeedForward, activation_of
 from ptrain.models.grouped import grouped_product
 from ptrain.models.journey import Journey
@@ -203,7 +204,8 @@ class MoE(nn.Module):
         if (shared := self.shared) is not None:
             journey.compute_beside(lambda: shared(x_BTC))
         if self.places is None:
-            rows_NKC = self._dropless(journey, x_NC, chosen_NK)
+            num_experts = self.experts.num_experts
+            rows_NKC = dropless(x_NC, chosen_NK, num_experts, journey, self.experts)
         else:
             places_NK = self.places(chosen_NK.unflatten(0, x_BTC.shape[:2]))
             num_places = self.places.number(*x_BTC.shape[:2])
@@ -211,22 +213,11 @@ class MoE(nn.Module):
         y_BTC = (rows_NKC * weights_NK[..., None]).sum(1).view_as(x_BTC)
         return y_BTC if shared is None else y_BTC + journey.computed_beside()
 
-    def _dropless(self, journey: Journey, x_NC: Tensor, chosen_NK: Tensor) -> Tensor:
-        """Return what each token's experts give [N, K, C]."""
-        num_chosen, chosen_M = chosen_NK.shape[1], chosen_NK.flatten()
-        order_M = chosen_M.argsort(stable=True)
-        x_MC, ends_E = journey.rows_there(
-            x_NC[order_M // num_chosen], ends_of(chosen_M, self.experts)
-        )
-        # handed on, so that what rows become is given back where they set out
-        y_MC = journey.rows_back(self.experts(x_MC, ends_E))
-        del x_MC, ends_E
-        return y_MC[order_M.argsort()].unflatten(0, (-1, num_chosen))
-
     def _in_places(
         self, journey: Journey, x_NC: Tensor, places_NK: Tensor, num_places: int
     ) -> Tensor:
-        """The same with a capacity: of a choice that finds no place, zeros."""
+        """Return what each token's experts give [N, K, C], where these have a capacity: of a choice
+        that finds no place, zeros."""
         num_experts = self.experts.num_experts
         tokens_S = places_NK.new_full((num_places + 1,), len(x_NC))  # an empty place has row N
         owners_NK = torch.arange(len(x_NC), device=x_NC.device)[:, None].expand_as(places_NK)
@@ -237,11 +228,3 @@ class MoE(nn.Module):
         y_ESC = journey.places_back(self.experts(x_ESC))
         del x_ESC
         return F.pad(y_ESC.flatten(0, 1), (0, 0, 0, 1))[places_NK]
-
-
-def ends_of(chosen_M: Tensor, experts: Experts) -> Tensor:
-    """Return the rows behind the last of each expert, sorted by expert: int32, as torch's grouped
-    product takes them."""
-    counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=chosen_M.device)
-    counts_E = counts_E.scatter_add(0, chosen_M, torch.ones_like(chosen_M))
-    return counts_E.cumsum(0, dtype=torch.int32)

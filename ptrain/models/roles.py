@@ -26,7 +26,7 @@ from ptrain.models.units import blocks_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import R
-from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, in_any_block
+from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, fits, in_any_block
 from ptrain.spec.spec import Spec
 
 # transformers' words (4.56 to 5). None: whole on every rank, which is how between the sub-blocks
@@ -43,6 +43,7 @@ _THEIRS: Mapping[str, Role | None] = {
     "packed_colwise": Role.FUSED_COLUMN,
     "moe_tp_experts": None,
 }
+_OF_EXPERTS = (Role.EXPERTS.value, "moe_tp_experts")
 _SEEN = (Role.NORM, Role.LAST_NORM)  # what is used on a slice of the tokens is seen as it runs
 _GATHERED = ("colwise_rep", "colwise_gather_output")
 
@@ -105,22 +106,47 @@ def _planned(module: nn.Module, spec: Spec) -> tuple[str, Roles]:
     return plan.place, (*roles, *_tied(module, roles))
 
 
-def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
-    place, name = named_in_spec(module, spec)
+def names_of_experts(module: nn.Module, spec: Spec) -> tuple[str, list[str]]:
+    """Return whose plan says which modules hold the experts of a layer, and which do, in the order
+    of the model. Raises SpecError where no plan says it."""
+    plan = _given_plan(module, spec)
+    meant = [pattern for pattern, word in plan.entries.items() if word in _OF_EXPERTS]
+    names = [name for name, _ in module.named_modules() if any(fits(x, name) for x in meant)]
+    if not names:
+        finding = f"{named_in_spec(module, spec)[1]} says of no module that it is all experts of "
+        finding += f"a layer{f' (there is none called {meant[0]})' if meant else ''}"
+        raise refused(plan.place, finding, _missing(f'"layers.*.experts": {Role.EXPERTS}', plan))
+    return plan.place, names
+
+
+def _given_plan(module: nn.Module, spec: Spec) -> _Plan:
+    """Return the plan that there is; maybe without entries."""
+    place, _ = named_in_spec(module, spec)
     if spec.tensor.roles:
         entries = {pattern: role.value for pattern, role in spec.tensor.roles}
         return _Plan(place="tensor.plan", entries=entries, theirs=False)
     is_theirs = hasattr(module, "_no_split_modules")
     with plan_of_module(module, "tp_plan", spec):
         own = _their_plan(module) if is_theirs else getattr(module, "tp_plan", None)
-    if not own or not isinstance(own, Mapping):
-        finding = f"{name} says nothing of how its modules are cut over tp"
-        remedy = 'write tensor: {plan: {"layers.*.mlp.up": column, "layers.*.mlp.down": row, …}}'
-        if not is_theirs:
-            remedy += ", or give the module that attribute: tp_plan"
-        raise refused(place, finding, remedy)
-    entries = {str(pattern): str(word) for pattern, word in own.items()}
+    written = own if isinstance(own, Mapping) else {}
+    entries = {str(pattern): str(word) for pattern, word in written.items()}
     return _Plan(place=place, entries=entries, theirs=is_theirs)
+
+
+def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
+    plan = _given_plan(module, spec)
+    if not plan.entries:
+        _, name = named_in_spec(module, spec)
+        finding = f"{name} says nothing of how its modules are cut over tp"
+        entries = '"layers.*.mlp.up": column, "layers.*.mlp.down": row, …'
+        raise refused(plan.place, finding, _missing(entries, plan))
+    return plan
+
+
+def _missing(entries: str, plan: _Plan) -> str:
+    """Return the remedy for a plan that lacks entries."""
+    remedy = f"write tensor: {{plan: {{{entries}}}}}"
+    return remedy if plan.theirs else f"{remedy}, or give the module that attribute: tp_plan"
 
 
 def plan_of_module(module: nn.Module, attribute: str, spec: Spec) -> AbstractContextManager[None]:
@@ -183,7 +209,7 @@ def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
             finding = f"no {'number' if is_count else 'module'} is called {pattern}"
             raise refused(plan.place, finding, f"this model has {_shown(module)}")
         role = Role(word) if word in GIVEN else _THEIRS[word]
-        role = None if role in _SEEN else role
+        role = None if role in (*_SEEN, Role.EXPERTS) else role
         if names and role is not None:
             yield pattern, role if is_count else _as_stored(role, module.get_submodule(names[0]))
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from ptrain.axes.context.attention import is_partition
 from ptrain.spec.axis import SAMPLE_AXES
 from ptrain.spec.layout import groups, positions
-from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import Ran, WrapStep
 from ptrain.steps.step import Parallelize, Plan
@@ -65,8 +64,8 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
 def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     """What it asks where ranks have experts of their own, of which the paper says nothing; none
     without ep."""
-    step, shape = plan.experts, spec.model
-    if step is None or not isinstance(shape, ModelShape) or shape.experts is None:
+    step = plan.experts
+    if step is None:
         return ()
     within, names = tuple(groups(spec, step.axes)), " × ".join(step.axes)
     summed = plan.wrap_of(step.modules).summed_axes
@@ -77,8 +76,8 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     return (
         Condition(
             name="Theorem 3 of routed tokens",
-            holds=shape.experts % len(within[0]) == 0,
-            why=f"each of {shape.experts} experts is on one rank of a group of {names}, to "
+            holds=step.number % len(within[0]) == 0,
+            why=f"each of {step.number} experts is on one rank of a group of {names}, to "
             f"which travels every token that is routed there: {_shown(within)}",
         ),
         Condition(

@@ -18,7 +18,8 @@ from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.costs import State
 from ptrain.errors import SpecError, refused
-from ptrain.facts.parameters import EXPERTS
+from ptrain.facts.experts import ExpertLayers
+from ptrain.facts.parameters import expert_layers
 from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis, Factor
@@ -50,16 +51,17 @@ def lower(
     stages: tuple[Stage, ...] = (),
     blocks: tuple[str, ...] = (),
     fusions: Fusions = (),
+    experts: ExpertLayers | None = None,
 ) -> Plan:
     """Return the plan of a legal spec; `units` are the modules that are wrapped together, `roles`,
-    `fusions` and `blocks` those of a module that is not built in, `stages` those that pp cuts the
-    model into."""
+    `fusions`, `blocks` and `experts` those of a module that is not built in, `stages` those that pp
+    cuts the model into. Raises SpecError where such a module's layers do not fit the spec."""
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
     wrap, tensor = _wrap(spec), _parallelize(spec, roles, fusions)
     pipeline = _pipeline(spec, stages)
-    experts = experts_of(spec, units, EXPERTS)
+    own = experts_of(spec, units, experts or expert_layers(spec))
     # of what is whole on ep all ranks have the same, of the experts each has its own
-    apart = () if experts is None or experts.axis in wrap.reduced_axes else (experts.axis,)
+    apart = () if own is None or own.axis in wrap.reduced_axes else (own.axis,)
     operator_axes = (*((tensor.axis,) if tensor else ()), *apart)
     routing_axes = (*wrap.summed_axes, *spec.folded_axes)
     cut_axes = (*((pipeline.axis,) if pipeline else ()), *wrap.reduced_axes)
@@ -78,7 +80,7 @@ def lower(
         pipeline,  # a stage is a model like any other for what comes next
         tensor,  # Theorem 6.2: operators are cut before units are wrapped
         context_of(spec),  # attention over cp is of the heads that tp leaves
-        experts,
+        own,
         _keep(spec, blocks),  # what wraps do before a block runs is then done once
         wrap,
         chunked_loss(spec),  # whose head the wrap has gathered

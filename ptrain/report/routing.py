@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from ptrain.spec.axis import EXPERT_AXES
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
@@ -14,12 +15,12 @@ from ptrain.spec.spec import Spec
 class LayerRouting:
     """One layer in one step of the global batch. `tokens`: choices that fell on each expert, of
     which `dropped` found no place; `entropy` of a token's scores over the experts, in nats, the
-    mean of all tokens."""
+    mean of all tokens; None where the scores are not seen, as of a model that is not built in."""
 
     layer: str
     tokens: tuple[int, ...]
     dropped: int
-    entropy: float
+    entropy: float | None
 
     @property
     def load(self) -> float:
@@ -36,18 +37,22 @@ class LayerRouting:
 
 
 def routes(spec: Spec) -> bool:
-    """Return whether the model has routers that are watched."""
-    return isinstance(spec.model, ModelShape) and spec.model.experts is not None
+    """Return whether it is watched where tokens go: in a built-in model with experts, and in any
+    other whose ranks have experts of their own."""
+    if isinstance(spec.model, ModelShape):
+        return spec.model.experts is not None
+    return spec.is_cut_over(EXPERT_AXES)
 
 
 def figures(layers: Sequence[LayerRouting]) -> dict[str, float]:
     """Return the figures of a step: λ of the layer where it is largest, the share of choices that
-    found no place, and the mean entropy."""
+    found no place, and the mean entropy, where scores are seen."""
     chosen = sum(sum(layer.tokens) for layer in layers)
+    entropies = [layer.entropy for layer in layers if layer.entropy is not None]
     return {
         "expert_load": max(layer.load for layer in layers),
         "dropped_share": sum(layer.dropped for layer in layers) / chosen,
-        "router_entropy": mean(layer.entropy for layer in layers),
+        **({"router_entropy": mean(entropies)} if entropies else {}),
     }
 
 

@@ -134,7 +134,15 @@ class Deriver:
     def _plan(self, spec: Spec) -> Plan:
         facts = self._facts(spec)
         stages = stages_of(spec, facts)
-        return lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
+        return lower(
+            spec,
+            facts.unit_modules,
+            facts.roles,
+            stages,
+            facts.blocks,
+            facts.fusions,
+            facts.experts,
+        )
 
     def _facts(self, spec: Spec) -> ModelFacts:
         if self.cuts is not None and spec.model == self.job.base.model:

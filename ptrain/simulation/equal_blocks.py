@@ -111,7 +111,9 @@ def _of_facts(
     if not is_within or is_far or len({*spec.activations.of(layers)}) > 1:
         return None
     stages = stages_of(spec, facts)
-    plan = lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
+    plan = lower(
+        spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
+    )
     if not plan.wrap.treats_equal_blocks_alike:
         return None
     if plan.pipeline is None:

@@ -60,6 +60,7 @@ GIVEN = {
     Role.NORM: "between the sub-blocks, on the rank's tokens where these are cut",
     Role.LAST_NORM: "the norm in front of the head: on all tokens",
     Role.COUNT: "an integer attribute of a module, its number of features or heads: the rank's",
+    Role.EXPERTS: "on ep, the module of all experts of a layer: the rank's; on tp whole",
 }
 
 

@@ -22,12 +22,19 @@ class ExpertParallel(PlanStep):
     route the tokens in `spans`.
 
     `modules` are those that hold the experts of a layer, and units of their own; each of their
-    tensors has an expert for every place of its first dimension. Where it `overlaps`, experts that
-    all tokens go to compute while the others' rows travel.
+    tensors has an expert for every place of its first dimension, a `number` of them. A token
+    chooses so many (`chosen`), each of which gets a row of `features` elements, in one of its
+    `places` for a rank's tokens of a sample where an expert has some: not all that are routed to
+    it then. Where it `overlaps`, experts that all tokens go to compute while the others' rows
+    travel.
     """
 
     axis: Axis
     modules: tuple[str, ...]
+    number: int
+    chosen: int
+    features: int
+    places: int | None = None
     overlaps: bool = False
     folded: tuple[Axis, ...] = ()
     counting: tuple[Axis, ...] = ()

@@ -47,6 +47,15 @@ def facts_by_data(
     return _with(known, layers)
 
 
+def without_bounds(facts: ModelFacts) -> ModelFacts:
+    """Return the facts of a model whose ranks have experts of their own. What these select is of
+    other ranks' tokens too, as many as these send: of how much nobody knows a bound."""
+    if not facts.by_data:
+        return facts
+    why = f"{facts.by_data}, and of other ranks' rows no bound is known"
+    return replace(facts, timeline=None, work=None, others=(), by_data="", untraced=why)
+
+
 def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
     """Return the facts at each extent at which the model is to be traced."""
     if not facts.others:

@@ -24,11 +24,12 @@ from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import objective_of
 from ptrain.models.other_samples import other_samples
+from ptrain.models.routed_rows import route
 from ptrain.models.selection import Extent
 from ptrain.spec.axis import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
-from ptrain.traces.by_data import facts_by_data
+from ptrain.traces.by_data import facts_by_data, without_bounds
 from ptrain.traces.layer_rows import TracedLayers, only, running, running_units
 from ptrain.traces.record import record
 from ptrain.traces.stage_parts import plan_of
@@ -42,6 +43,8 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     known = untraced_facts(model, spec)
     if not is_trainable(spec.model, torch.device("cpu")):
         return known
+    if known.experts is not None:  # as ranks run it that have some of them each
+        route(model, known.experts.modules, known.experts.number)
     names = running(spec, known.blocks)
     units = running_units(known.unit_modules, known.blocks, names)
     samples = sample_batch(spec)
@@ -66,7 +69,8 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
             draws=known.draws or layers.recording.draws or has_drawn,
         )
         others = partial(other_samples, model, spec, loss.vocabulary)
-        return facts_by_data(known, layers, traced, samples, others)
+        facts = facts_by_data(known, layers, traced, samples, others)
+        return facts if facts.experts is None else without_bounds(facts)
 
 
 class _Loss:

@@ -30,7 +30,6 @@ from ptrain.models.trace import (
     completion,
     last_views,
 )
-from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary
@@ -90,12 +89,12 @@ class UnevenLoads:
 def uneven_loads(spec: Spec, plan: Plan, within: Sequence[str] | None = None) -> UnevenLoads | None:
     """Return how to trace what the plan has made of a model, or of some layers of it, once more;
     None where it allocates the same wherever tokens go."""
-    shape, step = spec.model, plan.experts
-    if step is None or not isinstance(shape, ModelShape) or not is_by_routing(spec):
+    step = plan.experts
+    if step is None or not is_by_routing(spec):
         return None
     layers = layers_of(step)
     own = layers if within is None else tuple(x for x in layers if is_within(x, within))
-    return UnevenLoads(layers=own, rows=choices(spec, shape)) if own else None
+    return UnevenLoads(layers=own, rows=choices(spec, step)) if own else None
 
 
 def _operators(recording: Recording) -> object:

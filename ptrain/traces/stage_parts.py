@@ -47,7 +47,9 @@ Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
 def plan_of(spec: Spec, facts: ModelFacts) -> Plan:
     """Return the plan of a spec whose model has these facts."""
     stages = stages_of(spec, facts)
-    return lower(spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions)
+    return lower(
+        spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
+    )
 
 
 def rank_part(

@@ -322,6 +322,7 @@ NAMED = {
     "tp joins ep": "Definition 2",
     "routed slices are equal": "Definition 2",
     "counts are of the layers": "Definition 2",
+    "rows are multiplied by group": "Definition 2",
     "shared experts overlap rows that travel": EFFECT,
     "the degree divides the operators": "Definition 2",
     "every rank has rows": "Definition 2",
@@ -341,8 +342,8 @@ NAMED = {
 }
 WAITING = """replicas outside shards;
     experts are no matrices; hops know of no mask;
-    keys are as wide as values; ranks have as many stretches; experts are known;
-    the naive plan cuts experts;
+    keys are as wide as values; ranks have as many stretches;
+    experts are cut over tp too; the naive plan cuts experts;
     all tokens between the blocks; the naive plan has all tokens; the naive plan has no latents;
     equal slices are gathered; shards of slices are alike;
     slices have one kind of shards;

@@ -9,11 +9,13 @@ import pytest
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.rules import DATA
+from ptrain.axes.expert.form import experts_of
 from ptrain.axes.expert.loads import token_places
 from ptrain.axes.expert.rules import EXPERT
 from ptrain.costs import PLACED
 from ptrain.derivation.throughput import token_operations
 from ptrain.errors import Fault, SpecError
+from ptrain.facts.experts import ExpertLayers
 from ptrain.facts.parameters import facts
 from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.block import Bias
@@ -21,6 +23,8 @@ from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.placement import MODES, Placement, R
+from ptrain.spec.routing import histogram
+from ptrain.spec.spec import Spec
 from ptrain.spec.tensor import FOLDED as FOLDED_EXPERTS
 from ptrain.spec.tensor import NAIVE, TensorSpec
 from tests.gloo.expert_cases import spec_of
@@ -209,11 +213,40 @@ def test_ep_is_inside_the_axes_along_which_experts_are_summed(inner):
     ]
 
 
-def test_experts_of_a_model_that_is_not_built_in_are_not_spread():
-    model = HuggingFaceModel(hf="MixtralForCausalLM", config={"vocab_size": 259})
-    spec = make_spec({Axis.EP: (2, GATHERED)}, model=model)
-    (fault,) = (*check(spec), *executed(spec))
+def of_transformers(tp: int = 1, **config: object) -> Spec:
+    """A model of transformers, on ep."""
+    model = HuggingFaceModel(hf="MixtralForCausalLM", config={"vocab_size": 259, **config})
+    factors = {Axis.EP: (2, GATHERED), Axis.TP: (tp, tuple_of("S,S,S,R"))}
+    return make_spec({axis: it for axis, it in factors.items() if it[0] > 1}, model=model)
+
+
+def test_experts_of_a_model_that_is_not_built_in_are_spread_but_not_beside_tp():
+    assert not (*check(of_transformers()), *executed(of_transformers()))
+    (fault,) = (*check(of_transformers(tp=2)), *executed(of_transformers(tp=2)))
     assert fault.place == "mesh.ep" and "of a model that is not built in" in fault.finding
+
+
+@pytest.mark.parametrize("written", ["eager", "batched_mm"])
+def test_experts_of_transformers_run_group_by_group_on_ep_and_no_other_way(written):
+    (fault,) = check(of_transformers(experts_implementation=written))
+    assert fault.place == "model.config.experts_implementation"
+    assert f"{written}: on ep" in fault.finding
+    assert not check(of_transformers(experts_implementation="grouped_mm"))
+
+
+LAYERS = ExpertLayers(modules=("h.0.mlp.experts",), number=6, chosen=2, features=8)
+
+
+def test_what_is_read_off_a_model_must_fit_the_spec():
+    spec = of_transformers()
+    step = experts_of(spec, (("h.0.mlp.experts",), ("h.0",), ("",)), LAYERS)
+    assert step is not None and (step.number, step.chosen, step.features) == (6, 2, 8)
+    assert step.modules == LAYERS.modules and step.places is None
+    with pytest.raises(SpecError, match="2 ranks do not divide 3 experts"):
+        experts_of(spec, (), replace(LAYERS, number=3))
+    counts = histogram({"h.1.mlp": [[[1] * 6]]})
+    with pytest.raises(SpecError, match=r"routing: no counts of h\.0\.mlp"):
+        experts_of(spec.but(routing=counts), (), LAYERS)
 
 
 # ---- tp, folded into ep

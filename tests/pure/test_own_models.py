@@ -30,7 +30,7 @@ FAULTS = [
     ({"model": {"target": "a:b", "hf": "llama"}}, "model.hf", "target gives", "remove it"),
     ({"model": {"preset": "llama-tiny", "config": {}}}, "model.config", "hf class", "model.hf"),
     ({"tensor": {"plan": {"a": "colum"}}}, "tensor.plan", "a: must be one of", "mean 'column'?"),
-    ({"tensor": {"plan": {"a": "block"}}}, "tensor.plan", "count; got the text 'block'", ""),
+    ({"tensor": {"plan": {"a": "block"}}}, "tensor.plan", "experts; got the text 'block'", ""),
     ({"tensor": {"plan": {"a.*": ["row"]}}}, "tensor.plan", "a.*: must be one of column", ""),
     ({"tensor": {"plan": {"a": {"b": "row"}}}}, "tensor.plan", "got a mapping", ""),
     ({"tensor": {"plan": {"a": "row", "b": True}}}, "tensor.plan", "b: must be one of", ""),

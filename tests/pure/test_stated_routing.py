@@ -22,7 +22,6 @@ from ptrain.plan.show import show
 from ptrain.spec.axis import Axis
 from ptrain.spec.layout import coordinates
 from ptrain.spec.load import load
-from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import read_routing
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Mark, Run
@@ -139,9 +138,9 @@ def test_what_all_ranks_send_there_comes_back_and_leaves_nobody_twice(mesh):
 
 
 def test_at_best_nothing_leaves_and_at_worst_one_rank_gets_all():
-    shape = spec_of({"ep": 3}).model
-    assert isinstance(shape, ModelShape)
-    number = even(spec_of({"ep": 3}), shape).sent
+    step = planned(spec_of({"ep": 3}))[0].experts
+    assert step is not None
+    number = even(spec_of({"ep": 3}), step).sent
     for word, received in (("best", [number] * 3), ("worst", [3 * number, 0, 0])):
         stated = loads(spec_of({"ep": 3}, f"routing={word}"))
         rows = [stated.of(place)["blocks.1.mlp"][2] for place in range(3)]

@@ -340,7 +340,7 @@ def test_roles_that_a_users_plan_may_give():
     given = [each.value for each in role.GIVEN]
     assert given == [
         "column", "fused column", "row", "vocabulary", "head", "whole input", "shared", "norm",
-        "last norm", "count",
+        "last norm", "count", "experts",
     ]  # fmt: skip
     assert all(" " in about for about in role.GIVEN.values())
 

@@ -17,15 +17,18 @@ from typing import NamedTuple
 from ptrain.axes.expert.loads import ByLayer, RankRows, even, layers_of
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.facts.stages import is_within
 from ptrain.spec.activations import Kept, Operators, Scope
 from ptrain.spec.layout import ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
+from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import Plan
 
 _TRIPS = 2  # of rows to their experts, and of what these make of them back
 _COUNT_BYTES = 8  # int64
+_NO_ROWS = RankRows(0, 0, 0)
 
 
 def sent(
@@ -37,37 +40,39 @@ def sent(
     """Yield what layers with experts send in a step, those `within` some blocks alone; one that is
     computed again sends again, but for what arrived and is kept. `loads` are the rows of a rank;
     None: even ones."""
-    shape = spec.model
-    if not isinstance(shape, ModelShape) or shape.experts is None:
-        return
-    kept, modules = spec.activations.of(shape.layers), _modules(plan)
+    shape, step = spec.model, plan.experts
+    kept = dict(plan.keep.blocks) if plan.keep else {}
     times = plan.accumulate.micro_batches
     once, again = _Exchanged(), _Exchanged()
-    for layer in filter(shape.has_experts, range(shape.layers)):
-        block = f"blocks.{layer}"
-        if within is not None and block not in within:
+    for layer in _layers(spec, plan):
+        if within is not None and not is_within(layer, within):
             continue
-        rows = even(spec, shape).times(times)
+        rows = even(spec, step).times(times) if step else _NO_ROWS
         if loads is not None:
-            rows = reduce(add, loads[modules[block]])
+            rows = reduce(add, loads[layer])
         once.add(times, rows)
-        if _comes_again(kept[layer]):
+        if any(_comes_again(mode) for block, mode in kept.items() if is_within(layer, (block,))):
             again.add(times, rows)
-    if plan.experts is not None:
-        exchange = _RowExchange(spec, shape)
+    if step is not None:
+        exchange = _RowExchange(spec, step)
         yield from exchange.forward(Phase.FORWARD, once)
         yield from exchange.forward(Phase.BACKWARD, again)
         yield from exchange.trips(Phase.BACKWARD, once)
-    if (slices := _token_slices(spec, plan)) is not None:
+    slices = _token_slices(spec, plan)
+    if slices is not None and isinstance(shape, ModelShape) and shape.experts is not None:
         yield from _counted(spec, shape, slices, Phase.FORWARD, once.times)
         if slices.group.axes != spec.folded_axes:  # else it is among what operators send again
             yield from _counted(spec, shape, slices, Phase.BACKWARD, again.times)
 
 
-def _modules(plan: Plan) -> dict[str, str]:
-    """Return by block the module that has experts of ranks."""
-    modules = layers_of(plan.experts) if plan.experts is not None else ()
-    return {".".join(module.split(".")[:2]): module for module in modules}
+def _layers(spec: Spec, plan: Plan) -> Iterator[str]:
+    """Yield the layers with experts; of a built-in model those, too, of which every rank has
+    all."""
+    if plan.experts is not None:
+        yield from layers_of(plan.experts)
+    elif isinstance(spec.model, ModelShape) and spec.model.experts is not None:
+        for layer in filter(spec.model.has_experts, range(spec.model.layers)):
+            yield f"blocks.{layer}"
 
 
 class _TokenSlices(NamedTuple):
@@ -117,7 +122,7 @@ class _Exchanged:
     """What is exchanged: of how many layers and micro-batches, and all rows of these."""
 
     def __init__(self) -> None:
-        self.times, self.rows = 0, RankRows(0, 0, 0)
+        self.times, self.rows = 0, _NO_ROWS
 
     def add(self, times: int, rows: RankRows) -> None:
         self.times += times
@@ -127,11 +132,10 @@ class _Exchanged:
 class _RowExchange:
     """In bytes, which a row has so many of."""
 
-    def __init__(self, spec: Spec, shape: ModelShape) -> None:
-        assert shape.experts is not None, "they are on other ranks"
+    def __init__(self, spec: Spec, step: ExpertParallel) -> None:
         self.group = Group(spec.expert_axes, ranks_over(spec, spec.expert_axes))
-        self.counts = 0 if shape.capacity_factor is not None else _COUNT_BYTES * shape.experts
-        self.row = shape.hidden * spec.precision.effective.parameters.itemsize
+        self.counts = 0 if step.places is not None else _COUNT_BYTES * step.number
+        self.row = step.features * spec.precision.effective.parameters.itemsize
 
     def forward(self, phase: Phase, exchanged: _Exchanged) -> Iterator[Traffic]:
         """Whose sizes depend on data say first how many rows each expert gets."""

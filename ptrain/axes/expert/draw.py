@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from ptrain.axes.expert.form import own_places
-from ptrain.axes.expert.loads import Loads, loads_of, token_places
+from ptrain.axes.expert.loads import Loads, choices, loads_of, token_places
 from ptrain.spec.layout import ranks_over
-from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel
@@ -37,17 +35,16 @@ def _named(step: ExpertParallel) -> str:
 def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
     """Yield the experts of each rank of the axis, what travels, and what is summed over which
     axes; nothing where ranks have no experts of their own."""
-    step, shape = plan.experts, spec.model
+    step = plan.experts
     if step is None:
         return
-    assert isinstance(shape, ModelShape) and shape.experts is not None, "a rule: they are known"
     ranks = ranks_over(spec, step.axes)
-    own = shape.experts // ranks
+    own = step.number // ranks
     for rank in islice(range(ranks), _FEW_RANKS):
-        yield f"experts  {_named(step)} {rank}: {_span(rank * own, own)} of {shape.experts}"
+        yield f"experts  {_named(step)} {rank}: {_span(rank * own, own)} of {step.number}"
     if ranks > _FEW_RANKS:
         yield f"experts  … {ranks} ranks of {_named(step)}"
-    yield f"travels  {_travels(spec, plan, shape, ranks)}"
+    yield f"travels  {_travels(spec, step, ranks)}"
     if (loads := loads_of(spec, plan)) is not None:
         yield f"routing  {_routing(spec, loads)}"
     yield f"summed   {_summed(plan, step)}"
@@ -57,20 +54,20 @@ def _span(first: int, number: int) -> str:
     return f"{first}-{first + number - 1}" if number > 1 else str(first)
 
 
-def _travels(spec: Spec, plan: Plan, shape: ModelShape, ranks: int) -> str:
+def _travels(spec: Spec, step: ExpertParallel, ranks: int) -> str:
     """What two all-to-alls of forward and two of backward send, of each layer and micro-batch."""
-    micro, size = spec.batch.micro, shape.hidden * spec.precision.effective.parameters.itemsize
+    micro, size = spec.batch.micro, step.features * spec.precision.effective.parameters.itemsize
     away = f"{ranks - 1}/{ranks}"
     often = "there and back, in forward and in backward of each of these layers and micro-batches"
-    if shape.capacity_factor is not None:
-        places = shape.experts * micro * own_places(spec, shape) if shape.experts else 0
+    if step.places is not None:
+        places = step.number * micro * step.places
         return (
-            f"{counted(places, 'place')} of {shape.hidden} features {often}, "
+            f"{counted(places, 'place')} of {step.features} features {often}, "
             f"{format_bytes(places * size)} of which {away} leave the rank, whatever is routed"
         )
-    rows = shape.experts_per_token * micro * spec.routed_tokens
+    rows = choices(spec, step)
     return (
-        f"{counted(rows, 'row')} of {shape.hidden} features {often}, {format_bytes(rows * size)} "
+        f"{counted(rows, 'row')} of {step.features} features {often}, {format_bytes(rows * size)} "
         f"of which {away} leave the rank where each expert is chosen as often, and all or none "
         "where routing says so; counts of rows travel ahead of them"
     )

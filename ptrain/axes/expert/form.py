@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ptrain.axes.context.attention import all_spans, context_of
+from ptrain.axes.expert.counts import misfit
 from ptrain.costs import Collective
+from ptrain.errors import Fault, SpecError
+from ptrain.facts.experts import ExpertLayers
 from ptrain.spec.axis import TOKEN_AXES, Axis, Factor
 from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.model import ModelShape
-from ptrain.spec.routing import Bound, Histogram
+from ptrain.spec.routing import FORM, Bound, Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel, Span
 
@@ -26,23 +29,53 @@ def own_places(spec: Spec, shape: ModelShape) -> int:
     return min(shape.capacity(spec.batch.sequence), spec.routed_tokens)
 
 
-def experts_of(spec: Spec, units: Sequence[Sequence[str]], name: str) -> ExpertParallel | None:
-    """Return the step that gives ranks their experts, which are units of modules called `name`;
-    None where ep has no two ranks."""
-    factor = factor_of(spec)
-    if factor is None:
+def experts_of(
+    spec: Spec, units: Sequence[Sequence[str]], layers: ExpertLayers | None
+) -> ExpertParallel | None:
+    """Return the step that gives ranks their experts of these layers, which are units; None where
+    ep has no two ranks, or nobody knows layers. Raises SpecError for layers that do not fit."""
+    factor, shape = factor_of(spec), spec.model
+    if factor is None or layers is None:
         return None
-    modules = (module for unit in units for module in unit)
-    held = tuple(module for module in modules if module.rpartition(".")[2] == name)
+    if layers.number % factor.degree:
+        raise SpecError(_undivided(factor.degree, layers.number))
+    if wrong := unfit(spec, layers):
+        raise SpecError(wrong)
+    modules = [module for unit in units for module in unit]
+    places = None
+    if isinstance(shape, ModelShape) and shape.capacity_factor is not None:
+        places = own_places(spec, shape)
     counting = _counting_axes(spec)
     return ExpertParallel(
         axis=factor.axis,
-        modules=held,
+        modules=tuple(module for module in modules if module in layers.modules),
+        number=layers.number,
+        chosen=layers.chosen,
+        features=layers.features,
+        places=places,
         overlaps=spec.overlap_shared_experts,
         folded=spec.folded_axes,
         counting=counting,
         spans=tuple(_routed(spec, counting)) if counting else (),
     )
+
+
+def _undivided(degree: int, experts: int) -> Fault:
+    divide = [d for d in range(1, experts + 1) if experts % d == 0]
+    return Fault(
+        place="mesh.ep",
+        finding=f"{degree} ranks do not divide {experts} experts",
+        remedy=f"choose ep from {', '.join(map(str, divide))}",
+    )
+
+
+def unfit(spec: Spec, layers: ExpertLayers) -> Fault | None:
+    """Return the fault of counts that are not of these layers; None where there is none."""
+    if not isinstance(spec.routing, Histogram) or not is_by_routing(spec):
+        return None
+    named = [module.rpartition(".")[0] for module in layers.modules]
+    wrong = misfit(spec, spec.routing, named, layers.number, layers.chosen)
+    return Fault(place="routing", finding=wrong, remedy=f"write {FORM}") if wrong else None
 
 
 def _counting_axes(spec: Spec) -> tuple[Axis, ...]:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ptrain.axes.expert.form import is_by_routing, own_places
+from ptrain.axes.expert.form import is_by_routing
 from ptrain.spec.layout import positions, ranks_over
-from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import Bound, Choices, Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel
@@ -38,22 +37,21 @@ class RankRows:
         return RankRows(number * self.sent, number * self.kept, number * self.received)
 
 
-def choices(spec: Spec, shape: ModelShape) -> int:
+def choices(spec: Spec, step: ExpertParallel) -> int:
     """Return how many experts the tokens of a rank's micro-batch choose, all together: the rows
     that it sends, but with a capacity."""
-    return spec.batch.micro * spec.routed_tokens * shape.experts_per_token
+    return spec.batch.micro * spec.routed_tokens * step.chosen
 
 
-def even(spec: Spec, shape: ModelShape) -> RankRows:
+def even(spec: Spec, step: ExpertParallel) -> RankRows:
     """Return the rows of every rank where an expert gets as many as any other: of what experts do
     not divide each rank gets as many, its own first. With a capacity these are places, whatever is
     routed."""
-    assert shape.experts is not None, "they are on other ranks"
-    ranks, number = ranks_over(spec, spec.expert_axes), choices(spec, shape)
-    if shape.capacity_factor is not None:
-        number = spec.batch.micro * shape.experts * own_places(spec, shape)
-    share, more = divmod(number, shape.experts)
-    return RankRows(number, shape.experts // ranks * share + ceil_div(more, ranks), number)
+    ranks, number = ranks_over(spec, spec.expert_axes), choices(spec, step)
+    if step.places is not None:
+        number = spec.batch.micro * step.number * step.places
+    share, more = divmod(number, step.number)
+    return RankRows(number, step.number // ranks * share + ceil_div(more, ranks), number)
 
 
 def layers_of(step: ExpertParallel) -> tuple[str, ...]:
@@ -90,13 +88,12 @@ class Loads(ABC):
 def loads_of(spec: Spec, plan: Plan) -> Loads | None:
     """Return where rows go as the spec says it; None where they go evenly, or no size depends on
     it."""
-    step, shape, routing = plan.experts, spec.model, spec.routing
+    step, routing = plan.experts, spec.routing
     if step is None or routing is None or not is_by_routing(spec):
         return None
-    assert isinstance(shape, ModelShape), "a rule: its experts are known"
     if isinstance(routing, Histogram):
         return CountedLoads(spec, routing)
-    return BoundLoads(spec, shape, routing, layers_of(step), plan.accumulate.micro_batches)
+    return BoundLoads(spec, step, routing, plan.accumulate.micro_batches)
 
 
 def token_places(spec: Spec) -> tuple[int, ...]:
@@ -128,19 +125,12 @@ class BoundLoads(Loads):
     all of them those of one. A token has no expert twice: where it chooses more than a rank has,
     the others follow."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        shape: ModelShape,
-        bound: Bound,
-        layers: Sequence[str],
-        micro_batches: int,
-    ) -> None:
+    def __init__(self, spec: Spec, step: ExpertParallel, bound: Bound, micro_batches: int) -> None:
         super().__init__(spec)
-        ranks = range(ranks_over(spec, spec.expert_axes))
+        layers, ranks = layers_of(step), range(ranks_over(spec, spec.expert_axes))
         favourites = ranks if bound is Bound.BEST else [0] * len(ranks)
         self._times = micro_batches
-        self._choices = [_favouring(spec, shape, favourite) for favourite in favourites]
+        self._choices = [_favouring(spec, step, favourite) for favourite in favourites]
         self._rows = [
             dict.fromkeys(layers, (_rows(self._choices, rank),) * micro_batches) for rank in ranks
         ]
@@ -152,14 +142,13 @@ class BoundLoads(Loads):
         return self._rows[self.group(place).index(place)]
 
 
-def _favouring(spec: Spec, shape: ModelShape, rank: int) -> Choices:
+def _favouring(spec: Spec, step: ExpertParallel, rank: int) -> Choices:
     """Return what the tokens of a micro-batch choose where they take the experts of `rank` first,
     as often each."""
-    assert shape.experts is not None, "there is something to choose"
-    own = shape.experts // ranks_over(spec, spec.expert_axes)
-    tokens = choices(spec, shape) // shape.experts_per_token
-    first = tokens * min(shape.experts_per_token, own)
-    others = _spread(choices(spec, shape) - first, shape.experts - own)
+    own = step.number // ranks_over(spec, spec.expert_axes)
+    tokens = choices(spec, step) // step.chosen
+    first = tokens * min(step.chosen, own)
+    others = _spread(choices(spec, step) - first, step.number - own)
     before = rank * own
     return (*others[:before], *_spread(first, own), *others[before:])
 

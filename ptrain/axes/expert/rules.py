@@ -12,19 +12,19 @@ from dataclasses import replace
 
 from ptrain.axes.data.dials import REASON
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
-from ptrain.axes.expert.form import factor_of, is_by_routing
+from ptrain.axes.expert.form import factor_of, is_by_routing, unfit
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
-from ptrain.facts.parameters import expert_modules
+from ptrain.facts.parameters import expert_layers
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import PADDED
 from ptrain.spec.layout import ranks_over
-from ptrain.spec.model import ModelShape
+from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.placement import R
-from ptrain.spec.routing import FORM, Choices, Histogram
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div, counted
 
+_IMPLEMENTATION, _GROUPED = "experts_implementation", "grouped_mm"  # of transformers
 _FOLDS = "tensor.experts"
 _CUT = "tensor.experts: cut"
 _OVERLAP = "overlap_shared_experts"
@@ -75,49 +75,16 @@ def _divisible(experts: int, degree: int, beside: int) -> Iterator[str]:
 
 
 def _routing_fits(spec: Spec) -> Iterator[Fault]:
-    """One fault: what is wrong with counts in one place mostly is in all of them."""
-    shape = spec.model
-    if spec.routing is None or not isinstance(shape, ModelShape):
+    """Counts of a model that is not built in are looked at where its layers are known
+    (`form.experts_of`)."""
+    if spec.routing is None:
         return
     if not is_by_routing(spec):
         finding = "no size depends on where tokens go: there are no two ranks of ep, or a "
         finding += "capacity_factor gives every expert as many places"
         yield Fault(place="routing", finding=finding, remedy="leave it out")
-    elif isinstance(spec.routing, Histogram) and (wrong := _misfit(spec, shape, spec.routing)):
-        yield Fault(place="routing", finding=wrong, remedy=f"write {FORM}")
-
-
-def _misfit(spec: Spec, shape: ModelShape, histogram: Histogram) -> str:
-    """Return what does not fit the spec, with its place; empty where all does."""
-    layers = [module.rpartition(".")[0] for module in expert_modules(spec)]
-    if missing := [layer for layer in layers if layer not in histogram.layers]:
-        return f"no counts of {', '.join(missing)}"
-    if others := [layer for layer in histogram.layers if layer not in layers]:
-        return f"{', '.join(others)}: the model has no such layer with experts"
-    ranks = ranks_over(spec, spec.routing_axes)
-    for layer, of_layer in zip(histogram.layers, histogram.counts, strict=True):
-        if len(of_layer) != ranks:
-            return f"{layer}: {len(of_layer)} ranks; {ranks} have tokens of their own"
-        for rank, of_rank in enumerate(of_layer):
-            place = f"{layer}, rank {rank}"
-            if len(of_rank) != spec.batch.accumulate:
-                return f"{place}: {len(of_rank)} micro-batches; a step has {spec.batch.accumulate}"
-            for number, of_experts in enumerate(of_rank):
-                if wrong := _misfit_of(spec, shape, of_experts):
-                    return f"{place}, micro-batch {number}: {wrong}"
-    return ""
-
-
-def _misfit_of(spec: Spec, shape: ModelShape, of_experts: Choices) -> str:
-    """Return what does not fit in the counts of one micro-batch."""
-    if len(of_experts) != shape.experts:
-        return f"{len(of_experts)} experts; the layer has {shape.experts}"
-    tokens, often = spec.batch.micro * spec.routed_tokens, shape.experts_per_token
-    if (number := sum(of_experts)) != tokens * often:
-        return f"{number} choices; {tokens} tokens make {often} each, which are {tokens * often}"
-    if (most := max(of_experts)) > tokens:
-        return f"{most} choices of expert {of_experts.index(most)}; there are {tokens} tokens"
-    return ""
+    elif (known := expert_layers(spec)) is not None and (wrong := unfit(spec, known)):
+        yield wrong
 
 
 def _nothing_folds(spec: Spec) -> Iterator[Fault]:
@@ -155,9 +122,12 @@ def _folded_naively(spec: Spec) -> Iterator[Fault]:
 
 def _shared_experts_overlap(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
-    if not spec.overlap_shared_experts or not isinstance(shape, ModelShape):
+    if not spec.overlap_shared_experts:
         return
-    if factor_of(spec) is None:
+    if not isinstance(shape, ModelShape):
+        finding = "a model that is not built in says itself what computes when"
+        yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out")
+    elif factor_of(spec) is None:
         finding = "no rows travel, beside which they could compute: there are no two ranks of ep"
         yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out, or write mesh.ep")
     elif not shape.shared_experts:
@@ -165,12 +135,28 @@ def _shared_experts_overlap(spec: Spec) -> Iterator[Fault]:
         yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out")
 
 
-def _unknown_experts(spec: Spec) -> Iterator[Fault]:
-    if factor_of(spec) is not None and not isinstance(spec.model, ModelShape):
+def _by_groups(spec: Spec) -> Iterator[Fault]:
+    model = spec.model
+    if factor_of(spec) is None or not isinstance(model, HuggingFaceModel):
+        return
+    written = model.config.get(_IMPLEMENTATION)
+    if written not in (None, _GROUPED):
+        yield Fault(
+            place=f"model.config.{_IMPLEMENTATION}",
+            finding=f"{written}: on ep the rows that a rank's experts get are multiplied group by "
+            "group",
+            remedy="leave it out, or write dp_shard in place of ep",
+        )
+
+
+def _whole_on_tp(spec: Spec) -> Iterator[Fault]:
+    is_on_both = factor_of(spec) is not None and spec.degree(Axis.TP) > 1
+    if is_on_both and not isinstance(spec.model, ModelShape):
         yield Fault(
             place="mesh.ep",
-            finding="not yet: ranks with experts of their own, of a model that is not built in",
-            remedy="what works today: dp_shard in place of ep",
+            finding="not yet: beside tp, of a model that is not built in, whose experts are whole "
+            "on every rank of tp",
+            remedy="what works today: dp_shard in place of ep, no tp, or a built-in model",
         )
 
 
@@ -182,6 +168,7 @@ EXPERT = AxisRules(
         SpecRule(name="tp joins ep", theorem="Definition 2", faults=_nothing_folds),
         SpecRule(name="routed slices are equal", theorem="Definition 2", faults=_folded_slices),
         SpecRule(name="counts are of the layers", theorem="Definition 2", faults=_routing_fits),
+        SpecRule(name="rows are multiplied by group", theorem="Definition 2", faults=_by_groups),
         SpecRule(
             name="shared experts overlap rows that travel",
             theorem=REASON,
@@ -189,7 +176,7 @@ EXPERT = AxisRules(
         ),
     ),
     not_yet=(
-        SpecRule(name="experts are known", theorem="", faults=_unknown_experts),
+        SpecRule(name="experts are cut over tp too", theorem="", faults=_whole_on_tp),
         SpecRule(name="the naive plan cuts experts", theorem="", faults=_folded_naively),
     ),
 )

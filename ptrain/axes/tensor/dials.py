@@ -9,6 +9,7 @@ from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
+from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
 from ptrain.spec.tensor import TensorSpec
 
@@ -17,9 +18,10 @@ def _without_tp(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.TP) > 1 or spec.world_size == 1:
         return
     tensor, default = spec.tensor, TensorSpec()
+    is_of_ep = spec.degree(Axis.EP) > 1 and {role for _, role in tensor.roles} == {Role.EXPERTS}
     has_roles = bool(tensor.roles) and not isinstance(spec.model, ModelShape)
     written = {
-        "plan": has_roles or tensor.is_naive is not default.is_naive,
+        "plan": (has_roles and not is_of_ep) or tensor.is_naive is not default.is_naive,
         "loss_parallel": tensor.loss_parallel is not default.loss_parallel,
         "experts": tensor.is_folded,
     }

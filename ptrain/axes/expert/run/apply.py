@@ -3,7 +3,8 @@ travel to the ranks of theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from ptrain.axes.expert.run.exchange import Assumption, Travels
 from ptrain.axes.tensor.run.gradients import OwnSlices
 from ptrain.internals.dtensor import side_by_side
 from ptrain.models.moe import MoE
+from ptrain.models.routed_rows import NUMBER, RoutedRows, route
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.axis import Axis
 from ptrain.steps.experts import ExpertParallel
@@ -24,12 +26,18 @@ def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> N
     those whose features are cut over another axis are cut over both; where that axis is folded its
     ranks have slices of the tokens, and count together what is chosen."""
     group = mesh.group(step.axes)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, MoE):
+    own = [(name, module) for name, module in model.named_modules() if name in step.modules]
+    if not any(isinstance(module, MoE) for module in model.modules()):
+        route(model, [name for name, _ in own], step.number)
+    for module in model.modules():
+        if isinstance(module, (MoE, RoutedRows)):
             module.journey = Travels(group, step.overlaps)
-        if name in step.modules:
-            for projection in module.children():
-                _give_own(projection, mesh.ordered(step.axes), mesh)
+    for _, experts in own:
+        if isinstance(experts, RoutedRows):
+            _give_rows(experts, step, mesh)
+            continue
+        for projection in experts.children():
+            _give_own(projection, mesh.ordered(step.axes), mesh)
     if step.folded:
         tokens = SampleSlices(mesh.group(step.counting), mesh.registry, step.spans)
         route_slices(model, tokens, mesh.size(step.folded))
@@ -39,18 +47,53 @@ def assume(model: nn.Module, routing: Callable[[str], Assumption]) -> None:
     """On fake ranks, from now on rows of each layer with experts go as `routing` says of the
     layer's name."""
     for name, module in model.named_modules():
-        if isinstance(module, MoE):
+        if isinstance(module, (MoE, RoutedRows)):
             assert isinstance(module.journey, Travels), "it has experts of other ranks"
-            module.journey.assumed = routing(name)
+            is_layer = isinstance(module, MoE)
+            module.journey.assumed = routing(name if is_layer else name.rpartition(".")[0])
 
 
 def _give_own(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
-    """Cut the weight of all experts by its first dimension."""
-    weight = projection.get_parameter("weight")
-    own = nn.Parameter(_own(weight, axes, mesh), requires_grad=weight.requires_grad)
-    projection.register_parameter("weight", own)
-    if not isinstance(weight, DTensor):  # else it is read so already
+    """Cut the weight of all experts, which its module reads."""
+    is_read = isinstance(projection.get_parameter("weight"), DTensor)  # of another axis
+    _cut(projection, axes, mesh)
+    if not is_read:
         OwnSlices()._apply(projection, mesh.submesh(axes))
+
+
+def _give_rows(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:
+    """Cut all tensors of a module that is not built in, and say how many experts it has now."""
+    for module in experts.modules():
+        _cut(module, mesh.ordered(step.axes), mesh)
+    experts.reading = _own_slices
+    if isinstance(getattr(experts, NUMBER, None), int):
+        setattr(experts, NUMBER, step.number // mesh.size(step.axes))
+
+
+@contextmanager
+def _own_slices(experts: nn.Module) -> Iterator[None]:
+    """Within it the tensors of a module and those in it are what the rank has of them, whoever
+    holds them. Backward has what it makes of them behind it before the module's inputs, in front of
+    which FSDP2 reduces: hooks of the module itself would come too early for that."""
+    held = [
+        (module, name, tensor)
+        for module in experts.modules()
+        for name, tensor in module.named_parameters(recurse=False)
+    ]
+    for module, name, tensor in held:  # before nn.Module looks among its parameters, it looks here
+        vars(module)[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    try:
+        yield
+    finally:
+        for module, name, _ in held:
+            vars(module).pop(name, None)
+
+
+def _cut(module: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
+    """Cut a module's own tensors of all experts by their first dimension."""
+    for name, tensor in list(module.named_parameters(recurse=False)):
+        own = nn.Parameter(_own(tensor, axes, mesh), requires_grad=tensor.requires_grad)
+        module.register_parameter(name, own)
 
 
 @torch.no_grad()
