@@ -70,6 +70,8 @@ class Setting:
         if isinstance(attention, Mapping):
             attention = " × ".join(f"{name} {degree}" for name, degree in attention.items())
         parts[-1] += f" {attention}" if attention else ""
+        experts = self.sections.get("tensor", {}).get("experts", "")
+        parts[-1] += f" {experts}" if experts else ""
         return f"{' × '.join(parts)} · {self.model} · {self.layout} · K={self.accumulate}"
 
     def spec(self) -> Spec:

@@ -36,6 +36,7 @@ EP_ZERO3 = Setting(
     mesh={"dp_shard": 2, "ep": 2}, placement={"dp_shard": "zero3", "ep": "zero3"}, model="experts"
 )
 EP_TP = Setting(mesh={"ep": 2, "tp": 2}, model="experts")
+EP_TP_FOLDED = replace(EP_TP, sections={"tensor": {"experts": "folded"}})
 EP_PP = Setting(mesh={"pp": 2, "ep": 2}, model="experts")
 EP_PLACES = replace(EP, shape={"capacity_factor": 0.75})
 EP_BALANCED = replace(EP, shape={"aux_loss": 0.1})
@@ -143,6 +144,7 @@ def _all_faults() -> Iterator[Fault]:
         (divided, EP_ZERO2, experts_over_ep, "ep", "÷ 2"),
         (f"{divided}: shards", EP_ZERO3, experts_over_ep, "ep or dp_shard", "÷ 2"),
         ("experts' gradient times tp", EP_TP, experts_times_tp, "ep or tp", "× 2"),
+        ("folded experts' gradient times tp", EP_TP_FOLDED, experts_times_tp, "ep or tp", "× 2"),
     ):
         yield Fault(
             name=name,
@@ -174,15 +176,19 @@ def _of_different_ones() -> Iterator[Fault]:
                 factor=factor,
                 place=experts,
             )
-    yield Fault(
-        name="slices of experts summed over tp",
-        setting=EP_TP,
-        plant=slices_summed_over_tp,
-        subjects=gradients,
-        axis="tp",
-        factor="summed over tp",
-        place=experts,
-    )
+    for setting, name in (
+        (EP_TP, "slices of experts summed over tp"),
+        (EP_TP_FOLDED, "folded experts summed over tp"),
+    ):
+        yield Fault(
+            name=name,
+            setting=setting,
+            plant=slices_summed_over_tp,
+            subjects=gradients,
+            axis="tp",
+            factor="summed over tp",
+            place=experts,
+        )
     yield Fault(
         name="one rank's experts broadcast over ep",
         setting=EP,
