@@ -123,7 +123,7 @@ def remedy(argument: str) -> str:
         ("sede=1", "did you mean 'train.seed'?"),
         ("foo=1", "`ptrain help keys` lists what there is"),
         ("model.foo=1", "`ptrain help model` lists what there is"),
-        ("tensor.foo=1", "known here: plan, loss_parallel, asynchronous"),
+        ("tensor.foo=1", "known here: plan, loss_parallel, experts, asynchronous"),
     ],
 )
 def test_a_slip_gets_one_suggestion_in_the_form_of_the_command_line(argument, meant):
