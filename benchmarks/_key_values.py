@@ -72,6 +72,7 @@ _FUNCTION = "a function of somebody's own: tests/unit/test_user_functions.py"
 _ROLES = "roles are of models that are not built in"
 LEFT_OUT: Mapping[str, str] = {
     "model.hf": _OUTSIDE,
+    "model.pretrained": "a folder of weights: tests/unit/test_pretrained.py",
     "model.config": _OUTSIDE,
     "model.target": _OUTSIDE,
     "model.arguments": _OUTSIDE,
