@@ -28,6 +28,7 @@ VERBS = {
     "select": "which placement of a model on so many devices: all legal ones, ranked",
     "simulate": "the program that trains on fake ranks: memory and traffic at any size",
     "calibrate": "what operators, collectives and updates take on this machine: a cluster's rates",
+    "tokenize": "texts, JSON lines or Parquet as the token file that a training reads",
     "export": "a checkpoint as a folder that transformers loads",
     "sample": "what a trained model writes, and how well it foresees a text",
     "cache": "the traces of models that predictions keep: where, how many; clear them",
@@ -35,7 +36,10 @@ VERBS = {
     "schema": "the JSON Schema of specs, for editors",
     "help": "a section of the pages by its topic, or a key of a spec; else the topics",
 }
-OF_TORCH = ("simulate",)  # verbs whose module imports it; the others that need it do when they run
+OF_TORCH = (
+    "simulate",
+    "tokenize",
+)  # verbs whose module imports it; the others that need it do when they run
 NOT_YET = ("convert", "report", "compare", "doctor", "launch")
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.convert.saved import SavedModel
-from ptrain.convert.vocabulary import Vocabulary, vocabulary_of, windows
+from ptrain.convert.vocabulary import vocabulary_of, windows
+from ptrain.data.vocabulary import Vocabulary
 from ptrain.errors import refused
 from ptrain.models.build import build
 from ptrain.models.initialize import cast

@@ -1,25 +1,16 @@
-"""Token files: one-dimensional `.npy` arrays of token ids, mapped into memory and never read whole.
-
-Make one from text with the byte tokenizer:
-
-    python -m ptrain.data.tokens TEXT... --out FILE.npy
-"""
+"""Token files: one-dimensional `.npy` arrays of token ids, mapped into memory, never read whole."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ptrain.data.tokenizer import encode
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import refused
 
-_MAKE = "make one with: python -m ptrain.data.tokens TEXT... --out FILE.npy"
+_MAKE = "make one with: ptrain tokenize TEXT... --out FILE.npy"
 
 
 def open_tokens(path: Path) -> NDArray[np.unsignedinteger]:
@@ -59,43 +50,3 @@ def _mapped(path: Path, place: str, remedy: str) -> NDArray[Any]:
     if not isinstance(values, np.ndarray):  # an .npz archive loads as a mapping
         raise refused(place, f"{path} is an archive, not one .npy array", remedy)
     return values
-
-
-def write_tokens(texts: Sequence[Path], out: Path) -> int:
-    """Encode text files, one document each, into a token file; the number of tokens."""
-    encoded = [encode(_read(text)) for text in texts]
-    tokens = np.concatenate(encoded)
-    try:
-        with out.open("wb") as file:  # np.save would append .npy to another suffix
-            np.save(file, tokens, allow_pickle=False)
-    except OSError as error:
-        raise refused(str(out), error.strerror or str(error), "choose another --out") from error
-    return len(tokens)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ptrain.data.tokens", description=__doc__)
-    parser.add_argument("texts", nargs="+", type=Path, metavar="TEXT")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE.npy")
-    options = parser.parse_args(arguments)
-    try:
-        num_tokens = write_tokens(options.texts, options.out)
-    except PtrainError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    print(f"{options.out}: {num_tokens} tokens; train on it with data.path={options.out}")
-    return 0
-
-
-def _read(text: Path) -> str:
-    try:
-        return text.read_text(encoding="utf-8")
-    except OSError as error:
-        raise refused(str(text), error.strerror or str(error), "give a text file") from error
-    except UnicodeDecodeError as error:
-        finding = f"is not UTF-8 text (byte {error.start})"
-        raise refused(str(text), finding, "convert it to UTF-8") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

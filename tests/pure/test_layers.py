@@ -78,7 +78,7 @@ LAZY = {
     "ptrain.models.huggingface",
     "ptrain.models.pretrained",
     "ptrain.convert.export",
-    "ptrain.convert.vocabulary",
+    "ptrain.data.vocabulary",
     "ptrain.cli.export",
     "ptrain.cli.sample",
     "ptrain.train.tensorboard",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from ptrain.data.corpus import corpus
 from ptrain.data.source import Split
 from ptrain.data.tokenizer import BOS, EOS, PAD, VOCAB, decode, encode
-from ptrain.data.tokens import main, open_tokens
+from ptrain.data.tokens import open_tokens
 from ptrain.errors import PtrainError
 from ptrain.spec.job import DataSpec
 
@@ -122,7 +120,7 @@ def test_an_array_that_holds_no_token_ids_is_refused(tmp_path, tokens):
 def test_a_missing_token_file_is_refused_with_the_command_that_makes_one(tmp_path):
     with pytest.raises(
         PtrainError,
-        match=r"^error: data.path: .*: No such file.*\n  remedy: .*python -m ptrain.data.tokens",
+        match=r"^error: data.path: .*: No such file.*\n  remedy: .*ptrain tokenize",
     ):
         corpus(DataSpec(corpus=None, path=str(tmp_path / "nowhere.npy")))
 
@@ -155,37 +153,3 @@ def test_a_folder_and_an_archive_are_refused(tmp_path):
     np.savez(tmp_path / "tokens.npz", tokens=np.arange(3, dtype=np.uint16))
     with pytest.raises(PtrainError, match="is an archive"):
         open_tokens(tmp_path / "tokens.npz")
-
-
-def test_text_files_become_a_token_file(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("one", encoding="utf-8")
-    (tmp_path / "b.txt").write_text("zwölf", encoding="utf-8")
-    out = tmp_path / "tokens.bin"
-    assert main([str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--out", str(out)]) == 0
-    assert "13 tokens" in capsys.readouterr().out
-    assert decode(open_tokens(out).tolist()) == "onezwölf"
-
-
-@pytest.mark.parametrize(
-    ("content", "finding"), [(None, "No such file"), (b"\xff\xfe", "is not UTF-8 text")]
-)
-def test_text_that_cannot_be_read_is_one_message_and_leaves_no_file(
-    tmp_path, capsys, content, finding
-):
-    text, out = tmp_path / "a.txt", tmp_path / "tokens.npy"
-    if content is not None:
-        text.write_bytes(content)
-    assert main([str(text), "--out", str(out)]) == 2
-    assert finding in capsys.readouterr().err
-    assert not out.exists()
-
-
-def test_the_command_runs_as_it_is_documented(tmp_path):
-    (tmp_path / "a.txt").write_text("hello", encoding="utf-8")
-    command = [sys.executable, "-m", "ptrain.data.tokens", "a.txt", "--out", "tokens.npy"]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert open_tokens(tmp_path / "tokens.npy").tolist() == [BOS, *b"hello", EOS]

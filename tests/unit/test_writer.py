@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from ptrain.cli.main import main
-from ptrain.convert.vocabulary import ByteVocabulary, windows
+from ptrain.convert.vocabulary import windows
 from ptrain.convert.writer import Writer
+from ptrain.data.vocabulary import ByteVocabulary
 from ptrain.errors import PtrainError, SpecError
 from tests.published_folders import saved
 from tests.unit.test_pretrained import SEQUENCE, run_of

@@ -1,0 +1,151 @@
+"""Documents become token files: of texts, rows of JSON and of Parquet, by bytes or a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptrain.cli.main import main
+from ptrain.data import tokenized
+from ptrain.data.documents import documents
+from ptrain.data.tokenizer import decode, encode
+from ptrain.data.tokens import open_tokens
+from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary
+
+TEXTS = ["one", "zwölf", "", "a longer text, with\nlines"]
+
+
+def lines(path: Path, rows: Iterable[object]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def tokenizer(folder: Path, *, end: str | None = "</s>", words: int = 5) -> Path:
+    """A tokenizer of words, beside what says its end."""
+    tokenizers = pytest.importorskip("tokenizers")
+    known = {"[UNK]": 0, "</s>": 1, **{f"w{n}": n for n in range(2, words)}}
+    whole = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="[UNK]"))
+    whole.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    whole.save(str(folder / "tokenizer.json"))
+    if end is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": end}}))
+    return folder / "tokenizer.json"
+
+
+def test_texts_rows_of_json_and_of_parquet_become_one_token_file(tmp_path: Path, capsys: Any):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "a.txt").write_text(TEXTS[1], encoding="utf-8")
+    rows = lines(tmp_path / "b.jsonl", [{"text": text, "more": 1} for text in TEXTS])
+    parquet.write_table(arrow.table({"text": TEXTS, "n": [1, 2, 3, 4]}), tmp_path / "c.parquet")
+    files = [tmp_path / "a.txt", rows, tmp_path / "c.parquet"]
+    out = tmp_path / "tokens.npy"
+    assert main(["tokenize", *map(str, files), "--out", str(out)]) == 0
+    expected = [TEXTS[1], *TEXTS, *TEXTS]
+    tokens = [*chain.from_iterable(encode(text).tolist() for text in expected)]
+    assert open_tokens(out).tolist() == tokens
+    assert f"9 documents, {len(tokens)} tokens of 259" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [*(file.name for file in files), "tokens.npy"]
+    )
+
+
+def test_tokens_are_those_of_the_tokenizer_with_its_end_behind_each_document(tmp_path: Path):
+    rows = lines(tmp_path / "a.jsonl", [{"said": "w2 w3"}, {"said": "w4 other"}, {"said": ""}])
+    words = ["--tokenizer", str(tokenizer(tmp_path)), "--field", "said", "--json"]
+    assert main(["tokenize", str(rows), "--out", str(tmp_path / "t.npy"), *words]) == 0
+    tokens = open_tokens(tmp_path / "t.npy")
+    assert tokens.tolist() == [2, 3, 1, 4, 0, 1, 1] and tokens.dtype == np.uint16
+
+
+def test_more_than_65536_words_take_four_bytes(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("w69999 w2")
+    words = ["--tokenizer", str(tokenizer(tmp_path, words=70_000)), "--end", "w7"]
+    out = tmp_path / "t.npy"
+    assert main(["tokenize", str(tmp_path / "a.txt"), "--out", str(out), *words]) == 0
+    assert open_tokens(out).tolist() == [69_999, 2, 7] and open_tokens(out).dtype == np.uint32
+
+
+class Broken(ByteVocabulary):
+    """Breaks off at the batch of this number, as a process that is killed."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def batch(self, texts: Any) -> list[list[int]]:
+        self.at -= 1
+        if self.at < 0:
+            raise KeyboardInterrupt
+        return super().batch(texts)
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("has_changed", [False, True])
+def test_what_was_broken_off_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: Any, at: int, has_changed: bool
+):
+    monkeypatch.setattr(tokenized, "DOCUMENTS", 2)
+    files = [lines(tmp_path / f"{n}.jsonl", [{"text": f"{n}.{k}"} for k in range(5)]) for n in "ab"]
+    out, encoded = tmp_path / "t.npy", []
+    with pytest.raises(KeyboardInterrupt):
+        tokenized.tokenize(files, out, Broken(at), field="text", tell=lambda _: None)
+    assert not out.exists()
+    if has_changed:
+        lines(files[1], [{"text": "other"}] * 7)
+
+    class Counting(ByteVocabulary):
+        def batch(self, texts: Any) -> list[list[int]]:
+            encoded.extend(texts)
+            return super().batch(texts)
+
+    done = tokenized.tokenize(files, out, Counting(), field="text", tell=lambda _: None)
+    expected = [text for file in files for text in documents(file, "text")]
+    begun = 0 if has_changed else [0, 2, 4, 5, 7, 9][at]
+    assert encoded == expected[begun:] and done.documents == len(expected)
+    assert decode(open_tokens(out).tolist()) == "".join(expected)
+    assert sorted(path.name for path in tmp_path.glob("t.npy*")) == ["t.npy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "finding"),
+    [
+        ("a.txt", None, "a.txt: No such file"),
+        ("a.txt", b"\xff\xfe", "a.txt: is not UTF-8 text (byte 0)"),
+        ("a.jsonl", b'{"text": "a"}\n{"text"\n', "a.jsonl:2: is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "a.jsonl:2: there is no text in the field"),
+        ("a.jsonl", b'{"text": 3}\n', "there is no text in the field 'text'; it has text"),
+        ("a.jsonl", b"[1]\n", "there is no text in the field 'text'; it is none"),
+        ("a.jsonl", b"", "there is no document"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: is no JSON"),
+        ("a.parquet", b"PAR1", "a.parquet: is no Parquet file"),
+    ],
+)
+def test_what_cannot_be_read_is_one_message_and_leaves_no_file(
+    tmp_path: Path, capsys: Any, name: str, content: bytes | None, finding: str
+):
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert main(["tokenize", str(tmp_path / name), "--out", str(tmp_path / "t.npy")]) == 2
+    error = capsys.readouterr().err
+    assert finding in error and "remedy" in error
+    assert not [*tmp_path.glob("t.npy*")]
+
+
+def test_a_vocabulary_without_an_end_is_refused(tmp_path: Path, capsys: Any):
+    (tmp_path / "a.txt").write_text("w2")
+    path = tokenizer(tmp_path, end=None)
+    words = ["tokenize", str(tmp_path / "a.txt"), "--out", str(tmp_path / "t.npy")]
+    assert main([*words, "--tokenizer", str(path)]) == 2
+    assert "where a document ends nobody says" in capsys.readouterr().err
+    assert main([*words, "--tokenizer", str(path), "--end", "<end>"]) == 2
+    assert "has no token '<end>'" in capsys.readouterr().err
+    assert main([*words, "--end", "</s>"]) == 2
+    assert "bytes have an end of their own" in capsys.readouterr().err
+    assert FileVocabulary(path, "</s>").end == 1
