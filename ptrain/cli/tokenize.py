@@ -41,12 +41,12 @@ def run(args: Namespace) -> int:
         raise refused("--end", "bytes have an end of their own", "leave it out")
     else:
         vocabulary = ByteVocabulary()
-    told = time.monotonic()
+    last = time.monotonic()
 
     def tell(progress: TokenizingProgress) -> None:
-        nonlocal told
-        if time.monotonic() - told > _SECONDS:
-            told = time.monotonic()
+        nonlocal last
+        if time.monotonic() - last > _SECONDS:
+            last = time.monotonic()
             done = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
             print(f"{progress.files + 1}/{len(args.texts)}  {done}", file=sys.stderr)
 

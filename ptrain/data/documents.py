@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def _of_row(row: object, field: str, place: str) -> str:
 
 def _of_parquet(path: Path, field: str) -> Iterator[str]:
     try:
-        parquet = import_module("pyarrow.parquet")
+        import pyarrow.parquet as parquet
     except ImportError as error:
         finding = "Parquet is read by pyarrow, which is not installed"
         raise refused(str(path), finding, "pip install pyarrow") from error

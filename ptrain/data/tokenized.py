@@ -48,15 +48,15 @@ def tokenize(
         finding = "where a document ends nobody says: its tokenizer_config.json has no eos_token"
         raise refused("--end", finding, "name the token: --end '</s>'")
     part, notes = (out.with_name(f"{out.name}{end}") for end in (".part", ".part.json"))
-    asked = _asked(texts, vocabulary, field)
+    request = _request(texts, vocabulary, field)
     try:
-        done = _begun(notes, asked) if part.exists() else TokenizingProgress()
+        done = _begun(notes, request) if part.exists() else TokenizingProgress()
         with part.open("r+b" if done.tokens else "w+b") as file:
             writer = TokenWriter(file, np.uint16 if vocabulary.size <= _WORDS else np.uint32)
             writer.begin(done)
             for batch, after in _batches(texts, field, done):
                 done = writer.add(vocabulary.batch(batch), vocabulary.end, after)
-                notes.write_text(json.dumps({"asked": asked, "done": asdict(done)}))
+                notes.write_text(json.dumps({"request": request, "done": asdict(done)}))
                 tell(done)
         if not done.documents:
             raise refused(str(texts[0]), "there is no document", "give files that have some")
@@ -72,18 +72,18 @@ def tokenize(
     return done
 
 
-def _asked(texts: Sequence[Path], vocabulary: Vocabulary, field: str) -> list[Any]:
+def _request(texts: Sequence[Path], vocabulary: Vocabulary, field: str) -> list[Any]:
     """Return what another call has to have in common to go on with this one."""
     there = [(text, text.stat() if text.exists() else None) for text in texts]
     files = [[str(text), *([s.st_size, s.st_mtime_ns] if s else [])] for text, s in there]
     return [files, vocabulary.size, vocabulary.end, field]
 
 
-def _begun(notes: Path, asked: list[Any]) -> TokenizingProgress:
+def _begun(notes: Path, request: list[Any]) -> TokenizingProgress:
     """Return how far a call came that was asked the same."""
     try:
         said = json.loads(notes.read_text(encoding="utf-8"))
-        done = said["done"] if said["asked"] == asked else {}
+        done = said["done"] if said["request"] == request else {}
         return TokenizingProgress(**done)
     except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole
         return TokenizingProgress()

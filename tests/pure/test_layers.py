@@ -79,6 +79,7 @@ LAZY = {
     "ptrain.models.pretrained",
     "ptrain.convert.export",
     "ptrain.data.vocabulary",
+    "ptrain.data.documents",
     "ptrain.cli.export",
     "ptrain.cli.sample",
     "ptrain.train.tensorboard",
