@@ -256,7 +256,7 @@ def _as_of_one_rank() -> Iterator[Fault]:
             name=f"routers' losses {name} (ep)",
             setting=setting,
             plant=plant,
-            subjects=(Subject.GRADIENTS,),
+            subjects=(Subject.GRADIENTS, Subject.ACTIVATIONS),
             axis=axis,
             factor=factor,
             place=r"mlp\.router",

@@ -13,6 +13,7 @@ from ptrain.verification.causes.experts import experts_cause
 from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.rerun import output_with
 from ptrain.verification.causes.rounding import COARSER, rounded_to
+from ptrain.verification.causes.routers import balance_cause
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import factor_text, multiple, products, share_of_sum
 from ptrain.verification.parts import held, relative
@@ -21,6 +22,7 @@ from ptrain.verification.parts import held, relative
 def output_cause(scene: Investigation) -> Cause | None:
     """Explain the first departure, a module's output or the gradient of it. Collective."""
     causes: tuple[Callable[[Investigation], Cause | None], ...] = (
+        balance_cause,
         _partial,
         _other_weights,
         _multiple,

@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ptrain.models.balance import Balance, weigh
 from ptrain.models.moe import Gate
+from ptrain.report.finding import Moment
 from ptrain.verification.causes.common import own_part_of
+from ptrain.verification.causes.rerun import call_of
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.factors import factor_text, is_even, multiple, products
 from ptrain.verification.parts import relative
@@ -84,7 +87,26 @@ def _of_tokens_together(scene: Investigation, names: list[str]) -> Cause | None:
     own = [
         relative(pair[0], pair[2].of(whole)) <= EXACT for pair, whole in pairs if pair is not None
     ]
-    everyone = [fits for its in scene.exchange.gather(own) for fits in its]
+    return _if_all(own, scene)
+
+
+def balance_cause(scene: Investigation) -> Cause | None:
+    """Explain what a router's loss is, where the departing module computes one: that of all tokens
+    of a micro-batch. Collective."""
+    path, number = scene.first.name, scene.first.index
+    balance = scene.reference.module.get_submodule(path)
+    if not isinstance(balance, Balance) or scene.first.moment is not Moment.FORWARD:
+        return None
+    own = scene.evidence.outputs.forward.get((path, number))
+    routing_BT, _ = call_of(scene, path) if own is not None else ((), None)
+    with torch.no_grad():
+        fits = own is not None and relative(own, _together(balance, *routing_BT)) <= EXACT
+    return _if_all([fits] * (own is not None), scene)
+
+
+def _if_all(fits: list[bool], scene: Investigation) -> Cause | None:
+    """The cause, where what each rank tried fits."""
+    everyone = [one for its in scene.exchange.gather(fits) for one in its]
     if not everyone or not all(everyone):
         return None
     sentence = (
