@@ -6,6 +6,7 @@ holds; the folder appears whole or not at all.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -62,7 +63,7 @@ def export(run: Path, to: Path, step: int | None = None) -> Exported:
     """Write the newest checkpoint of a run, or that of `step`, to the new folder `to`. Raises
     PtrainError for a run without one that is sound, for a folder that is there already, and where
     it cannot be written."""
-    if to.exists():
+    if os.path.lexists(to):
         raise refused("--to", f"{to} is there already", "name a folder that is not")
     spec = _spec_of(run)
     config = published_config(spec.model, sequence=spec.batch.sequence)
@@ -89,7 +90,7 @@ def export(run: Path, to: Path, step: int | None = None) -> Exported:
 
 
 def _spec_of(run: Path) -> Spec:
-    if not (run / _RESOLVED).is_file():
+    if not os.path.isfile(run / _RESOLVED):  # of a name that no file can have too
         finding = f"{shown(run)} is no run folder: it has no {_RESOLVED}"
         raise refused("RUN", finding, "name a folder of runs/, like runs/latest")
     return load(str(run / _RESOLVED)).spec

@@ -161,7 +161,7 @@ class PretrainedWeights:
 
 def _expected(shape: tuple[int, ...], of_files: StoredTensor) -> tuple[int, ...]:
     """Return the shape of theirs, of one of ours with this one."""
-    if len(of_files.names) > 1:
+    if of_files.is_stacked:
         return shape[1:]
     if of_files.is_transposed:
         shape = shape[::-1]

@@ -126,6 +126,40 @@ def test_what_has_never_been_pretrained_is_exported_too(tmp_path: Path) -> None:
         torch.testing.assert_close(module(tokens()), logits(tmp_path / "out"))
 
 
+@pytest.mark.parametrize(
+    "words", [("model.rope_base=500.0",), ("model.rope_scaling=linear", "model.rope_factor=4")]
+)
+def test_what_is_written_beside_a_folder_is_exported_in_place_of_what_it_says(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run", *words)
+    export(run, tmp_path / "out")
+    module = build(spec_of(tmp_path / "in", *words).model, sequence=SEQUENCE)
+    initialize(module, seed=0)
+    with torch.no_grad():
+        torch.testing.assert_close(module(tokens()), logits(tmp_path / "out"), rtol=1e-5, atol=1e-5)
+
+
+def test_a_field_that_a_file_leaves_out_is_what_its_class_has(tmp_path: Path) -> None:
+    folder = saved("mixtral", tmp_path / "in")
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("num_experts_per_tok", "rope_parameters", "rms_norm_eps", "tie_word_embeddings"):
+        del config[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    module = build(spec_of(folder).model, sequence=SEQUENCE)
+    initialize(module, seed=0)
+    with torch.no_grad():
+        torch.testing.assert_close(module(tokens()), logits(folder), rtol=1e-5, atol=1e-5)
+
+
+def test_a_single_expert_is_read_and_exported(tmp_path: Path) -> None:
+    folder = saved("mixtral", tmp_path / "in", num_local_experts=1, num_experts_per_tok=1)
+    export(run_of(folder, tmp_path / "run"), tmp_path / "out")
+    before, after = tensors(folder), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
 SHAPE = ("model.layers=2", "model.hidden=32", "model.heads=4", "model.ffn=48", "model.vocab=259")
 
 
@@ -136,6 +170,8 @@ SHAPE = ("model.layers=2", "model.hidden=32", "model.heads=4", "model.ffn=48", "
         (("step 7",), "has not a checkpoint of step 7; it has 1"),
         (("no run",), "no run folder"),
         (("model.residual_scale=0.5",), "no class of transformers"),
+        (("model.rope_scaling=yarn",), "no class of transformers"),
+        (("--to too long",), "cannot be written: .*File name too long"),
     ],
     ids=str,
 )
@@ -143,9 +179,9 @@ def test_an_export_that_cannot_be_leaves_nothing(
     words: tuple[str, ...], finding: str, tmp_path: Path
 ) -> None:
     (word,) = words
-    more = word if "=" in word else ""
-    run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run", *filter(None, [more]))
-    to = tmp_path / ("run" if word.startswith("--to") else "out")
+    more = (word, *(["model.rope_factor=4"] if "yarn" in word else [])) if "=" in word else ()
+    run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run", *more)
+    to = tmp_path / {"--to there already": "run", "--to too long": "x" * 300}.get(word, "out")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(PtrainError, match=finding):
         export(
@@ -245,12 +281,21 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: No such file"),
     "no JSON": (text("config.json", "{"), "config.json: is no JSON"),
     "no mapping": (text("config.json", "[]"), "config.json: is no mapping"),
+    "no end": (text("config.json", "[" * 200_000), "config.json: is no JSON"),
     "no text": (text("config.json", b"\xff\xfe{}"), "config.json: is no JSON"),
     "no model type": (text("config.json", "{}"), "model_type 'None' is not read"),
     "another model type": (field(model_type="t5"), "model_type 't5' is not read"),
     "code of its own": (field(auto_map={"AutoModel": "x.Y"}), "auto_map: .* never runs"),
     "quantized": (field(quantization_config={"bits": 4}), "quantization_config: "),
     "another activation": (field(hidden_act="relu"), "hidden_act is 'relu'"),
+    "windows of some layers": (
+        field(layer_types=["full_attention", "sliding_attention"]),
+        "layer_types: layer 1 is 'sliding_attention', and built here is 'full_attention'",
+    ),
+    "heads that turn in part": (
+        field(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor: ",
+    ),
     "biases": (field(attention_bias=True), "attention_bias is True"),
     "rotations of another kind": (
         field(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
