@@ -15,6 +15,7 @@ import torch
 from ptrain.errors import SpecError
 from ptrain.models import pretrained
 from ptrain.models.build import build
+from ptrain.spec.load import load
 from tests.published_folders import saved, tensors
 from tests.unit.test_pretrained import SEQUENCE, spec_of
 
@@ -209,6 +210,12 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "says that more is in a.safetensors, and no file has it",
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["a\0b", "", "x" * 300, "x\ny"])
+def test_a_name_that_no_folder_can_have_is_refused(name: str) -> None:
+    with pytest.raises(SpecError, match="pretrained"):
+        load({"model": {"pretrained": name}})
 
 
 @pytest.fixture(scope="module")
