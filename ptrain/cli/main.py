@@ -29,6 +29,7 @@ VERBS = {
     "simulate": "the program that trains on fake ranks: memory and traffic at any size",
     "calibrate": "what operators, collectives and updates take on this machine: a cluster's rates",
     "export": "a checkpoint as a folder that transformers loads",
+    "sample": "what a trained model writes, and how well it foresees a text",
     "cache": "the traces of models that predictions keep: where, how many; clear them",
     "specs": "list the named specs, or show one",
     "schema": "the JSON Schema of specs, for editors",

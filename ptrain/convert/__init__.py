@@ -1,1 +1,1 @@
-"""A training as a folder that others load."""
+"""What a training leaves: a folder that others load, and texts that its model would write."""

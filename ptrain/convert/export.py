@@ -15,27 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ptrain.convert.config import PublishedConfig, published_config
-from ptrain.errors import PtrainError, refused
+from ptrain.convert.saved import SavedModel
+from ptrain.errors import refused
 from ptrain.models.pretrained import INDEX, WHOLE
 from ptrain.models.published_names import StoredTensor, stored
-from ptrain.rooms.world import World
-from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.resolve_sections import CONFIG
 from ptrain.spec.spec import Spec
-from ptrain.train import checkpoint, manifest
-from ptrain.train.exchange import Exchange
-from ptrain.train.folder import RunFolder, shown
-from ptrain.train.index import IndexReader
-from ptrain.train.manifest import Manifest
 
 FILE_BYTES = 4 * 2**30  # of weights in one file: what is read at a time
-_MODEL = "model."
-_RESOLVED = "spec.resolved.yaml"
 # Of the folder that a model came with: what its tokenizer is, and how it answers.
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -65,13 +56,13 @@ def export(run: Path, to: Path, step: int | None = None) -> Exported:
     it cannot be written."""
     if os.path.lexists(to):
         raise refused("--to", f"{to} is there already", "name a folder that is not")
-    spec = _spec_of(run)
+    saved = SavedModel(run, step)
+    spec = saved.spec
     config = published_config(spec.model, sequence=spec.batch.sequence)
-    folder, sound = _checkpoint(run, step)
     unfinished = to.with_name(f".{to.name}.tmp-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
-        tensors, size = _write_weights(spec, config, folder, sound, unfinished)
+        tensors, size = _write_weights(saved, config, unfinished)
         copied = tuple(_copy_tokenizer(spec, unfinished))
         unfinished.rename(to)
     except OSError as error:
@@ -79,7 +70,7 @@ def export(run: Path, to: Path, step: int | None = None) -> Exported:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return Exported(
-        step=sound.step,
+        step=saved.step,
         folder=to,
         architecture=config.config["architectures"][0],
         tensors=tensors,
@@ -89,41 +80,16 @@ def export(run: Path, to: Path, step: int | None = None) -> Exported:
     )
 
 
-def _spec_of(run: Path) -> Spec:
-    if not os.path.isfile(run / _RESOLVED):  # of a name that no file can have too
-        finding = f"{shown(run)} is no run folder: it has no {_RESOLVED}"
-        raise refused("RUN", finding, "name a folder of runs/, like runs/latest")
-    return load(str(run / _RESOLVED)).spec
-
-
-def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
-    complete = manifest.complete(RunFolder(run).checkpoints)
-    wanted = [path for path in complete if step in (None, manifest.step_of(path))]
-    if not wanted:
-        has = ", ".join(str(manifest.step_of(path)) for path in complete) or "none"
-        what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        finding = f"{shown(run)} has not {what}; it has {has}"
-        raise refused("RUN", finding, "train with checkpoint.at_end=true, or name a step it has")
-    path, sound, complaints = checkpoint.newest(wanted, Exchange(World()))
-    if path is None or sound is None:
-        raise PtrainError(complaints[0])
-    return path, sound
-
-
-def _write_weights(
-    spec: Spec, config: PublishedConfig, folder: Path, sound: Manifest, to: Path
-) -> tuple[int, int]:
+def _write_weights(saved: SavedModel, config: PublishedConfig, to: Path) -> tuple[int, int]:
     """Return how many tensors were written, and of how many bytes."""
-    assert isinstance(spec.model, ModelShape), "it has a config"
-    saved = _saved(IndexReader(folder, listed=frozenset(sound.files)).read_metadata())
-    groups = _groups(saved, config.kind, spec.model.experts)
+    assert isinstance(saved.spec.model, ModelShape), "it has a config"
+    groups = _groups(saved.parameters, config.kind, saved.spec.model.experts)
     files = [*_by_file(groups)]
     file_of: dict[str, str] = {}
     size, dtypes = 0, set[torch.dtype]()
     for number, group in enumerate(files, 1):
         name = WHOLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        own = {ours: saved[ours] for ours, _ in group}
-        tensors = _published(_loaded(own, folder, sound), group)
+        tensors = _published(saved.load(ours for ours, _ in group), group)
         _safetensors().save_file(tensors, to / name, metadata={"format": "pt"})
         file_of |= dict.fromkeys(tensors, name)
         size += sum(tensor.nbytes for tensor in tensors.values())
@@ -134,15 +100,6 @@ def _write_weights(
     said = {key: value for key, value in config.config.items() if key != "torch_dtype"}
     _write_json(to / CONFIG, {**said, "dtype": _DTYPES.get(dtype, str(dtype)[6:])})
     return len(file_of), size
-
-
-def _saved(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the parameters of a checkpoint, by name."""
-    return {
-        name.removeprefix(_MODEL): entry
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
-    }
 
 
 Group = list[tuple[str, StoredTensor]]  # parameters by name that stand in the same of theirs
@@ -173,18 +130,6 @@ def _by_file(groups: Iterable[tuple[Group, int]]) -> Iterator[Group]:
             file, size = [], 0
         file, size = [*file, *group], size + more
     yield file
-
-
-def _loaded(
-    own: Mapping[str, TensorStorageMetadata], folder: Path, sound: Manifest
-) -> dict[str, torch.Tensor]:
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in own.items()
-    }
-    reader = IndexReader(folder, listed=frozenset(sound.files))
-    with checkpoint.without_advice():
-        dcp.load({"model": tensors}, storage_reader=reader, no_dist=True)
-    return tensors
 
 
 def _published(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:

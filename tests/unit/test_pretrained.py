@@ -164,6 +164,7 @@ SHAPE = ("model.layers=2", "model.hidden=32", "model.heads=4", "model.ffn=48", "
         (("--to there already",), "is there already"),
         (("step 7",), "has not a checkpoint of step 7; it has 1"),
         (("no run",), "no run folder"),
+        (("run too long",), "no run folder"),
         (("model.residual_scale=0.5",), "no class of transformers"),
         (("model.rope_scaling=yarn",), "no class of transformers"),
         (("--to too long",), "cannot be written: .*File name too long"),
@@ -179,9 +180,8 @@ def test_an_export_that_cannot_be_leaves_nothing(
     to = tmp_path / {"--to there already": "run", "--to too long": "x" * 300}.get(word, "out")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(PtrainError, match=finding):
-        export(
-            tmp_path if word == "no run" else run, to, step=7 if word.startswith("step") else None
-        )
+        runs = {"no run": tmp_path, "run too long": tmp_path / ("x" * 300)}
+        export(runs.get(word, run), to, step=7 if word.startswith("step") else None)
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -1,0 +1,79 @@
+"""The model in a run's checkpoint, whatever ranks saved it, read in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ptrain.errors import PtrainError, refused
+from ptrain.rooms.world import World
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from ptrain.train import checkpoint, manifest
+from ptrain.train.exchange import Exchange
+from ptrain.train.folder import RunFolder, shown
+from ptrain.train.index import IndexReader
+from ptrain.train.manifest import Manifest
+
+_MODEL = "model."
+_RESOLVED = "spec.resolved.yaml"
+
+
+class SavedModel:
+    """The parameters of a run's newest checkpoint, or of that of `step`; its `spec`. Raises
+    PtrainError for a run without one that is sound."""
+
+    def __init__(self, run: Path, step: int | None = None) -> None:
+        self.spec = _spec_of(run)
+        self.folder, self._sound = _checkpoint(run, step)
+        metadata = self._reader().read_metadata()
+        self.parameters: dict[str, TensorStorageMetadata] = {
+            name.removeprefix(_MODEL): entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    @property
+    def step(self) -> int:
+        """How many steps were done."""
+        return self._sound.step
+
+    def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return these parameters, whole, on the CPU, in the dtype they were trained in."""
+        entries = {name: self.parameters[name] for name in names}
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+        }
+        with checkpoint.without_advice():
+            dcp.load({"model": tensors}, storage_reader=self._reader(), no_dist=True)
+        return tensors
+
+    def _reader(self) -> IndexReader:
+        return IndexReader(self.folder, listed=frozenset(self._sound.files))
+
+
+def _spec_of(run: Path) -> Spec:
+    if not os.path.isfile(run / _RESOLVED):  # nor of a name that no file can have
+        finding = f"{shown(run)} is no run folder: it has no {_RESOLVED}"
+        raise refused("RUN", finding, "name a folder of runs/, like runs/latest")
+    return load(str(run / _RESOLVED)).spec
+
+
+def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
+    complete = manifest.complete(RunFolder(run).checkpoints)
+    wanted = [path for path in complete if step in (None, manifest.step_of(path))]
+    if not wanted:
+        has = ", ".join(str(manifest.step_of(path)) for path in complete) or "none"
+        what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        finding = f"{shown(run)} has not {what}; it has {has}"
+        raise refused("RUN", finding, "train with checkpoint.at_end=true, or name a step it has")
+    path, sound, complaints = checkpoint.newest(wanted, Exchange(World()))
+    if path is None or sound is None:
+        raise PtrainError(complaints[0])
+    return path, sound
