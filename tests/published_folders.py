@@ -45,22 +45,22 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def saved(case: str, folder: Path, **how: Any) -> Path:
-    """Save a model of this case to a new folder, `how` as save_pretrained takes it; weights are
-    none of 0 or 1."""
+def saved(case: str, folder: Path, max_shard_size: str = "1GB", **others: Any) -> Path:
+    """Save a model of this case, but for `others` of its fields, to a new folder, in files of so
+    many bytes; weights are none of 0 or 1."""
     import torch
     import transformers
 
     prefix, fields = CASES[case]
     config = getattr(transformers, f"{prefix}Config")(
-        **{"bos_token_id": 1, "eos_token_id": 2, **fields}
+        **{"bos_token_id": 1, "eos_token_id": 2, **fields, **others}
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.05, 0.2)
-    model.save_pretrained(folder, **how)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ptrain.errors import PtrainError, refused
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.model import Attention, ModelShape, ModelSpec
-from ptrain.spec.published import KINDS, config_of, keys_of
+from ptrain.spec.published import KINDS, UnfitConfig, config_of, keys_of
 from ptrain.spec.resolve_sections import CONFIG, shape_of
 from ptrain.spec.write import keys_of_shape
 
@@ -40,20 +40,23 @@ def published_config(model: ModelSpec, *, sequence: int) -> PublishedConfig:
     first = str(before.get("model_type", ""))
     shape, keys = _of_weights(model), keys_of_shape(model)
     for kind in sorted(KINDS, key=lambda name: name != first):
-        config = config_of(kind, keys)
+        config = {**before, **config_of(kind, keys)}
         if _is_same(config, shape):
             size = "n_positions" if kind == "gpt2" else "max_position_embeddings"
             if kind == "gpt2" or size not in before:
                 config[size] = sequence
             unsaid = tuple(name for name in _OF_TRAINING[2:] if getattr(model, name) is not None)
-            return PublishedConfig(kind=kind, config={**before, **config}, unsaid=unsaid)
+            return PublishedConfig(kind=kind, config=config, unsaid=unsaid)
     finding = "no class of transformers that is known here computes what this model does"
     raise refused("model", finding, f"what is known: models as {', '.join(KINDS)} have them")
 
 
 def _is_same(config: dict[str, Any], shape: ModelShape) -> bool:
     """Return whether a config says all that a shape does."""
-    read = shape_of(keys_of(config))
+    try:
+        read = shape_of(keys_of(config))
+    except UnfitConfig:
+        return False
     return read is not None and _of_weights(read) == shape
 
 
@@ -74,11 +77,12 @@ def _of_weights(shape: ModelShape) -> ModelShape:
 
 
 def _before(shape: ModelShape) -> dict[str, Any]:
-    """Return the config of the folder that a model begins with, if it is still there."""
+    """Return the config of the folder that a model begins with, without rotations, of which newer
+    files have one field and older ones two. Raises PtrainError where it cannot be read any more."""
     if shape.pretrained is None:
         return {}
     try:
         config = json.loads((Path(shape.pretrained) / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PtrainError(f"error: {shape.pretrained} cannot be read any more: {error}") from error
-    return dict(config)
+    return {name: value for name, value in config.items() if name != "rope_parameters"}

@@ -6,6 +6,7 @@ holds; the folder appears whole or not at all.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,7 +54,7 @@ def export(run: Path, to: Path, step: int | None = None) -> Exported:
     """Write the newest checkpoint of a run, or that of `step`, to the new folder `to`. Raises
     PtrainError for a run without one that is sound, for a folder that is there already, and where
     it cannot be written."""
-    if to.exists():
+    if os.path.lexists(to):
         raise refused("--to", f"{to} is there already", "name a folder that is not")
     saved = SavedModel(run, step)
     spec = saved.spec

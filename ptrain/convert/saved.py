@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -58,7 +59,7 @@ class SavedModel:
 
 
 def _spec_of(run: Path) -> Spec:
-    if not (run / _RESOLVED).is_file():
+    if not os.path.isfile(run / _RESOLVED):  # nor of a name that no file can have
         finding = f"{shown(run)} is no run folder: it has no {_RESOLVED}"
         raise refused("RUN", finding, "name a folder of runs/, like runs/latest")
     return load(str(run / _RESOLVED)).spec

@@ -30,7 +30,7 @@ _AS_IT_IS = "write no sizes beside pretrained, or name the folder that has them"
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _PREFIX = re.compile(r"(model|transformer)\.")  # files of bare models lack it
 # Tables that older versions saved: they are made, not learnt.
-_MADE = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
+_TABLES = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 _MOST_INDEX = 2**28  # bytes of an index: those of 405B have 10^5
 
 
@@ -122,9 +122,9 @@ class PretrainedWeights:
                 used.add(theirs)
                 self._require(name, theirs, _expected(shape, of_files))
         others = self._folder.file_of.keys() - used - {"lm_head.weight"}
-        if surplus := sorted(name for name in others if not _MADE.fullmatch(name)):
+        if surplus := sorted(name for name in others if not _TABLES.fullmatch(name)):
             finding = f"{len(surplus)} tensors are of no part of this model, as {surplus[0]}"
-            raise _wrong(self._folder.folder, finding)
+            raise _wrong(self._folder.folder, finding, _AS_IT_IS)
 
     def initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a parameter, by ptrain's name, in fp32 on the CPU."""
@@ -161,7 +161,7 @@ class PretrainedWeights:
 
 def _expected(shape: tuple[int, ...], of_files: StoredTensor) -> tuple[int, ...]:
     """Return the shape of theirs, of one of ours with this one."""
-    if len(of_files.names) > 1:
+    if of_files.is_stacked:
         return shape[1:]
     if of_files.is_transposed:
         shape = shape[::-1]

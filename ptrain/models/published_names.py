@@ -84,16 +84,18 @@ _THIRDS = ("query", "key", "value")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One of ours in files: of several `names` it is all of them, stacked. `is_transposed`: theirs
-    has inputs first. `third`: it is that part of the last dimension of theirs, from 0."""
+    """One of ours in files: the only one of `names`, or all of them stacked (`is_stacked`).
+    `is_transposed`: theirs has inputs first. `third`: it is that part of the last dimension of
+    theirs, from 0."""
 
     names: tuple[str, ...]
+    is_stacked: bool = False
     is_transposed: bool = False
     third: int | None = None
 
     def read(self, tensor_of: Callable[[str], Tensor]) -> Tensor:
         """Return the tensor, from theirs by name."""
-        if len(self.names) > 1:
+        if self.is_stacked:
             return torch.stack([tensor_of(name) for name in self.names])
         tensor = tensor_of(self.names[0])
         if self.third is not None:
@@ -102,7 +104,7 @@ class StoredTensor:
 
     def write(self, tensor: Tensor) -> Mapping[str, Tensor]:
         """Return theirs of this one by name; of a third, its part."""
-        if len(self.names) > 1:
+        if self.is_stacked:
             return dict(zip(self.names, tensor.unbind(), strict=True))
         return {self.names[0]: tensor.T if self.is_transposed else tensor}
 
@@ -119,6 +121,7 @@ def stored(kind: str, name: str, experts: int | None) -> StoredTensor:
     is_cut = kind == "gpt2" and bool(numbers)
     return StoredTensor(
         names=tuple(f"{theirs.format(*places)}.{leaf}" for places in own),
+        is_stacked=is_of_experts,
         is_transposed=is_cut and leaf == "weight" and "norm" not in part,
         third=_THIRDS.index(part) if is_cut and part in _THIRDS else None,
     )

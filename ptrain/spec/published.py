@@ -52,7 +52,10 @@ _SIZES = {
 _OF_EXPERTS = {"num_experts_per_tok": "experts_per_token"}
 _PLAIN = {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)}
 _NO_WINDOW = {"use_sliding_window": (False,)}
+_OF_GEMMA = {"attention_bias": (False,), "use_bidirectional_attention": (False, None)}
 _SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
+_PARTIAL = "partial_rotary_factor"
+_ANOTHER = "name another model's folder"
 _GEMMA = {"norm": "rms-plus-one", "activation": "geglu"}
 _OF_LLAMA3 = {
     "low_freq_factor": "rope_low_factor",
@@ -71,6 +74,8 @@ def _rope(config: Config) -> Keys:
     if kind not in _SCALINGS:
         finding = f"rotations of the kind {kind!r} are not read"
         raise UnfitConfig(finding, f"what is read: {', '.join(_SCALINGS)}")
+    if rope.get(_PARTIAL, config.get(_PARTIAL)) not in (1, None):
+        raise UnfitConfig(f"{_PARTIAL}: heads that turn in part are not read", _ANOTHER)
     keys: Keys = {"rope_base": float(rope["rope_theta"])}
     if kind != "default":
         keys |= {"rope_scaling": _SCALINGS[kind], "rope_factor": float(rope["factor"])}
@@ -101,12 +106,8 @@ def _gemma(config: Config) -> Keys:
 
 
 def _gemma2(config: Config) -> Keys:
-    scalar = config.get("query_pre_attn_scalar", 256)
-    return {
-        **_gemma(config),
-        "attention_scale": scalar**-0.5,
-        "window": config.get("sliding_window", 4096),
-    }
+    scale = config["query_pre_attn_scalar"] ** -0.5
+    return {**_gemma(config), **_windowed(config), "attention_scale": scale}
 
 
 def _of_gemma2(keys: Keys) -> Keys:
@@ -131,7 +132,7 @@ KINDS: Mapping[str, PublishedKind] = {
     "mistral": PublishedKind(
         architecture="MistralForCausalLM",
         sizes=_SIZES,
-        usual={"tie_word_embeddings": False, "rms_norm_eps": 1e-6},
+        usual={"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "sliding_window": 4096},
         demands=_PLAIN,
         read=_windowed,
         write=_of_window,
@@ -162,7 +163,7 @@ KINDS: Mapping[str, PublishedKind] = {
         demands={  # files of its authors say gelu, and mean its approximation
             "hidden_act": ("gelu_pytorch_tanh", "gelu"),
             "hidden_activation": ("gelu_pytorch_tanh", None),
-            "attention_bias": (False,),
+            **_OF_GEMMA,
         },
         read=_gemma,
         write=_of_rope,
@@ -176,9 +177,11 @@ KINDS: Mapping[str, PublishedKind] = {
             "head_dim": 256,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
         },
         keys={**_GEMMA, "post_norm": True, "global_every": 2},
-        demands={"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,)},
+        demands={"hidden_activation": ("gelu_pytorch_tanh",), **_OF_GEMMA},
         read=_gemma2,
         write=_of_gemma2,
     ),
@@ -205,7 +208,12 @@ KINDS: Mapping[str, PublishedKind] = {
     "mixtral": PublishedKind(
         architecture="MixtralForCausalLM",
         sizes={**_SIZES, **_OF_EXPERTS, "num_local_experts": "experts"},
-        usual={"tie_word_embeddings": False, "rms_norm_eps": 1e-5},
+        usual={
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts_per_tok": 2,
+        },
         demands=_PLAIN,
         read=_windowed,
         write=_of_window,
@@ -219,7 +227,12 @@ KINDS: Mapping[str, PublishedKind] = {
             "moe_intermediate_size": "expert_ffn",
             "norm_topk_prob": "router_norm",
         },
-        usual={"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "norm_topk_prob": False},
+        usual={
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6,
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 8,
+        },
         keys={"qk_norm": True},
         demands={
             **_PLAIN,
@@ -250,16 +263,17 @@ def keys_of(config: Config) -> Keys:
     if kind is None:
         finding = f"model_type {name!r} is not read as a built-in model"
         raise UnfitConfig(finding, f"what is read: {', '.join(KINDS)}")
-    config = _with_aliases(kind, config)
+    config = {**kind.usual, **_with_aliases(kind, config)}
     for name, allowed in kind.demands.items():
         if name in config and config[name] not in allowed:
             finding = f"{name} is {config[name]!r}, and built here is {allowed[0]!r}"
-            raise UnfitConfig(finding, "name another model's folder")
-    said = {key: config.get(name, kind.usual.get(name)) for name, key in kind.sizes.items()}
+            raise UnfitConfig(finding, _ANOTHER)
+    said = {key: config.get(name) for name, key in kind.sizes.items()}
     if said["tied"] is None:
         said["tied"] = kind.usual["tie_word_embeddings"]
     try:
         keys = {**kind.keys, **said, **kind.read(config)}
+        _require_layers(config, keys)
         return {key: value for key, value in keys.items() if not _is_void(key, value, keys)}
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         finding = f"a field is missing or no number: {error}"
@@ -287,6 +301,16 @@ def _with_aliases(kind: PublishedKind, config: Config) -> Config:
         if name in kind.sizes and name not in config and other in config
     }
     return {**config, **more}
+
+
+def _require_layers(config: Config, keys: Keys) -> None:
+    """Raises UnfitConfig where layers have windows other than by turns, as `global_every` says."""
+    has_windows, every = keys.get("window") is not None, keys.get("global_every")
+    for layer, kind in enumerate(config.get("layer_types") or ()):
+        is_global = not has_windows or (every and (layer + 1) % every == 0)
+        if kind != (own := "full_attention" if is_global else "sliding_attention"):
+            finding = f"layer_types: layer {layer} is {kind!r}, and built here is {own!r}"
+            raise UnfitConfig(finding, _ANOTHER)
 
 
 def _is_void(key: str, value: object, keys: Keys) -> bool:

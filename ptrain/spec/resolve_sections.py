@@ -193,7 +193,7 @@ def _json(path: Path) -> dict[str, object] | str:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         return error.strerror or "cannot be read"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"is no JSON: {error}"
     return value if isinstance(value, dict) else "is no mapping"
 

@@ -250,7 +250,7 @@ def _pretrained_folder(tree: Tree, root: Mapping) -> None:
     """`model: {pretrained: FOLDER}`: the same folder wherever the spec that ran lies."""
     model, route = root.get("model"), ("model", "pretrained")
     written = model.get("pretrained") if isinstance(model, dict) else None
-    if isinstance(written, str) and isinstance(model, dict):
+    if isinstance(model, dict) and isinstance(written, str) and "\0" not in written:
         model["pretrained"] = os.path.realpath(_beside(tree, route, written))
 
 

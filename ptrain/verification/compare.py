@@ -9,13 +9,14 @@ or whose loss does not fall holds nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ptrain.report.record import Check
+from ptrain.verification.parts import root_mean_square
 from ptrain.verification.reference import Trajectory
 
 # A tensor this small beside the model's root mean square has not moved from zero. Softmax does not
@@ -127,7 +128,7 @@ def _worst(
     reference: Mapping[str, Tensor], run: Mapping[str, Tensor]
 ) -> dict[str, tuple[str, float]]:
     """Return by norm and by element which tensor differs most, and how far."""
-    usual = _root_mean_square(reference.values())
+    usual = root_mean_square(reference.values())
     farthest = {}
     for kind, measure in (("by norm", _by_norm), ("by element", _by_element)):
         differences = {
@@ -160,7 +161,7 @@ def apart_by_tensor(
     """Return the same of each tensor by itself, relative to its own length; one that is NOISE is
     relative to the usual length of as many elements."""
     names = {**expected, **actual}
-    usual = _root_mean_square(expected.values()) if expected else 0.0
+    usual = root_mean_square(expected.values())
     if usual == 0.0:
         return dict.fromkeys(names, math.inf)
     differences = {}
@@ -222,12 +223,6 @@ def _ratio(
     difference = float(size(actual.double() - expected.double()))
     length = float(size(expected.double()))
     return difference / (length if length > NOISE * usual else usual)
-
-
-def _root_mean_square(tensors: Collection[Tensor]) -> float:
-    """Over all elements of all tensors."""
-    squares = sum(float(tensor.double().square().sum()) for tensor in tensors)
-    return math.sqrt(squares / sum(tensor.numel() for tensor in tensors))
 
 
 def _or_infinite(value: float) -> float:

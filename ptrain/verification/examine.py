@@ -8,10 +8,9 @@ Every rank runs the whole reference, so that nothing is sent but verdicts. Run i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from ptrain.verification.drive import drive
 from ptrain.verification.evidence import Evidence, clipped_by
 from ptrain.verification.explain import explain
 from ptrain.verification.outputs import Outputs
-from ptrain.verification.parts import held, part_of, relative
+from ptrain.verification.parts import held, part_of, relative, root_mean_square, without_masks
 from ptrain.verification.places import coordinates, data_place
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
 from ptrain.verification.samples import sample_departures
@@ -169,7 +168,7 @@ class _Examiner:
     def _used(self, evidence: Evidence) -> Iterator[Departure]:
         """Parameters where they are used: gathered, copied, as they should be in this step."""
         expected = self.reference.parameters
-        usual = _root_mean_square(expected)
+        usual = root_mean_square(expected.values())
         for name, tensor in evidence.used.items():
             whole = expected.get(name)
             if whole is not None:
@@ -184,7 +183,7 @@ class _Examiner:
             (Moment.BACKWARD, evidence.outputs.backward, evidence.expected_outputs.backward),
         )
         for moment, actual, expected in pairs:
-            usual = _root_mean_square(expected)
+            usual = root_mean_square(expected.values())
             for (path, micro_batch), tensor in actual.items():
                 whole = expected.get((path, micro_batch))
                 if whole is None:
@@ -212,7 +211,7 @@ class _Examiner:
     def _gradients(self, evidence: Evidence) -> Iterator[Departure]:
         """Per parameter, the whole vector: without the loss's scale and what clipping did."""
         expected = evidence.expected_gradients
-        usual = _root_mean_square(expected)
+        usual = root_mean_square(expected.values())
         for name, tensor in evidence.gradients.items():
             whole = expected.get(name)
             if whole is None:
@@ -251,12 +250,12 @@ class _Examiner:
     def _state(self, step: int, moment: Moment) -> Iterator[Departure]:
         """Compare parameters, optimizer state, counters and buffers, each part where it is."""
         expected = of_reference(self.reference, self.rank)
-        usual = {
-            subject: _root_mean_square(
-                {name: tensor for (kind, name), tensor in expected.items() if kind is subject}
-            )
-            for subject in (Subject.PARAMETERS, Subject.OPTIMIZER, Subject.BUFFERS)
-        }
+        of_kinds: dict[Subject, list[torch.Tensor]] = {}
+        for (kind, _), tensor in expected.items():
+            shown = without_masks(tensor, tensor)[0] if kind is Subject.BUFFERS else tensor
+            of_kinds.setdefault(kind, []).append(shown)
+        of_kinds.pop(Subject.COUNTER, None)
+        usual = {kind: root_mean_square(tensors) for kind, tensors in of_kinds.items()}
         for (subject, name), tensor in of_program(self.program).items():
             whole = expected.get((subject, name))
             if whole is None:
@@ -289,6 +288,8 @@ class _Examiner:
             way, difference = Way.SHAPE, math.inf
         else:
             own, its = held(tensor), part.of(whole)
+            if subject is Subject.BUFFERS:
+                own, its = without_masks(own, its)
             if own.dtype != its.dtype:
                 way = Way.DTYPE
             difference = relative(own, its, _least(its, usual))
@@ -391,9 +392,3 @@ def _least(expected: torch.Tensor, usual: float) -> float:
 
 def _copied(states: States) -> States:
     return {key: tensor.clone() for key, tensor in states.items()}
-
-
-def _root_mean_square(tensors: Mapping[Any, torch.Tensor]) -> float:
-    squares = sum(float(tensor.double().square().sum()) for tensor in tensors.values())
-    numel = sum(tensor.numel() for tensor in tensors.values())
-    return math.sqrt(squares / numel) if numel else 0.0

@@ -4,6 +4,7 @@ TTrace, arXiv 2506.09280), so that what a rank holds is compared where it is, wi
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -74,3 +75,17 @@ def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -
         return 0.0
     ratio = difference / length if length else math.inf
     return ratio if math.isfinite(ratio) else math.inf
+
+
+def root_mean_square(tensors: Collection[torch.Tensor]) -> float:
+    """Return that of all elements of all tensors; 0 of none."""
+    squares = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    numel = sum(tensor.numel() for tensor in tensors)
+    return math.sqrt(squares / numel) if numel else 0.0
+
+
+def without_masks(own: torch.Tensor, its: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both with zeros where both are -inf, as masks of attention are: infinities that are
+    the same have no difference."""
+    hidden = (own == -math.inf) & (its == -math.inf)
+    return own.masked_fill(hidden, 0), its.masked_fill(hidden, 0)

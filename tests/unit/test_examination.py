@@ -15,6 +15,7 @@ from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
 from ptrain.verification import examine as examination
+from ptrain.verification.capture import modules
 from ptrain.verification.consistency import consistency
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.examine import KEPT, examine
@@ -59,6 +60,16 @@ def test_the_evidence_of_a_late_step_has_the_states_of_the_last_few_alone(
     monkeypatch.setattr(examination, "Evidence", evidence)
     assert examine(program(), Exchange(World()), KEPT + 2).steps == KEPT + 2
     assert counts == [*range(1, KEPT + 1), KEPT, KEPT]
+
+
+@pytest.mark.parametrize("name", ["window_TT", "cos_TK"])
+def test_a_table_that_departs_is_seen_beside_the_mask_of_a_window_which_does_not(name) -> None:
+    windowed = interpret(settled(load("zero2", (*TINY, "model.window=4"))), world=World())
+    assert examine(windowed, Exchange(World()), 1).culprit is None
+    (model,) = modules(windowed)
+    model.get_buffer(name)[1, 1] += 0.01
+    checks = examine(windowed, Exchange(World()), 1).checks
+    assert "buffers" in [check.name for check in checks if not check.holds]
 
 
 def test_a_learning_rate_that_is_no_number_departs() -> None:
