@@ -251,7 +251,7 @@ def _pretrained_folder(tree: Tree, root: Mapping) -> None:
     model, route = root.get("model"), ("model", "pretrained")
     written = model.get("pretrained") if isinstance(model, dict) else None
     if isinstance(model, dict) and isinstance(written, str) and "\0" not in written:
-        model["pretrained"] = os.path.realpath(_beside(tree, route, written))
+        model["pretrained"] = os.path.realpath(_beside(tree, route, os.path.expanduser(written)))
 
 
 def _beside(tree: Tree, route: Route, file: str) -> Path:
