@@ -15,7 +15,7 @@ from ptrain.spec.resolve_sections import CONFIG, shape_of
 from ptrain.spec.write import keys_of_shape
 
 # What a training does beside what the model computes afterwards, in the words of a shape.
-_OF_TRAINING = ("aux_loss", "z_loss", "capacity_factor")
+_OF_TRAINING = ("aux_loss", "z_loss", "capacity_factor", "document_start")
 _DROPOUTS = ("dropout", "embedding_dropout", "attention_dropout", "hidden_dropout")
 
 
@@ -43,8 +43,8 @@ def published_config(model: ModelSpec, *, sequence: int) -> PublishedConfig:
         config = {**before, **config_of(kind, keys)}
         if _is_same(config, shape):
             size = "n_positions" if kind == "gpt2" else "max_position_embeddings"
-            if kind == "gpt2" or size not in before:
-                config[size] = sequence
+            longest = 0 if kind == "gpt2" else int(before.get(size, 0))  # of what it began with
+            config[size] = max(sequence, longest)
             unsaid = tuple(name for name in _OF_TRAINING[2:] if getattr(model, name) is not None)
             return PublishedConfig(kind=kind, config=config, unsaid=unsaid)
     finding = "no class of transformers that is known here computes what this model does"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ptrain.errors import PtrainError, refused
@@ -62,7 +63,10 @@ def _spec_of(run: Path) -> Spec:
     if not os.path.isfile(run / _RESOLVED):  # nor of a name that no file can have
         finding = f"{shown(run)} is no run folder: it has no {_RESOLVED}"
         raise refused("RUN", finding, "name a folder of runs/, like runs/latest")
-    return load(str(run / _RESOLVED)).spec
+    said = yaml.safe_load((run / _RESOLVED).read_text(encoding="utf-8"))
+    begun = said.get("model", {}).get("pretrained")
+    is_gone = begun is not None and not Path(begun).exists()  # the checkpoint has all weights
+    return load(str(run / _RESOLVED), ["model.pretrained=null"] if is_gone else []).spec
 
 
 def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:

@@ -140,7 +140,10 @@ def _published(path: Path, report: Report) -> Mapping[str, Any] | None:
     used."""
     config = _json(path)
     if isinstance(config, str):
-        report.add(_PRETRAINED, f"{path}: {config}", "name a folder that transformers can load")
+        remedy = (
+            "name a folder that transformers can load; or, where a checkpoint has all weights, "
+        )
+        report.add(_PRETRAINED, f"{path}: {config}", f"{remedy}write model.pretrained=null")
         return None
     try:
         tree = Tree(root=keys_of(config), source=str(path))

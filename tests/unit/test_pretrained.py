@@ -4,6 +4,7 @@ exported is what was read."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,21 @@ def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
     spec = spec_of(folder, "batch.sequence=65")
     with pytest.raises(SpecError, match="it has 64 positions, and a sample 65 tokens"):
         build(spec.model, sequence=65)
+
+
+def test_a_run_whose_folder_is_gone_is_exported_all_the_same(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "in")
+    run = run_of(folder, tmp_path / "run")
+    before = tensors(folder)
+    shutil.rmtree(folder)
+    assert export(run, tmp_path / "out").copied == ()
+    after = tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_what_a_config_cannot_say_of_a_training_is_said(tmp_path: Path) -> None:
+    folder = saved("mixtral", tmp_path / "in")
+    words = ("model.capacity_factor=1.5", "model.document_start=256")
+    run = run_of(folder, tmp_path / "run", *words)
+    assert export(run, tmp_path / "out").unsaid == ("capacity_factor", "document_start")
