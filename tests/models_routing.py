@@ -66,10 +66,12 @@ class Block(nn.Module):
 class Routed(nn.Module):
     """Embedding, blocks, head."""
 
+    block: ClassVar[type[nn.Module]] = Block
+
     def __init__(self, by: str) -> None:
         super().__init__()
         self.emb = nn.Embedding(VOCAB, HIDDEN)
-        self.h = nn.ModuleList(Block(by) for _ in range(2))
+        self.h = nn.ModuleList(self.block(by) for _ in range(2))
         self.head = nn.Linear(HIDDEN, VOCAB)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -119,23 +121,11 @@ class AllExpertsBlock(nn.Module):
         return x_BTC + y_NC.view_as(x_BTC)
 
 
-class Planned(nn.Module):
-    """Embedding, blocks, head, and a plan that says which modules are a layer's experts."""
+class Planned(Routed):
+    """The same with a plan that says which modules are a layer's experts."""
 
+    block: ClassVar[type[nn.Module]] = AllExpertsBlock
     tp_plan: ClassVar[dict[str, str]] = {"h.*.experts": "experts"}
-
-    def __init__(self, by: str) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(VOCAB, HIDDEN)
-        self.h = nn.ModuleList(AllExpertsBlock(by) for _ in range(2))
-        self.head = nn.Linear(HIDDEN, VOCAB)
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTC = self.emb(tokens_BT)
-        for block in self.h:
-            x_BTC = block(x_BTC)
-        logits: Tensor = self.head(x_BTC)
-        return logits
 
 
 class Padded(nn.Module):

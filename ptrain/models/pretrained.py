@@ -92,7 +92,7 @@ class PretrainedFolder:
             raise _wrong(self.folder, f"there is no {file}")
         try:
             with self._open(path, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                for name in sorted(opened.keys()):
                     if name in self.file_of:
                         finding = f"{self.file_of[name]} and {file} both have {name}"
                         raise _wrong(self.folder, finding)

@@ -80,7 +80,7 @@ def test_rows_of_other_ranks_are_not_taken_for_as_many_of_ones_own(ranks: Ranks)
 def test_nothing_of_a_step_departs_from_one_device(ranks: Ranks, strategy: str) -> None:
     spec = settled(load(strategy, SMALL))
     everyone = ranks.run(spec.world_size, examined, spec, 3)
-    assert all(each == everyone[0] for each in everyone)
+    assert all(part == everyone[0] for part in everyone)
     (found, *_) = everyone
     assert found.culprit is None and not found.departures
     assert found.steps == 3
