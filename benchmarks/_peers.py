@@ -47,7 +47,7 @@ def by_hand(strategy: str) -> Maker:
     def make() -> Step:
         spec = _spec(strategy)
         model = _wrapped_by_hand(strategy, spec)
-        return _loop(spec, model, adamw(spec, model))
+        return loop(spec, model, adamw(spec, model))
 
     return make
 
@@ -62,7 +62,7 @@ def by_hand_zero1() -> Step:
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **_adamw(spec)
     )
-    return _loop(spec, model, optimizer)
+    return loop(spec, model, optimizer)
 
 
 def accelerate_ddp() -> Step:
@@ -117,7 +117,7 @@ def forget_accelerate() -> None:
 def _accelerated(spec: Spec, accelerator: Any) -> Step:
     model = built(spec)
     model, optimizer = prepared(accelerator, model, adamw(spec, model))
-    return _loop(
+    return loop(
         spec,
         model,
         optimizer,
@@ -173,7 +173,7 @@ def _fabric(strategy: Any) -> Any:
 
 
 def _in_fabric(spec: Spec, fabric: Any, model: nn.Module, optimizer: Optimizer) -> Step:
-    return _loop(
+    return loop(
         spec,
         model,
         optimizer,
@@ -204,7 +204,7 @@ def deepspeed(stage: int) -> Maker:
         engine, optimizer, _, _ = ds.initialize(
             model=model, optimizer=adamw(spec, model), config=config, dist_init_required=False
         )
-        return _loop(
+        return loop(
             spec,
             engine,
             optimizer,
@@ -247,7 +247,7 @@ def _backward(loss: Tensor) -> None:
     loss.backward()
 
 
-def _loop(
+def loop(
     spec: Spec,
     model: nn.Module,
     optimizer: Optimizer,
@@ -255,12 +255,15 @@ def _loop(
     backward: Callable[[Any], Any] = _backward,
     clip: Callable[[float], Any] | None = None,
     step: Callable[[], Any] | None = None,
+    rows_of: Callable[[int], Tensor] | None = None,
 ) -> Step:
-    """The loop that one would write, with the library's own backward, clipping and step."""
+    """The loop that one would write, with the library's own backward, clipping and step; on
+    ptrain's samples of two gloo ranks, or on these rows."""
     import torch
     import torch.nn.functional as F
 
-    rows_of, numbers, settings = _samples(spec), iter(range(10**9)), spec.optimizer
+    rows_of = rows_of or _samples(spec)
+    numbers, settings = iter(range(10**9)), spec.optimizer
     assert settings.clip is not None
 
     def once() -> float:
@@ -274,7 +277,7 @@ def _loop(
         else:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, (number + 1) / max(1, settings.warmup))
+            group["lr"] = settings.lr * min(1.0, (number + 1) / max(1, settings.schedule.warmup))
         if step:
             step()
         else:

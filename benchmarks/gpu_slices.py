@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _classes import class_cases
 from _machine import conclude, header, this_command
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -42,6 +45,9 @@ LLAMA = (
 OF_BLOCKS = ("mesh.dp_shard=2", "batch={global: 4, micro: 2, sequence: 1024}")
 OF_8B = ("model.preset=llama3-8b", "mesh.dp_shard=8", "batch={global: 8, micro: 1, sequence: 4096}")
 OF_GPT2 = ("model.preset=gpt2-1558m", "batch={global: 16, micro: 2, sequence: 1024}")
+OF_SLICES = (LLAMA, "mesh.cp=2", "batch={global: 4, micro: 2, sequence: 2048}")
+OF_EXPERTS = ("mesh.ep=2", "batch={global: 4, micro: 2, sequence: 1024}")
+MOE = f"{LLAMA[:-1]}, experts: 8, experts_per_token: 2, expert_ffn: 704, shared_experts: 1}}"
 BF16, FP32 = "precision.layout=bf16", "precision.layout=fp32"
 CASES: dict[str, list[Case]] = {
     "blocks": [
@@ -67,6 +73,25 @@ CASES: dict[str, list[Case]] = {
         ("tp-sp", "model.preset=llama3-8b", "mesh.tp=8", "batch={global: 1, sequence: 4096}", BF16),
         ("pp-1f1b", *OF_GPT2, "mesh.pp=4", "batch.global=8", BF16),
     ],
+    "context": [
+        ("cp-ring", *OF_SLICES, BF16),
+        ("cp-zigzag", *OF_SLICES, BF16),
+        ("cp-zigzag", *OF_SLICES, BF16, "activations=M"),
+        ("cp-all-gather", *OF_SLICES, BF16),
+        ("cp-ulysses", *OF_SLICES, BF16),
+        ("cp-ulysses", *OF_SLICES, FP32),
+    ],
+    "experts": [
+        ("ep", *OF_EXPERTS, layout, more)
+        for layout in (BF16, FP32)
+        for more in (MOE, f"{MOE[:-1]}, capacity_factor: 1.25}}")
+    ]
+    + [
+        ("ep-zero3", *OF_EXPERTS, MOE, BF16, "mesh.dp_shard=2", "batch.global=8"),
+        ("ep-tp", *OF_EXPERTS, MOE, BF16, "mesh.tp=2"),
+        ("ep", *OF_EXPERTS, MOE, BF16, "activations=M"),
+    ],
+    "classes": [case.words for case in class_cases() if case.sm == 90],
 }
 TINY = (
     "model.layers=4",
@@ -114,8 +139,10 @@ def words_of(case: Case, *, is_dry: bool) -> list[str]:
     """Return what is asked of a case: of a GPU's memory, or tiny."""
     if not is_dry:
         return [*case, "device=cuda", f"cluster={{preset: h100-8, sm: {capability()}}}"]
-    is_gpt = any("gpt" in word for word in case)
-    return [*case, *(TINY_GPT if is_gpt else TINY), "device=cpu"]
+    tiny = TINY_GPT if any("gpt" in word for word in case) else TINY
+    if any("hf:" in word for word in case):
+        tiny = ("batch.sequence=32",)
+    return [*case, *tiny, "device=cpu"]
 
 
 def peaks(case: Case, *, is_real: bool, is_dry: bool) -> dict[str, Any]:
@@ -152,13 +179,10 @@ def on_fakes(name: str, sm: int, *, is_dry: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "fakes.json")
         words = [__file__, "fakes", name, "--out", str(path), *["--dry"] * is_dry]
-        if is_dry:
-            path.write_text(json.dumps(sliced(name, is_real=False, is_dry=True)))
-        else:
-            if why := pretence.lacking():
-                raise SystemExit(f"fakes cannot be asked: {why}")
-            if pretence.run(words, sm):
-                raise SystemExit(f"{name}: the process on fakes failed")
+        if not is_dry and (why := pretence.lacking()):
+            raise SystemExit(f"fakes cannot be asked: {why}")
+        if subprocess.call([sys.executable, *words]) if is_dry else pretence.run(words, sm):
+            raise SystemExit(f"{name}: the process on fakes failed")
         said: dict[str, Any] = json.loads(path.read_text())
         return said
 
@@ -274,9 +298,12 @@ def main() -> int:
             "device": "cpu" if args.dry else torch.cuda.get_device_name(),
             "sm": 0 if args.dry else capability(),
             "torch": torch.__version__,
-            "real": sliced(args.slice, is_real=True, is_dry=args.dry),
         }
-    said["fake"] = on_fakes(args.slice, said["sm"], is_dry=args.dry)
+    with ThreadPoolExecutor() as pool:  # the other process computes nothing on the GPU
+        of_fakes = pool.submit(on_fakes, args.slice, said["sm"], is_dry=args.dry)
+        if args.verb == "run":
+            said["real"] = sliced(args.slice, is_real=True, is_dry=args.dry)
+        said["fake"] = of_fakes.result()
     whole = path.with_suffix(".part")
     whole.write_text(json.dumps(said, indent=1))
     whole.replace(path)

@@ -32,6 +32,7 @@ from _machine import conclude, header, this_command
 if TYPE_CHECKING:  # torch is imported in the ranks
     from torch import Tensor, nn
 
+    from ptrain.rooms.world import World
     from ptrain.spec.spec import Spec
 
 MEDIAN_LIMIT, BOUND_LIMIT = 1.01, 1.02
@@ -90,8 +91,9 @@ def _ptrain(strategy: str) -> Callable[[], float]:
     return program_steps(_spec(strategy))
 
 
-def program_steps(spec: Spec) -> Callable[[], float]:
-    """Return ptrain's next step: its sampler, its program, its counter."""
+def program_steps(spec: Spec, world: World | None = None) -> Callable[[], float]:
+    """Return ptrain's next step: its sampler, its program, its counter; on the ranks that are
+    there, or of a world of fake ones, which count nothing."""
     from ptrain.data.corpus import corpus
     from ptrain.interpreter.program import interpret
     from ptrain.meters.counter import Counter
@@ -99,14 +101,15 @@ def program_steps(spec: Spec) -> Callable[[], float]:
     from ptrain.train.loop import local_batch
     from ptrain.train.schedule import learning_rate
 
-    program = interpret(spec, world=World.join(spec.timeout))
-    source, counter, steps = corpus(spec.data), Counter(), iter(range(10**9))
+    program = interpret(spec, world=world or World.join(spec.timeout))
+    source, steps = corpus(spec.data), iter(range(10**9))
+    counter = None if world else Counter()
 
     def step() -> float:
         number = next(steps)
         loss = float(program.forward_backward(local_batch(program, source, number)))
         program.step(learning_rate(spec.optimizer, number))
-        if number % spec.log_every == 0:
+        if counter and number % spec.log_every == 0:
             counter.read()
         return loss
 
