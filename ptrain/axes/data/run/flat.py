@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import nn
@@ -45,8 +46,9 @@ class Hooks:
         self.unit = unit
         modules[0].register_forward_pre_hook(self._before_forward)
         modules[-1].register_forward_hook(self._after_forward)
+        own = ref(self)  # autograd keeps it where no collector looks, and the unit its parameters
         for index, (_, parameter) in enumerate(members.named):
-            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, index))
+            parameter.register_post_accumulate_grad_hook(partial(_accumulated, own, index))
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         with torch.no_grad():
@@ -67,9 +69,11 @@ class Hooks:
         with torch.no_grad():
             self.unit.before_backward()
 
-    def _accumulated(self, index: int, parameter: object) -> None:
+
+def _accumulated(hooks: ref[Hooks], index: int, parameter: object) -> None:
+    if (own := hooks()) is not None:
         with torch.no_grad():
-            self.unit.accumulated(index)
+            own.unit.accumulated(index)
 
 
 class FlatWrap(OfWholeModel):

@@ -56,8 +56,8 @@ class LocalPart:
     def grad(self, value: torch.Tensor | None) -> None:
         self.parameter.grad = None if value is None else self._alike(value)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[LocalPart], None]) -> None:
-        self.parameter.register_post_accumulate_grad_hook(lambda _: hook(self))
+    def register_post_accumulate_grad_hook(self, hook: Callable[[object], None]) -> None:
+        self.parameter.register_post_accumulate_grad_hook(hook)
 
     @property
     def cutting_axes(self) -> tuple[Axis, ...]:
