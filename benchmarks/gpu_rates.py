@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from _machine import conclude, header, this_command
 
+from ptrain.costs import Column
+
 MIB = 2**20
 PRODUCTS = (  # rows, inner, columns: tokens and widths of GPT-2, Llama 3 8B and small ones
     (512, 512, 512), (1024, 1024, 1024), (2048, 2048, 2048), (8192, 8192, 8192),
@@ -165,11 +167,19 @@ def step_of(words: tuple[str, ...]) -> dict[str, Any]:
     if ended.returncode:
         return {"error": ended.stderr[-400:]}
     record = json.loads(ended.stdout)
+    seconds = {row["column"]: row["value"] for row in record["step_seconds"]}
     return {
-        "seconds": record["step_seconds"][0]["value"],
+        "seconds": seconds[Column.MEASURED],
+        "predicted": seconds.get(Column.EXACT),
         "verdict": record["verdict"],
         "peak": record["peak"],
     }
+
+
+def step_line(words: str, step: dict[str, Any]) -> str:
+    """Return a table's row: a step's median seconds beside what the cluster's rates say of it."""
+    seconds, predicted = (step.get(name) or float("nan") for name in ("seconds", "predicted"))
+    return f"| {words} | {seconds:.4f} | {predicted:.4f} | {predicted / seconds - 1:+.1%} |"
 
 
 def main() -> int:
@@ -199,11 +209,8 @@ def main() -> int:
     lines += [f"\n{measured['device']}, torch {measured['torch']}\n"]
     lines += ["| work | seconds | rate |", "|---|---|---|"]
     lines += [f"| {n} | {s:.3e} | {rate:,.1f} {unit} |" for n, s, rate, unit in measured["rates"]]
-    lines += ["\n| training | seconds a step |", "|---|---|"]
-    lines += [
-        f"| {words} | {step.get('seconds', float('nan')):.4f} |"
-        for words, step in measured["steps"].items()
-    ]
+    lines += ["\n| training | seconds a step | predicted | off |", "|---|---|---|---|"]
+    lines += [step_line(words, step) for words, step in measured["steps"].items()]
     steps = measured["steps"].items()
     return conclude(
         "gpu_rates",
