@@ -44,6 +44,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "model.window": (1, 48),
     "model.global_every": (2, 6),
     "model.document_start": (0, 258),
+    "model.document_end": (0, 258),
     "model.experts": (1, 8),
     "model.experts_per_token": (1, 4),
     "model.expert_ffn": (1, 64),
