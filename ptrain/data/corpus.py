@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ptrain.data.row_edges import require_edges
 from ptrain.data.sampler import LocalBatch, local_batch
 from ptrain.data.source import SampleSource, Split
 from ptrain.data.tokenizer import VOCAB, encode
-from ptrain.data.tokens import open_mask, open_tokens
+from ptrain.data.tokens import TARGET, mask_beside, open_mask, open_tokens
 from ptrain.data.user_samples import UserSamples
 from ptrain.errors import refused
 from ptrain.models.loss import IGNORED
@@ -30,15 +31,17 @@ from ptrain.spec.spec import Spec
 
 _HELD_OUT_EVERY = 10  # every tenth document is held out
 _HELD_OUT_OF_FILE = 20  # the last twentieth of a token file is
+_LOOKED_AT, _ROWS_LOOKED_AT = 2**20, 256  # tokens and rows, before ranks start
 
 Tokens = NDArray[np.unsignedinteger]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Token ids by split; a token file stays on disk, mapped into memory. `vocab` is the size of
-    the tokenizer, None where only the file knows. `masks` are of the two splits, with 0 for a token
-    that is no target; None where nothing says so."""
+    """Token ids by split; a token file stays on disk, mapped into memory. Samples are windows of
+    them, or rows, if they have any. `vocab` is the size of the tokenizer, None where only the file
+    knows. `masks` are of the two splits, with 0 for a token that is no target, and of rows with 1
+    for those that are; None where nothing says so."""
 
     name: str
     train: Tokens
@@ -50,8 +53,12 @@ class Corpus:
         return self.train if split is Split.TRAIN else self.held_out
 
     def num_samples(self, sequence: int, split: Split = Split.TRAIN) -> int:
-        """Return the windows of an epoch; raises SpecError where the split is too short for one."""
-        num_tokens = len(self.split(split))
+        """Return the windows of an epoch; raises SpecError where the split is too short for one,
+        and for rows that are no such windows."""
+        tokens = self.split(split)
+        if tokens.ndim == 2:
+            return self._num_rows(sequence, split)
+        num_tokens = len(tokens)
         windows = (num_tokens - 1) // sequence
         if windows < 1:
             finding = (
@@ -61,12 +68,26 @@ class Corpus:
             raise refused("data", finding, "lower batch.sequence or give more text")
         return windows
 
+    def _num_rows(self, sequence: int, split: Split) -> int:
+        rows, width = self.split(split).shape
+        if width != sequence + 1:
+            finding = f"{self.name} has rows of {width - 1} tokens, and samples are of {sequence}"
+            remedy = (
+                f"write batch.sequence={width - 1}, or make the file with --sequence {sequence}"
+            )
+            raise refused("batch.sequence", finding, remedy)
+        if rows < 1:
+            finding = f"the {split.value} split of {self.name} has no row: the last of "
+            finding += f"{_HELD_OUT_OF_FILE} are held out"
+            raise refused("data", finding, "write eval: {every: 0}, or give more chats")
+        return int(rows)
+
     def read(
         self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
     ) -> LocalBatch:
         """Return the windows at these places."""
         tokens, window = self.split(split), spec.batch.window
-        rows = np.stack([tokens[_window(place, window)] for place in places])
+        rows = np.stack([_window(tokens, place, window) for place in places])
         self._require_vocab(spec, int(rows.max()))
         ids, labels = torch.from_numpy(rows.astype(np.int64)), None
         if spec.ignores_targets:
@@ -80,23 +101,29 @@ class Corpus:
 
     def _counts(self, place: int, spec: Spec, split: Split) -> NDArray[np.bool_]:
         """Whether each token of a window is a target that counts [sequence + 1]."""
-        window, ignored = _window(place, spec.batch.window), spec.data.ignored or ()
-        counts = np.ones(window.stop - window.start, dtype=np.bool_)
+        sequence, ignored = spec.batch.window, spec.data.ignored or ()
+        counts = np.ones(sequence + 1, dtype=np.bool_)
         if self.masks is not None:
-            counts &= self.masks[split is not Split.TRAIN][window].astype(np.bool_)
+            mask = self.masks[split is not Split.TRAIN]
+            own = _window(mask, place, sequence)
+            counts &= own == TARGET if mask.ndim == 2 else own.astype(np.bool_)
         if ignored:
-            counts &= np.isin(self.split(split)[window], ignored, invert=True)
+            own = _window(self.split(split), place, sequence)
+            counts &= np.isin(own, ignored, invert=True)
         return counts
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
         """Raises SpecError for tokens that are not in the model's vocabulary."""
-        largest = self.vocab - 1 if self.vocab else int(self.train[: 2**20].max())
+        first = self.train[:_LOOKED_AT] if self.train.ndim == 1 else self.train[:_ROWS_LOOKED_AT]
+        largest = self.vocab - 1 if self.vocab else int(first.max())
         self._require_vocab(spec, largest)
         if logits is not None and largest >= logits:
             name = spec.model.target if isinstance(spec.model, ExternalModel) else "the model"
             finding = f"{self.name} holds token {largest}, but {name} gives each {logits} logits"
             remedy = f"let it have a vocabulary of {self.vocab or largest + 1} or more"
             raise refused("data", finding, remedy)
+        if self.train.ndim == 2 and self.masks is not None:
+            require_edges(self.name, first, self.masks[0][:_ROWS_LOOKED_AT], spec.model)
 
     def _require_vocab(self, spec: Spec, largest: int) -> None:
         size, key = spec.model.vocabulary
@@ -128,6 +155,7 @@ def corpus(data: DataSpec) -> SampleSource:
 def tokens_of(data: DataSpec) -> Corpus:
     """Open a corpus, or a file of tokens."""
     if data.path is not None:
+        _require_mask(data)
         return _from_file(data.path, data.loss_mask)
     if data.tokenizer != "bytes":
         raise refused("data.tokenizer", f"{data.tokenizer!r} is not known", "write bytes")
@@ -146,11 +174,20 @@ def _from_file(path: str, mask_path: str | None) -> Corpus:
     num_train = len(tokens) - len(tokens) // _HELD_OUT_OF_FILE
     masks = None
     if mask_path is not None:
-        mask = open_mask(Path(mask_path), len(tokens))
+        mask = open_mask(Path(mask_path), tokens)
         masks = mask[:num_train], mask[num_train:]
     return Corpus(
         name=path, train=tokens[:num_train], held_out=tokens[num_train:], vocab=None, masks=masks
     )
+
+
+def _require_mask(data: DataSpec) -> None:
+    """Raises SpecError where what tokenize wrote beside a file would not be read."""
+    beside = mask_beside(Path(str(data.path)))
+    if not data.ignores_targets and beside.is_file():
+        finding = f"{beside} says which tokens of {data.path} are learned, and nobody reads it"
+        remedy = f"write data.loss_mask={beside}; or data.ignored=[], where all of them are"
+        raise refused("data.loss_mask", finding, remedy)
 
 
 def _from_documents(name: str, documents: Iterable[str]) -> Corpus:
@@ -165,9 +202,12 @@ def _from_documents(name: str, documents: Iterable[str]) -> Corpus:
     )
 
 
-def _window(place: int, sequence: int) -> slice:
-    """The tokens of a sample: the last one is a target alone, and the next one's first input."""
-    return slice(sequence * place, sequence * (place + 1) + 1)
+def _window(values: NDArray[Any], place: int, sequence: int) -> NDArray[Any]:
+    """The tokens of a sample: the last one is a target alone, and, where they are no rows, the next
+    one's first input."""
+    if values.ndim == 2:
+        return values[place]
+    return values[sequence * place : sequence * (place + 1) + 1]
 
 
 def _python_docs() -> list[str]:

@@ -122,7 +122,7 @@ def test_what_was_broken_off_goes_on_where_it_stopped(
         ("a.jsonl", b"[1]\n", "there is no text in the field 'text'; it is none"),
         ("a.jsonl", b"", "there is no document"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: is no JSON"),
-        ("a.parquet", b"PAR1", "a.parquet: is no Parquet file"),
+        ("a.parquet", b"PAR1", "a.parquet: is no sound Parquet file"),
     ],
 )
 def test_what_cannot_be_read_is_one_message_and_leaves_no_file(
