@@ -87,6 +87,7 @@ LEFT_OUT: Mapping[str, str] = {
     **{f"cluster.rates.{key}": "of time alone: tests/pure/test_rates.py" for key in keys(Rates)},
     "data.path": "a simulation reads no data, and the file would have to be there",
     "data.loss_mask": "it stands beside data.path",
+    "data.sources": "as data.path: tests/unit/test_mixture.py",
     "routing": "of ep without a capacity alone: tests/gloo/test_stated_routing.py",
 }
 # Kinds of value, by key and type, that are not drawn though others of the key are.

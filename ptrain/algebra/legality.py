@@ -128,7 +128,7 @@ def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
             finding=f"no token is {' or '.join(of_no_token)}, of a vocabulary of {size}",
             remedy=f"write ids below {size}",
         )
-    if data.path is not None:
+    if data.is_of_files:
         return
     if data.tokenizer == "bytes" and size < BYTE_VOCAB:
         yield Fault(

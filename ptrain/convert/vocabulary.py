@@ -21,7 +21,7 @@ def vocabulary_of(spec: Spec, named: Path | None) -> Vocabulary:
         beside = Path(model.pretrained) / FILE
         if beside.is_file():
             return FileVocabulary(beside)
-    if data.path is None and data.function is None:
+    if not data.is_of_files and data.function is None:
         return ByteVocabulary()
     finding = "the model was trained on tokens of a file, and nobody says what they mean"
     raise refused("--tokenizer", finding, f"name a {FILE}")

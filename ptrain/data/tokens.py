@@ -15,12 +15,13 @@ INPUT, TARGET, START = 0, 1, 2  # what a token of a row is: START, with which a 
 _MAKE = "make one with: ptrain tokenize TEXT... --out FILE.npy"
 
 
-def open_tokens(path: Path) -> NDArray[np.unsignedinteger]:
-    """Map a token file. Its ids are compared with the vocabulary batch by batch."""
-    tokens = _mapped(path, "data.path", _MAKE)
+def open_tokens(path: Path, place: str = "data.path") -> NDArray[np.unsignedinteger]:
+    """Map a token file, which stands at a `place` of the spec. Its ids are compared with the
+    vocabulary batch by batch."""
+    tokens = _mapped(path, place, _MAKE)
     if tokens.ndim not in (1, 2) or tokens.dtype not in (np.uint8, np.uint16, np.uint32):
         raise refused(
-            "data.path",
+            place,
             f"{path} holds {tokens.dtype} of shape {tokens.shape}; token ids are one-dimensional, "
             "or rows of them, in uint16 or uint32",
             "write them with numpy.save(path, ids.astype(numpy.uint16))",
@@ -28,17 +29,17 @@ def open_tokens(path: Path) -> NDArray[np.unsignedinteger]:
     return tokens
 
 
-def open_mask(path: Path, tokens: NDArray[Any]) -> NDArray[Any]:
+def open_mask(path: Path, tokens: NDArray[Any], place: str) -> NDArray[Any]:
     """Map the file that says which of these tokens are targets."""
     remedy = "write it with numpy.save(path, mask.astype(bool)), a value for each token of path"
-    mask = _mapped(path, "data.loss_mask", remedy)
+    mask = _mapped(path, place, remedy)
     is_alike = mask.shape == tokens.shape
     if mask.dtype not in (np.bool_, np.uint8) or (mask.size == tokens.size and not is_alike):
         finding = f"{path} holds {mask.dtype} of shape {mask.shape}; a mask is bool"
-        raise refused("data.loss_mask", f"{finding}, of the shape of its tokens", remedy)
+        raise refused(place, f"{finding}, of the shape of its tokens", remedy)
     if not is_alike:
         finding = f"{path} has {mask.size} values for {tokens.size} tokens"
-        raise refused("data.loss_mask", finding, remedy)
+        raise refused(place, finding, remedy)
     return mask
 
 
