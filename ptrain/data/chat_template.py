@@ -97,6 +97,14 @@ class ChatTemplate:
             texts = [*self._told_apart(chat, [number for number in behind if number > 1])]
             return [self._encoded(text, spans) for text, spans in texts]
 
+    def question(self, text: str) -> list[int]:
+        """Return the tokens of a chat that begins with what a user says, ready for an answer."""
+        chat = Chat(messages=[{"role": "user", "content": text}], tools=None, place="PROMPT")
+        with boundary(lambda error: _unrendered(chat, error)):
+            rendered = self._rendered(chat, 1, is_ready=True)
+            tokens: list[int] = self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return tokens
+
     def _rendered(self, chat: Chat, number: int, *, is_ready: bool = False) -> str:
         """Return the text of the first messages; if it `is_ready`, for an answer."""
         messages = chat.messages[:number]

@@ -52,9 +52,9 @@ class ByteVocabulary:
 
 
 class FileVocabulary:
-    """What a tokenizer.json says, by the library tokenizers. A text ends with the token `end`;
-    None: with the one that tokenizer_config.json beside it calls so. Raises SpecError for a file
-    that is no tokenizer, and for an `end` that it does not know."""
+    """What a tokenizer.json says, or that of a folder, by the library tokenizers. A text ends with
+    the token `end`; None: with the one that tokenizer_config.json beside it calls so. Raises
+    SpecError for a file that is no tokenizer, and for an `end` that it does not know."""
 
     def __init__(self, path: Path, end: str | None = None) -> None:
         try:
@@ -62,6 +62,7 @@ class FileVocabulary:
         except ImportError as error:
             finding = f"{path} is read by the library tokenizers, which is not installed"
             raise refused(_PLACE, finding, "pip install tokenizers") from error
+        path = path / FILE if path.is_dir() else path
         with boundary(lambda error: _unread(path, error)):  # the library raises plain Exceptions
             self._of_file: Any = tokenizers.Tokenizer.from_file(str(path))
         self.size: int = self._of_file.get_vocab_size()
