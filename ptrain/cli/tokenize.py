@@ -141,13 +141,18 @@ def _in_words(args: Namespace, done: TokenizingProgress, keys: dict[str, Any]) -
 
 
 class _Teller:
-    """Says from time to time how far it is."""
+    """Says where it begins, if another call broke off, and from time to time how far it is."""
 
     def __init__(self, args: Namespace) -> None:
-        self._files, self._last = len(args.texts), time.monotonic()
+        self._files, self._last = len(args.texts), 0.0
 
     def tell(self, progress: TokenizingProgress) -> None:
-        if time.monotonic() - self._last > _SECONDS:
-            self._last = time.monotonic()
+        is_first, now = not self._last, time.monotonic()
+        if is_first:
+            self._last = now
+            if progress.documents:
+                print(f"goes on behind {progress.documents:,} documents", file=sys.stderr)
+        elif now - self._last > _SECONDS:
+            self._last = now
             done = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
             print(f"{progress.files + 1}/{self._files}  {done}", file=sys.stderr)

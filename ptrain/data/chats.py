@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptrain.data.documents import has_rows, is_encodable, rows, shown_fields
+from ptrain.data.documents import has_rows, is_encodable, lacking, rows
 from ptrain.errors import PtrainError, refused
 
 ANSWERS = "assistant"  # the role whose messages are learned
@@ -38,8 +38,8 @@ def _of_row(row: object, field: str, place: str) -> Chat:
     said = row if isinstance(row, dict) else {}
     messages = said.get(field)
     if not isinstance(messages, list) or not messages:
-        finding = f"there are no messages in the field {field!r}; {shown_fields(row)}"
-        raise refused(place, finding, "name the field that has them: --field NAME")
+        remedy = "name the field that has them: --field NAME"
+        raise refused(place, lacking(row, field, "list of messages"), remedy)
     tools = said.get(_TOOLS) or None
     if tools is not None and not isinstance(tools, list):
         raise refused(place, "its tools are no list", "give a list, as templates take them")
@@ -54,11 +54,11 @@ def _of_row(row: object, field: str, place: str) -> Chat:
 def _message(message: object, place: str) -> dict[str, Any]:
     """Return a message without the fields that a column has and this one has not."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _no_message(place, f"has no role; {shown_fields(message)}")
+        raise _no_message(place, lacking(message, "role", "text"))
     said = {key: value for key, value in message.items() if value is not None}
     content = said.get("content")
     if content is None and not said.get("tool_calls"):
-        raise _no_message(place, f"has no content; {shown_fields(said)}")
+        raise _no_message(place, lacking(said, "content", "text"))
     if isinstance(content, str) and not is_encodable(content):
         raise refused(place, "the text has half a character, which UTF-8 has not", "mend it")
     return {"content": "", **said}

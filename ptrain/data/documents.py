@@ -9,9 +9,13 @@ from typing import Any
 
 from ptrain.errors import Fault, PtrainError, refused
 from ptrain.models.boundary import boundary
+from ptrain.spec.leaf import describe
 
 _UTF8 = "utf-8-sig"  # the mark that some editors put before a text is no part of it
 _PARQUET, _LINES = ".parquet", (".jsonl", ".ndjson", ".json")
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_OBJECTS = "give a JSON object on every line"
+_OF_A_LIST = f"{_OBJECTS}, as jq -c '.[]' makes them of a list"
 
 
 def documents(path: Path, field: str) -> Iterator[str]:
@@ -36,10 +40,14 @@ def rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, object]]:
     yield from _of_parquet(path, fields) if is_parquet else _of_lines(path)
 
 
-def shown_fields(row: object) -> str:
-    """Return what a row that lacks something has."""
-    has = isinstance(row, dict) and bool(row)
-    return f"it has {', '.join(map(str, row))}" if has else "it is none"  # type: ignore[call-overload]
+def lacking(row: object, field: str, wanted: str) -> str:
+    """Return what a row has whose field is not what is wanted."""
+    finding = f"there is no {wanted} in the field {field!r}"
+    if not isinstance(row, dict):
+        return f"{finding}: the row is {describe(row)}"
+    if row.get(field) is not None:
+        return f"{finding}, but {describe(row[field])}"
+    return f"{finding}; the row has {', '.join(map(str, row)) or 'no field'}"
 
 
 def is_encodable(text: str) -> bool:
@@ -70,19 +78,21 @@ def _of_lines(path: Path) -> Iterator[tuple[str, object]]:
 
 def _parsed(line: str, path: Path, number: int) -> object:
     try:
-        return json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        finding, remedy = f"is no JSON: {error}", "give a JSON object on every line"
-        if number == 1 and line.lstrip().startswith("["):
-            remedy += ", as jq -c '.[]' makes them of a list"
-        raise refused(f"{path}:{number}", finding, remedy) from error
+        is_list = number == 1 and line.lstrip().startswith("[")
+        remedy = _OF_A_LIST if is_list else _OBJECTS
+        raise refused(f"{path}:{number}", f"is no JSON: {error}", remedy) from error
+    if isinstance(row, list):
+        raise refused(f"{path}:{number}", "is a list, and rows are objects", _OF_A_LIST)
+    return row
 
 
 def _of_row(row: object, field: str, place: str) -> str:
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        finding = f"there is no text in the field {field!r}; {shown_fields(row)}"
-        raise refused(place, finding, "name the field that has the text: --field NAME")
+        remedy = "name the field that has the text: --field NAME"
+        raise refused(place, lacking(row, field, "text"), remedy)
     if not is_encodable(text):
         raise refused(place, "the text has half a character, which UTF-8 has not", "mend it")
     return text
@@ -121,5 +131,6 @@ def _no_parquet(path: Path, error: BaseException) -> Fault:
 def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> PtrainError:
     if isinstance(error, UnicodeDecodeError):
         finding = f"is not UTF-8 text (byte {error.start})"
-        return refused(str(path), finding, "convert it to UTF-8")
+        is_packed = path.suffix.lower() in _PACKED
+        return refused(str(path), finding, "unpack it" if is_packed else "convert it to UTF-8")
     return refused(str(path), error.strerror or str(error), "give a file that can be read")

@@ -68,6 +68,7 @@ class TokenFiles:
         parts = [_beside(path, ".part") for path in self.arrays]
         try:
             done = self._begun(notes, parts)
+            tell(done)
             with ExitStack() as files:
                 how = "r+b" if done.entries else "w+b"
                 opened: list[Any] = [files.enter_context(part.open(how)) for part in parts]

@@ -86,13 +86,19 @@ def test_a_template_that_tells_nothing_apart_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "finding"),
     [
-        ({"messages": []}, "1: there are no messages in the field 'messages'; it has messages"),
-        ({"conversations": CHAT}, "no messages in the field 'messages'; it has conversations"),
-        ({"messages": [{"from": "human", "value": "a"}]}, "message 1: has no role; it has from"),
-        ({"messages": [CHAT[0], {"role": "user"}]}, "message 2: has no content; it has role"),
+        ({"messages": []}, "1: there is no list of messages in the field 'messages', but a list"),
+        ({"conversations": CHAT}, "in the field 'messages'; the row has conversations"),
+        (
+            {"messages": [{"from": "a", "value": "b"}]},
+            "1: there is no text in the field 'role'",
+        ),
+        (
+            {"messages": [CHAT[0], {"role": "user"}]},
+            "2: there is no text in the field 'content'",
+        ),
         ({"messages": CHAT, "tools": "all"}, "its tools are no list"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half a character"),
-        ([1], "there are no messages in the field 'messages'; it is none"),
+        (3, "in the field 'messages': the row is the number 3"),
         ({"messages": [{"role": "user", "content": [1]}, *CHAT[2:]]}, "the chat template refuses"),
         ({"messages": CHAT[:2]}, "none of 1 chats has an answer that fits"),
     ],
