@@ -56,10 +56,11 @@ def run(args: Namespace) -> int:
     import torch
 
     from ptrain.convert.writer import Writer
+    from ptrain.data.documents import text_of
 
     if args.chat and args.score is not None:
         raise refused("--chat", "a text is scored as it is", "leave out one of --chat and --score")
-    text = None if args.score is None else _text(Path(args.score))
+    text = None if args.score is None else text_of(Path(args.score))
     writer = Writer(
         Path(args.run),
         args.step,
@@ -87,10 +88,3 @@ def run(args: Namespace) -> int:
         begun = "" if args.chat else args.prompt
         print("\n\n".join(f"{begun}{text}" for text in texts))
     return 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise refused("--score", f"{path} cannot be read: {error}", "name a text") from error

@@ -22,10 +22,18 @@ def documents(path: Path, field: str) -> Iterator[str]:
     """Yield the documents of a file; of rows what stands in their `field`. Raises SpecError, with
     the line, for what is no such file."""
     if not has_rows(path):
-        yield _text(path)
+        yield text_of(path)
         return
     for place, row in rows(path, [field]):
         yield _of_row(row, field, place)
+
+
+def text_of(path: Path) -> str:
+    """Return what stands in a text. Raises SpecError for a file that is none."""
+    try:
+        return path.read_text(encoding=_UTF8)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
 
 
 def has_rows(path: Path) -> bool:
@@ -57,13 +65,6 @@ def is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding=_UTF8)
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
 
 
 def _of_lines(path: Path) -> Iterator[tuple[str, object]]:
