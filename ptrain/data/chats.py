@@ -61,7 +61,7 @@ def _message(message: object, place: str) -> dict[str, Any]:
         raise _no_message(place, lacking(said, "content", "text"))
     if isinstance(content, str) and not is_encodable(content):
         raise refused(place, "the text has half a character, which UTF-8 has not", "mend it")
-    return {"content": "", **said}
+    return {"content": None, **said}  # as templates have it beside a call of tools
 
 
 def _no_message(place: str, finding: str) -> PtrainError:

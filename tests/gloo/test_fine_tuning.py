@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ptrain.cli.main import main
 from ptrain.data.tokens import START, TARGET, mask_beside
 from tests.chat_folders import CHATML, drawn_chats, save_tokenizer, write_chats
-from tests.jobs import run
+from tests.jobs import ROOT, TINY, losses, run
 from tests.published_folders import saved
 
 transformers = pytest.importorskip("transformers")
@@ -90,3 +90,35 @@ def test_a_folder_learns_from_chats_and_is_a_folder_again(tmp_path: Path, capsys
     ids = model.generate(**ready, max_new_tokens=12, do_sample=False, eos_token_id=0)
     answer = tokenizer.decode(ids[0, ready["input_ids"].shape[1] :], skip_special_tokens=True)
     assert json.loads(capsys.readouterr().out)["texts"] == [answer] != [""]
+
+
+@pytest.mark.nightly
+def test_chats_and_texts_by_weight_go_on_where_they_stopped_on_other_ranks(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path / "tokenizer")
+    chats = write_chats(tmp_path / "chats.jsonl", drawn_chats(100, most=2))
+    words = ["--tokenizer", str(folder), "--out"]
+    text = ["tokenize", str(ROOT / "README.md"), *words, str(tmp_path / "text.npy")]
+    assert main(text) == 0
+    call = ["tokenize", str(chats), "--chat", "--sequence", str(SEQUENCE), *words]
+    assert main([*call, str(tmp_path / "rows.npy")]) == 0
+    mask = mask_beside(tmp_path / "rows.npy")
+    sources = f"[{{path: {tmp_path / 'rows.npy'}, weight: 2, loss_mask: {mask}}}, "
+    settings = (
+        *TINY,
+        "model.vocab=320",
+        "model.document_end=2",
+        f"batch.sequence={SEQUENCE}",
+        f"data.sources={sources}{{path: {tmp_path / 'text.npy'}}}]",
+        "checkpoint.at_end=true",
+    )
+    starts = {
+        "whole": ["zero3", "mesh.dp_shard=2", "train.steps=8"],
+        "first": ["zero3", "mesh.dp_shard=2", "train.steps=5"],
+        "second": ["zero1", "mesh.dp_shard=1", "train.steps=8", "--resume", "first"],
+    }
+    for name, start in starts.items():
+        code, job = run(["train", *start, "--run-dir", name, *settings], cwd=tmp_path)
+        assert code == 0, f"{job.output}{job.error}"
+    whole, first, second = (losses(tmp_path / name) for name in starts)
+    assert [*first, *second] == [*whole]
+    assert [*first.values(), *second.values()] == pytest.approx([*whole.values()], rel=1e-5)

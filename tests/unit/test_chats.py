@@ -115,6 +115,20 @@ def test_what_is_no_chat_is_one_message_and_leaves_no_file(
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def test_calls_of_tools_are_answers_too(tmp_path: Path, tokenizer: Any):
+    text = CHATML.replace("m['content']", "(m['content'] or m['tool_calls'][0]['name'])")
+    template = ChatTemplate(save_tokenizer(tmp_path / "tokenizer", "{{ tools }}" + text))
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "red"}]}
+    chat = [CHAT[1], call, {"role": "tool", "content": "seven"}, CHAT[2]]
+    path = write_chats(tmp_path / "a.jsonl", [chat], tools=[{"name": "red"}])
+    (read,) = chats(path, "messages")
+    assert read.messages == chat
+    (sample,) = template.samples(read)
+    assert "[{'name': 'red'}]" in tokenizer.decode(sample.tokens)
+    learned = tokenizer.decode(sample.tokens[sample.is_target])
+    assert learned == f"red{END}seven{END}"
+
+
 def test_chats_in_columns_are_chats(tmp_path: Path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [CHAT, [{**CHAT[1], "name": "one"}, CHAT[2]]]
