@@ -165,7 +165,7 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
     if others and not spec.data.ignores_targets:
         finding = "got tokens and labels, and by the spec all targets count"
         raise refused("batch", finding, "write data.ignored: [], or the ids that do not")
-    if not others and spec.data.loss_mask is not None:
+    if not others and spec.data.is_masked:
         finding = "got tokens alone, and data.loss_mask is of those of the spec's own file"
         raise refused("batch", finding, "hand over (tokens, labels), -100 where none is learnt")
     own = tokens[list(ids)].long()

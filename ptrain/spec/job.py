@@ -128,8 +128,13 @@ class DataSpec:
     @property
     def ignores_targets(self) -> bool:
         """Whether it says of targets that they count for nothing."""
-        is_masked = any(source.loss_mask is not None for source in self.sources or ())
-        return self.ignored is not None or self.loss_mask is not None or is_masked
+        return self.ignored is not None or self.is_masked
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a file says it of some of its tokens."""
+        masks = [self.loss_mask, *(source.loss_mask for source in self.sources or ())]
+        return any(mask is not None for mask in masks)
 
     @property
     def is_of_files(self) -> bool:
