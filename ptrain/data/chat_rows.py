@@ -81,7 +81,7 @@ def tokenize_chats(
             raise refused(str(texts[0]), finding, "write a longer --sequence")
 
     how = [packing.sequence, packing.is_packed, named]
-    request = [*requested(texts, out), template.size, template.text, how, field]
+    request = [*requested(texts, out, template.path), template.text, how, field]
     arrays = {out: ((width,), dtype), mask_beside(out): ((width,), np.uint8)}
     return TokenFiles(arrays=arrays, request=request).write(encoded, tell)
 

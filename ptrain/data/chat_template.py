@@ -45,8 +45,8 @@ class ChatSample:
 
 
 class ChatTemplate:
-    """The tokenizer of a folder, of so many tokens (`size`), and its template, of this `text`.
-    Raises SpecError for a folder without them."""
+    """The tokenizer of a folder, in the file `path`, of so many tokens (`size`), and its template,
+    of this `text`. Raises SpecError for a folder without them."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -57,6 +57,7 @@ class ChatTemplate:
         if not (folder / FILE).is_file():
             finding = f"{folder} is no folder with a {FILE}"
             raise refused(_PLACE, finding, "name the folder of a model that transformers loads")
+        self.path = folder / FILE
         transformers.utils.logging.set_verbosity_error()
         with boundary(lambda error: _unread(folder, error)):
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
@@ -71,11 +72,6 @@ class ChatTemplate:
         """Return the token of a word that is one; None where it is none."""
         known: dict[str, int] = self._tokenizer.get_vocab()
         return known.get(word)
-
-    def word(self, token: int) -> str:
-        """Return how a token is written."""
-        word: str = self._tokenizer.convert_ids_to_tokens(token)
-        return word
 
     def special_tokens(self) -> list[int]:
         """Return the tokens that are no text, those first with which samples are padded."""

@@ -127,7 +127,7 @@ def tokenize(
             done = replace(after, tokens=number, entries=number)
             yield (added,), done
 
-    request = [*requested(texts, out), vocabulary.size, end, field]
+    request = [*requested(texts, out, vocabulary.path), end, field]
     return TokenFiles(arrays={out: ((), dtype)}, request=request).write(encoded, tell)
 
 
@@ -140,12 +140,13 @@ def token_dtype(size: int) -> DTypeLike:
     return np.uint16 if size <= _WORDS else np.uint32
 
 
-def requested(texts: Sequence[Path], out: Path) -> list[Any]:
-    """Return what is known of files before they are read. Raises SpecError for an `out` that is no
-    token file, or is one of them."""
+def requested(texts: Sequence[Path], out: Path, tokenizer: Path | None) -> list[Any]:
+    """Return what is known of texts and tokenizer before they are read. Raises SpecError for an
+    `out` that is no name of a token file."""
     if out.suffix != _SUFFIX or out.is_dir():
         raise refused("--out", f"{out} is no name of a token file", f"name a FILE{_SUFFIX}")
-    there = [(text, text.stat() if text.exists() else None) for text in texts]
+    files = [*texts, *([] if tokenizer is None else [tokenizer])]
+    there = [(file, file.stat() if file.exists() else None) for file in files]
     return [[str(text), *([s.st_size, s.st_mtime_ns] if s else [])] for text, s in there]
 
 

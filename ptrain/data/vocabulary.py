@@ -19,9 +19,10 @@ _PLACE = "--tokenizer"
 
 class Vocabulary(Protocol):
     """`size`: of how many tokens. `end` is the token behind a text, None where nothing says
-    which."""
+    which; `path` the file that says all this, None of bytes."""
 
     size: int
+    path: Path | None
     end: int | None
 
     def tokens(self, text: str) -> list[int]:
@@ -39,6 +40,7 @@ class ByteVocabulary:
     """Bytes, behind the sign with which a text begins."""
 
     size: int = VOCAB
+    path: Path | None = None
     end: int | None = EOS
 
     def tokens(self, text: str) -> list[int]:
@@ -63,6 +65,7 @@ class FileVocabulary:
             finding = f"{path} is read by the library tokenizers, which is not installed"
             raise refused(_PLACE, finding, "pip install tokenizers") from error
         path = path / FILE if path.is_dir() else path
+        self.path: Path | None = path
         with boundary(lambda error: _unread(path, error)):  # the library raises plain Exceptions
             self._of_file: Any = tokenizers.Tokenizer.from_file(str(path))
         self.size: int = self._of_file.get_vocab_size()

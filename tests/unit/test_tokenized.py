@@ -184,3 +184,27 @@ def test_a_column_that_breaks_off_is_one_message(tmp_path: Path, capsys: Any):
     assert main(["tokenize", str(path), "--out", str(tmp_path / "t.npy")]) == 2
     assert "is no sound Parquet file" in capsys.readouterr().err
     assert not [*tmp_path.glob("t.npy*")]
+
+
+class BrokenFile(FileVocabulary):
+    """Breaks off at the second batch."""
+
+    done = False
+
+    def batch(self, texts: Any) -> list[list[int]]:
+        if self.done:
+            raise KeyboardInterrupt
+        self.done = True
+        return super().batch(texts)
+
+
+def test_another_tokenizer_begins_anew(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(tokenized, "DOCUMENTS", 2)
+    rows = lines(tmp_path / "a.jsonl", [{"text": "w2 w3"}] * 6)
+    path, out = tokenizer(tmp_path), tmp_path / "t.npy"
+    with pytest.raises(KeyboardInterrupt):
+        tokenized.tokenize([rows], out, BrokenFile(path), field="text", tell=lambda _: None)
+    words = path.read_text(encoding="utf-8")
+    path.write_text(words.replace('"w2": 2', '"w2": 4').replace('"w4": 4', '"w4": 2'))
+    tokenized.tokenize([rows], out, FileVocabulary(path), field="text", tell=lambda _: None)
+    assert open_tokens(out).tolist() == [4, 3, 1] * 6
