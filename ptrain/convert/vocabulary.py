@@ -18,6 +18,8 @@ class ChatVocabulary(FileVocabulary):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._template = ChatTemplate(folder)
+        end = self._template.answer_end()
+        self.end = self.end if end is None else end
 
     def tokens(self, text: str) -> list[int]:
         return self._template.question(text)

@@ -101,6 +101,14 @@ class ChatTemplate:
             tokens: list[int] = self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return tokens
 
+    def answer_end(self) -> int | None:
+        """Return the last special token of an answer, which may be another than a text's end; None
+        where it has none."""
+        said = [{"role": role, "content": "a"} for role in ("user", ANSWERS)]
+        (sample,) = self.samples(Chat(messages=said, tools=None, place=_PLACE))
+        special = sample.is_target & np.isin(sample.tokens, self.special_tokens())
+        return int(sample.tokens[special][-1]) if special.any() else None
+
     def _rendered(self, chat: Chat, number: int, *, is_ready: bool = False) -> str:
         """Return the text of the first messages; if it `is_ready`, for an answer."""
         messages = chat.messages[:number]

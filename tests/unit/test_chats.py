@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ptrain.cli.main import main
+from ptrain.convert.vocabulary import ChatVocabulary
 from ptrain.data.chat_template import ChatTemplate
 from ptrain.data.chats import Chat, chats
 from ptrain.errors import SpecError
@@ -18,6 +19,7 @@ from tests.chat_folders import (
     CHATML,
     END,
     MARKED,
+    PAD,
     THINKING,
     Messages,
     drawn_chats,
@@ -66,6 +68,17 @@ def test_what_follows_the_last_answer_and_what_answers_nothing_is_not_learned(
     assert answers(template, tokenizer, CHAT[2:]) == [[f"zwölf{END}"]]
     assert answers(template, tokenizer, CHAT[:2]) == []
     assert answers(template, tokenizer, CHAT[2:3]) == []
+
+
+@pytest.mark.parametrize(("ends", "token"), [(END, 0), (PAD, 2), ("", 0)])
+def test_what_goes_on_with_a_chat_ends_where_its_template_ends_answers(
+    tmp_path: Path, tokenizer: Any, ends: str, token: int
+):
+    vocabulary = ChatVocabulary(save_tokenizer(tmp_path, CHATML.replace(END, ends)))
+    assert vocabulary.end == token
+    chat = [{"role": "user", "content": "what is red"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(vocabulary.tokens("what is red")) == text.replace(END, ends)
 
 
 def test_where_answers_look_other_once_others_follow_each_is_a_sample(
