@@ -44,6 +44,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "model.window": (1, 48),
     "model.global_every": (2, 6),
     "model.document_start": (0, 258),
+    "model.document_end": (0, 258),
     "model.experts": (1, 8),
     "model.experts_per_token": (1, 4),
     "model.expert_ffn": (1, 64),
@@ -86,6 +87,7 @@ LEFT_OUT: Mapping[str, str] = {
     **{f"cluster.rates.{key}": "of time alone: tests/pure/test_rates.py" for key in keys(Rates)},
     "data.path": "a simulation reads no data, and the file would have to be there",
     "data.loss_mask": "it stands beside data.path",
+    "data.sources": "as data.path: tests/unit/test_mixture.py",
     "routing": "of ep without a capacity alone: tests/gloo/test_stated_routing.py",
 }
 # Kinds of value, by key and type, that are not drawn though others of the key are.

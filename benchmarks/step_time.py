@@ -195,7 +195,7 @@ def samples(spec: Spec, *, index: int, groups: int) -> Callable[[int], Tensor]:
     import torch
 
     from ptrain.data.corpus import corpus
-    from ptrain.data.sampler import sample
+    from ptrain.data.order import sample
 
     source = corpus(spec.data)
     tokens = torch.from_numpy(source.train.astype("int64"))

@@ -128,7 +128,7 @@ def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
             finding=f"no token is {' or '.join(of_no_token)}, of a vocabulary of {size}",
             remedy=f"write ids below {size}",
         )
-    if data.path is not None:
+    if data.is_of_files:
         return
     if data.tokenizer == "bytes" and size < BYTE_VOCAB:
         yield Fault(
@@ -143,7 +143,8 @@ def _ignored_faults(spec: Spec) -> Iterator[Fault]:
     function, data = spec.loss.user_function, spec.data
     if function is None or data.function is not None or not spec.ignores_targets:
         return
-    section, key = "data", "ignored" if data.ignored is not None else "loss_mask"
+    given = (key for key in ("ignored", "loss_mask") if getattr(data, key) is not None)
+    section, key = "data", next(given, "sources")
     if not data.ignores_targets:
         section, key = "batch", "pad"
     yield Fault(

@@ -28,7 +28,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; 0")
     parser.add_argument("--score", metavar="FILE", help="a text: loss, perplexity, bits per byte")
     parser.add_argument("--step", type=int, metavar="N", help="default: the newest checkpoint")
-    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, or its folder")
+    parser.add_argument("--chat", action="store_true", help="PROMPT is said to the model in a chat")
     parser.add_argument("--allow-import", action="store_true", help="run the model's own code")
     parser.add_argument("--json", action="store_true", help="as a record")
 
@@ -55,12 +56,16 @@ def run(args: Namespace) -> int:
     import torch
 
     from ptrain.convert.writer import Writer
+    from ptrain.data.documents import text_of
 
-    text = None if args.score is None else _text(Path(args.score))
+    if args.chat and args.score is not None:
+        raise refused("--chat", "a text is scored as it is", "leave out one of --chat and --score")
+    text = None if args.score is None else text_of(Path(args.score))
     writer = Writer(
         Path(args.run),
         args.step,
         tokenizer=None if args.tokenizer is None else Path(args.tokenizer),
+        is_chat=args.chat,
         allow_import=args.allow_import,
     )
     if text is not None:
@@ -80,12 +85,6 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json({"step": writer.step, "prompt": args.prompt, "texts": texts})
     else:
-        print("\n\n".join(f"{args.prompt}{text}" for text in texts))
+        begun = "" if args.chat else args.prompt
+        print("\n\n".join(f"{begun}{text}" for text in texts))
     return 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise refused("--score", f"{path} cannot be read: {error}", "name a text") from error

@@ -1,18 +1,25 @@
-"""`ptrain tokenize TEXT… --out FILE.npy`: documents as the token file that a training reads."""
+"""`ptrain tokenize TEXT… --out FILE.npy`: documents as the token file that a training reads, or
+chats as the rows that it learns answers from."""
 
 from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
+from typing import Any
 
 from ptrain.cli.arguments import print_json
+from ptrain.data.chat_rows import ChatPacking, tokenize_chats
+from ptrain.data.chat_template import ChatTemplate
 from ptrain.data.tokenized import TokenizingProgress, tokenize
+from ptrain.data.tokens import mask_beside
 from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, Vocabulary
 from ptrain.errors import refused
 
 _SECONDS = 5.0  # between two lines of progress
+_CONFIG = "config.json"
+_OF_CHATS = ("sequence", "alone", "separator")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -21,19 +28,54 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--out", required=True, metavar="FILE.npy", help="the token file")
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="a tokenizer.json; without: a token for each byte"
+        "--tokenizer",
+        metavar="FILE",
+        help="a tokenizer.json, or the folder that has it; without: a token for each byte",
     )
-    parser.add_argument("--field", default="text", metavar="NAME", help="of rows; default: text")
+    parser.add_argument(
+        "--field", metavar="NAME", help="of rows; default: text, and of chats messages"
+    )
     parser.add_argument(
         "--end",
         metavar="TOKEN",
         help="behind every document; default: what tokenizer_config.json calls eos_token",
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="rows are chats, by the template of the tokenizer's folder; answers are learned",
+    )
+    parser.add_argument("--sequence", type=_length, metavar="N", help="tokens of a row of chats")
+    parser.add_argument("--alone", action="store_true", help="a chat a row; else as many as fit")
+    parser.add_argument(
+        "--separator",
+        metavar="TOKEN",
+        help="behind every chat, and in none; default: a special token that is in none",
+    )
     parser.add_argument("--json", action="store_true", help="as a record")
+
+
+def _length(written: str) -> int:
+    if not written.isdecimal() or not 1 <= int(written) <= 10**8:
+        raise ArgumentTypeError(f"{written!r} is no number of tokens")
+    return int(written)
 
 
 def run(args: Namespace) -> int:
     """Write the file, and say what is in it."""
+    record, lines = _of_chats(args) if args.chat else _of_documents(args)
+    if args.json:
+        print_json(record)
+    else:
+        print("\n".join(lines))
+    return 0
+
+
+def _of_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return what was made of texts, as a record and in words."""
+    for option in _OF_CHATS:
+        if getattr(args, option):
+            raise refused(f"--{option}", "it is of chats", "add --chat, or leave it out")
     vocabulary: Vocabulary
     if args.tokenizer is not None:
         vocabulary = FileVocabulary(Path(args.tokenizer), args.end)
@@ -41,23 +83,76 @@ def run(args: Namespace) -> int:
         raise refused("--end", "bytes have an end of their own", "leave it out")
     else:
         vocabulary = ByteVocabulary()
-    last = time.monotonic()
+    out, texts, teller = Path(args.out), [Path(text) for text in args.texts], _Teller(args)
+    done = tokenize(texts, out, vocabulary, field=args.field or "text", tell=teller.tell)
+    record = {"path": str(out), "documents": done.documents, "tokens": done.tokens}
+    return {**record, "vocab": vocabulary.size}, [
+        f"{out}: {done.documents:,} documents, {done.tokens:,} tokens of {vocabulary.size:,}",
+        f"train on it with data.path={out} model.vocab={vocabulary.size}",
+    ]
 
-    def tell(progress: TokenizingProgress) -> None:
-        nonlocal last
-        if time.monotonic() - last > _SECONDS:
-            last = time.monotonic()
-            done = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
-            print(f"{progress.files + 1}/{len(args.texts)}  {done}", file=sys.stderr)
 
-    out = Path(args.out)
-    done = tokenize(
-        [Path(text) for text in args.texts], out, vocabulary, field=args.field, tell=tell
+def _of_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return what was made of chats, as a record and in words."""
+    if args.tokenizer is None:
+        remedy = "name the folder of a model that transformers loads: --tokenizer FOLDER"
+        raise refused("--chat", "chats are rendered by the template of a tokenizer", remedy)
+    if args.sequence is None:
+        remedy = "write it as the training's batch.sequence: --sequence 4096"
+        raise refused("--chat", "of how many tokens a row is nobody says", remedy)
+    if args.end is not None:
+        raise refused("--end", "where a chat ends its template says", "leave it out")
+    folder, out, teller = Path(args.tokenizer), Path(args.out), _Teller(args)
+    template = ChatTemplate(folder)
+    packing = ChatPacking(
+        sequence=args.sequence, is_packed=not args.alone, separator=args.separator
     )
-    if args.json:
-        record = {"path": str(out), "documents": done.documents, "tokens": done.tokens}
-        print_json({**record, "vocab": vocabulary.size})
-        return 0
-    print(f"{out}: {done.documents:,} documents, {done.tokens:,} tokens of {vocabulary.size:,}")
-    print(f"train on it with data.path={out} model.vocab={vocabulary.size}")
-    return 0
+    done = tokenize_chats(
+        [Path(text) for text in args.texts],
+        out,
+        template,
+        packing,
+        field=args.field or "messages",
+        tell=teller.tell,
+    )
+    keys: dict[str, Any] = {"data.path": str(out), "data.loss_mask": str(mask_beside(out))}
+    keys["batch.sequence"] = args.sequence
+    if packing.is_packed:
+        keys["model.document_end"] = done.separator
+    begins = (folder / _CONFIG).is_file()
+    keys |= {"model.pretrained": str(folder)} if begins else {"model.vocab": template.size}
+    counts = {"chats": done.documents, "cut": done.cut, "left_out": done.left_out}
+    sizes = {"rows": done.entries, "tokens": done.tokens, "targets": done.targets}
+    return {"path": str(out), **counts, **sizes, "keys": keys}, _in_words(args, done, keys)
+
+
+def _in_words(args: Namespace, done: TokenizingProgress, keys: dict[str, Any]) -> list[str]:
+    share = done.tokens / (done.entries * (args.sequence + 1))
+    lines = [
+        f"{args.out}: {done.documents:,} chats in {done.entries:,} rows of {args.sequence:,} "
+        f"tokens, {share:.0%} full; {done.targets:,} of {done.tokens:,} tokens are learned"
+    ]
+    if done.cut:
+        lines.append(f"cut behind the last answer that fits: {done.cut:,}")
+    if done.left_out:
+        lines.append(f"left out, without an answer that fits: {done.left_out:,}")
+    said = " ".join(f"{key}={value}" for key, value in keys.items())
+    return [*lines, f"train on it with {said}"]
+
+
+class _Teller:
+    """Says where it begins, if another call broke off, and from time to time how far it is."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._files, self._last = len(args.texts), 0.0
+
+    def tell(self, progress: TokenizingProgress) -> None:
+        is_first, now = not self._last, time.monotonic()
+        if is_first:
+            self._last = now
+            if progress.documents:
+                print(f"goes on behind {progress.documents:,} documents", file=sys.stderr)
+        elif now - self._last > _SECONDS:
+            self._last = now
+            done = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+            print(f"{progress.files + 1}/{self._files}  {done}", file=sys.stderr)

@@ -15,7 +15,7 @@ from ptrain.spec.resolve_sections import CONFIG, shape_of
 from ptrain.spec.write import keys_of_shape
 
 # What a training does beside what the model computes afterwards, in the words of a shape.
-_OF_TRAINING = ("aux_loss", "z_loss", "capacity_factor", "document_start")
+_OF_TRAINING = ("aux_loss", "z_loss", "capacity_factor", "document_start", "document_end")
 _DROPOUTS = ("dropout", "embedding_dropout", "attention_dropout", "hidden_dropout")
 
 

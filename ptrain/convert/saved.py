@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-import yaml
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ptrain.errors import PtrainError, refused
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.spec.text import read
 from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, shown
@@ -63,9 +63,8 @@ def _spec_of(run: Path) -> Spec:
     if not os.path.isfile(run / _RESOLVED):  # nor of a name that no file can have
         finding = f"{shown(run)} is no run folder: it has no {_RESOLVED}"
         raise refused("RUN", finding, "name a folder of runs/, like runs/latest")
-    said = yaml.safe_load((run / _RESOLVED).read_text(encoding="utf-8"))
-    begun = said.get("model", {}).get("pretrained")
-    is_gone = begun is not None and not Path(begun).exists()  # the checkpoint has all weights
+    begun = read(run / _RESOLVED).at(("model", "pretrained"))
+    is_gone = begun is not None and not Path(str(begun)).exists()  # the checkpoint has all weights
     return load(str(run / _RESOLVED), ["model.pretrained=null"] if is_gone else []).spec
 
 

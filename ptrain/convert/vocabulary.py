@@ -5,23 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ptrain.data.chat_template import ChatTemplate
 from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary
 from ptrain.errors import refused
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 
-def vocabulary_of(spec: Spec, named: Path | None) -> Vocabulary:
+class ChatVocabulary(FileVocabulary):
+    """The vocabulary of a folder, of which a text is what a user says to the model."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._template = ChatTemplate(folder)
+        end = self._template.answer_end()
+        self.end = self.end if end is None else end
+
+    def tokens(self, text: str) -> list[int]:
+        return self._template.question(text)
+
+
+def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> Vocabulary:
     """Return the vocabulary that a model was trained on: the one that is `named`, that of the
-    folder it began with, or bytes. Raises SpecError where nobody says what its tokens mean."""
+    folder it began with, or bytes; if it `is_chat`, with the folder's template. Raises SpecError
+    where nobody says what its tokens mean."""
+    model, data = spec.model, spec.data
+    began = Path(model.pretrained) if isinstance(model, ModelShape) and model.pretrained else None
+    if named is None and began is not None and (began / FILE).is_file():
+        named = began / FILE
+    if is_chat:
+        if named is None:
+            remedy = "name the folder of a tokenizer with a chat template: --tokenizer FOLDER"
+            raise refused("--chat", "nobody says how what a user says is rendered", remedy)
+        return ChatVocabulary(named.parent if named.name == FILE else named)
     if named is not None:
         return FileVocabulary(named)
-    model, data = spec.model, spec.data
-    if isinstance(model, ModelShape) and model.pretrained:
-        beside = Path(model.pretrained) / FILE
-        if beside.is_file():
-            return FileVocabulary(beside)
-    if data.path is None and data.function is None:
+    if not data.is_of_files and data.function is None:
         return ByteVocabulary()
     finding = "the model was trained on tokens of a file, and nobody says what they mean"
     raise refused("--tokenizer", finding, f"name a {FILE}")

@@ -41,7 +41,8 @@ class TextScore:
 
 class Writer:
     """The model of a run's newest checkpoint, or of that of `step`. `tokenizer` is a
-    tokenizer.json; None: what it was trained on. Raises PtrainError as SavedModel, and for a model
+    tokenizer.json or its folder; None: what it was trained on; if it `is_chat`, texts are what a
+    user says. Raises PtrainError as SavedModel, and for a model
     whose tokens nobody knows."""
 
     def __init__(
@@ -50,11 +51,12 @@ class Writer:
         step: int | None = None,
         *,
         tokenizer: Path | None = None,
+        is_chat: bool = False,
         allow_import: bool = False,
     ) -> None:
         saved = SavedModel(run, step)
         self.step, self.spec = saved.step, saved.spec
-        self.vocabulary: Vocabulary = vocabulary_of(saved.spec, tokenizer)
+        self.vocabulary: Vocabulary = vocabulary_of(saved.spec, tokenizer, is_chat=is_chat)
         self._model = _model(saved.spec, allow_import=allow_import)
         _fill(self._model, saved)
         self._model.eval()

@@ -7,128 +7,43 @@ so that nothing held out was seen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from ptrain.data.sampler import LocalBatch, local_batch
-from ptrain.data.source import SampleSource, Split
+from ptrain.data.mixture import Mixture, of_all
+from ptrain.data.source import SampleSource
+from ptrain.data.token_corpus import HELD_OUT_OF_FILE, Corpus
 from ptrain.data.tokenizer import VOCAB, encode
-from ptrain.data.tokens import open_mask, open_tokens
+from ptrain.data.tokens import mask_beside, open_mask, open_tokens
 from ptrain.data.user_samples import UserSamples
 from ptrain.errors import refused
-from ptrain.models.loss import IGNORED
 from ptrain.spec.job import DataSpec
-from ptrain.spec.model import ExternalModel
-from ptrain.spec.spec import Spec
+from ptrain.spec.sources import DataSource, quotas
 
 _HELD_OUT_EVERY = 10  # every tenth document is held out
-_HELD_OUT_OF_FILE = 20  # the last twentieth of a token file is
-
-Tokens = NDArray[np.unsignedinteger]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Corpus:
-    """Token ids by split; a token file stays on disk, mapped into memory. `vocab` is the size of
-    the tokenizer, None where only the file knows. `masks` are of the two splits, with 0 for a token
-    that is no target; None where nothing says so."""
-
-    name: str
-    train: Tokens
-    held_out: Tokens
-    vocab: int | None
-    masks: tuple[NDArray[Any], NDArray[Any]] | None = None
-
-    def split(self, split: Split) -> Tokens:
-        return self.train if split is Split.TRAIN else self.held_out
-
-    def num_samples(self, sequence: int, split: Split = Split.TRAIN) -> int:
-        """Return the windows of an epoch; raises SpecError where the split is too short for one."""
-        num_tokens = len(self.split(split))
-        windows = (num_tokens - 1) // sequence
-        if windows < 1:
-            finding = (
-                f"the {split.value} split of {self.name} has {num_tokens} tokens, one sample takes "
-                f"{sequence + 1}"
-            )
-            raise refused("data", finding, "lower batch.sequence or give more text")
-        return windows
-
-    def read(
-        self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
-    ) -> LocalBatch:
-        """Return the windows at these places."""
-        tokens, window = self.split(split), spec.batch.window
-        rows = np.stack([tokens[_window(place, window)] for place in places])
-        self._require_vocab(spec, int(rows.max()))
-        ids, labels = torch.from_numpy(rows.astype(np.int64)), None
-        if spec.ignores_targets:
-            counts = np.stack([self._counts(place, spec, split) for place in places])
-            labels = ids.masked_fill(torch.from_numpy(~counts), IGNORED)
-        return local_batch(ids, labels, sample_ids, spec.batch)
-
-    def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
-        """Return how many targets of the windows at these places count."""
-        return sum(int(np.count_nonzero(self._counts(p, spec, split)[1:])) for p in places)
-
-    def _counts(self, place: int, spec: Spec, split: Split) -> NDArray[np.bool_]:
-        """Whether each token of a window is a target that counts [sequence + 1]."""
-        window, ignored = _window(place, spec.batch.window), spec.data.ignored or ()
-        counts = np.ones(window.stop - window.start, dtype=np.bool_)
-        if self.masks is not None:
-            counts &= self.masks[split is not Split.TRAIN][window].astype(np.bool_)
-        if ignored:
-            counts &= np.isin(self.split(split)[window], ignored, invert=True)
-        return counts
-
-    def require_known(self, spec: Spec, logits: int | None) -> None:
-        """Raises SpecError for tokens that are not in the model's vocabulary."""
-        largest = self.vocab - 1 if self.vocab else int(self.train[: 2**20].max())
-        self._require_vocab(spec, largest)
-        if logits is not None and largest >= logits:
-            name = spec.model.target if isinstance(spec.model, ExternalModel) else "the model"
-            finding = f"{self.name} holds token {largest}, but {name} gives each {logits} logits"
-            remedy = f"let it have a vocabulary of {self.vocab or largest + 1} or more"
-            raise refused("data", finding, remedy)
-
-    def _require_vocab(self, spec: Spec, largest: int) -> None:
-        size, key = spec.model.vocabulary
-        if size is not None and largest >= size:
-            raise refused(
-                "data",
-                f"{self.name} holds token {largest}, but {key} is {size}",
-                f"write {key}={self.vocab or largest + 1} or more",
-            )
-
-    def digest(self) -> str | None:
-        """Return a digest of what was trained on, for the run folder: python-docs differs between
-        Python versions. A token file has its name, and may be too large to read."""
-        if self.vocab is None:
-            return None
-        digest = hashlib.blake2b(digest_size=8)
-        for tokens in (self.train, self.held_out):
-            digest.update(np.ascontiguousarray(tokens).data)
-        return digest.hexdigest()
 
 
 def corpus(data: DataSpec) -> SampleSource:
     """Open what a spec's `data` names."""
     if data.function is not None:
         return UserSamples(data.function)
-    return tokens_of(data)
+    return _tokens_of(data)
 
 
-def tokens_of(data: DataSpec) -> Corpus:
-    """Open a corpus, or a file of tokens."""
+def _tokens_of(data: DataSpec) -> Corpus | Mixture:
+    """Open a corpus, a file of tokens, or several."""
     if data.path is not None:
-        return _from_file(data.path, data.loss_mask)
+        file = DataSource(path=data.path, loss_mask=data.loss_mask)
+        return _from_file(file, "data.path", has_ignored=data.ignored is not None)
+    if data.sources is not None:
+        opened = partial(_from_file, place="data.sources", has_ignored=data.ignored is not None)
+        files = of_all([partial(opened, source) for source in data.sources])
+        weights = [source.weight for source in data.sources]
+        return Mixture(files=tuple(files), quotas=quotas(weights))
     if data.tokenizer != "bytes":
         raise refused("data.tokenizer", f"{data.tokenizer!r} is not known", "write bytes")
     match data.corpus:
@@ -141,15 +56,26 @@ def tokens_of(data: DataSpec) -> Corpus:
             raise refused("data.corpus", f"{name!r} is not known", remedy)
 
 
-def _from_file(path: str, mask_path: str | None) -> Corpus:
-    tokens = open_tokens(Path(path))
-    num_train = len(tokens) - len(tokens) // _HELD_OUT_OF_FILE
-    masks = None
-    if mask_path is not None:
-        mask = open_mask(Path(mask_path), len(tokens))
+def _from_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
+    """Open a file of tokens. Raises SpecError where what stands beside it of its tokens would not
+    be read, though nothing says that all of them are learned."""
+    tokens, masks = open_tokens(Path(source.path), place), None
+    num_train = len(tokens) - len(tokens) // HELD_OUT_OF_FILE
+    beside = mask_beside(Path(source.path))
+    of_mask = "data.loss_mask" if place == "data.path" else place
+    if source.loss_mask is not None:
+        mask = open_mask(Path(source.loss_mask), tokens, of_mask)
         masks = mask[:num_train], mask[num_train:]
+    elif not has_ignored and beside.is_file():
+        finding = f"{beside} says which tokens of {source.path} are learned, and nobody reads it"
+        remedy = f"write loss_mask: {beside}; or data.ignored=[], where all of them are"
+        raise refused(of_mask, finding, remedy)
     return Corpus(
-        name=path, train=tokens[:num_train], held_out=tokens[num_train:], vocab=None, masks=masks
+        name=source.path,
+        train=tokens[:num_train],
+        held_out=tokens[num_train:],
+        vocab=None,
+        masks=masks,
     )
 
 
@@ -163,11 +89,6 @@ def _from_documents(name: str, documents: Iterable[str]) -> Corpus:
         held_out=np.concatenate(held_out),
         vocab=VOCAB,
     )
-
-
-def _window(place: int, sequence: int) -> slice:
-    """The tokens of a sample: the last one is a target alone, and the next one's first input."""
-    return slice(sequence * place, sequence * (place + 1) + 1)
 
 
 def _python_docs() -> list[str]:

@@ -8,8 +8,7 @@ an order of its own. Micro-batch k of data rank d takes positions k·m·D + d·m
 samples per micro-batch, D data ranks), so that micro-batch k of all ranks together is the same text
 on every mesh with the same m·D.
 
-The order is a permutation by a Feistel network: it costs a few integer operations per sample and
-no memory, whatever the corpus. (A seeded shuffle would hold one index per window.)
+Which sample stands where in the endless stream, the source says, by a permutation of an epoch.
 """
 
 from __future__ import annotations
@@ -30,9 +29,6 @@ from ptrain.models.described import kind_of
 from ptrain.models.loss import IGNORED
 from ptrain.spec.batch import Batch
 from ptrain.spec.spec import Spec
-
-_ROUNDS = 6
-_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +131,13 @@ def batch(
     split: Split = Split.TRAIN,
 ) -> StepBatch:
     """The samples that data rank `data_index` of `data_degree` takes in `step` (from 0)."""
-    windows = source.num_samples(spec.batch.window, split)
+    sequence = spec.batch.window
+    windows = source.num_samples(sequence, split)
     first = step * spec.batch.global_samples
 
     def at(position: int) -> int:
-        return sample(first + position, windows=windows, seed=spec.train.seed)
+        seed = spec.train.seed
+        return source.sample_at(first + position, seed=seed, sequence=sequence, split=split)
 
     samples = tuple(map(at, positions(spec, data_index=data_index, data_degree=data_degree)))
     local = source.read([sample_id % windows for sample_id in samples], samples, spec, split)
@@ -167,7 +165,7 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
     if others and not spec.data.ignores_targets:
         finding = "got tokens and labels, and by the spec all targets count"
         raise refused("batch", finding, "write data.ignored: [], or the ids that do not")
-    if not others and spec.data.loss_mask is not None:
+    if not others and spec.data.is_masked:
         finding = "got tokens alone, and data.loss_mask is of those of the spec's own file"
         raise refused("batch", finding, "hand over (tokens, labels), -100 where none is learnt")
     own = tokens[list(ids)].long()
@@ -220,12 +218,6 @@ def positions(spec: Spec, *, data_index: int, data_degree: int) -> Iterator[int]
         yield from range(start, start + micro)
 
 
-def sample(index: int, *, windows: int, seed: int) -> int:
-    """The sample at `index` of the endless stream, as epoch · windows + window."""
-    epoch, place = divmod(index, windows)
-    return epoch * windows + _permuted(place, windows, _mix(_mix(seed & _MASK) ^ epoch))
-
-
 def require(source: SampleSource, spec: Spec, logits: int | None = None) -> None:
     """Refuse, before any rank starts, samples that the spec cannot train on (or evaluate with).
     `logits`: of a token, where a model's own code says how many."""
@@ -233,25 +225,3 @@ def require(source: SampleSource, spec: Spec, logits: int | None = None) -> None
     if spec.eval.every:
         source.num_samples(spec.batch.window, Split.HELD_OUT)
     source.require_known(spec, logits)
-
-
-def _permuted(place: int, size: int, key: int) -> int:
-    """Where a pseudo-random permutation of range(size) sends `place`. The network permutes the next
-    power of four; whatever falls outside goes round again (cycle walking)."""
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = place >> half, place & mask
-        for number in range(_ROUNDS):
-            left, right = right, left ^ (_mix(key + number ^ right << 32) & mask)
-        place = left << half | right
-        if place < size:
-            return place
-
-
-def _mix(number: int) -> int:
-    """splitmix64: every bit of the result depends on every bit of `number`."""
-    number = (number + 0x9E3779B97F4A7C15) & _MASK
-    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK
-    return number ^ number >> 31

@@ -25,6 +25,11 @@ class SampleSource(Protocol):
         """Return the samples of an epoch; refuses a split that has none."""
         ...
 
+    def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
+        """Return the sample at this index of the endless stream, as epoch · samples + its place in
+        the split; a seed orders it."""
+        ...
+
     def read(
         self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
     ) -> StepBatch:

@@ -1,4 +1,5 @@
-"""Token files: one-dimensional `.npy` arrays of token ids, mapped into memory, never read whole."""
+"""Token files: `.npy` arrays of token ids, mapped into memory, never read whole: of one dimension,
+of which any stretch is a sample, or of rows, which are samples of their own."""
 
 from __future__ import annotations
 
@@ -10,33 +11,41 @@ from numpy.typing import NDArray
 
 from ptrain.errors import refused
 
+INPUT, TARGET, START = 0, 1, 2  # what a token of a row is: START, with which a document begins
 _MAKE = "make one with: ptrain tokenize TEXT... --out FILE.npy"
 
 
-def open_tokens(path: Path) -> NDArray[np.unsignedinteger]:
-    """Map a token file. Its ids are compared with the vocabulary batch by batch."""
-    tokens = _mapped(path, "data.path", _MAKE)
-    if tokens.ndim != 1 or tokens.dtype not in (np.uint8, np.uint16, np.uint32):
+def open_tokens(path: Path, place: str = "data.path") -> NDArray[np.unsignedinteger]:
+    """Map a token file, which stands at a `place` of the spec. Its ids are compared with the
+    vocabulary batch by batch."""
+    tokens = _mapped(path, place, _MAKE)
+    if tokens.ndim not in (1, 2) or tokens.dtype not in (np.uint8, np.uint16, np.uint32):
         raise refused(
-            "data.path",
-            f"{path} holds {tokens.dtype} of shape {tokens.shape}; token ids are one-dimensional "
-            "uint16 or uint32",
+            place,
+            f"{path} holds {tokens.dtype} of shape {tokens.shape}; token ids are one-dimensional, "
+            "or rows of them, in uint16 or uint32",
             "write them with numpy.save(path, ids.astype(numpy.uint16))",
         )
     return tokens
 
 
-def open_mask(path: Path, num_tokens: int) -> NDArray[Any]:
-    """Map the file that says which of so many tokens are targets."""
+def open_mask(path: Path, tokens: NDArray[Any], place: str) -> NDArray[Any]:
+    """Map the file that says which of these tokens are targets."""
     remedy = "write it with numpy.save(path, mask.astype(bool)), a value for each token of path"
-    mask = _mapped(path, "data.loss_mask", remedy)
-    if mask.ndim != 1 or mask.dtype not in (np.bool_, np.uint8):
-        finding = f"{path} holds {mask.dtype} of shape {mask.shape}; a mask is one-dimensional bool"
-        raise refused("data.loss_mask", finding, remedy)
-    if len(mask) != num_tokens:
-        finding = f"{path} has {len(mask)} values for {num_tokens} tokens"
-        raise refused("data.loss_mask", finding, remedy)
+    mask = _mapped(path, place, remedy)
+    is_alike = mask.shape == tokens.shape
+    if mask.dtype not in (np.bool_, np.uint8) or (mask.size == tokens.size and not is_alike):
+        finding = f"{path} holds {mask.dtype} of shape {mask.shape}; a mask is bool"
+        raise refused(place, f"{finding}, of the shape of its tokens", remedy)
+    if not is_alike:
+        finding = f"{path} has {mask.size} values for {tokens.size} tokens"
+        raise refused(place, finding, remedy)
     return mask
+
+
+def mask_beside(path: Path) -> Path:
+    """Return where `ptrain tokenize` writes what the tokens of a file of rows are."""
+    return path.with_suffix(f".mask{path.suffix}")
 
 
 def _mapped(path: Path, place: str, remedy: str) -> NDArray[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ptrain.data.order import sample
 from ptrain.data.sampler import DatasetBatch
 from ptrain.data.source import Split
 from ptrain.errors import refused
@@ -35,6 +36,10 @@ class UserSamples:
             remedy = f"write eval: {{every: 0}}, or give {HELD_OUT} samples or more"
             raise refused("data.target", f"{finding}them is held out: none", remedy)
         return size
+
+    def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
+        """Return the item at this index, as epoch · items + item."""
+        return sample(index, windows=self.num_samples(sequence, split), seed=seed)
 
     def read(
         self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split

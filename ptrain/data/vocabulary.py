@@ -19,9 +19,10 @@ _PLACE = "--tokenizer"
 
 class Vocabulary(Protocol):
     """`size`: of how many tokens. `end` is the token behind a text, None where nothing says
-    which."""
+    which; `path` the file that says all this, None of bytes."""
 
     size: int
+    path: Path | None
     end: int | None
 
     def tokens(self, text: str) -> list[int]:
@@ -39,6 +40,7 @@ class ByteVocabulary:
     """Bytes, behind the sign with which a text begins."""
 
     size: int = VOCAB
+    path: Path | None = None
     end: int | None = EOS
 
     def tokens(self, text: str) -> list[int]:
@@ -52,9 +54,9 @@ class ByteVocabulary:
 
 
 class FileVocabulary:
-    """What a tokenizer.json says, by the library tokenizers. A text ends with the token `end`;
-    None: with the one that tokenizer_config.json beside it calls so. Raises SpecError for a file
-    that is no tokenizer, and for an `end` that it does not know."""
+    """What a tokenizer.json says, or that of a folder, by the library tokenizers. A text ends with
+    the token `end`; None: with the one that tokenizer_config.json beside it calls so. Raises
+    SpecError for a file that is no tokenizer, and for an `end` that it does not know."""
 
     def __init__(self, path: Path, end: str | None = None) -> None:
         try:
@@ -62,6 +64,8 @@ class FileVocabulary:
         except ImportError as error:
             finding = f"{path} is read by the library tokenizers, which is not installed"
             raise refused(_PLACE, finding, "pip install tokenizers") from error
+        path = path / FILE if path.is_dir() else path
+        self.path: Path | None = path
         with boundary(lambda error: _unread(path, error)):  # the library raises plain Exceptions
             self._of_file: Any = tokenizers.Tokenizer.from_file(str(path))
         self.size: int = self._of_file.get_vocab_size()

@@ -11,19 +11,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ptrain.spec.model import ModelShape
+
 
 class Documents(nn.Module):
-    """The documents of samples, each of which begins with the token `start`."""
+    """The documents of samples, each of which begins with the token `edge`, or, if that `ends`
+    them, ends with it."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, edge: int, *, ends: bool) -> None:
         super().__init__()
-        self.start = start
+        self.edge, self.ends = edge, ends
 
     def forward(self, tokens_BT: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what is added to scores of every head [B, 1, T, T]: 0, or -inf of what a token
         does not attend to."""
-        documents_BT = (tokens_BT == self.start).cumsum(1)
+        documents_BT = self.numbered(tokens_BT == self.edge)
         return added_mask(documents_BT, documents_BT, dtype)
+
+    def numbered(self, edges_BT: Tensor) -> Tensor:
+        """Return which document of its sample each token is in, by where edges are."""
+        begun_BT = edges_BT.cumsum(1)
+        return begun_BT - edges_BT.to(begun_BT.dtype) if self.ends else begun_BT
+
+
+def documents_of(shape: ModelShape) -> Documents | None:
+    """Return the documents of a model's samples; None where each sample is one."""
+    if shape.document_start is not None:
+        return Documents(shape.document_start, ends=False)
+    return None if shape.document_end is None else Documents(shape.document_end, ends=True)
 
 
 def added_mask(

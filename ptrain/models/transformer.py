@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ptrain.facts.parameters import LOCAL, tables_of
 from ptrain.models.block import Block
-from ptrain.models.documents import Documents
+from ptrain.models.documents import documents_of
 from ptrain.models.norm import norm_of
 from ptrain.models.numerics import capped
 from ptrain.models.rotary import fill_tables
@@ -74,8 +74,7 @@ class Transformer(nn.Module):
         self.scale = nn.Identity() if scale is None else EmbeddingScale(scale)
         self.positions = LearnedPositions(sequence, shape.hidden) if is_learned else nn.Identity()
         self.dropout = nn.Dropout(rate) if rate else nn.Identity()
-        start = shape.document_start
-        self.documents = None if start is None else Documents(start)
+        self.documents = documents_of(shape)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = norm_of(shape, shape.hidden)
         self.head = None if shape.tied else self.new_head()

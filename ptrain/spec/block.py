@@ -200,6 +200,17 @@ class BlockOptions(ExpertOptions):
             null=True,
         ),
     ] = None
+    document_end: Annotated[
+        int | None,
+        Whole(
+            "token that a document ends with: as document_start, where documents begin with tokens "
+            "that stand within them too, like those of chats",
+            0,
+            10**9,
+            aka=("eod", "eod_token_id", "eod_token"),
+            null=True,
+        ),
+    ] = None
     global_every: Annotated[
         int | None,
         Whole(

@@ -6,6 +6,7 @@ from typing import Annotated
 from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH, UserFunction
 from ptrain.spec.leaf import Choice, Numbers, Real, Text, Truth, Whole
 from ptrain.spec.section import Section, section
+from ptrain.spec.sources import DataSource, Sources
 
 
 @section
@@ -68,8 +69,8 @@ class OptimizerSpec:
 
 @section
 class DataSpec:
-    """What is read: a built-in corpus, a file of tokens, or samples of the user's own. Of `corpus`,
-    `path` and `target` two are None."""
+    """What is read: a built-in corpus, a file of tokens or several, or samples of the user's own.
+    Of `corpus`, `path`, `sources` and `target` all but one are None."""
 
     corpus: Annotated[
         str | None,
@@ -82,6 +83,14 @@ class DataSpec:
         ),
     ] = "python-docs"
     path: Annotated[str | None, Text("a memory-mapped token file of your own", null=True)] = None
+    sources: Annotated[
+        tuple[DataSource, ...] | None,
+        Sources(
+            "token files in place of path, with the share of samples that each has: [{path: a.npy, "
+            "weight: 3}, {path: b.npy, weight: 1}]",
+            aka=("datasets", "mixture", "blend", "data_blend", "train_data_path", "mix"),
+        ),
+    ] = None
     loss_mask: Annotated[
         str | None,
         Text(
@@ -119,7 +128,18 @@ class DataSpec:
     @property
     def ignores_targets(self) -> bool:
         """Whether it says of targets that they count for nothing."""
-        return self.ignored is not None or self.loss_mask is not None
+        return self.ignored is not None or self.is_masked
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a file says it of some of its tokens."""
+        masks = [self.loss_mask, *(source.loss_mask for source in self.sources or ())]
+        return any(mask is not None for mask in masks)
+
+    @property
+    def is_of_files(self) -> bool:
+        """Whether it is tokens of a file of the user's own, or of several."""
+        return self.path is not None or self.sources is not None
 
     @property
     def function(self) -> UserFunction | None:

@@ -27,8 +27,7 @@ def misfits(shape: ModelShape) -> Iterator[Fault]:
     yield from _latent(shape) if shape.is_latent else _heads(shape)
     for void in voids(shape):
         yield Fault(place=f"model.{void.name}", finding=void.finding, remedy=void.remedy)
-    if shape.document_start is not None:
-        yield from _documents(shape, shape.document_start)
+    yield from _documents(shape)
     if shape.experts is not None:
         yield from _experts(shape, shape.experts)
     if shape.rope_scaling is not RopeScaling.NONE and shape.rope_factor == 1.0:
@@ -46,12 +45,17 @@ def misfits(shape: ModelShape) -> Iterator[Fault]:
         )
 
 
-def _documents(shape: ModelShape, start: int) -> Iterator[Fault]:
-    place = "model.document_start"
-    if start >= shape.vocab:
-        finding = f"no document begins with token {start}, of a vocabulary of {shape.vocab}"
+def _documents(shape: ModelShape) -> Iterator[Fault]:
+    start, end, place = shape.document_start, shape.document_end, f"model.{shape.document_key}"
+    if start is not None and end is not None:
+        finding = f"documents begin with token {start}, and document_end is {end} too"
+        yield Fault(place=place, finding=finding, remedy="remove one of the two")
+        return
+    edge = end if start is None else start
+    if edge is not None and edge >= shape.vocab:
+        finding = f"no document has token {edge} at its edge, of a vocabulary of {shape.vocab}"
         yield Fault(place=place, finding=finding, remedy=f"write one below {shape.vocab}")
-    if shape.attention is Attention.FLEX:
+    if edge is not None and shape.attention is Attention.FLEX:
         finding = "not yet: documents by flex_attention, whose blocks would depend on the tokens"
         yield Fault(place=place, finding=finding, remedy="write attention: sdpa or eager")
 

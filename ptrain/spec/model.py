@@ -90,6 +90,16 @@ class ModelShape(BlockOptions):
         """No pattern: they are known."""
 
     @property
+    def has_documents(self) -> bool:
+        """Whether samples are of several, each of which attends to itself alone."""
+        return self.document_start is not None or self.document_end is not None
+
+    @property
+    def document_key(self) -> str:
+        """The key that says which token tells documents apart."""
+        return "document_end" if self.document_start is None else "document_start"
+
+    @property
     def head_dim(self) -> int:
         """Features of a head's query, and of its key."""
         if self.is_latent:

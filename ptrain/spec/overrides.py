@@ -21,11 +21,13 @@ from ptrain.spec.text import COMMAND_LINE, Route, SourceMark, Tree, as_override,
 from ptrain.spec.tuples import EXPERTS, REST, route_of
 
 _OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)*=")
-_INSTEAD: dict[Route, Route] = {
-    ("data", "path"): ("data", "corpus"),
-    ("data", "corpus"): ("data", "path"),
-    ("reshard",): ("sync", "reshard_after_forward"),
-    ("sync", "reshard_after_forward"): ("reshard",),
+_CORPUS, _PATH, _SOURCES = (("data", key) for key in ("corpus", "path", "sources"))
+_INSTEAD: dict[Route, tuple[Route, ...]] = {
+    _CORPUS: (_PATH, _SOURCES),
+    _PATH: (_CORPUS, _SOURCES),
+    _SOURCES: (_CORPUS, _PATH),
+    ("reshard",): (("sync", "reshard_after_forward"),),
+    ("sync", "reshard_after_forward"): (("reshard",),),
 }
 _EXAMPLE = "write key=value, for example mesh.dp_shard=4"
 
@@ -144,14 +146,12 @@ def _data_axis(tree: Tree, route: Route) -> Route:
 
 def _displace(tree: Tree, route: Route) -> None:
     """Of two keys that exclude each other the one on the command line replaces the file's."""
-    other = _INSTEAD.get(route)
-    if other is None:
-        return
-    mark = tree.values.get(other)  # a mapping from Python has none
-    if mark is None or not mark.source.startswith(COMMAND_LINE):
-        node = tree.at(other[:-1])
-        if isinstance(node, dict):
-            node.pop(other[-1], None)
+    for other in _INSTEAD.get(route, ()):
+        mark = tree.values.get(other)  # a mapping from Python has none
+        if mark is None or not mark.source.startswith(COMMAND_LINE):
+            node = tree.at(other[:-1])
+            if isinstance(node, dict):
+                node.pop(other[-1], None)
 
 
 def _take_marks(tree: Tree, value: Tree, route: Route) -> None:

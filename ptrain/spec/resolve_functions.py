@@ -18,14 +18,15 @@ from ptrain.spec.tensor import TensorSpec
 from ptrain.spec.text import Tree
 
 _ONE = "remove one of the two"
+_A = {"path": "a path", "sources": "sources"}
 
 
 def resolve_data(raw: SpecRaw, tree: Tree, report: Report) -> DataSpec | None:
-    """Return the section with one of corpus, path and target; two of them are a fault."""
+    """Return the section with one of corpus, path, sources and target; two are a fault."""
     data = raw.data
     if data.target is None:
         return None if _lacks_target("data", data, report) else _of_tokens(data, tree, report)
-    for key in ("corpus", "path"):
+    for key in ("corpus", "path", "sources"):
         if tree.has("data", key):
             finding = f"target gives samples of its own, and {key} is given too"
             report.add(f"data.{key}", finding, _ONE)
@@ -45,16 +46,18 @@ def resolve_data(raw: SpecRaw, tree: Tree, report: Report) -> DataSpec | None:
 
 
 def _of_tokens(data: DataSpec, tree: Tree, report: Report) -> DataSpec | None:
-    if data.path is None:
-        if data.loss_mask is None:
-            return data
+    if data.loss_mask is not None and data.path is None:
         finding = "it stands beside a token file of one's own, and there is no path"
-        report.add("data.loss_mask", finding, "add path: FILE, or write ignored: [ids]")
+        remedy = "add path: FILE, or write ignored: [ids]"
+        if data.sources is not None:
+            finding, remedy = "it is of one file, and there are sources", "write it in its source"
+        report.add("data.loss_mask", finding, remedy)
         return None
-    if tree.has("data", "corpus"):
-        report.add("data.path", "both a corpus and a path are given", _ONE)
+    given = [key for key in ("corpus", "path", "sources") if tree.has("data", key)]
+    if len(given) > 1:
+        report.add(f"data.{given[1]}", f"both a {given[0]} and {_A[given[1]]} are given", _ONE)
         return None
-    return replace(data, corpus=None)
+    return replace(data, corpus=None) if data.is_of_files else data
 
 
 def _ignores_targets(why: str, data: DataSpec, report: Report) -> bool:

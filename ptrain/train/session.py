@@ -115,7 +115,7 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     speaks = world.is_first and not options.json
     text = corpus(spec.data)
     require_corpus(text, spec)
-    if spec.data.path is None:  # a token file has its name, and may be too large to read
+    if not spec.data.is_of_files:  # a token file has its name, and may be too large to read
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
     placed = on_device(spec, world.device)
@@ -327,7 +327,7 @@ def _run_figures(session: Session, outcome: Outcome) -> dict[str, object]:
         "steps": outcome.steps,
         "loss": outcome.loss,
         "held_out_loss": outcome.held_out_loss,
-        "text_digest": None if data.path else corpus(data).digest(),
+        "text_digest": None if data.is_of_files else corpus(data).digest(),
         "interrupted_by": outcome.interrupt.name if outcome.interrupt else None,
     }
 

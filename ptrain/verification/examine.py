@@ -288,7 +288,7 @@ class _Examiner:
             way, difference = Way.SHAPE, math.inf
         else:
             own, its = held(tensor), part.of(whole)
-            if subject is Subject.BUFFERS:
+            if subject in (Subject.BUFFERS, Subject.ACTIVATIONS):
                 own, its = without_masks(own, its)
             if own.dtype != its.dtype:
                 way = Way.DTYPE

@@ -54,6 +54,13 @@ def test_over_cp_and_what_it_is_multiplied_with(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("variant", ["all-gather", "ulysses"])
+def test_over_cp_that_end_with_a_token(ranks: Ranks, variant: str) -> None:
+    spec = context_cases.spec_of(variant, "gqa", degree=2, shape={"document_end": 32})
+    assert not MATRIX.differences(ranks, spec)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [{}, {"attention": "eager"}], ids=str)
 def test_without_cp(ranks: Ranks, case: dict[str, Any]) -> None:
     spec = tensor_cases.spec_of("gqa", data={"dp_shard": "zero3"}, shape=SHAPE, **case)

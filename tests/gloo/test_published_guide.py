@@ -3,13 +3,16 @@ whose weights it begins with, and what it leaves transformers loads."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.chat_folders import drawn_chats, save_tokenizer, write_chats
 from tests.jobs import ROOT, losses, run
+from tests.published_folders import saved
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.gloo, pytest.mark.nightly]
@@ -17,16 +20,16 @@ pytestmark = [pytest.mark.gloo, pytest.mark.nightly]
 PAGE = ROOT / "launch" / "README.md"
 
 
-def commands() -> list[list[str]]:
-    """Return the words of the guide's commands."""
-    section = PAGE.read_text(encoding="utf-8").partition("## Published models")[2]
+def commands(after: str) -> list[list[str]]:
+    """Return the words of the guide's commands in the first block behind these words."""
+    section = PAGE.read_text(encoding="utf-8").partition(after)[2]
     block = re.search(r"```\n(.*?)```", section, re.DOTALL)
     assert block, "the guide has commands"
     return [shlex.split(line)[1:] for line in block[1].splitlines()]
 
 
 def test_the_guide_to_published_models_runs_as_it_is_printed(tmp_path: Path) -> None:
-    for words in commands():
+    for words in commands("## Published models"):
         code, job = run(words, cwd=tmp_path)
         assert code == 0, f"{words}: {job.output}{job.error}"
     first, second = (losses(tmp_path / "runs" / name) for name in ("first", "second"))
@@ -37,3 +40,25 @@ def test_the_guide_to_published_models_runs_as_it_is_printed(tmp_path: Path) -> 
         )
         assert type(model).__name__ == "LlamaForCausalLM"
         assert not any(report[what] for what in ("missing_keys", "unexpected_keys"))
+
+
+def test_the_guide_to_chats_runs_as_it_is_printed(tmp_path: Path) -> None:
+    base = saved("llama", tmp_path / "base", vocab_size=320)
+    save_tokenizer(base)
+    write_chats(tmp_path / "chats.jsonl", drawn_chats(400))
+    printed = []
+    for words in commands("**Fine-tuning on chats.**"):
+        code, job = run(words, cwd=tmp_path)
+        assert code == 0, f"{words}: {job.output}{job.error}"
+        printed.append(job.output)
+    keys = re.search(r"train on it with (.*)", printed[0])
+    assert keys and set(keys[1].split()) <= {*commands("**Fine-tuning on chats.**")[1]}
+    text = (tmp_path / "runs" / "chats" / "metrics.jsonl").read_text(encoding="utf-8")
+    held_out = [json.loads(line).get("held_out_loss") for line in text.splitlines()]
+    first, *_, last = [loss for loss in held_out if loss is not None]
+    assert last < first
+    folder = tmp_path / "tuned-on-chats"
+    assert transformers.AutoTokenizer.from_pretrained(folder).get_chat_template()
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(folder)).__name__ == (
+        "LlamaForCausalLM"
+    )

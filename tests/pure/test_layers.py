@@ -80,6 +80,7 @@ LAZY = {
     "ptrain.convert.export",
     "ptrain.data.vocabulary",
     "ptrain.data.documents",
+    "ptrain.data.chat_template",
     "ptrain.cli.export",
     "ptrain.cli.sample",
     "ptrain.train.tensorboard",

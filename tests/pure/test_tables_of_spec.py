@@ -165,6 +165,7 @@ SECTIONS = {
     job.DataSpec: {
         "corpus": "python-docs",
         "path": None,
+        "sources": None,
         "loss_mask": None,
         "ignored": None,
         "tokenizer": "bytes",

@@ -110,10 +110,10 @@ def test_token_ids_may_have_any_unsigned_width(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    "tokens", [np.zeros((2, 3), np.uint16), np.zeros(3, np.float32), np.zeros(3, np.int64)]
+    "tokens", [np.zeros((2, 3, 4), np.uint16), np.zeros(3, np.float32), np.zeros(3, np.int64)]
 )
 def test_an_array_that_holds_no_token_ids_is_refused(tmp_path, tokens):
-    with pytest.raises(PtrainError, match=r"one-dimensional uint16 or uint32\n.*numpy.save"):
+    with pytest.raises(PtrainError, match=r"in uint16 or uint32\n.*numpy.save"):
         open_tokens(save(tmp_path, tokens))
 
 

@@ -20,7 +20,8 @@ SHAPE = {"layers": 2, "hidden": 32, "ffn": 48, "vocab": 259, "heads": 4, "kv_hea
 
 def spec_of(**options: Any) -> Located:
     sections = {key: options.pop(key) for key in ("mesh", "placement", "context") if key in options}
-    model = {"family": "llama", **SHAPE, "document_start": START, **options}
+    edge = {} if "document_end" in options else {"document_start": START}
+    model = {"family": "llama", **SHAPE, **edge, **options}
     attention = {"attention": model.pop("attention")} if "attention" in model else {}
     return load(
         {"name": "a", "mesh": {"dp_shard": 2}, "placement": "zero2"}
@@ -29,7 +30,9 @@ def spec_of(**options: Any) -> Located:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "eager"}, {"window": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"attention": "eager"}, {"window": 5}, {"document_end": START}], ids=str
+)
 def test_a_document_is_computed_as_if_it_stood_alone(options: dict[str, Any]) -> None:
     """Rotary positions are relative, so that it matters not where in the sample it stands."""
     spec = require(spec_of(**options))
@@ -40,9 +43,10 @@ def test_a_document_is_computed_as_if_it_stood_alone(options: dict[str, Any]) ->
     alone.documents = None
     torch.manual_seed(0)
     tokens = torch.randint(0, 256, (2, 24))
+    ends = "document_end" in options  # with the token before the next one's first
     begin = [[0, 7, 8, 19], [3, 12]]
     for row, places in enumerate(begin):
-        tokens[row, places] = START
+        tokens[row, [place - ends for place in places if place >= ends]] = START
     logits = packed(tokens)
     for row, places in enumerate(begin):
         edges = [*dict.fromkeys((0, *places)), 24]
@@ -58,6 +62,12 @@ def test_a_document_is_computed_as_if_it_stood_alone(options: dict[str, Any]) ->
     [
         ({"document_start": 259}, "model.document_start", "write one below 259"),
         ({"attention": "flex"}, "model.document_start", "write attention: sdpa or eager"),
+        ({"document_end": 259}, "model.document_end", "write one below 259"),
+        (
+            {"document_start": 1, "document_end": 2},
+            "model.document_start",
+            "remove one of the two",
+        ),
         (
             {"mesh": {"cp": 2}, "placement": {"cp": "R,R,R,S"}},
             "model.document_start",

@@ -72,6 +72,18 @@ def test_a_table_that_departs_is_seen_beside_the_mask_of_a_window_which_does_not
     assert "buffers" in [check.name for check in checks if not check.holds]
 
 
+def test_a_mask_of_documents_departs_where_it_hides_others_and_not_where_it_hides_the_same() -> (
+    None
+):
+    spec = settled(load("zero2", (*TINY, "model.document_end=32")))
+    assert examine(interpret(spec, world=World()), Exchange(World()), 1).culprit is None
+    packed = interpret(spec, world=World())
+    (model,) = modules(packed)
+    model.documents.edge = 101
+    checks = examine(packed, Exchange(World()), 1).checks
+    assert "activations" in [check.name for check in checks if not check.holds]
+
+
 def test_a_learning_rate_that_is_no_number_departs() -> None:
     odd = program()
     update = odd.step

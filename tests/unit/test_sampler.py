@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptrain.data.corpus import Corpus, corpus
-from ptrain.data.sampler import LocalBatch, batch, part_of, positions, require, sample
+from ptrain.data.order import sample
+from ptrain.data.sampler import LocalBatch, batch, part_of, positions, require
 from ptrain.data.source import Split
 from ptrain.errors import PtrainError, SpecError
 from ptrain.spec.batch import Batch

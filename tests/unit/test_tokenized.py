@@ -118,11 +118,15 @@ def test_what_was_broken_off_goes_on_where_it_stopped(
         ("a.txt", b"\xff\xfe", "a.txt: is not UTF-8 text (byte 0)"),
         ("a.jsonl", b'{"text": "a"}\n{"text"\n', "a.jsonl:2: is no JSON"),
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "a.jsonl:2: there is no text in the field"),
-        ("a.jsonl", b'{"text": 3}\n', "there is no text in the field 'text'; it has text"),
-        ("a.jsonl", b"[1]\n", "there is no text in the field 'text'; it is none"),
+        ("a.jsonl", b'{"text": 3}\n', "there is no text in the field 'text', but the number 3"),
+        ("a.jsonl", b"3\n", "no text in the field 'text': the row is the number 3"),
+        ("a.json", b'[{"text": "a"}]', "is a list, and rows are objects"),
+        ("a.json", b'[\n{"text": "a"}]', "as jq -c '.[]' makes them"),
+        ("a.jsonl", b'{"text": "\\ud83d"}\n', "the text has half a character"),
+        ("a.txt.gz", b"\x1f\x8b\x08", "remedy: unpack it"),
         ("a.jsonl", b"", "there is no document"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: is no JSON"),
-        ("a.parquet", b"PAR1", "a.parquet: is no Parquet file"),
+        ("a.parquet", b"PAR1", "a.parquet: is no sound Parquet file"),
     ],
 )
 def test_what_cannot_be_read_is_one_message_and_leaves_no_file(
@@ -149,3 +153,58 @@ def test_a_vocabulary_without_an_end_is_refused(tmp_path: Path, capsys: Any):
     assert main([*words, "--end", "</s>"]) == 2
     assert "bytes have an end of their own" in capsys.readouterr().err
     assert FileVocabulary(path, "</s>").end == 1
+
+
+def test_a_name_that_is_no_token_file_is_refused_and_nothing_is_overwritten(
+    tmp_path: Path, capsys: Any
+):
+    text = tmp_path / "a.txt"
+    text.write_text("once")
+    (tmp_path / "d.npy").mkdir()
+    for out in (text, tmp_path / "d.npy"):
+        assert main(["tokenize", str(text), "--out", str(out)]) == 2
+        assert f"{out} is no name of a token file" in capsys.readouterr().err
+    assert text.read_text() == "once" and [*tmp_path.glob("*.part*")] == []
+
+
+def test_the_folder_of_a_tokenizer_is_its_name_too(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("w2")
+    tokenizer(tmp_path)
+    words = ["--tokenizer", str(tmp_path), "--out", str(tmp_path / "t.npy")]
+    assert main(["tokenize", str(tmp_path / "a.txt"), *words]) == 0
+    assert open_tokens(tmp_path / "t.npy").tolist() == [2, 1]
+
+
+def test_a_column_that_breaks_off_is_one_message(tmp_path: Path, capsys: Any):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": TEXTS * 50}), path, compression="none")
+    whole = path.read_bytes()
+    path.write_bytes(b"PAR1" + bytes(len(whole) // 2 - 4) + whole[len(whole) // 2 :])
+    assert main(["tokenize", str(path), "--out", str(tmp_path / "t.npy")]) == 2
+    assert "is no sound Parquet file" in capsys.readouterr().err
+    assert not [*tmp_path.glob("t.npy*")]
+
+
+class BrokenFile(FileVocabulary):
+    """Breaks off at the second batch."""
+
+    done = False
+
+    def batch(self, texts: Any) -> list[list[int]]:
+        if self.done:
+            raise KeyboardInterrupt
+        self.done = True
+        return super().batch(texts)
+
+
+def test_another_tokenizer_begins_anew(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(tokenized, "DOCUMENTS", 2)
+    rows = lines(tmp_path / "a.jsonl", [{"text": "w2 w3"}] * 6)
+    path, out = tokenizer(tmp_path), tmp_path / "t.npy"
+    with pytest.raises(KeyboardInterrupt):
+        tokenized.tokenize([rows], out, BrokenFile(path), field="text", tell=lambda _: None)
+    words = path.read_text(encoding="utf-8")
+    path.write_text(words.replace('"w2": 2', '"w2": 4').replace('"w4": 4', '"w4": 2'))
+    tokenized.tokenize([rows], out, FileVocabulary(path), field="text", tell=lambda _: None)
+    assert open_tokens(out).tolist() == [4, 3, 1] * 6

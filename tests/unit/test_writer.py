@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,11 @@ def test_tokens_are_those_of_the_tokenizer_that_is_named(run: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "finding"),
     [
-        (("--score", "nowhere"), "nowhere cannot be read"),
+        (("--score", "nowhere"), "nowhere: No such file or directory"),
         (("--tokenizer", "nowhere"), "nowhere is no tokenizer"),
+        (("--chat",), "nobody says how what a user says is rendered"),
+        (("--chat", "--tokenizer", "nowhere"), "nowhere is no tokenizer"),
+        (("--chat", "--score", "nowhere"), "a text is scored as it is"),
         (("--step", "9"), "has not a checkpoint of step 9; it has 1"),
     ],
     ids=str,
@@ -126,3 +130,13 @@ def test_tokens_of_a_file_say_nothing_without_a_tokenizer(folder: Path, tmp_path
     run = run_of(folder, tmp_path / "run", f"data={{path: {path}}}")
     with pytest.raises(SpecError, match="nobody says what they mean"):
         Writer(run)
+
+
+def test_a_run_whose_spec_is_damaged_is_refused_in_one_message(
+    run: Path, tmp_path: Path, capsys: Any
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "spec.resolved.yaml").write_text("model: {")
+    assert main(["sample", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert "spec.resolved.yaml" in error and error.count("error:") == 1

@@ -81,7 +81,7 @@ def context_of(spec: Spec) -> ContextParallel | None:
         sequence=spec.batch.sequence,
         is_balanced=attention.is_balanced,
         gathers=attention is ContextAttention.ALL_GATHER,
-        has_documents=isinstance(shape, ModelShape) and shape.document_start is not None,
+        has_documents=isinstance(shape, ModelShape) and shape.has_documents,
     )
 
 

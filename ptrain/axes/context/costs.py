@@ -42,9 +42,9 @@ def sent(
 
 
 def _documents(spec: Spec, step: ContextParallel, times: int) -> Iterator[Traffic]:
-    """A byte a token says whether a document begins with it."""
+    """A byte a token says whether a document begins or ends with it."""
     shape = spec.model
-    if isinstance(shape, ModelShape) and shape.document_start is not None:
+    if isinstance(shape, ModelShape) and shape.has_documents:
         calls = Calls(Collective.ALL_GATHER, _ACTIVATIONS, Phase.FORWARD, times, None)
         ranks = step.ulysses * step.ring
         yield calls.over(Group((step.axis,), ranks), spec.batch.micro * step.sequence)

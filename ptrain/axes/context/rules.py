@@ -240,11 +240,11 @@ def _kernels(spec: Spec) -> Iterator[Fault]:
 
 def _documents(spec: Spec) -> Iterator[Fault]:
     factor, shape, attention = factor_of(spec), spec.model, attention_of(spec)
-    if factor is None or not isinstance(shape, ModelShape) or shape.document_start is None:
+    if factor is None or not isinstance(shape, ModelShape) or not shape.has_documents:
         return
     if attention is not ContextAttention.ALL_GATHER and degrees(attention, factor.degree)[1] > 1:
         yield Fault(
-            place="model.document_start",
+            place=f"model.{shape.document_key}",
             finding=f"not yet: documents with {attention}, whose hops know of no mask",
             remedy="what works today: attention: ulysses, or attention: all-gather with "
             "placement.cp.activations=S*",

@@ -214,12 +214,11 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
 
 def _documents(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
-    has_documents = isinstance(shape, ModelShape) and shape.document_start is not None
-    if spec.degree(Axis.PP) > 1 and has_documents:
+    if spec.degree(Axis.PP) > 1 and isinstance(shape, ModelShape) and shape.has_documents:
         yield Fault(
-            place="model.document_start",
+            place=f"model.{shape.document_key}",
             finding="not yet: documents in a pipeline, whose stages after the first are given "
-            "hidden states and not the tokens that documents begin with",
+            "hidden states and not the tokens that documents begin or end with",
             remedy="what works today: no pp",
         )
 

@@ -37,7 +37,7 @@ def kernel_of(query: Tensor, scale: float | None, mask: Tensor | None = None) ->
         )
     if mask is not None:
         finding = "not yet: documents over gathered keys on cuda, whose flash takes no mask"
-        raise refused("model.document_start", finding, "write context: {attention: ulysses}")
+        raise refused("model", finding, "write context: {attention: ulysses}")
     if query.dtype in (torch.float16, torch.bfloat16):
         return Kernel(
             _ATEN._scaled_dot_product_flash_attention.default,
