@@ -79,7 +79,7 @@ class WrapStep(PlanStep):
 
     @property
     def is_filled_by_unit(self) -> bool:
-        """Whether it gets them unit by unit while it is wrapped, with the same end."""
+        """Whether such a module gets them unit by unit while it is wrapped."""
         return False
 
     @property
