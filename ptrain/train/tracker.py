@@ -56,7 +56,8 @@ def names_of_trackers(spec: Spec, options: Options) -> tuple[str, ...]:
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Raises SpecError for those whose packages, which bear their names, are not installed."""
+    """Raises SpecError for those whose packages, which bear their names, are not installed. A
+    folder `wandb` of an earlier run, from where Python imports, is none."""
     faults = [
         Fault(
             place="log.trackers",
@@ -64,7 +65,7 @@ def require_trackers(names: Sequence[str]) -> None:
             remedy=f"pip install 'ptrain[{name}]', or leave {name} out",
         )
         for name in names
-        if find_spec(name) is None
+        if (package := find_spec(name)) is None or package.origin is None
     ]
     if faults:
         raise SpecError(*faults)

@@ -183,7 +183,10 @@ def test_a_continuation_has_the_identity_of_the_run_that_it_continues(tmp_path):
 
 
 def test_a_package_that_is_not_installed_is_refused_with_the_remedy(monkeypatch):
-    monkeypatch.setattr(tracker_module, "find_spec", lambda name: name == "wandb" or None)
+    """MLflow is not there, and of TensorBoard a folder of that name."""
+    packages = {"wandb": "wandb/__init__.py", "tensorboard": None}
+    specs = {name: SimpleNamespace(origin=origin) for name, origin in packages.items()}
+    monkeypatch.setattr(tracker_module, "find_spec", specs.get)
     require_trackers(["wandb"])
     with pytest.raises(
         SpecError, match=r"mlflow needs .*\n  remedy: pip install 'ptrain\[mlflow"
