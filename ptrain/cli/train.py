@@ -13,7 +13,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import NoReturn
@@ -22,7 +21,7 @@ from ptrain.charts.canvas import Format, painted
 from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.routing import logged_tokens, routing_sheet
 from ptrain.derivation.estimate import derive
-from ptrain.errors import PtrainError, RankFailed, SpecError, refused
+from ptrain.errors import PtrainError, RankFailed, refused
 from ptrain.installed import require_torch
 from ptrain.report.routing import routes
 from ptrain.selection.preflight import require_fit
@@ -40,7 +39,7 @@ from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import launch
 from ptrain.train.options import Options
 from ptrain.train.profiled_steps import require_reachable
-from ptrain.train.tensorboard import MISSING
+from ptrain.train.tracker import names_of_trackers, require_trackers
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -99,8 +98,7 @@ def checked(choices: Options) -> Spec:
     require_torch()
     spec = settled(load(choices.spec, choices.overrides))
     require_reachable(spec)
-    if choices.tensorboard and find_spec("tensorboard") is None:
-        raise SpecError(MISSING)
+    require_trackers(names_of_trackers(spec, choices))
     require_leave(spec, allow_import=choices.allow_import)
     require_transformers(spec.model)
     if isinstance(spec.model, ModelShape) and not choices.force:

@@ -24,7 +24,7 @@ from ptrain.interpreter.balancing import Balancing
 from ptrain.interpreter.clip import Clipping
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.loss import Loss, StepLoss
-from ptrain.interpreter.materialize import fill
+from ptrain.interpreter.materialize import Filling
 from ptrain.interpreter.passes import Enter, InTurn
 from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.stages import cut_into_stages
@@ -140,12 +140,16 @@ def _keep_less(step: Keep, piece: Workpiece, rank: Construction) -> None:
 
 def _wrap_units(step: Wrap, piece: Workpiece, rank: Construction) -> None:
     _require(piece.wrapped is None, step, "its units are wrapped already")
-    is_meta = piece.is_meta
-    if is_meta and not step.is_filled_as_shards:
-        fill(piece.module, rank.spec, rank.world.device, piece.copies)
-    piece.wrapped = apply(piece.module, piece.plan, rank.mesh, rank.mesh.registry)
-    if is_meta and step.is_filled_as_shards:
-        fill(piece.module, rank.spec, rank.world.device, piece.copies)
+    filling, write = None, None
+    if piece.is_meta:
+        filling = Filling(piece.module, rank.spec, rank.world.device, piece.copies)
+    if filling and step.is_filled_by_unit:
+        write = filling.by_unit()
+    elif filling and not step.is_filled_as_shards:
+        filling.all()
+    piece.wrapped = apply(piece.module, piece.plan, rank.mesh, rank.mesh.registry, write)
+    if filling and step.is_filled_as_shards:
+        filling.all()
 
 
 def _chunk_loss(step: ChunkedLoss, piece: Workpiece, rank: Construction) -> None:

@@ -7,18 +7,21 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ptrain.axes.data.run.target import rows_of
+from ptrain.axes.data.run.local_part import Parameter, whole_parameter
+from ptrain.axes.data.run.members import RowWriter
+from ptrain.axes.data.run.target import window_of
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.balance import weigh
 from ptrain.models.build import build
 from ptrain.models.initialize import (
+    InitialValues,
     cast,
-    initial,
     keeps_its_weights,
     reset_buffers,
 )
 from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.window import Window, rows
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
@@ -45,15 +48,45 @@ def build_module(
     return module
 
 
-@torch.no_grad()
-def fill(module: nn.Module, spec: Spec, device: torch.device, copies: Mapping[str, str]) -> None:
-    """Make a module on meta real on `device`, with this rank's rows of every initial tensor,
-    rounded to the parameters' dtype (a master copy too begins as what the model computes with); one
-    whole tensor at a time on the CPU. `copies`: tensors that begin as others of the model."""
-    assert not keeps_its_weights(module), "a model with weights of its own is never on meta"
-    dtype = TORCH_DTYPES[spec.precision.effective.parameters]
-    module.to_empty(device=device)
-    for name, parameter in module.named_parameters():
-        whole = initial(copies.get(name, name), parameter.shape, spec.train.seed, module).to(dtype)
-        local(parameter).copy_(rows_of(whole, parameter))
-    reset_buffers(module)
+class Filling:
+    """What makes a module on meta real on `device`, with this rank's part of every initial tensor,
+    rounded to the parameters' dtype (a master copy too begins as what the model computes with).
+    `copies`: tensors that begin as others of the model."""
+
+    def __init__(
+        self, module: nn.Module, spec: Spec, device: torch.device, copies: Mapping[str, str]
+    ) -> None:
+        assert not keeps_its_weights(module), "a model with weights of its own is never on meta"
+        self._module, self._device, self._copies = module, device, copies
+        self._values = InitialValues(
+            module=module,
+            seed=spec.train.seed,
+            dtype=TORCH_DTYPES[spec.precision.effective.parameters],
+        )
+
+    def all(self) -> None:
+        """Fill everything."""
+        self._module.to_empty(device=self._device)
+        for name, parameter in self._module.named_parameters():
+            self._write(name, parameter, window_of(parameter), local(parameter))
+        reset_buffers(self._module)
+
+    def by_unit(self) -> RowWriter:
+        """Give parameters no memory for now, and fill all else. What is returned writes rows of
+        them to where they will be."""
+        for module in self._module.modules():
+            module.to_empty(device=self._device, recurse=False)
+            for parameter in module.parameters(recurse=False):
+                local(parameter).untyped_storage().resize_(0)
+        reset_buffers(self._module)
+        return self._write_rows
+
+    def _write_rows(self, name: str, stored: Parameter, first: int, part: torch.Tensor) -> None:
+        parameter = whole_parameter(stored)
+        self._write(name, parameter, rows(window_of(parameter), first, len(part)), part)
+
+    @torch.no_grad()
+    def _write(
+        self, name: str, parameter: nn.Parameter, window: Window, part: torch.Tensor
+    ) -> None:
+        self._values.write(self._copies.get(name, name), parameter.shape, window, part)

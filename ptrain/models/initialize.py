@@ -7,7 +7,7 @@ built on the meta device is made real by
     module.to_empty(device=...)     # no values yet, neither parameters nor buffers
     initialize(module, seed)        # fills both
 
-or, where a rank keeps only a part, tensor by tensor from `initial` and then `reset_buffers`.
+or, where a rank keeps only a part, part by part by `InitialValues` and then `reset_buffers`.
 A module with buffers says how to refill them in a method `reset_buffers(self) -> None`.
 
 A built-in model whose spec names a published one's folder begins with the weights in it.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.pretrained import weights_of
 from ptrain.models.transformer import Transformer
+from ptrain.models.window import Window, narrowed, whole
 from ptrain.spec.block import Norm
 
 STD = 0.02
@@ -39,14 +41,38 @@ def keeps_its_weights(module: nn.Module) -> bool:
     return not isinstance(module, Transformer)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialValues:
+    """The initial parameters of `module`, whose own are not read unless the model keeps its
+    weights; rounded to `dtype`, whichever they are then stored in."""
+
+    module: nn.Module
+    seed: int
+    dtype: torch.dtype = torch.float32
+
+    @torch.no_grad()
+    def write(self, name: str, shape: Sequence[int], window: Window, part: Tensor) -> None:
+        """Fill `part`, on any device, with this window of a parameter. What is drawn is drawn
+        whole; of a published model's files nothing else is read."""
+        if self._is_read:
+            weights = weights_of(self.module.shape)
+            weights.read(name, shape, window, part, self.dtype)
+        else:
+            drawn = initial(name, shape, self.seed, self.module).to(self.dtype)
+            part.copy_(narrowed(drawn, window))
+
+    @property
+    def _is_read(self) -> bool:
+        module = self.module
+        has_folder = isinstance(module, Transformer) and module.shape.pretrained is not None
+        return has_folder and detect_fake_mode() is None  # fakes have no values
+
+
 def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Tensor:
-    """One parameter of `module`, whole, in fp32 on the CPU. The parameter itself is not read,
-    unless the model keeps its weights."""
+    """One parameter of a model that begins with no files, whole, in fp32 on the CPU."""
     if keeps_its_weights(module):
         return module.get_parameter(name).detach().to("cpu", torch.float32, copy=True)
     assert isinstance(module, Transformer), "it keeps none"
-    if module.shape.pretrained is not None and detect_fake_mode() is None:  # fakes have no values
-        return weights_of(module.shape).initial(name, tuple(shape))
     if name.endswith("norm.weight"):
         return torch.full(shape, _weight_of_norm(module), device="cpu")
     if name.endswith("bias"):
@@ -55,13 +81,13 @@ def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Te
     return drawn.normal_(0.0, _std(name, module), generator=_generator(seed, name))
 
 
-@torch.no_grad()
 def initialize(module: nn.Module, seed: int) -> None:
     """Fill every parameter and every buffer of a model none of whose tensors are cut."""
     if keeps_its_weights(module):
         return
+    values = InitialValues(module=module, seed=seed)
     for name, parameter in module.named_parameters():
-        parameter.copy_(initial(name, parameter.shape, seed, module))
+        values.write(name, parameter.shape, whole(parameter.shape), parameter)
     reset_buffers(module)
 
 

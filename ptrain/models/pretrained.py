@@ -1,5 +1,5 @@
-"""The weights of a published model, from the safetensors in its folder: one tensor at a time, so
-that no rank ever has more of them than it keeps, and the largest.
+"""The weights of a published model, from the safetensors in its folder: a rank reads the elements
+that it keeps and no others, some rows at a time, so that it never has more than these beside them.
 
 What files say is checked before any weight is read: every tensor of the model is there once, in its
 shape, in a dtype of weights, in a file beside the index. Nothing that comes with weights is run.
@@ -8,8 +8,9 @@ shape, in a dtype of weights, in a file beside the index. Nothing that comes wit
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import refused
-from ptrain.models.published_names import StoredTensor, stored
+from ptrain.models.published_names import StoredPiece, StoredTensor, stored
+from ptrain.models.window import Window, rows
 from ptrain.spec.model import ModelShape
 from ptrain.spec.resolve_sections import CONFIG
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = ("F32", "BF16", "F16")
+WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of an element
+MOST_MAPPED = 2**24  # bytes of a file that a process has in its memory at once
 POSITIONS = "positions.weight"
 _PLACE = "model.pretrained"
 _AS_IT_IS = "write no sizes beside pretrained, or name the folder that has them"
@@ -50,6 +53,7 @@ class PretrainedFolder:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self.file_of: dict[str, str] = {}
+        self.bytes_read = 0  # of tensors, not of headers
         listed = self._index()
         for file in dict.fromkeys(listed.values()) if listed else [WHOLE]:
             self._read_header(file)
@@ -59,11 +63,20 @@ class PretrainedFolder:
                 has = f"it is in {elsewhere}" if elsewhere else "no file has it"
                 raise _wrong(folder, f"{INDEX} says that {name} is in {file}, and {has}")
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor, whole, as it is stored."""
-        with self._open(self.folder / self.file_of[name], "pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+    def read(self, piece: StoredPiece, dtype: torch.dtype) -> None:
+        """Write a window of a tensor to its place, rounded to `dtype`. A file is mapped anew for
+        every MOST_MAPPED bytes: what was read of it counts as this process's memory until then, and
+        of a slice along columns the kernel maps the rows whole."""
+        shape, window, place = self.shapes[piece.name], piece.window, piece.place
+        row = WIDTHS[self.dtypes[piece.name]] * math.prod(shape[1:])
+        step = max(1, MOST_MAPPED // row)
+        for start in range(0, len(place) if place.numel() else 0, step):
+            target = place[start : start + step]
+            sizes = rows(window, start, len(target))
+            with self._open(self.folder / self.file_of[piece.name], "pt") as file:
+                part = file.get_slice(piece.name)[tuple(slice(a, a + n) for a, n in sizes)]
+                self.bytes_read += part.nbytes
+                target.copy_(part.to(dtype))
 
     def _index(self) -> dict[str, str] | None:
         path = self.folder / INDEX
@@ -126,12 +139,18 @@ class PretrainedWeights:
             finding = f"{len(surplus)} tensors are of no part of this model, as {surplus[0]}"
             raise _wrong(self._folder.folder, finding, _AS_IT_IS)
 
-    def initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a parameter, by ptrain's name, in fp32 on the CPU."""
-        tensor = self._stored(name).read(lambda theirs: self._folder.tensor(self._called(theirs)))
-        if name == POSITIONS:
-            tensor = tensor[: shape[0]]  # those of a sample; the others are not trained
-        return tensor.to(torch.float32, copy=True).contiguous()
+    def read(
+        self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
+    ) -> None:
+        """Write a window of a parameter, by ptrain's name, of this shape, to `part`, rounded to
+        `dtype`. Of positions those of a sample are the first: the others are not trained."""
+        for piece in self._stored(name).pieces(part, shape[0], window):
+            self._folder.read(piece._replace(name=self._called(piece.name)), dtype)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that this process has read so far."""
+        return self._folder.bytes_read
 
     def _stored(self, name: str) -> StoredTensor:
         return stored(self._kind, name, self._experts)
@@ -154,8 +173,8 @@ class PretrainedWeights:
         elif there != expected:
             finding = f"{name} is {list(folder.shapes[name])}, and the spec's model has {expected}"
             raise _wrong(folder.folder, finding, _AS_IT_IS)
-        if folder.dtypes[name] not in DTYPES:
-            finding = f"{name} is {folder.dtypes[name]}; weights are {', '.join(DTYPES)}"
+        if folder.dtypes[name] not in WIDTHS:
+            finding = f"{name} is {folder.dtypes[name]}; weights are {', '.join(WIDTHS)}"
             raise _wrong(folder.folder, finding)
 
 

@@ -5,11 +5,13 @@ is the expert's."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from ptrain.models.window import Window
 
 Names = Mapping[str, str]
 
@@ -82,25 +84,38 @@ NAMES: Mapping[str, Names] = {
 _THIRDS = ("query", "key", "value")
 
 
+class StoredPiece(NamedTuple):
+    """A window of one of theirs, and the place that takes it."""
+
+    name: str
+    window: Window
+    place: Tensor
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One of ours in files: the only one of `names`, or all of them stacked (`is_stacked`).
     `is_transposed`: theirs has inputs first. `third`: it is that part of the last dimension of
-    theirs, from 0."""
+    theirs, which is our first, from 0."""
 
     names: tuple[str, ...]
     is_stacked: bool = False
     is_transposed: bool = False
     third: int | None = None
 
-    def read(self, tensor_of: Callable[[str], Tensor]) -> Tensor:
-        """Return the tensor, from theirs by name."""
+    def pieces(self, part: Tensor, rows: int, window: Window) -> Iterator[StoredPiece]:
+        """Yield what `part` takes of theirs. It is this window of ours, which has so many `rows`
+        in all."""
+        (first, count), *others = window
         if self.is_stacked:
-            return torch.stack([tensor_of(name) for name in self.names])
-        tensor = tensor_of(self.names[0])
+            for name, place in zip(self.names[first : first + count], part, strict=True):
+                yield StoredPiece(name, tuple(others), place)
+            return
         if self.third is not None:
-            tensor = tensor.chunk(3, dim=-1)[self.third]
-        return tensor.T if self.is_transposed else tensor
+            window = ((first + self.third * rows, count), *others)
+        if self.is_transposed:
+            window, part = window[::-1], part.T
+        yield StoredPiece(self.names[0], window, part)
 
     def write(self, tensor: Tensor) -> Mapping[str, Tensor]:
         """Return theirs of this one by name; of a third, its part."""

@@ -3,6 +3,7 @@
 from dataclasses import field
 from typing import Annotated
 
+from ptrain.spec.activations import Words
 from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH, UserFunction
 from ptrain.spec.leaf import Choice, Numbers, Real, Text, Truth, Whole
 from ptrain.spec.section import Section, section
@@ -191,6 +192,21 @@ class Timeout:
 
 @section
 class LogSpec:
-    """What is printed."""
+    """What is printed, and where the figures of a training go beside its run folder."""
 
     every: Annotated[int, Whole("steps between two lines", 1, 10**9)] = 10
+    trackers: Annotated[
+        tuple[str, ...],
+        Words(
+            "trackers to which rank 0 gives spec, predicted figures, those of every step and the "
+            "verdict: a list, or one",
+            {
+                "tensorboard": "events in the run folder (the extra tensorboard)",
+                "wandb": "Weights & Biases, by its own variables (the extra wandb)",
+                "mlflow": "MLflow, by its own variables (the extra mlflow)",
+            },
+            slips={"weights-and-biases": "wandb", "w&b": "wandb", "tb": "tensorboard"},
+            aka=("report_to", "logger", "loggers", "use_wandb", "enable_wandb"),
+            read=tuple,
+        ),
+    ] = ()

@@ -85,7 +85,9 @@ class Keys:
         Timeout,
         Section(Timeout, "seconds until a silent rank counts as hung", also=({"type": "number"},)),
     ] = field(default_factory=Timeout)
-    log: Annotated[LogSpec, Section(LogSpec, "what is printed")] = field(default_factory=LogSpec)
+    log: Annotated[LogSpec, Section(LogSpec, "what is printed and tracked")] = field(
+        default_factory=LogSpec
+    )
     profile: Annotated[
         tuple[int, ...], Numbers("steps whose trace is written", 0, 10**9, whole=True)
     ] = ()

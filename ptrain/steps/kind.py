@@ -78,6 +78,11 @@ class WrapStep(PlanStep):
         return False
 
     @property
+    def is_filled_by_unit(self) -> bool:
+        """Whether such a module gets them unit by unit while it is wrapped."""
+        return False
+
+    @property
     def has_masters_for_parameters(self) -> bool:
         """Whether what the wrapped module stores as its parameters are the optimizer's master
         copies (Theta is M)."""

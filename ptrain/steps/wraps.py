@@ -196,6 +196,10 @@ class FlatUnits(WrapStep):
         return self.sync
 
     @property
+    def is_filled_by_unit(self) -> bool:
+        return True
+
+    @property
     def is_updated_in_backward(self) -> bool:
         return self.consumed
 

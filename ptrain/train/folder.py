@@ -1,7 +1,7 @@
 """The run folder: everything needed to rerun, resume and read a training. Torch-free.
 
 runs/<time>-<name>/ spec.resolved.yaml env.json command.txt metrics.jsonl summary.json
-                    logs/rank0.log … trace/ routing/ checkpoints/step-00000050/
+                    logs/rank0.log … trace/ routing/ trackers/ checkpoints/step-00000050/
 runs/latest         a link to the newest that began to train
 
 Folders are 0700, files 0600. A JSON file appears whole or not at all.
@@ -41,6 +41,14 @@ class RunFolder:
     """Paths inside one run."""
 
     path: Path
+
+    @property
+    def resolved(self) -> Path:
+        return self.path / "spec.resolved.yaml"
+
+    def identity(self, tracker: str) -> Path:
+        """Where it has what a tracker calls the run."""
+        return self.path / "trackers" / tracker
 
     @property
     def metrics(self) -> Path:
@@ -197,7 +205,7 @@ def _fill(folder: RunFolder, spec: Spec, command: str) -> None:
         (path / part).mkdir(mode=0o700, exist_ok=True)
     folder.summary.unlink(missing_ok=True)  # of the run that is continued
     recorded = {**_environment(spec.world_size), "checkpoints": _checkpoints_before(folder)}
-    write_text(path / "spec.resolved.yaml", _resolved(spec))
+    write_text(folder.resolved, _resolved(spec))
     write_text(path / "command.txt", command + "\n")
     write_json(path / "env.json", recorded)
 

@@ -1,4 +1,4 @@
-"""What a training says while it runs: lines and a bar by rank 0, metrics.jsonl, TensorBoard."""
+"""What a training says while it runs: lines and a bar by rank 0, metrics.jsonl, its trackers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -49,9 +49,7 @@ def is_shown(spec: Spec, step: int) -> bool:
 class Sink(Protocol):
     """Where figures go beside metrics.jsonl."""
 
-    def log(self, step: int, figures: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 
 
 class Journal:
@@ -64,10 +62,10 @@ class Journal:
         *,
         bar: bool = False,
         quiet: bool = False,
-        sinks: Sequence[Sink] = (),
+        sink: Sink | None = None,
     ) -> None:
         self.spec = spec
-        self.sinks = sinks
+        self._sink = sink
         self.level = logging.DEBUG if quiet else logging.INFO
         self.seconds: list[float] = []
         self.skipped_steps = 0  # because a gradient of the scaled loss overflowed
@@ -93,8 +91,7 @@ class Journal:
         tokens = {"tokens_per_expert": {layer.layer: layer.tokens for layer in report.routing}}
         row = {"step": report.step, **figures, **(tokens if report.routing else {})}
         self._metrics.write(json.dumps(row) + "\n")
-        for sink in self.sinks:
-            sink.log(report.step, figures)
+        self._track(report.step, figures)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=report.step)
         if shown:
@@ -105,8 +102,7 @@ class Journal:
         if self._metrics is None:
             return
         self._metrics.write(json.dumps({"step": step, "held_out_loss": loss}) + "\n")
-        for sink in self.sinks:
-            sink.log(step, {"held_out_loss": loss})
+        self._track(step, {"held_out_loss": loss})
         LOG.info("step %d/%d  held-out loss %.4f", step, self.spec.train.steps, loss)
 
     def step_seconds(self) -> float | None:
@@ -122,8 +118,10 @@ class Journal:
             _Console.progress = None
         if self._metrics is not None:
             self._metrics.close()
-        for sink in self.sinks:
-            sink.close()
+
+    def _track(self, step: int, figures: Mapping[str, float]) -> None:
+        if self._sink is not None:
+            self._sink.log(step, figures)
 
     def _figures(self, report: StepReport) -> dict[str, float]:
         """The same names in every sink."""

@@ -50,7 +50,7 @@ def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
 def warnings(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
     """One line for each key that is not as it was, and may be meant. What a manifest of an older
     format did not keep is not compared."""
-    before, now = dict(_leaves(was)), dict(_leaves(trained(spec)))
+    before, now = dict(leaves(was)), dict(leaves(trained(spec)))
     for place in {**before, **now}:
         section = place.partition(".")[0]
         is_kept = place in before or isinstance(was.get(section), dict)
@@ -59,21 +59,21 @@ def warnings(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
 
 
 def is_other_optimizer(was: Mapping[str, object], spec: Spec) -> bool:
-    return dict(_leaves(was)).get("optimizer.name", spec.optimizer.name) != spec.optimizer.name
+    return dict(leaves(was)).get("optimizer.name", spec.optimizer.name) != spec.optimizer.name
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Each value under its dotted key."""
     for key, value in tree.items():
         place = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from _leaves(value, f"{place}.")
+            yield from leaves(value, f"{place}.")
         else:
             yield place, value
 
 
-def _said(leaves: Mapping[str, object], place: str) -> str:
-    return _text(leaves[place]) if place in leaves else "nothing"
+def _said(values: Mapping[str, object], place: str) -> str:
+    return _text(values[place]) if place in values else "nothing"
 
 
 def _text(value: object) -> str:

@@ -7,9 +7,9 @@ import platform
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ from ptrain.errors import PtrainError, VerdictFailed
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
 from ptrain.processor import cores
-from ptrain.report.record import compare, record, verdict
+from ptrain.report.record import Check, compare, record, verdict
 from ptrain.report.summary import summary
 from ptrain.rooms.world import World
 from ptrain.selection.preflight import require_fit
@@ -49,13 +49,14 @@ from ptrain.train.probe import Probe
 from ptrain.train.profiled_steps import require_reachable
 from ptrain.train.resume import resume
 from ptrain.train.routing import RoutingLog
-from ptrain.train.tensorboard import TensorBoard
+from ptrain.train.tracker import names_of_trackers, require_trackers
+from ptrain.train.tracking import Trackers, trackers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """What one training has from its beginning to its end. `heading` is its first line, known once
-    the model is built."""
+    the model is built; `trackers` are none until it begins, and none but on rank 0."""
 
     spec: Spec
     options: Options
@@ -63,6 +64,7 @@ class Session:
     exchange: Exchange
     folder: RunFolder
     heading: str = ""
+    trackers: Trackers = field(default_factory=Trackers)
 
 
 def run(options: Options) -> int:
@@ -132,30 +134,34 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
     session = replace(session, heading=_heading(spec, world, facts.numel))
     _announce(session, derivation.exact)
     first = resume(program, session.folder, options.resume, session.exchange)
-    with _journal(session, bar=speaks and not options.quiet) as journal:
-        probe = Probe(
-            program,
-            session.folder,
-            first=first,
-            every=options.measure,
-            measured=journal.measured,
-        )
-        consistency = Consistency(program, session.exchange, partial(_continuation, session))
-        routing = RoutingLog(program, session.exchange, session.folder, probe.is_measured)
-        parts = Parts(
-            corpus=text,
-            exchange=session.exchange,
-            interrupts=interrupts,
-            journal=journal,
-            watch=lambda step: consistency.around(step, routing.around(step, probe(step))),
-            routing=routing.of_step,
-            save=partial(_save, program, session, consistency),
-        )
-        if world.is_first:
-            begin(session.folder)
-        outcome = train(program, parts, first=first)
-    of_run = _of_run(derivation, probe, routing)
-    return _conclude(session, of_run, probe.estimate, outcome, journal, routing.record())
+    if world.is_first:
+        trackers = trackers_of(spec, options, session.folder, derivation.exact, first=first)
+        session = replace(session, trackers=trackers)
+    with session.trackers:
+        with _journal(session, bar=speaks and not options.quiet) as journal:
+            probe = Probe(
+                program,
+                session.folder,
+                first=first,
+                every=options.measure,
+                measured=journal.measured,
+            )
+            consistency = Consistency(program, session.exchange, partial(_continuation, session))
+            routing = RoutingLog(program, session.exchange, session.folder, probe.is_measured)
+            parts = Parts(
+                corpus=text,
+                exchange=session.exchange,
+                interrupts=interrupts,
+                journal=journal,
+                watch=lambda step: consistency.around(step, routing.around(step, probe(step))),
+                routing=routing.of_step,
+                save=partial(_save, program, session, consistency),
+            )
+            if world.is_first:
+                begin(session.folder)
+            outcome = train(program, parts, first=first)
+        of_run = _of_run(derivation, probe, routing)
+        return _conclude(session, of_run, probe.estimate, outcome, journal, routing.record())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +218,7 @@ def _folder(
         try:
             goes_on = continued(options)
             require_resumable(spec, goes_on)
+            require_trackers(names_of_trackers(spec, goes_on))
             claim = open_run(
                 spec,
                 given=goes_on.run_dir,
@@ -258,9 +265,8 @@ def _announce(session: Session, exact: Estimate) -> None:
 def _journal(session: Session, *, bar: bool) -> Journal:
     if not session.world.is_first:
         return Journal(session.spec)
-    sinks = [TensorBoard(session.folder.path / "events")] if session.options.tensorboard else []
-    quiet = session.options.quiet
-    return Journal(session.spec, session.folder, bar=bar, quiet=quiet, sinks=sinks)
+    quiet, sink = session.options.quiet, session.trackers
+    return Journal(session.spec, session.folder, bar=bar, quiet=quiet, sink=sink)
 
 
 def _save(program: Program, session: Session, consistency: Consistency, steps: int) -> None:
@@ -294,6 +300,7 @@ def _conclude(
         result["run"] = _run_figures(session, outcome)
         result |= {"routing": routing} if routing else {}
         write_json(session.folder.summary, result)
+        session.trackers.conclude(_verdict(checks))
         if session.options.json:
             say(json.dumps(result))
     session.exchange.barrier()  # no rank ends with a failed verdict before the summary says so
@@ -310,6 +317,11 @@ def _conclude(
     if session.options.strict and checks and verdict(checks) != "holds":
         return VerdictFailed.exit_code
     return 0
+
+
+def _verdict(checks: Sequence[Check]) -> str:
+    held = f" ({sum(check.holds for check in checks)} of {len(checks)})"
+    return verdict(checks) + held if checks else "none"
 
 
 def _end(session: Session) -> str:

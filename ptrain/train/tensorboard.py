@@ -1,31 +1,33 @@
-"""The optional extra `tensorboard`: the figures of metrics.jsonl as TensorBoard events."""
+"""The optional extra `tensorboard`: a training as TensorBoard's events."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 
-from ptrain.errors import Fault, SpecError
-
-MISSING = Fault(
-    place="--tensorboard",
-    finding="needs a package that is not installed",
-    remedy="pip install 'ptrain[tensorboard]'",
-)
+from ptrain.spec.text import flow
+from ptrain.train.lineage import leaves
+from ptrain.train.tracker import TrackedRun
 
 
 class TensorBoard:
-    """A sink of the journal, writing to `events/` of the run folder."""
+    """Events in `events/` of the run folder. A continuation in the same folder hides the steps that
+    it does again; one in another folder begins at its own first step there."""
 
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise SpecError(MISSING) from error
-        self._writer = SummaryWriter(log_dir=str(folder))
+    def begin(self, run: TrackedRun) -> str:
+        from torch.utils.tensorboard import SummaryWriter
 
-    def log(self, step: int, figures: dict[str, float]) -> None:
+        purged = run.first + 1 if run.first else None
+        self._writer = SummaryWriter(log_dir=str(run.folder / "events"), purge_step=purged)
+        rows = [f"| {place} | {flow(value)} |" for place, value in leaves(run.facts)]
+        self._writer.add_text("run", "\n".join((f"| {run.name} | |", "|---|---|", *rows)))
+        return ""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def conclude(self, verdict: str) -> None:
+        self._writer.add_text("verdict", verdict)
+
+    def close(self, *, has_failed: bool) -> None:
         self._writer.close()

@@ -10,6 +10,7 @@ from ptrain.spec.job import (
     CheckpointSpec,
     DataSpec,
     EvalSpec,
+    LogSpec,
     OptimizerSpec,
     ScheduleSpec,
     Timeout,
@@ -111,7 +112,7 @@ EVERY_KEY = {
     "eval": {"every": 17, "batches": 19},
     "checkpoint": {"at_end": True, "every": 23},
     "timeout": {"init": 29, "step": 31},
-    "log": {"every": 37},
+    "log": {"every": 37, "trackers": ["mlflow", "wandb"]},
     "profile": [2, 3],
     "deterministic": True,
     "device": "cpu",
@@ -148,6 +149,7 @@ def test_every_key_is_taken_as_it_is_written():
     assert (spec.name, spec.train) == ("other", TrainSpec(steps=11, seed=13))
     assert (spec.eval, spec.timeout) == (EvalSpec(every=17, batches=19), Timeout(init=29, step=31))
     assert spec.checkpoint == CheckpointSpec(at_end=True, every=23)
+    assert spec.log == LogSpec(every=37, trackers=("mlflow", "wandb"))
     assert (spec.log_every, spec.profile, spec.consistency_every) == (37, (2, 3), 41)
     assert (spec.routing, spec.overlap_shared_experts) == (Bound.WORST, True)
     assert (spec.deterministic, spec.device, spec.backend) == (True, "cpu", "gloo")

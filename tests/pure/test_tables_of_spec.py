@@ -177,7 +177,7 @@ SECTIONS = {
     job.EvalSpec: {"every": 0, "batches": 4},
     job.CheckpointSpec: {"at_end": False, "every": 0},
     job.Timeout: {"init": 300.0, "step": 120.0},
-    job.LogSpec: {"every": 10},
+    job.LogSpec: {"every": 10, "trackers": ()},
     offload.Offload: {"tier": None, "path": None, "update": "host"},
     tensor.TensorSpec: {"plan": "paired", "loss_parallel": True, "experts": "cut",
                         "asynchronous": False},

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from ptrain.algebra.legality import require
+from ptrain.cli.train import checked
 from ptrain.errors import PtrainError
 from ptrain.spec.job import OptimizerSpec, ScheduleSpec
 from ptrain.spec.load import load
-from ptrain.train import failure, folder, interrupt, options, profiled_steps
+from ptrain.train import failure, folder, interrupt, options, profiled_steps, tracker
 from ptrain.train.failure import Failure
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import LauncherSignals
@@ -104,6 +105,24 @@ def test_every_option_of_a_rank_survives_the_way_to_it(tmp_path):
         prepared=True,
     )
     assert options.parse(options.to_argv(asked)) == asked
+
+
+@pytest.mark.parametrize("words", [["log.trackers=[tensorboard]"], ["--tensorboard"]])
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
+    words, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracker, "find_spec", lambda name: None)
+    said = r"log\.trackers: tensorboard needs .*\n  remedy: pip install 'ptrain\[tensorboard\]'"
+    with pytest.raises(PtrainError, match=said):
+        checked(options.parse(["zero1", *words]))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_tracker_that_is_named_twice_is_given_all_once():
+    chosen = options.parse(["zero1", "--tensorboard"])
+    spec = require(load("zero1", ["log.trackers=[wandb,tensorboard]"]))
+    assert tracker.names_of_trackers(spec, chosen) == ("wandb", "tensorboard")
 
 
 def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):

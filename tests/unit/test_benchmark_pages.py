@@ -34,6 +34,12 @@ def test_activations_in_every_mode_are_as_predicted():
     assert "Verdict: holds.\n" in text
 
 
+def test_ranks_that_load_published_weights_read_and_hold_what_they_keep():
+    text = quick("loading")
+    assert text.count("| holds |\n") == 8  # placements
+    assert "Verdict: holds.\n" in text
+
+
 def test_the_peak_of_a_loss_in_chunks_is_as_predicted():
     text = quick("logits")
     assert text.count("| holds |\n") >= 7  # 5 losses on one device, fused where torch has it; 2

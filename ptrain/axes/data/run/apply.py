@@ -12,6 +12,7 @@ from torch import nn
 
 from ptrain.axes.data.run.flat import FlatWrap
 from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
+from ptrain.axes.data.run.members import RowWriter
 from ptrain.axes.data.run.replicated import ReplicatedWrap
 from ptrain.axes.data.run.wrapped import ParameterWrap, WrappedModel
 from ptrain.rooms.mesh import Mesh
@@ -20,8 +21,15 @@ from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 
 
-def apply(model: nn.Module, plan: Plan, mesh: Mesh, registry: Registry) -> WrappedModel:
-    """Wrap `model` as the plan says."""
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    registry: Registry,
+    write: RowWriter | None = None,
+) -> WrappedModel:
+    """Wrap `model` as the plan says. `write`: of a step that is filled by unit, what gives its
+    parameters the values that they have not yet."""
     match plan.wrap:
         case LocalGradients():
             return ParameterWrap(model, plan.units)
@@ -30,6 +38,6 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, registry: Registry) -> Wrapp
         case FullyShard() as step:
             return FullyShardedWrap(model, step, plan, mesh, registry)
         case FlatUnits():
-            return FlatWrap(model, plan, mesh, registry)
+            return FlatWrap(model, plan, mesh, registry, write)
         case step:
             assert_never(step)

@@ -18,7 +18,7 @@ from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.run.flat_target import FlatState, FlatTarget, FlatTensorTarget
 from ptrain.axes.data.run.local_part import stored_part
-from ptrain.axes.data.run.members import ParameterMembers
+from ptrain.axes.data.run.members import OwnRows, ParameterMembers, RowWriter
 from ptrain.axes.data.run.target import NamedTarget
 from ptrain.axes.data.run.whole import OfWholeModel
 from ptrain.axes.data.units import ModelLife, UnitLife
@@ -77,9 +77,17 @@ def _accumulated(hooks: ref[Hooks], index: int, parameter: object) -> None:
 
 
 class FlatWrap(OfWholeModel):
-    """All units of one model under one plan step."""
+    """All units of one model under one plan step. `write`: what gives the parameters values, where
+    they have none: of a unit, when its turn comes, those that this rank keeps."""
 
-    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, registry: Registry) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        registry: Registry,
+        write: RowWriter | None = None,
+    ) -> None:
         step = plan.wrap
         assert isinstance(step, FlatUnits)
         self.module = model
@@ -96,6 +104,8 @@ class FlatWrap(OfWholeModel):
             numel = sum(parameter.numel() for _, parameter in tensors.named)
             cut = own.parameters + own.optimizer + own.gradients
             cuts = Cuts(room, numel, cut, own.reduce_scatter)
+            if write is not None:
+                tensors.values = OwnRows(write, tuple(cuts.stretches(own.parameters)))
             states.append(FlatState(tensors, cuts, own, plan.update.layout, room))
             members.append(tensors)
         self.units = ModelLife(states, [modules == (ROOT,) for modules, _ in wrapped], step)

@@ -92,6 +92,11 @@ def stored_part(parameter: nn.Parameter) -> Parameter:
     return LocalPart(parameter) if isinstance(parameter, DTensor) else parameter
 
 
+def whole_parameter(stored: Parameter) -> nn.Parameter:
+    """Return the parameter that it is, or is a part of."""
+    return stored.parameter if isinstance(stored, LocalPart) else stored
+
+
 def axes_of(parameter: Parameter) -> tuple[Axis, ...]:
     """Return the axes that cut the parameter's operator over ranks."""
     return parameter.cutting_axes if isinstance(parameter, LocalPart) else ()

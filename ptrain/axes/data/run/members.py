@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from ptrain.axes.data.run.local_part import Parameter, axes_of
 from ptrain.spec.axis import Axis
+from ptrain.units import ceil_div
+
+# Writes a parameter's rows, by its canonical name, from the `first` on to a tensor of their shape;
+# rows are those of the part of it that this rank stores.
+RowWriter = Callable[[str, Parameter, int, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """The values of parameters that have none yet: those in the `stretches` of a unit's whole
+    buffer, (start, end) of its elements, which are all that this rank keeps of it."""
+
+    write: RowWriter
+    stretches: Sequence[tuple[int, int]]
+
+    def fill(self, name: str, parameter: Parameter, start: int, piece: torch.Tensor) -> None:
+        """Write the rows that a stretch reaches to a parameter's `piece` of the buffer, in which it
+        starts there; others keep what they have."""
+        row = max(1, math.prod(piece.shape[1:]))
+        for begin, end in self.stretches:
+            first = max(begin - start, 0) // row
+            behind = min(ceil_div(max(end - start, 0), row), len(piece))
+            if first < behind:
+                self.write(name, parameter, first, piece[first:behind])
 
 
 class ParameterMembers:
-    """`named` are parameters, or the parts of them that this rank stores, by canonical name."""
+    """`named` are parameters, or the parts of them that this rank stores, by canonical name;
+    `values` is what gives them values, where they have none and no memory yet."""
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        self.values: OwnRows | None = None
         self.named = list(named)
         self.names = [name for name, _ in named]
         self.shapes = [tuple(parameter.shape) for _, parameter in named]
@@ -34,8 +61,12 @@ class ParameterMembers:
         return whole[start:end].view(self.shapes[index])
 
     def adopt(self, whole: torch.Tensor) -> None:
-        for (_, parameter), piece in zip(self.named, self.pieces(whole), strict=True):
-            piece.copy_(parameter.detach())
+        for index, (name, parameter) in enumerate(self.named):
+            piece = self._piece(whole, index)
+            if self.values is None:
+                piece.copy_(parameter.detach())
+            else:
+                self.values.fill(name, parameter, self._starts[index], piece)
             parameter.data = piece
 
     def write(self, index: int, whole: torch.Tensor, *, is_bound: bool) -> None:

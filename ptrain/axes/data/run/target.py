@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.internals.dtensor import compute_local_shape_and_global_offset
 from ptrain.models.ledger import local
+from ptrain.models.window import Window, narrowed, whole
 from ptrain.optimizers.update import Resident, Slot, Target
 from ptrain.rooms.tiers import same_memory
 from ptrain.spec.axis import EXPERT_AXES, Axis
@@ -137,9 +138,15 @@ def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if tensor.placements == like.placements and tensor.device_mesh == like.device_mesh:
             return tensor.to_local()
         tensor = tensor.full_tensor()
+    return narrowed(tensor, window_of(like))
+
+
+def window_of(like: torch.Tensor) -> Window:
+    """Return which elements this rank holds of what is cut like `like`."""
+    if not isinstance(like, DTensor):
+        return whole(like.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )
-    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-        tensor = tensor.narrow(dim, min(offset, tensor.shape[dim]), size)
-    return tensor
+    dims = zip(offsets, sizes, like.shape, strict=True)
+    return tuple((min(offset, length), size) for offset, size, length in dims)

@@ -1,0 +1,101 @@
+"""A training with trackers: rank 0 alone gives them all, a continuation goes on with the same
+tracked run, and one that fails ends nothing. The libraries are stand-ins that write down calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import jobs
+
+pytestmark = pytest.mark.gloo
+
+MLFLOW = """
+import json, os
+from types import SimpleNamespace
+
+def called(name):
+    def call(*given, **named):
+        with open("calls.jsonl", "a") as file:
+            file.write(json.dumps([name, os.environ["RANK"], given, named]) + "\\n")
+        return SimpleNamespace(info=SimpleNamespace(run_id="the-run"))
+    return call
+
+start_run, log_params, log_metrics, set_tag, end_run = map(
+    called, ("start_run", "log_params", "log_metrics", "set_tag", "end_run")
+)
+"""
+WANDB = """
+def init(**named):
+    raise ConnectionError("no route to its servers")
+
+Settings = dict
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Two steps, and a third in a continuation; what both printed."""
+    cwd = tmp_path_factory.mktemp("tracked")
+    libraries = cwd / "libraries"
+    libraries.mkdir()
+    (libraries / "mlflow.py").write_text(MLFLOW)
+    (libraries / "wandb.py").write_text(WANDB)
+    words = ("train", "zero1", *jobs.TINY, "log.trackers=[wandb,mlflow]", "checkpoint.at_end=true")
+    printed = ""
+    for more in (["train.steps=2"], ["train.steps=3", "--resume", "runs/latest"]):
+        with jobs.job([*words, *more], cwd=cwd, first=libraries) as job:
+            assert job.wait() == 0, job.error
+            printed += job.output
+    return cwd, printed
+
+
+def calls(cwd: Path, name: str) -> list[tuple[str, list, dict]]:
+    rows = map(json.loads, (cwd / "calls.jsonl").read_text().splitlines())
+    return [(rank, given, named) for called, rank, given, named in rows if called == name]
+
+
+def test_rank_0_alone_gives_every_step_once(trained):
+    cwd, _ = trained
+    metrics = calls(cwd, "log_metrics")
+    assert {rank for rank, _, _ in metrics} == {"0"}
+    assert [named["step"] for _, _, named in metrics] == [1, 2, 3]
+    rows = [
+        json.loads(line)
+        for path in sorted((cwd / "runs").glob("2*/metrics.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    assert [{**row, "step": 0} for row in rows] == [
+        {**given[0], "step": 0} for _, given, _ in metrics
+    ]
+
+
+def test_what_was_predicted_is_beside_the_spec(trained):
+    cwd, _ = trained
+    (parameters,) = [given[0] for _, given, _ in calls(cwd, "log_params")]
+    assert parameters["train.steps"] == "2" and parameters["mesh.dp_shard"] == "2"
+    assert int(parameters["predicted.peak_bytes"]) > int(parameters["predicted.parameters_bytes"])
+    assert int(parameters["predicted.sent_bytes"]) > 0
+
+
+def test_a_continuation_goes_on_with_the_tracked_run(trained):
+    cwd, _ = trained
+    assert [named["run_id"] for _, _, named in calls(cwd, "start_run")] == [None, "the-run"]
+    assert len({path.parents[1] for path in (cwd / "runs").glob("2*/trackers/mlflow")}) == 2
+
+
+def test_the_verdict_is_the_last_word(trained):
+    cwd, printed = trained
+    verdicts = [given for _, given, _ in calls(cwd, "set_tag")]
+    assert verdicts[1] == ["verdict", "none"], "a steady step is the third of a run"
+    assert [given for _, given, _ in calls(cwd, "end_run")] == 2 * [["FINISHED"]]
+    assert printed.count("no verdict") == 2
+
+
+def test_a_tracker_without_its_servers_is_one_warning(trained):
+    _, printed = trained
+    lines = [line for line in printed.splitlines() if "wandb" in line]
+    assert len(lines) == 2, "one of each training"
+    assert all("ConnectionError: no route to its servers" in line for line in lines)
