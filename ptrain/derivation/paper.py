@@ -63,8 +63,12 @@ def itemsizes(spec: Spec) -> dict[State, int]:
 
 
 def state_sizes(spec: Spec, facts: ModelFacts) -> dict[State, int]:
-    """|X| in bytes."""
-    return {state: size * facts.numel for state, size in itemsizes(spec).items()}
+    """|X| in bytes: Ω and G are of what is trained."""
+    numel = {State.PARAMETERS: facts.numel}
+    return {
+        state: size * numel.get(state, facts.trained_numel)
+        for state, size in itemsizes(spec).items()
+    }
 
 
 def reconstruction_unit(facts: ModelFacts) -> int:

@@ -327,7 +327,7 @@ class _Operators:
             *((Role.NORM, Role.LAST_NORM) if step.is_sequence else ()),
         }
         of_tensor = self._modules.of_tensor
-        self.summed = Counter(t.numel for t in facts.tensors if of_tensor(t.name) in shared)
+        self.summed = Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)
 
     def _is_of_slices(self, name: str) -> bool:
         """Return whether a module is of a sub-block that routes a rank's slice of the tokens."""

@@ -26,12 +26,14 @@ from ptrain.timeline import Timeline
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
     """A parameter or buffer: canonical dotted name and shape in elements. `cut_over`: it is one
-    rank's slice of it along these axes; `is_copy`: a stage's own copy of what another stage has."""
+    rank's slice of it along these axes; `is_copy`: a stage's own copy of what another stage has;
+    `is_frozen`: it is trained by nobody, so that it has neither a gradient nor optimizer state."""
 
     name: str
     shape: tuple[int, ...]
     cut_over: tuple[Axis, ...] = ()
     is_copy: bool = False
+    is_frozen: bool = False
 
     @property
     def numel(self) -> int:
@@ -46,18 +48,29 @@ class TensorFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
     """What is gathered, reduced and freed together: a block, or the root with all that is left.
-    `modules` are dotted names, "" for the root. Tied tensors appear once, in the root."""
+    `modules` are dotted names, "" for the root. Tied tensors appear once, in the root. `trained`
+    are those of its tensors that are not frozen."""
 
     modules: tuple[str, ...]
     tensors: tuple[TensorFacts, ...]
     # of the tensors, once: they are read often
     shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     numel: int = field(init=False, repr=False, compare=False)
+    trained: tuple[TensorFacts, ...] = field(init=False, repr=False, compare=False)
+    trained_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shapes = tuple([tensor.shape for tensor in self.tensors])
         object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "numel", sum(map(math.prod, shapes)))
+        trained = tuple([tensor for tensor in self.tensors if not tensor.is_frozen])
+        object.__setattr__(self, "trained", trained)
+        object.__setattr__(self, "trained_shapes", tuple([tensor.shape for tensor in trained]))
+
+    @property
+    def trained_numel(self) -> int:
+        """Elements of what has gradients and optimizer state."""
+        return sum(map(math.prod, self.trained_shapes))
 
     @property
     def name(self) -> str:
@@ -141,6 +154,16 @@ class ModelFacts:
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:
         return tuple(tensor for unit in self.units for tensor in unit.tensors)
+
+    @property
+    def trained(self) -> tuple[TensorFacts, ...]:
+        """The tensors that are not frozen, unit by unit."""
+        return tuple(tensor for unit in self.units for tensor in unit.trained)
+
+    @property
+    def trained_numel(self) -> int:
+        """Elements of what has gradients and optimizer state: P where nothing is frozen."""
+        return sum(unit.trained_numel for unit in self.units)
 
     @property
     def unit_modules(self) -> tuple[tuple[str, ...], ...]:

@@ -53,7 +53,10 @@ def _units(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> tuple[UnitF
             if id(parameter) not in seen
         ]
         seen.update(id(parameter) for _, parameter in fresh)
-        tensors = tuple(TensorFacts(name=n, shape=tuple(p.shape)) for n, p in fresh)
+        tensors = tuple(
+            TensorFacts(name=n, shape=tuple(p.shape), is_frozen=not p.requires_grad)
+            for n, p in fresh
+        )
         units.append(UnitFacts(modules=modules, tensors=tensors))
     return tuple(units)
 

@@ -58,6 +58,8 @@ class Marker:
                 last.register_forward_hook(self._leave(index)),
             ]
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             hook = parameter.register_post_accumulate_grad_hook(self._complete(name))
             self._handles.append(hook)
 

@@ -20,7 +20,7 @@ def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
     """Return the elements of each tensor of which there is a norm, those apart that operator axes
     cut (`Clip.groups`). What a stage has a copy of is counted on another one."""
     clip = scene.plan.clip
-    tensors = zip(numels, scene.facts.tensors, strict=True)
+    tensors = zip(numels, scene.facts.trained, strict=True)
     sizes = [(numel, tensor) for numel, tensor in tensors if not tensor.is_copy]
     if clip is None or not clip.operator_axes:
         return [[numel for numel, _ in sizes]]

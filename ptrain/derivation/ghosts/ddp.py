@@ -70,7 +70,7 @@ class Replicated(Local):
         super().__init__(scene, replicas)
         self.replicas, self.axes = replicas, replicas.step.axes
         itemsize = scene.plan.update.layout.gradients.itemsize
-        self.tape.add(scene.facts.numel * itemsize)
+        self.tape.add(scene.facts.trained_numel * itemsize)
         self.copies = scene.plan.accumulate.micro_batches == 1
         self.root = len(scene.facts.units) - 1
         self.due: list[int] = []  # bytes of buckets that are to be reduced
@@ -80,7 +80,7 @@ class Replicated(Local):
     def rebuild_buckets(self) -> None:
         """A run's first backward pass is over: the indices of all tensors and how many there are,
         and then the sizes of the buckets."""
-        tensors, buckets = len(self.scene.facts.tensors), len(self.replicas.buckets())
+        tensors, buckets = len(self.scene.facts.trained), len(self.replicas.buckets())
         for count in (tensors + 1, buckets):
             size = _INDEX_BYTES * count
             self.tape.sent(Collective.BROADCAST, self.axes, State.OTHER, size, "")
@@ -137,5 +137,5 @@ class Replicated(Local):
         """Buckets that gradients are added to are zeroed for the next step."""
         if not self.copies:
             layout = self.scene.plan.update.layout
-            size = self.scene.facts.numel * layout.gradients.itemsize
+            size = self.scene.facts.trained_numel * layout.gradients.itemsize
             self.tape.computed(OperatorKind.POINTWISE, layout.gradients, size)

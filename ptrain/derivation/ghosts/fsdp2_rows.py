@@ -63,13 +63,24 @@ class Sharded(InPlace):
         return sum(map(self._shards(unit).padded, unit.shapes))
 
     def stored(self) -> int:
-        """Padded rows of each tensor; gradients are views of the padded reduction."""
+        """Padded rows of each tensor."""
         return self._stored
+
+    @cached_property
+    def _stored_gradients(self) -> int:
+        return sum(
+            times * sum(map(self._shards(unit).padded, unit.trained_shapes))
+            for unit, times in self.kinds
+        )
+
+    def stored_gradients(self) -> int:
+        """Gradients are views of the padded reduction."""
+        return self._stored_gradients
 
     def updated(self, unit: UnitFacts, shard: int) -> tuple[Shape, ...]:
         shards = self._shards(unit)
         index = self._index(shards, shard)
-        return tuple(shards.part(shape, index) for shape in unit.shapes)
+        return tuple(shards.part(shape, index) for shape in unit.trained_shapes)
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
         layout, stored = self.wrapped.plan.update.layout, self.stored()
@@ -78,7 +89,7 @@ class Sharded(InPlace):
         if self.owns_master:  # the shards are the master copies
             assert layout.master is not None
             parameters, optimizer = 0, optimizer + stored * layout.master.itemsize
-        return rows(parameters, optimizer, stored * layout.gradients.itemsize)
+        return rows(parameters, optimizer, self.stored_gradients() * layout.gradients.itemsize)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
         for shard in range(self.ranks):
@@ -159,7 +170,7 @@ class _Alone:
         self.player.before_backward(0)
 
     def _reduce(self) -> None:
-        for tensor in self.unit.tensors:
+        for tensor in self.unit.trained:
             size = tensor.numel * self.player.e_parameters
             self.player.complete(Complete(tensor.name, size))
         self.player.after_backward(0)

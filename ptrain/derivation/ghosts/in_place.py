@@ -66,24 +66,29 @@ class InPlace:
         self._costs: dict[tuple[Shapes, bool], Cost] = {}
 
     def stored(self) -> int:
-        """Return the elements of Theta, and of G, that every rank has, padding included."""
+        """Return the elements of Theta that every rank has, padding included."""
         return self.wrapped.facts.numel
+
+    def stored_gradients(self) -> int:
+        """Return those of G: what is frozen has none."""
+        return self.wrapped.facts.trained_numel
 
     def updated(self, unit: UnitFacts, shard: int) -> Shapes:
         """Return the shapes of what the rank with this shard updates of a unit."""
-        return unit.shapes
+        return unit.trained_shapes
 
     def footprints(self, shard: int) -> Iterator[Footprint]:
-        layout, stored = self.wrapped.plan.update.layout, self.stored()
-        parameters, gradients = layout.parameters.itemsize, layout.gradients.itemsize
-        return rows(stored * parameters, self.optimizer_bytes(shard), stored * gradients)
+        layout = self.wrapped.plan.update.layout
+        parameters = self.stored() * layout.parameters.itemsize
+        gradients = self.stored_gradients() * layout.gradients.itemsize
+        return rows(parameters, self.optimizer_bytes(shard), gradients)
 
     def scalars(self) -> Iterator[Traffic]:
         """Gradients are on the device, as scalars are."""
         yield from ()
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
-        yield unit.numel
+        yield unit.trained_numel
 
     def notes(self) -> Iterator[str]:
         yield from ()
@@ -92,10 +97,12 @@ class InPlace:
     def kinds(self) -> list[tuple[UnitFacts, int]]:
         """A unit of each kind, and how many there are: units of equal shapes keep and send the
         same, but that Muon is for matrices outside the root alone."""
-        kinds: dict[tuple[Shapes, bool, bool], list[UnitFacts]] = {}
+        kinds: dict[Hashable, list[UnitFacts]] = {}
         apart = self.wrapped.plan.is_apart
         for unit in self.wrapped.facts.units:
-            kinds.setdefault((unit.shapes, unit.is_root, apart(unit.modules)), []).append(unit)
+            frozen = tuple([tensor.is_frozen for tensor in unit.tensors])
+            kind = unit.shapes, frozen, unit.is_root, apart(unit.modules)
+            kinds.setdefault(kind, []).append(unit)
         return [(units[0], len(units)) for units in kinds.values()]
 
     def kind_of_shard(self, shard: int) -> Hashable:
@@ -107,7 +114,7 @@ class InPlace:
         by_kind: dict[tuple[Shapes, bool], list[int]] = {}
         numels: list[int] = []
         for unit in self.wrapped.facts.units:
-            kind = unit.shapes, self.wrapped.plan.is_apart(unit.modules)
+            kind = unit.trained_shapes, self.wrapped.plan.is_apart(unit.modules)
             if kind not in by_kind:
                 by_kind[kind] = [math.prod(shape) for shape in self.updated(unit, shard)]
             numels += by_kind[kind]
@@ -119,7 +126,7 @@ class InPlace:
         needs = needs_whole_tensors(optimizer)
         by_rule: dict[str, list[Shape]] = {}
         for unit, times in self.kinds:
-            hidden = [needs and is_hidden(unit, tensor) for tensor in unit.tensors]
+            hidden = [needs and is_hidden(unit, tensor) for tensor in unit.trained]
             for shape, is_matrix in zip(self.updated(unit, shard), hidden, strict=True):
                 by_rule.setdefault(rule_of(optimizer, is_matrix), []).extend([shape] * times)
         return by_rule
@@ -140,7 +147,7 @@ class InPlace:
         key = shapes, unit.is_root
         if key not in self._costs:
             needs = needs_whole_tensors(self.wrapped.spec.optimizer)
-            hidden = [needs and is_hidden(unit, tensor) for tensor in unit.tensors]
+            hidden = [needs and is_hidden(unit, tensor) for tensor in unit.trained]
             self._costs[key] = self.played(shapes, hidden)
         return self._costs[key]
 

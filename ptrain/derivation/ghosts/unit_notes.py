@@ -29,7 +29,7 @@ def accumulation(wrapped: Wrapped) -> Iterator[str]:
             f"unit moves: {', '.join(factors)}"
         )
     if step.reduced_by_unit and sync.gradients is GradientSync.LAST:
-        size = wrapped.facts.numel * plan.update.layout.reduced.itemsize
+        size = wrapped.facts.trained_numel * plan.update.layout.reduced.itemsize
         yield (
             "sync.gradients: last makes gradients R until the last micro-batch is reduced: each "
             f"rank holds the unsharded sum of its own, {format_bytes(size)}, however many ranks "

@@ -29,7 +29,7 @@ class SpreadUpdate(Replicas):
     @cached_property
     def owned(self) -> list[list[TensorFacts]]:
         """The tensors that each rank updates."""
-        tensors, ranks = self.wrapped.facts.tensors, ranks_over(self.wrapped.spec, self.step.axes)
+        tensors, ranks = self.wrapped.facts.trained, ranks_over(self.wrapped.spec, self.step.axes)
         owners = spread([tensor.numel for tensor in tensors], ranks)
         owned: list[list[TensorFacts]] = [[] for _ in range(ranks)]
         for tensor, owner in zip(tensors, owners, strict=True):
@@ -55,8 +55,9 @@ class SpreadUpdate(Replicas):
             shapes[tensor.shape,] = shapes.get((tensor.shape,), 0) + 1
         # every rule that is spread goes element by element: no tensor is another case
         optimizer = sum(times * self.played(case, [False]).kept for case, times in shapes.items())
-        gradients = self.stored() * layout.gradients.itemsize
-        return rows(sum(self.parameter_buckets()), optimizer, gradients)
+        gradients = self.stored_gradients() * layout.gradients.itemsize
+        frozen = (self.stored() - self.stored_gradients()) * layout.parameters.itemsize
+        return rows(sum(self.parameter_buckets()) + frozen, optimizer, gradients)
 
     def notes(self) -> Iterator[str]:
         axes = " and ".join(self.step.axes)

@@ -26,6 +26,11 @@ class NamedTarget(Target[torch.Tensor], Protocol):
     """A local tensor that the optimizer updates, and how it stands for named parameters."""
 
     @property
+    def is_frozen(self) -> bool:
+        """Whether nobody trains it: then it has neither a gradient nor optimizer state."""
+        ...
+
+    @property
     def gradient(self) -> torch.Tensor | None:
         """The reduced gradient where and as it is kept: what is clipped and checked."""
         ...
@@ -65,6 +70,10 @@ class ParameterTarget:
         self.name = name
         self.parameter = parameter
         self.owns_master = owns_master
+
+    @property
+    def is_frozen(self) -> bool:
+        return not self.parameter.requires_grad
 
     @property
     def gradient(self) -> torch.Tensor | None:
