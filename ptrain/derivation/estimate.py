@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
+from ptrain.axes.data.frozen import require_uncut, require_unfrozen
 from ptrain.axes.expert.costs import sent as sent_to_experts
 from ptrain.axes.expert.form import assumed
 from ptrain.axes.expert.loads import loads_of
@@ -98,6 +99,7 @@ def derive(
     plan = lower(
         spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
     )
+    _require_executed(plan, facts)
     of_step = _timed if is_timed else _exact
     estimate = of_step(spec, plan, facts, stages, machine)
     foreign = unclaimed(spec, facts)
@@ -157,6 +159,14 @@ def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     finding += "the data ranks sum the gradients of all parameters"
     remedy = "run every expert, also on no rows, or keep all experts in one tensor each"
     raise refused("model", finding, remedy)
+
+
+def _require_executed(plan: Plan, facts: ModelFacts) -> None:
+    """Raises SpecError for frozen parameters where nothing executes them yet."""
+    frozen = [tensor.name for tensor in facts.tensors if tensor.is_frozen]
+    require_unfrozen(plan.wrap, frozen)
+    if plan.tensor is not None:
+        require_uncut(frozen)
 
 
 def _exact(

@@ -183,9 +183,8 @@ def _update(step: Update, rank: Construction) -> None:
     matrices = _matrices(rank) if has_own_rule_for_matrices(spec.name) else None
     room = TorchRoom(rank.mesh, rank.mesh.registry)
     rules = TorchRules(stands_in=rank.mesh.world.stands_in)
-    trained = [[t for t in group if not t.is_frozen] for group in rank.wrapped.targets()]
     rank.update = rank.wrapped.own_update(spec, step.layout) or TargetsUpdate(
-        trained, spec, step.layout, room, rules, matrices
+        rank.wrapped.targets(), spec, step.layout, room, rules, matrices
     )
     if step.layout.scales_loss:
         rank.scaling = LossScale(rank.mesh, step.scale_axes)
@@ -199,14 +198,10 @@ def _balance(step: BalanceExperts, rank: Construction) -> None:
 
 
 def _matrices(rank: Construction) -> list[list[bool]]:
-    """Which trained parameters are matrices within the model, unit by unit in the targets' order:
-    what belongs to no unit but the root (embeddings, the head) is none."""
+    """Which parameters are matrices within the model, unit by unit in the targets' order: what
+    belongs to no unit but the root (embeddings, the head) is none."""
     return [
-        [
-            modules != (ROOT,) and parameter.dim() == 2
-            for _, parameter in named
-            if parameter.requires_grad
-        ]
+        [modules != (ROOT,) and parameter.dim() == 2 for _, parameter in named]
         for piece in rank.pieces
         for modules, named in parameters_by_unit(piece.module, piece.plan.units)
     ]

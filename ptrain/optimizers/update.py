@@ -64,6 +64,11 @@ class Target(Protocol[T]):
         ...
 
     @property
+    def is_frozen(self) -> bool:
+        """Whether it is updated by nobody: it has neither a gradient nor optimizer state."""
+        ...
+
+    @property
     def is_in_place(self) -> bool:
         """Whether value, gradient and state are updated where and as they are kept."""
         ...
@@ -114,9 +119,11 @@ class TargetsUpdate(Generic[T, X]):
             [
                 Member(target, rule_of(spec, is_hidden), spec, layout, room, rules)
                 for target, is_hidden in zip(targets, flags, strict=True)
+                if not target.is_frozen
             ]
             for targets, flags in zip(groups, hidden or _nobody(groups), strict=True)
         ]
+        self.frozen = [target for group in groups for target in group if target.is_frozen]
         self.is_by_unit = not _stays_in_place(groups, layout)
         if not self.is_by_unit:
             members = [[member for group in members for member in group]]
@@ -140,10 +147,13 @@ class TargetsUpdate(Generic[T, X]):
 
     def tensors(self) -> Iterator[tuple[X, dict[str, T]]]:
         """Each target with what this rank keeps of its optimizer state, by name: exp_avg, step,
-        master … (a target that owns its master copy gives it itself)."""
+        master … (a target that owns its master copy gives it itself); frozen ones last, with
+        nothing."""
         for group in self.groups:
             for member in group.members:
                 yield member.target, {name: slot.stored for name, slot in member.slots.items()}
+        for target in self.frozen:
+            yield target, {}
 
     def leaves(self) -> Iterator[tuple[X, OptimizerLeaf[T]]]:
         """Each target with the leaf that its optimizer knows it by, whose gradient is there while

@@ -24,12 +24,16 @@ class Updater:
         self.spec = spec
         self.layout = spec.precision.effective
         self.parameters = dict(module.named_parameters())
-        self.updated = self.parameters
+        self.updated: dict[str, Tensor] = {
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        }
         if self.layout.master is not None:
             dtype = TORCH_DTYPES[self.layout.master]
             self.updated = {
                 name: parameter.detach().to(dtype, copy=True)
-                for name, parameter in self.parameters.items()
+                for name, parameter in self.updated.items()
             }
         self.optimizers = _optimizers(self.updated, _within_blocks(module), spec)
         self.scale = INITIAL_SCALE if self.layout.scales_loss else 1.0
@@ -85,9 +89,9 @@ class Updater:
                 for name, tensor in state.items():
                     if name != "step" and tensor is not None:
                         tensor.copy_(tensor.to(moments))
-        for name, parameter in self.parameters.items():
-            if self.updated[name] is not parameter:
-                parameter.copy_(self.updated[name])
+        for name, updated in self.updated.items():
+            if updated is not self.parameters[name]:
+                self.parameters[name].copy_(updated)
 
     def _rescale(self, *, overflowed: bool) -> None:
         """GradScaler's rule."""

@@ -41,6 +41,14 @@ def test_gradients_are_cast_on_arrival_where_no_parameter_does_it_later():
     )
 
 
+def test_a_unit_without_gradients_awaits_a_reduction_where_that_stands_before_the_look_at_them():
+    source = inspect.getsource(GROUP.post_backward)
+    waits_before = source.index("reduce_scatter_state") < source.index("_with_grad) == 0")
+    assert fsdp2.habits().waits_without_gradients is waits_before, (
+        f"torch {torch.__version__}: FSDPParamGroup.post_backward"
+    )
+
+
 @pytest.mark.parametrize("installed", ["", "2.10", "2.16", "a branch"])
 def test_without_a_torch_that_is_known_the_tables_torch_is_counted(installed, monkeypatch):
     monkeypatch.setattr(version, "torch_minor", lambda: installed)

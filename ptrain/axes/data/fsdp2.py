@@ -9,7 +9,7 @@ which a name ends sooner (`release_all_gather_state_for_comm_reuse`,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ptrain.version import counted_torch
 
@@ -22,22 +22,33 @@ class Habits:
     next one are there; otherwise until they are begun. `names_last_gradient`: the last gradient of
     a unit outlives the others by its reduction. `casts_on_arrival`: gradients that wait for their
     reduction in its dtype are cast by autograd, one by one as they come, and later ones are added
-    to them; otherwise together, when the unit's backward is over.
+    to them; otherwise together, when the unit's backward is over. `waits_without_gradients`: a unit
+    of which nothing has a gradient, because it is frozen, awaits the reduction before it all the
+    same, whose input then goes.
     """
 
     holds_buffer: bool
     names_last_gradient: bool
     casts_on_arrival: bool
+    waits_without_gradients: bool
 
 
-_FIRST = Habits(holds_buffer=True, names_last_gradient=True, casts_on_arrival=False)
-_SINCE_2_15 = Habits(holds_buffer=False, names_last_gradient=False, casts_on_arrival=True)
+_FIRST = Habits(
+    holds_buffer=True,
+    names_last_gradient=True,
+    casts_on_arrival=False,
+    waits_without_gradients=False,
+)
+_SINCE_2_12 = replace(_FIRST, waits_without_gradients=True)
+_SINCE_2_15 = replace(
+    _SINCE_2_12, holds_buffer=False, names_last_gradient=False, casts_on_arrival=True
+)
 
 HABITS = {
     "2.11": _FIRST,
-    "2.12": _FIRST,
-    "2.13": _FIRST,
-    "2.14": _FIRST,
+    "2.12": _SINCE_2_12,
+    "2.13": _SINCE_2_12,
+    "2.14": _SINCE_2_12,
     "2.15": _SINCE_2_15,
 }
 

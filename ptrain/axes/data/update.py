@@ -94,6 +94,7 @@ class ShardTarget(Generic[T]):
     """One unit: its shard over the axes of the update."""
 
     is_in_place = False
+    is_frozen = False
 
     def __init__(self, unit: UnitState[T]) -> None:
         self.unit = unit
@@ -181,6 +182,7 @@ class TensorTarget(Generic[T]):
     """One whole tensor of a unit."""
 
     is_in_place = False
+    is_frozen = False
 
     def __init__(self, update: TensorsUpdate[T], index: int) -> None:
         self.update, self.unit, self.index = update, update.unit, index

@@ -137,7 +137,8 @@ class FullySharded(InPlaceUpdate):
             self._drop_fresh(unit)  # they are in the sum
         if self.is_last or self.step.sync.reshard_after_backward:
             self.gathers.reshard(unit)
-        if self.reduces and self.reduced[unit]:
+        has_input = self.gathers.whole if self.habits.waits_without_gradients else self.reduced
+        if self.reduces and has_input[unit]:
             self.tape.add(-self.reduce_input)
             self.reduce_input = 0
             self._wait_for_reduction()

@@ -37,6 +37,7 @@ class InPlaceTarget:
     """A tensor that is updated where and as it is kept, and its gradient."""
 
     is_in_place = True
+    is_frozen = False
 
     def __init__(self, value: Ghost, gradient: Ghost, *, owns_master: bool) -> None:
         self._value, self._gradient, self.owns_master = value, gradient, owns_master

@@ -56,7 +56,6 @@ class FlatTarget(ShardTarget[torch.Tensor]):
     """One unit: its shard over the axes of the update."""
 
     unit: FlatState
-    is_frozen = False
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -117,7 +116,6 @@ class FlatTensorTarget(TensorTarget[torch.Tensor]):
     """One whole tensor of a unit. What is the unit's is told by its first tensor."""
 
     unit: FlatState
-    is_frozen = False
 
     def __init__(self, update: TensorsUpdate[torch.Tensor], whole: FlatTarget, index: int) -> None:
         super().__init__(update, index)

@@ -112,7 +112,7 @@ class ReplicatedWrap(ParameterWrap):
         if not self.step.zero_redundancy:
             return None
         return ZeroRedundancyUpdate(
-            [target for target in self._targets() if not target.is_frozen],
+            list(self._targets()),
             optimizer,
             self.mesh.submesh(self.step.axes),
             self.registry,

@@ -52,6 +52,8 @@ class ZeroRedundancyUpdate:
         stands_in: bool,
     ) -> None:
         self.spec = spec
+        self.frozen = [target for target in targets if target.is_frozen]
+        targets = [target for target in targets if not target.is_frozen]
         self.optimizer = ZeroRedundancyOptimizer(
             [target.parameter for target in targets],
             lambda parameters: build_optimizer(spec.name, parameters, spec, stands_in=stands_in),
@@ -74,11 +76,14 @@ class ZeroRedundancyUpdate:
             options["lr"] = lr
         self.optimizer.step()
 
-    def tensors(self) -> Iterator[tuple[SpreadTarget, dict[str, torch.Tensor]]]:
-        """Every target on every rank; what another rank keeps is a tensor without data."""
+    def tensors(self) -> Iterator[tuple[ParameterTarget, dict[str, torch.Tensor]]]:
+        """Every target on every rank; what another rank keeps is a tensor without data. Frozen ones
+        come last, with nothing."""
         for target in self.targets:
             held = self.optimizer.optim.state.get(target.parameter)
             yield target, dict(held) if held else self._initial(target, "meta")
+        for frozen in self.frozen:
+            yield frozen, {}
 
     def leaves(self) -> Iterator[tuple[SpreadTarget, TorchLeaf]]:
         for target in self.targets:

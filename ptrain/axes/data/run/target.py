@@ -26,11 +26,6 @@ class NamedTarget(Target[torch.Tensor], Protocol):
     """A local tensor that the optimizer updates, and how it stands for named parameters."""
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether nobody trains it: then it has neither a gradient nor optimizer state."""
-        ...
-
-    @property
     def gradient(self) -> torch.Tensor | None:
         """The reduced gradient where and as it is kept: what is clipped and checked."""
         ...
