@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ptrain.errors import PtrainError
 from ptrain.internals import dtensor, fakes, fsdp2, functional_collectives, grouped_products
@@ -169,6 +170,20 @@ def _of_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
     return shapes
 
 
+def _unless_alike(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What a module's `to` gives of fake parameters takes their places by a swap, which torch
+    refuses where anything refers to them weakly, as a mode does. Nothing is to be swapped where
+    `to` changes nothing, as in a library that puts an adapter beside the layer that it is for."""
+
+    def applied(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *more: Any) -> Any:
+        own = [*self.parameters(), *self.buffers()]
+        with torch.no_grad():
+            is_alike = any(isinstance(t, FakeTensor) for t in own) and all(fn(t) is t for t in own)
+        return self if is_alike else original(self, fn, *more)
+
+    return applied
+
+
 def _standing(name: str, place: tuple[Any, str], replacement: Replacement) -> Patch:
     owner, attribute = place
     return Patch(name=name, owner=owner, attribute=attribute, replacement=replacement)
@@ -180,5 +195,6 @@ PATCHES = (
     _standing("shapes of DTensor's results", dtensor.SHAPES, _alone),
     _standing("copies of fake tensors", fakes.COPIES, _cloned),
     _standing("chunks of FSDP2", fsdp2.CHUNKS, _lazily),
+    _standing("modules that are moved to where they are", (nn.Module, "_apply"), _unless_alike),
     _standing("dtypes of grouped products", grouped_products.SHAPES, _of_any_dtype),
 )

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.costs import Estimate, Phase
 from ptrain.derivation.estimate import derive
-from ptrain.errors import PtrainError
+from ptrain.errors import PtrainError, SpecError
 from ptrain.rooms import patches
 from ptrain.rooms.fake import new_fakes
 from ptrain.rooms.patches import PATCHES, Chunks, patched
@@ -188,3 +188,12 @@ def test_a_torch_for_which_nothing_is_written_is_refused(monkeypatch, version: s
     with pytest.raises(PtrainError, match=f"torch {re.escape(version)} is installed") as refusal:
         simulate(small("zero3"))
     assert "remedy" in str(refusal.value)
+
+
+def test_without_its_patch_an_adapter_cannot_be_put_beside_fake_layers(monkeypatch) -> None:
+    spec = load("ddp", ("model={target: tests.models_frozen:lora}", "batch.sequence=16")).spec
+    pytest.importorskip("peft")
+    simulate(spec, allow_import=True)
+    without(monkeypatch, "modules that are moved to where they are")
+    with pytest.raises(SpecError, match="Couldn't swap"):
+        simulate(spec, allow_import=True)

@@ -1,0 +1,75 @@
+"""Models of which some parameters are trained and the others frozen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+HIDDEN = 32
+
+
+class Adapted(nn.Module):
+    """A frozen residual layer with a trained adapter of two small matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.requires_grad_(False)
+        self.narrow = nn.Linear(HIDDEN, 3, bias=False)
+        self.widen = nn.Linear(3, 2 * HIDDEN, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        normed = self.norm(x_BTC)
+        return x_BTC + self.down(torch.relu(self.up(normed) + self.widen(self.narrow(normed))))
+
+
+class AdaptedLayers(nn.Module):
+    def __init__(self, layers: int, vocab: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab, HIDDEN).requires_grad_(False)
+        self.layers = nn.ModuleList(Adapted() for _ in range(layers))
+        self.head = nn.Linear(HIDDEN, vocab).requires_grad_(False)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC = self.table(tokens_BT)
+        for layer in self.layers:
+            x_BTC = layer(x_BTC)
+        logits: Tensor = self.head(x_BTC)
+        return logits
+
+
+def adapted(layers: int = 3, vocab: int = 259) -> AdaptedLayers:
+    """The target of a spec: `{target: tests.models_frozen:adapted}`."""
+    return AdaptedLayers(layers, vocab)
+
+
+class Logits(nn.Module):
+    """A model of transformers by what it makes of tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens_BT).logits
+        return logits
+
+
+def lora(rank: int = 2) -> Logits:
+    """A small Llama with peft's adapters beside queries and values, of given initial weights."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=259,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
+    adapters = LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    return Logits(inject_adapter_in_model(adapters, LlamaForCausalLM(config)))
