@@ -133,17 +133,19 @@ def _optimizers(
         return [_adamw(list(updated.values()), settings, dtype)]
     assert settings.name == "muon", f"no reference for the optimizer {settings.name}"
     hidden = {name for name, tensor in updated.items() if name in within and tensor.dim() == 2}
-    kind = _ExactMuon if dtype is DType.FP64 else torch.optim.Muon
-    return [
-        kind(
+    others = [tensor for name, tensor in updated.items() if name not in hidden]
+    optimizers: list[torch.optim.Optimizer] = []
+    if hidden:
+        kind = _ExactMuon if dtype is DType.FP64 else torch.optim.Muon
+        muon = kind(
             [updated[name] for name in sorted(hidden)],
             lr=settings.lr,
             momentum=settings.momentum,
             weight_decay=settings.weight_decay,
             adjust_lr_fn="match_rms_adamw",
-        ),
-        _adamw([tensor for name, tensor in updated.items() if name not in hidden], settings, dtype),
-    ]
+        )
+        optimizers.append(muon)
+    return [*optimizers, *([_adamw(others, settings, dtype)] if others else [])]
 
 
 def _form(dtype: DType) -> dict[str, Any]:

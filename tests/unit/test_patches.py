@@ -2,6 +2,7 @@
 leaves torch as it was."""
 
 import re
+import weakref
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.costs import Estimate, Phase
 from ptrain.derivation.estimate import derive
-from ptrain.errors import PtrainError, SpecError
+from ptrain.errors import PtrainError
 from ptrain.rooms import patches
-from ptrain.rooms.fake import new_fakes
+from ptrain.rooms.fake import fake_tensors, new_fakes
 from ptrain.rooms.patches import PATCHES, Chunks, patched
 from ptrain.selection.recompute import settled
 from ptrain.simulation.execute import Simulated, simulate
@@ -190,10 +191,14 @@ def test_a_torch_for_which_nothing_is_written_is_refused(monkeypatch, version: s
     assert "remedy" in str(refusal.value)
 
 
-def test_without_its_patch_an_adapter_cannot_be_put_beside_fake_layers(monkeypatch) -> None:
-    spec = load("ddp", ("model={target: tests.models_frozen:lora}", "batch.sequence=16")).spec
-    pytest.importorskip("peft")
-    simulate(spec, allow_import=True)
+def test_without_its_patch_a_fake_module_cannot_be_moved_to_where_it_is(monkeypatch) -> None:
+    def moved() -> None:
+        with patched(small("ddp").model), fake_tensors():
+            layer = torch.nn.Linear(2, 2)
+            seen = weakref.ref(layer.weight)  # as a mode sees it
+            assert layer.to(layer.weight.device) is layer and seen() is layer.weight
+
+    moved()
     without(monkeypatch, "modules that are moved to where they are")
-    with pytest.raises(SpecError, match="Couldn't swap"):
-        simulate(spec, allow_import=True)
+    with pytest.raises(RuntimeError, match="Couldn't swap"):
+        moved()
