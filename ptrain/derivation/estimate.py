@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
-from ptrain.axes.data.frozen import require_uncut, require_unfrozen
+from ptrain.axes.data.frozen import require_executed
 from ptrain.axes.expert.costs import sent as sent_to_experts
 from ptrain.axes.expert.form import assumed
 from ptrain.axes.expert.loads import loads_of
@@ -99,10 +99,11 @@ def derive(
     plan = lower(
         spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
     )
-    _require_executed(plan, facts)
+    require_executed(plan, [tensor.name for tensor in facts.tensors if tensor.is_frozen])
     of_step = _timed if is_timed else _exact
     estimate = of_step(spec, plan, facts, stages, machine)
     foreign = unclaimed(spec, facts)
+    ignored = ", ".join(facts.ignored)
     estimate = replace(
         estimate,
         operations=operations(spec, plan, stages),
@@ -111,7 +112,7 @@ def derive(
         warnings=(
             *estimate.warnings,
             *kernel_warnings(spec, foreign, estimate.undefined),
-            *_ignored(facts),
+            *([f"model.config: ignored are {ignored}"] if ignored else ()),
         ),
     )
     return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan, facts=facts)
@@ -142,11 +143,6 @@ def _timed(
     return replace(estimate, undefined={**estimate.undefined, "step_seconds": why})
 
 
-def _ignored(facts: ModelFacts) -> Iterable[str]:
-    if facts.ignored:
-        yield f"model.config: ignored are {', '.join(facts.ignored)}"
-
-
 def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     """Raises SpecError for parameters that may have a gradient on one data rank and on another
     none: what they then sum would not fit together."""
@@ -159,14 +155,6 @@ def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     finding += "the data ranks sum the gradients of all parameters"
     remedy = "run every expert, also on no rows, or keep all experts in one tensor each"
     raise refused("model", finding, remedy)
-
-
-def _require_executed(plan: Plan, facts: ModelFacts) -> None:
-    """Raises SpecError for frozen parameters where nothing executes them yet."""
-    frozen = [tensor.name for tensor in facts.tensors if tensor.is_frozen]
-    require_unfrozen(plan.wrap, frozen)
-    if plan.tensor is not None:
-        require_uncut(frozen)
 
 
 def _exact(

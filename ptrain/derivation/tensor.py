@@ -300,12 +300,14 @@ class _Operators:
             width
             for name, width in columns.items()
             if not any(parent in inputs for parent in prefixes(name.rpartition(".")[0]))
+            and name not in facts.stops
         ]
         heads = [shape[::-1] for shape in self._of(Role.HEAD).values()]
         if self._has(Role.HEAD) and not heads:  # its weight is the embedding's
             heads = [shape[::-1] for shape in tables]
         last = [shape[0] for shape in self._of(Role.LAST_NORM).values()]
         self.whole_inputs = list(inputs.values())
+        inputs = {name: width for name, width in inputs.items() if name not in facts.stops}
         inputs = {name: width for name, width in inputs.items() if not self._is_of_slices(name)}
         self.routed = [
             shape[1] for name, shape in self._of(Role.SHARED).items() if self._is_of_slices(name)

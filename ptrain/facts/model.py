@@ -107,8 +107,9 @@ class ModelFacts:
     selected, and `others` are the facts at other extents; figures lie between the least and the
     largest of all. `attending` is what slices of the tokens over cp need of a model that is not
     built in, `experts` its layers with experts where ranks have some each. `unvisited` are
-    parameters that have no gradient where nothing is selected for them. `model` is there where
-    they are of another one than the spec's.
+    parameters that have no gradient where nothing is selected for them. `stops` are
+    modules whose inputs have no gradient, for nothing trained comes before them. `model` is there
+    where they are of another one than the spec's.
     """
 
     units: tuple[UnitFacts, ...]
@@ -138,6 +139,7 @@ class ModelFacts:
     experts: ExpertLayers | None = None
     others: tuple[ModelFacts, ...] = field(default=(), hash=False)
     unvisited: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors

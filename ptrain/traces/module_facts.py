@@ -26,6 +26,7 @@ from ptrain.models.objective import objective_of
 from ptrain.models.other_samples import other_samples
 from ptrain.models.routed_rows import route
 from ptrain.models.selection import Extent
+from ptrain.models.stops import stops_of
 from ptrain.spec.axis import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
@@ -61,11 +62,13 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
             return TracedLayers(run(*samples.tensors, extent=extent), names, units)
 
         before = torch.get_rng_state()
-        layers = traced(samples)
+        with stops_of(model) as stops:
+            layers = traced(samples)
         has_drawn = not torch.equal(before, torch.get_rng_state())  # operators without a tag too
         known = replace(
             known,
             vocabulary=loss.vocabulary,
+            stops=tuple(sorted(stops)),
             draws=known.draws or layers.recording.draws or has_drawn,
         )
         others = partial(other_samples, model, spec, loss.vocabulary)

@@ -3,6 +3,7 @@ simulated and measured to the byte, and what is trained becomes what one device 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,34 @@ pytestmark = pytest.mark.gloo
 nightly = pytest.mark.nightly
 
 STEPS = 3
-STRATEGIES = ["ddp", "zero3", "pp-1f1b"]
-OTHERS = ["hsdp", "fsdp-mixed", "ddp-zero-redundancy", "pp-zero3", "checkpoint-full"]
+STRATEGIES = ["ddp", "zero3", "pp-1f1b", "tp"]
+OTHERS = ["hsdp", "fsdp-mixed", "ddp-zero-redundancy", "pp-zero3", "tp-zero3", "checkpoint-full"]
+
+
+BATCH = "batch={global: 8, micro: 1, sequence: 16}"
+ADAPTED = {"up": "column", "widen": "column", "down": "row"}
+QUERIES_AND_VALUES = {
+    f"self_attn.{operator}.{part}": "column"
+    for operator in ("q_proj", "v_proj")
+    for part in ("base_layer", "lora_B.default")
+}
+REST_OF_LLAMA = {
+    **dict.fromkeys(("self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj"), "column"),
+    **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "row"),
+}
+PLANS = {  # over tp, by model: where its layers are, and their operators
+    "adapted": ("layers.*", ADAPTED),
+    "lora": ("model.model.layers.*", QUERIES_AND_VALUES | REST_OF_LLAMA),
+}
 
 
 def spec_of(strategy: str, model: str) -> Spec:
-    target = f"model={{target: tests.models_frozen:{model}}}"
-    batch = "batch={global: 8, micro: 1, sequence: 16}"
-    return ptrain.load(strategy, (target, batch)).spec
+    words = [f"model={{target: tests.models_frozen:{model}}}", BATCH]
+    if strategy.startswith("tp"):
+        layers, roles = PLANS[model]
+        plan = {f"{layers}.{name}": role for name, role in roles.items()}
+        words.append(f"tensor.plan={json.dumps(plan)}")
+    return ptrain.load(strategy, words).spec
 
 
 def _trained(strategy: str, model: str) -> dict[str, Any]:
@@ -81,13 +102,13 @@ def test_what_is_frozen_costs_its_parameters_alone(ranks: Ranks, strategy: str, 
             assert torch.equal(tensor, initial[name].to(tensor.dtype)) is (name not in trained)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_frozen_parameters_in_flat_units_are_refused_by_name(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "where"), [("zero1", "in a flat unit"), ("tp-sp", "where tp slices the tokens")]
+)
+def test_what_takes_no_frozen_parameters_yet_says_so(strategy: str, where: str) -> None:
     spec = spec_of(strategy, "adapted")
     facts = ptrain.read_facts(spec, allow_import=True)
-    with pytest.raises(
-        SpecError, match=r"frozen parameters in a flat unit: layers\.0\.norm\.weight"
-    ):
+    with pytest.raises(SpecError, match=rf"frozen parameters {where}: layers\.0\.norm\.weight"):
         ptrain.derive(spec, facts)
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ptrain.errors import SpecError, refused
+from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits, Wrap
+
+
+def require_executed(plan: Plan, frozen: Sequence[str]) -> None:
+    """Raises SpecError for frozen parameters as `require_unfrozen`, and where ranks of tp have
+    slices of the tokens: what of them is gathered for no gradient, nobody counts."""
+    require_unfrozen(plan.wrap, frozen)
+    if plan.tensor is not None and plan.tensor.is_sequence and frozen:
+        raise _not_yet("where tp slices the tokens", frozen, "write placement.tp=S,S,S,R")
 
 
 def require_unfrozen(wrap: Wrap, frozen: Sequence[str]) -> None:
@@ -13,13 +22,6 @@ def require_unfrozen(wrap: Wrap, frozen: Sequence[str]) -> None:
     and their gradients of another."""
     if isinstance(wrap, FlatUnits) and frozen:
         raise _not_yet("in a flat unit", frozen, "take ddp's tuple of modes, or zero3's")
-
-
-def require_uncut(frozen: Sequence[str]) -> None:
-    """Raises SpecError for frozen parameters of a model that tp cuts: what comes before everything
-    that is trained has no gradient for the ranks to sum, which nobody counts."""
-    if frozen:
-        raise _not_yet("over tp", frozen, "leave tp out")
 
 
 def _not_yet(where: str, frozen: Sequence[str], remedy: str) -> SpecError:
