@@ -175,11 +175,13 @@ def _unless_alike(original: Callable[..., Any]) -> Callable[..., Any]:
     refuses where anything refers to them weakly, as a mode does. Nothing is to be swapped where
     `to` changes nothing, as in a library that puts an adapter beside the layer that it is for."""
 
-    def applied(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *more: Any) -> Any:
+    def applied(
+        self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> Any:
         own = [*self.parameters(), *self.buffers()]
         with torch.no_grad():
             is_alike = any(isinstance(t, FakeTensor) for t in own) and all(fn(t) is t for t in own)
-        return self if is_alike else original(self, fn, *more)
+        return self if is_alike else original(self, fn, recurse)
 
     return applied
 
