@@ -198,6 +198,16 @@ class Member(Generic[T, X]):
             or (name != COUNTER and room.dtype(slot.stored) is not layout.updated)
         }
         self._fetched: dict[str, T] = {}
+        # Nothing of it is moved or cast: once it was brought to the leaf it stays there, which
+        # spares half of an update's time in Python.
+        self._can_stay = (
+            target.is_in_place
+            and not target.owns_master
+            and MASTER not in self.slots
+            and not self.moving
+            and layout.gradients is layout.parameters is layout.updated
+        )
+        self._is_there = False
 
     def join(self) -> None:
         """Give the optimizer what stays where it is, once."""
@@ -216,6 +226,9 @@ class Member(Generic[T, X]):
         gradient = self.target.working_gradient()
         if gradient is None:
             return False
+        if self._is_there:
+            leaf.gradient = gradient
+            return True
         gradient = self.room.cast(gradient, updated)
         if MASTER in self.moving:
             leaf.value = self.slots[MASTER].fetch()
@@ -232,6 +245,9 @@ class Member(Generic[T, X]):
         """Back to where it is kept, each thing dropped as soon as it is there."""
         leaf = self.leaf
         leaf.gradient = None
+        if self._can_stay:
+            self._is_there = True
+            return
         for name, slot in self.moving.items():
             if name != MASTER:
                 held, working = self._fetched.pop(name), leaf.state.pop(name)

@@ -51,14 +51,16 @@ class ParameterMembers:
         self.cutting_axes: tuple[Axis, ...] = next(iter(axes), ())
         self.are_cut = [bool(axes_of(parameter)) for _, parameter in named]
         self._starts = [0, *accumulate(map(math.prod, self.shapes))]
+        self._strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
 
     def pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The tensors as views of a unit's whole buffer."""
         return [self._piece(whole, index) for index in range(len(self.named))]
 
     def _piece(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        start, end = self._starts[index : index + 2]
-        return whole[start:end].view(self.shapes[index])
+        """One call, where a slice and then its view are two: this is called for every gradient."""
+        start = whole.storage_offset() + self._starts[index]
+        return whole.as_strided(self.shapes[index], self._strides[index], start)
 
     def adopt(self, whole: torch.Tensor) -> None:
         for index, (name, parameter) in enumerate(self.named):
