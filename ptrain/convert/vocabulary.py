@@ -37,7 +37,7 @@ def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> V
         if named is None:
             remedy = "name the folder of a tokenizer with a chat template: --tokenizer FOLDER"
             raise refused("--chat", "nobody says how what a user says is rendered", remedy)
-        return ChatVocabulary(named.parent if named.name == FILE else named)
+        return ChatVocabulary(named)
     if named is not None:
         return FileVocabulary(named)
     if not data.is_of_files and data.function is None:

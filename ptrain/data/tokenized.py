@@ -32,7 +32,8 @@ Document = TypeVar("Document")
 class TokenizingProgress:
     """How far it is: files that are done, documents of the next one and of all, tokens, and how
     many entries the arrays have. Of chats besides: tokens that are learned, chats that were cut
-    behind an answer, those that were left out, and the token that stands between two."""
+    behind an answer, the token that stands between two, and those that were left out, which have no
+    answer, none that fits, or that token within them."""
 
     files: int = 0
     in_file: int = 0
@@ -41,8 +42,15 @@ class TokenizingProgress:
     entries: int = 0
     targets: int = 0
     cut: int = 0
-    left_out: int = 0
+    unanswered: int = 0
+    too_long: int = 0
+    divided: int = 0
     separator: int | None = None
+
+    @property
+    def left_out(self) -> int:
+        """Chats of which nothing is in any row."""
+        return self.unanswered + self.too_long + self.divided
 
 
 Tell = Callable[[TokenizingProgress], None]
