@@ -53,9 +53,10 @@ def tokenize_chats(
     tell: Tell,
 ) -> TokenizingProgress:
     """Write the rows of all chats, whose messages stand in `field` as `chats` reads it, to `out`,
-    and what their tokens are beside it; return how much there is. A chat that is longer than a row is cut behind the last answer that fits, or left out
-    where none does, as one without an answer is. Raises SpecError for what cannot be read or
-    written, and where no token can stand between two chats."""
+    and what their tokens are beside it; return how much there is. A chat that is longer than a row
+    is cut behind the last answer that fits, or left out where none does, as one without an answer
+    is. Raises SpecError for what cannot be read or written, and where no token can stand between
+    two chats."""
     named = _named(template, packing)
     dtype, width = token_dtype(template.size), packing.sequence + 1
 
@@ -87,7 +88,8 @@ def tokenize_chats(
     how = [packing.sequence, packing.is_packed, named]
     request = [*requested(texts, out, template.path), template.text, how, field]
     arrays = {out: ((width,), dtype), mask_beside(out): ((width,), np.uint8)}
-    return TokenFiles(arrays=arrays, request=request).write(encoded, tell)
+    files = TokenFiles(arrays=arrays, request=request, tokenizer=template.path)
+    return files.write(encoded, tell)
 
 
 def _named(template: ChatTemplate, packing: ChatPacking) -> int | None:

@@ -1,5 +1,5 @@
-"""Chats in rows: `messages`, each with a role and what was said, or `conversations`, as ShareGPT has
-them: each with a speaker (`from`) and what was said (`value`)."""
+"""Chats in rows: `messages`, each with a role and what was said, or `conversations`, as ShareGPT
+has them: each with a speaker (`from`) and what was said (`value`)."""
 
 from __future__ import annotations
 

@@ -42,9 +42,7 @@ def has_rows(path: Path) -> bool:
     return path.suffix.lower() in (_PARQUET, *_LINES)
 
 
-def rows(
-    path: Path, fields: Sequence[str], others: Sequence[str]
-) -> Iterator[tuple[str, object]]:
+def rows(path: Path, fields: Sequence[str], others: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Yield the rows of a file of JSON lines or Parquet, with the place where each stands. Of a row
     of Parquet it is those of `fields`, one of which must be a column, and of `others`."""
     is_parquet = path.suffix.lower() == _PARQUET

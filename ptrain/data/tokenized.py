@@ -18,6 +18,7 @@ from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
 from ptrain.data.documents import documents
+from ptrain.data.origin import origin_of, record_beside, write_origin
 from ptrain.data.vocabulary import Vocabulary
 from ptrain.errors import PtrainError, refused
 
@@ -60,10 +61,12 @@ Encoded = tuple[Sequence[NDArray[Any]], TokenizingProgress]  # what a batch adds
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
     """Arrays that are written together: for each the shape of an entry and its dtype. `request`:
-    what another call has to have in common to go on with this one."""
+    what another call has to have in common to go on with this one. `tokenizer`: the file that says
+    what the numbers of the first mean, None of bytes."""
 
     arrays: Mapping[Path, tuple[tuple[int, ...], DTypeLike]]
     request: list[Any]
+    tokenizer: Path | None
 
     def write(
         self, encoded: Callable[[TokenizingProgress], Iterator[Encoded]], tell: Tell
@@ -90,8 +93,11 @@ class TokenFiles:
                     _write_notes(notes, {"request": self.request, "done": asdict(reached)})
                     tell(reached)
                     done = reached
+            record_beside(out).unlink(missing_ok=True)
             for part, path in zip(parts, self.arrays, strict=True):
                 os.replace(part, path)
+            if origin := origin_of(self.tokenizer):
+                write_origin(out, origin)
         except OSError as error:
             remedy = "choose another --out"
             raise refused(str(out), error.strerror or str(error), remedy) from error
@@ -135,8 +141,12 @@ def tokenize(
             done = replace(after, tokens=number, entries=number)
             yield (added,), done
 
-    request = [*requested(texts, out, vocabulary.path), end, field]
-    return TokenFiles(arrays={out: ((), dtype)}, request=request).write(encoded, tell)
+    files = TokenFiles(
+        arrays={out: ((), dtype)},
+        request=[*requested(texts, out, vocabulary.path), end, field],
+        tokenizer=vocabulary.path,
+    )
+    return files.write(encoded, tell)
 
 
 def _ended(tokens: list[int], end: int) -> list[int]:

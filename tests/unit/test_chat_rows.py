@@ -229,7 +229,8 @@ def test_what_was_broken_off_goes_on_where_it_stopped(
     ):
         assert own.tolist() == whole.tolist()
     left = {path.name for path in tmp_path.iterdir()} - {path.name for path in files}
-    assert left == {f"{name}{end}.npy" for name in ("rows", "whole") for end in ("", ".mask")}
+    ends = (".npy", ".mask.npy", ".tokenizer.json")
+    assert left == {f"{name}{end}" for name in ("rows", "whole") for end in ends}
 
 
 def fault_of(spec: Spec) -> tuple[str, str, str]:
@@ -256,6 +257,13 @@ def test_rows_that_would_be_read_in_another_way_are_refused(packed: Path):
         "batch.sequence",
         "write batch.sequence=127, or make the file with --sequence 64",
     )
+    other = packed.with_name("other.npy")
+    np.save(other, np.roll(np.load(mask_beside(packed)), 1, axis=0))
+    place, remedy = place_and_remedy(f"data.loss_mask={other}")
+    assert place == "data.loss_mask" and "the one that was made with it" in remedy
+    np.save(other, np.zeros_like(np.load(mask_beside(packed))))
+    _, finding, _ = fault_of(spec_of(packed, f"data.loss_mask={other}"))
+    assert "by its mask no token of the train split" in finding
     place, remedy = place_and_remedy("data.loss_mask=null")
     assert place == "data.loss_mask" and "rows.mask.npy" in remedy
 

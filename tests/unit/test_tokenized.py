@@ -51,7 +51,7 @@ def test_texts_rows_of_json_and_of_parquet_become_one_token_file(tmp_path: Path,
     assert open_tokens(out).tolist() == tokens
     assert f"9 documents, {len(tokens)} tokens of 259" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [*(file.name for file in files), "tokens.npy"]
+        [*(file.name for file in files), "tokens.npy", "tokens.tokenizer.json"]
     )
 
 
