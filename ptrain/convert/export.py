@@ -39,7 +39,8 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     """What was written: of which step, to which folder, as which class; how many tensors and bytes
-    of weights; the `copied` files; and keys of the spec that its config could not say."""
+    of weights; the `copied` files; keys of the spec that its config could not say; and the folder
+    that the model began with, where it is `gone`, and nothing of it could be copied."""
 
     step: int
     folder: Path
@@ -48,6 +49,7 @@ class Exported:
     size: int
     copied: tuple[str, ...]
     unsaid: tuple[str, ...]
+    gone: Path | None
 
 
 def export(run: Path, to: Path, step: int | None = None) -> Exported:
@@ -77,6 +79,7 @@ def export(run: Path, to: Path, step: int | None = None) -> Exported:
         size=size,
         copied=copied,
         unsaid=config.unsaid,
+        gone=saved.gone,
     )
 
 
