@@ -93,7 +93,7 @@ def _write_weights(saved: SavedModel, config: PublishedConfig, to: Path) -> tupl
     for number, group in enumerate(files, 1):
         name = WHOLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = _published(saved.load(ours for ours, _ in group), group)
-        _safetensors().save_file(tensors, to / name, metadata={"format": "pt"})
+        _write_tensors(to / name, tensors)
         file_of |= dict.fromkeys(tensors, name)
         size += sum(tensor.nbytes for tensor in tensors.values())
         dtypes |= {tensor.dtype for tensor in tensors.values()}
@@ -163,10 +163,19 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """The library tells of a full disk by an error of its own."""
+    safetensors = _safetensors()
+    try:
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+
+
 def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
         finding = "the folder's files are safetensors, and the library is not installed"
         raise refused("ptrain export", finding, "pip install safetensors") from error
-    return safetensors.torch
+    return safetensors

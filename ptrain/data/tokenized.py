@@ -206,7 +206,7 @@ class GrowingArray:
 
     def add(self, entries: NDArray[Any]) -> None:
         """Write entries behind those that are there."""
-        entries.astype(self._dtype, copy=False).tofile(self._file)
+        self._file.write(entries.astype(self._dtype, copy=False).tobytes())
         self._entries += len(entries)
         self._write_header()
         self._file.seek(0, os.SEEK_END)

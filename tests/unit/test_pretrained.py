@@ -4,6 +4,7 @@ exported is what was read."""
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,18 @@ def test_an_export_that_cannot_be_leaves_nothing(
         runs = {"no run": tmp_path, "run too long": tmp_path / ("x" * 300)}
         export(runs.get(word, run), to, step=7 if word.startswith("step") else None)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_disk_that_is_full_is_one_message_and_leaves_nothing(tmp_path: Path) -> None:
+    run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    try:
+        with pytest.raises(SpecError, match=r"out cannot be written: model.safetensors: "):
+            export(run, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "run"}
 
 
 def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
