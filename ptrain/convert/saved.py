@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import refused
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -81,5 +81,6 @@ def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
         raise refused("RUN", finding, "train with checkpoint.at_end=true, or name a step it has")
     path, sound, complaints = checkpoint.newest(wanted, Exchange(World()))
     if path is None or sound is None:
-        raise PtrainError(complaints[0])
+        remedy = "take it from where it is whole, name another --step, or train anew"
+        raise refused("RUN", complaints[0], remedy)
     return path, sound

@@ -72,7 +72,7 @@ def _message(message: object, place: str) -> dict[str, Any]:
     said = {key: value for key, value in message.items() if value is not None}
     content = said.get("content")
     if content is None and not said.get("tool_calls"):
-        raise _no_message(place, lacking(said, "content", "text"))
+        raise _no_message(place, lacking(message, "content", "text"))
     if isinstance(content, str) and not is_encodable(content):
         raise refused(place, "the text has half a character, which UTF-8 has not", "mend it")
     return {"content": None, **said}  # as templates have it beside a call of tools

@@ -54,7 +54,7 @@ def lacking(row: object, field: str, wanted: str) -> str:
     finding = f"there is no {wanted} in the field {field!r}"
     if not isinstance(row, dict):
         return f"{finding}: the row is {describe(row)}"
-    if row.get(field) is not None:
+    if field in row:
         return f"{finding}, but {describe(row[field])}"
     return f"{finding}; the row has {', '.join(map(str, row)) or 'no field'}"
 

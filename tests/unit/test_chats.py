@@ -101,6 +101,7 @@ def test_a_template_that_tells_nothing_apart_is_refused(tmp_path: Path):
     [
         ({"messages": []}, "1: the list in the field 'messages' is empty"),
         ({"said": CHAT}, "in the field 'messages'; the row has said"),
+        ({"messages": None}, "in the field 'messages', but nothing"),
         (
             {"messages": [{"who": "a", "value": "b"}]},
             "1: there is no text in the field 'role'",

@@ -188,6 +188,18 @@ def test_an_export_that_cannot_be_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_checkpoint_that_is_not_whole_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: Any
+) -> None:
+    run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run")
+    (part,) = run.glob("checkpoints/*/*.distcp")
+    part.write_bytes(part.read_bytes()[:1000])
+    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "error: RUN: checkpoint" in error and "has 1000 bytes" in error and "remedy" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_disk_that_is_full_is_one_message_and_leaves_nothing(tmp_path: Path) -> None:
     run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
