@@ -140,8 +140,9 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(
     assert line.startswith("warning: wandb has failed, and is left out from here on: ")
 
 
-def test_a_password_in_an_address_is_not_repeated(tmp_path, monkeypatch, warnings):
-    address = "https://somebody:canary@tracking.example:5000/api"
+@pytest.mark.parametrize("password", ["canary", "p@canary", "p:@@canary"])
+def test_a_password_in_an_address_is_not_repeated(tmp_path, monkeypatch, warnings, password):
+    address = f"https://somebody:{password}@tracking.example:5000/api"
     use(monkeypatch, mlflow=Recorded("begin", lambda: refuse_all(address)))
     follow({"mlflow": tracked(tmp_path)})
     (line,) = warnings
