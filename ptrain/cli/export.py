@@ -25,12 +25,15 @@ def run(args: Namespace) -> int:
 
     exported = export(Path(args.run), Path(args.to), args.step)
     if args.json:
-        print_json({**asdict(exported), "folder": str(exported.folder)})
+        gone = None if exported.gone is None else str(exported.gone)
+        print_json({**asdict(exported), "folder": str(exported.folder), "gone": gone})
         return 0
     weights = f"{exported.tensors} tensors, {format_bytes(exported.size)}"
     print(f"step {exported.step} of {args.run} as {exported.architecture}: {weights}")
     if exported.copied:
         print(f"with {', '.join(exported.copied)}")
+    if exported.gone is not None:
+        print(f"without a tokenizer: {exported.gone}, which the model began with, is there no more")
     for key in exported.unsaid:
         print(f"model.{key} is of this training: nothing in {exported.folder} says it")
     print(f"written: {exported.folder}")

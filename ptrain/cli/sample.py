@@ -60,6 +60,8 @@ def run(args: Namespace) -> int:
 
     if args.chat and args.score is not None:
         raise refused("--chat", "a text is scored as it is", "leave out one of --chat and --score")
+    if args.chat and not args.prompt:
+        raise refused("PROMPT", "nothing is said to the model", "give what a user says")
     text = None if args.score is None else text_of(Path(args.score))
     writer = Writer(
         Path(args.run),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from ptrain.data.tokenized import TokenizingProgress, tokenize
 from ptrain.data.tokens import mask_beside
 from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, Vocabulary
 from ptrain.errors import refused
+from ptrain.spec.resolve_sections import CONFIG
 
 _SECONDS = 5.0  # between two lines of progress
-_CONFIG = "config.json"
 _OF_CHATS = ("sequence", "alone", "separator")
 
 
@@ -33,7 +34,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a tokenizer.json, or the folder that has it; without: a token for each byte",
     )
     parser.add_argument(
-        "--field", metavar="NAME", help="of rows; default: text, and of chats messages"
+        "--field",
+        metavar="NAME",
+        help="of rows; default: text, and of chats messages or conversations",
     )
     parser.add_argument(
         "--end",
@@ -86,9 +89,10 @@ def _of_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
     out, texts, teller = Path(args.out), [Path(text) for text in args.texts], _Teller(args)
     done = tokenize(texts, out, vocabulary, field=args.field or "text", tell=teller.tell)
     record = {"path": str(out), "documents": done.documents, "tokens": done.tokens}
+    keys = {"data.path": str(out), **_key_of_model(vocabulary.path, vocabulary.size)}
     return {**record, "vocab": vocabulary.size}, [
         f"{out}: {done.documents:,} documents, {done.tokens:,} tokens of {vocabulary.size:,}",
-        f"train on it with data.path={out} model.vocab={vocabulary.size}",
+        _advice(keys),
     ]
 
 
@@ -102,8 +106,8 @@ def _of_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
         raise refused("--chat", "of how many tokens a row is nobody says", remedy)
     if args.end is not None:
         raise refused("--end", "where a chat ends its template says", "leave it out")
-    folder, out, teller = Path(args.tokenizer), Path(args.out), _Teller(args)
-    template = ChatTemplate(folder)
+    out, teller = Path(args.out), _Teller(args)
+    template = ChatTemplate(Path(args.tokenizer))
     packing = ChatPacking(
         sequence=args.sequence, is_packed=not args.alone, separator=args.separator
     )
@@ -112,16 +116,16 @@ def _of_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
         out,
         template,
         packing,
-        field=args.field or "messages",
+        field=args.field,
         tell=teller.tell,
     )
     keys: dict[str, Any] = {"data.path": str(out), "data.loss_mask": str(mask_beside(out))}
     keys["batch.sequence"] = args.sequence
     if packing.is_packed:
         keys["model.document_end"] = done.separator
-    begins = (folder / _CONFIG).is_file()
-    keys |= {"model.pretrained": str(folder)} if begins else {"model.vocab": template.size}
+    keys |= _key_of_model(template.path, template.size)
     counts = {"chats": done.documents, "cut": done.cut, "left_out": done.left_out}
+    counts |= {why: number for why, (number, _) in _left_out(done).items()}
     sizes = {"rows": done.entries, "tokens": done.tokens, "targets": done.targets}
     return {"path": str(out), **counts, **sizes, "keys": keys}, _in_words(args, done, keys)
 
@@ -134,10 +138,29 @@ def _in_words(args: Namespace, done: TokenizingProgress, keys: dict[str, Any]) -
     ]
     if done.cut:
         lines.append(f"cut behind the last answer that fits: {done.cut:,}")
-    if done.left_out:
-        lines.append(f"left out, without an answer that fits: {done.left_out:,}")
-    said = " ".join(f"{key}={value}" for key, value in keys.items())
-    return [*lines, f"train on it with {said}"]
+    lines += [f"left out, {why}: {n:,}" for n, why in _left_out(done).values() if n]
+    return [*lines, _advice(keys)]
+
+
+def _key_of_model(tokenizer: Path | None, size: int) -> dict[str, object]:
+    """Return the key of a model for tokens of so many words: one that stands beside the tokenizer
+    begins a training."""
+    if tokenizer is not None and (tokenizer.parent / CONFIG).is_file():
+        return {"model.pretrained": str(tokenizer.parent)}
+    return {"model.vocab": size}
+
+
+def _advice(keys: Mapping[str, object]) -> str:
+    return f"train on it with {' '.join(f'{key}={value}' for key, value in keys.items())}"
+
+
+def _left_out(done: TokenizingProgress) -> dict[str, tuple[int, str]]:
+    """Return how many chats are left out, by why, which has a name and words."""
+    return {
+        "unanswered": (done.unanswered, "without an answer"),
+        "too_long": (done.too_long, "without an answer that fits"),
+        "divided": (done.divided, "with the token within them that stands between two"),
+    }
 
 
 class _Teller:

@@ -39,7 +39,8 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     """What was written: of which step, to which folder, as which class; how many tensors and bytes
-    of weights; the `copied` files; and keys of the spec that its config could not say."""
+    of weights; the `copied` files; keys of the spec that its config could not say; and the folder
+    that the model began with, where it is `gone`, and nothing of it could be copied."""
 
     step: int
     folder: Path
@@ -48,6 +49,7 @@ class Exported:
     size: int
     copied: tuple[str, ...]
     unsaid: tuple[str, ...]
+    gone: Path | None
 
 
 def export(run: Path, to: Path, step: int | None = None) -> Exported:
@@ -77,6 +79,7 @@ def export(run: Path, to: Path, step: int | None = None) -> Exported:
         size=size,
         copied=copied,
         unsaid=config.unsaid,
+        gone=saved.gone,
     )
 
 
@@ -90,7 +93,7 @@ def _write_weights(saved: SavedModel, config: PublishedConfig, to: Path) -> tupl
     for number, group in enumerate(files, 1):
         name = WHOLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = _published(saved.load(ours for ours, _ in group), group)
-        _safetensors().save_file(tensors, to / name, metadata={"format": "pt"})
+        _write_tensors(to / name, tensors)
         file_of |= dict.fromkeys(tensors, name)
         size += sum(tensor.nbytes for tensor in tensors.values())
         dtypes |= {tensor.dtype for tensor in tensors.values()}
@@ -160,10 +163,19 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """The library tells of a full disk by an error of its own."""
+    safetensors = _safetensors()
+    try:
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+
+
 def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
         finding = "the folder's files are safetensors, and the library is not installed"
         raise refused("ptrain export", finding, "pip install safetensors") from error
-    return safetensors.torch
+    return safetensors

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import refused
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -22,15 +22,15 @@ from ptrain.train.index import IndexReader
 from ptrain.train.manifest import Manifest
 
 _MODEL = "model."
-_RESOLVED = "spec.resolved.yaml"
 
 
 class SavedModel:
-    """The parameters of a run's newest checkpoint, or of that of `step`; its `spec`. Raises
-    PtrainError for a run without one that is sound."""
+    """The parameters of a run's newest checkpoint, or of that of `step`; its `spec`; `gone`, the
+    folder that the model began with, where that is there no more. Raises PtrainError for a run
+    without one that is sound."""
 
     def __init__(self, run: Path, step: int | None = None) -> None:
-        self.spec = _spec_of(run)
+        self.spec, self.gone = _spec_of(run)
         self.folder, self._sound = _checkpoint(run, step)
         metadata = self._reader().read_metadata()
         self.parameters: dict[str, TensorStorageMetadata] = {
@@ -59,13 +59,16 @@ class SavedModel:
         return IndexReader(self.folder, listed=frozenset(self._sound.files))
 
 
-def _spec_of(run: Path) -> Spec:
-    if not os.path.isfile(run / _RESOLVED):  # nor of a name that no file can have
-        finding = f"{shown(run)} is no run folder: it has no {_RESOLVED}"
+def _spec_of(run: Path) -> tuple[Spec, Path | None]:
+    """Return a run's spec, and the folder that its model began with, if that is gone: the
+    checkpoint has all weights."""
+    resolved = RunFolder(run).resolved
+    if not os.path.isfile(resolved):  # nor of a name that no file can have
+        finding = f"{shown(run)} is no run folder: it has no {resolved.name}"
         raise refused("RUN", finding, "name a folder of runs/, like runs/latest")
-    begun = read(run / _RESOLVED).at(("model", "pretrained"))
-    is_gone = begun is not None and not Path(str(begun)).exists()  # the checkpoint has all weights
-    return load(str(run / _RESOLVED), ["model.pretrained=null"] if is_gone else []).spec
+    begun = read(resolved).at(("model", "pretrained"))
+    gone = None if begun is None or Path(str(begun)).exists() else Path(str(begun))
+    return load(str(resolved), ["model.pretrained=null"] if gone else []).spec, gone
 
 
 def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
@@ -78,5 +81,6 @@ def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
         raise refused("RUN", finding, "train with checkpoint.at_end=true, or name a step it has")
     path, sound, complaints = checkpoint.newest(wanted, Exchange(World()))
     if path is None or sound is None:
-        raise PtrainError(complaints[0])
+        remedy = "take it from where it is whole, name another --step, or train anew"
+        raise refused("RUN", complaints[0], remedy)
     return path, sound

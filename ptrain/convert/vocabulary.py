@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ptrain.data.chat_template import ChatTemplate
-from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary
+from ptrain.data.origin import TokenOrigin, read_origin
+from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary, file_of
 from ptrain.errors import refused
+from ptrain.spec.job import DataSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
@@ -27,23 +29,37 @@ class ChatVocabulary(FileVocabulary):
 
 def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> Vocabulary:
     """Return the vocabulary that a model was trained on: the one that is `named`, that of the
-    folder it began with, or bytes; if it `is_chat`, with the folder's template. Raises SpecError
-    where nobody says what its tokens mean."""
+    folder it began with, what made its token files, or bytes; if it `is_chat`, with the folder's
+    template. Raises SpecError where nobody says what its tokens mean, or a file says otherwise."""
     model, data = spec.model, spec.data
+    origin = _origin(data)
     began = Path(model.pretrained) if isinstance(model, ModelShape) and model.pretrained else None
     if named is None and began is not None and (began / FILE).is_file():
         named = began / FILE
+    if named is None and origin is not None and not origin.is_of_bytes:
+        named = None if origin.has_changed else Path(origin.tokenizer)
+    if named is not None and origin is not None and origin.differs(file_of(named)):
+        finding = f"the model was trained on tokens of {origin.tokenizer}, and {named} has others"
+        raise refused("--tokenizer", finding, "name the tokenizer that the model was trained on")
     if is_chat:
         if named is None:
             remedy = "name the folder of a tokenizer with a chat template: --tokenizer FOLDER"
             raise refused("--chat", "nobody says how what a user says is rendered", remedy)
-        return ChatVocabulary(named.parent if named.name == FILE else named)
+        return ChatVocabulary(named)
     if named is not None:
         return FileVocabulary(named)
-    if not data.is_of_files and data.function is None:
+    is_of_bytes = not data.is_of_files and data.function is None
+    if is_of_bytes or (origin is not None and origin.is_of_bytes):
         return ByteVocabulary()
     finding = "the model was trained on tokens of a file, and nobody says what they mean"
     raise refused("--tokenizer", finding, f"name a {FILE}")
+
+
+def _origin(data: DataSpec) -> TokenOrigin | None:
+    """Return what made the tokens of a training, by the first of its files that says so."""
+    paths = [data.path, *(source.path for source in data.sources or ())]
+    origins = (read_origin(Path(path)) for path in paths if path is not None)
+    return next((origin for origin in origins if origin is not None), None)
 
 
 def windows(tokens: Sequence[int], length: int) -> Iterable[Sequence[int]]:

@@ -8,8 +8,10 @@ which is a target, an input alone, or one with which a chat begins.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptrain.data.chat_template import ChatSample, ChatTemplate
-from ptrain.data.chats import chats
+from ptrain.data.chats import ANSWERS, chats
 from ptrain.data.tokenized import (
     Encoded,
     Tell,
@@ -28,7 +30,7 @@ from ptrain.data.tokenized import (
     token_dtype,
 )
 from ptrain.data.tokens import INPUT, START, TARGET, mask_beside
-from ptrain.errors import refused
+from ptrain.errors import PtrainError, refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +49,14 @@ def tokenize_chats(
     template: ChatTemplate,
     packing: ChatPacking,
     *,
-    field: str,
+    field: str | None,
     tell: Tell,
 ) -> TokenizingProgress:
-    """Write the rows of all chats to `out`, and what their tokens are beside it; return how much
-    there is. A chat that is longer than a row is cut behind the last answer that fits, or left out
-    where none does, as one without an answer is. Raises SpecError for what cannot be read or
-    written, and where no token can stand between two chats."""
+    """Write the rows of all chats, whose messages stand in `field` as `chats` reads it, to `out`,
+    and what their tokens are beside it; return how much there is. A chat that is longer than a row
+    is cut behind the last answer that fits, or left out where none does, as one without an answer
+    is. Raises SpecError for what cannot be read or written, and where no token can stand between
+    two chats."""
     named = _named(template, packing)
     dtype, width = token_dtype(template.size), packing.sequence + 1
 
@@ -64,26 +67,29 @@ def tokenize_chats(
             if token is None:
                 token = _separator(template, samples, packing) if named is None else named
             kept = [_fitting(several, width, token, packing) for several in samples]
-            whole = [sample for several in kept for sample in several]
+            fates = Counter(map(_fate, samples, kept))
+            whole = [sample for several in kept for sample in several.samples]
             rows = _rows(whole, packing, token)
             done = replace(
                 after,
                 tokens=done.tokens + sum(len(sample.tokens) for sample in whole),
                 entries=done.entries + len(rows[0]),
                 targets=done.targets + int((rows[1] == TARGET).sum()),
-                cut=done.cut + sum(_is_cut(*both) for both in zip(samples, kept, strict=True)),
-                left_out=done.left_out + sum(not several for several in kept),
+                cut=done.cut + fates[_Fate.CUT],
+                unanswered=done.unanswered + fates[_Fate.UNANSWERED],
+                too_long=done.too_long + fates[_Fate.TOO_LONG],
+                divided=done.divided + fates[_Fate.DIVIDED],
                 separator=token,
             )
             yield rows, done
         if not done.entries:
-            finding = f"none of {done.documents} chats has an answer that fits"
-            raise refused(str(texts[0]), finding, "write a longer --sequence")
+            raise _nothing(str(texts[0]), done)
 
     how = [packing.sequence, packing.is_packed, named]
     request = [*requested(texts, out, template.path), template.text, how, field]
     arrays = {out: ((width,), dtype), mask_beside(out): ((width,), np.uint8)}
-    return TokenFiles(arrays=arrays, request=request).write(encoded, tell)
+    files = TokenFiles(arrays=arrays, request=request, tokenizer=template.path)
+    return files.write(encoded, tell)
 
 
 def _named(template: ChatTemplate, packing: ChatPacking) -> int | None:
@@ -110,22 +116,59 @@ def _separator(
     raise refused("--separator", finding, remedy)
 
 
+class _Fate(StrEnum):
+    """What becomes of a chat."""
+
+    WHOLE = "whole"
+    CUT = "cut"
+    UNANSWERED = "unanswered"
+    TOO_LONG = "too long"
+    DIVIDED = "divided"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fitting:
+    """What of a chat can stand in a row, and whether some has the separator within it."""
+
+    samples: list[ChatSample]
+    is_divided: bool
+
+
 def _fitting(
     samples: Sequence[ChatSample], width: int, separator: int, packing: ChatPacking
-) -> list[ChatSample]:
+) -> _Fitting:
     """Return what of a chat can stand in a row: nothing that has the separator within it."""
     cut = [sample if len(sample.tokens) <= width else sample.cut(width) for sample in samples]
-    return [
+    learned = [sample for sample in cut if sample.is_target[1:].any()]
+    kept = [
         sample
-        for sample in cut
-        if sample.is_target[1:].any()
-        and not (packing.is_packed and (sample.tokens == separator).any())
+        for sample in learned
+        if not (packing.is_packed and (sample.tokens == separator).any())
     ]
+    return _Fitting(samples=kept, is_divided=len(kept) < len(learned))
 
 
-def _is_cut(samples: Sequence[ChatSample], kept: Sequence[ChatSample]) -> bool:
-    """Return whether a part of a chat is left out, and not all of it."""
-    return bool(kept) and [*map(id, samples)] != [*map(id, kept)]
+def _fate(samples: Sequence[ChatSample], fitting: _Fitting) -> _Fate:
+    if fitting.samples:
+        is_whole = [*map(id, samples)] == [*map(id, fitting.samples)]
+        return _Fate.WHOLE if is_whole else _Fate.CUT
+    if fitting.is_divided:
+        return _Fate.DIVIDED
+    has_answer = any(sample.is_target[1:].any() for sample in samples)
+    return _Fate.TOO_LONG if has_answer else _Fate.UNANSWERED
+
+
+def _nothing(place: str, done: TokenizingProgress) -> PtrainError:
+    """What is wrong with chats of which none is in a row."""
+    if done.divided:
+        finding = f"{done.divided} of {done.documents} chats have the separator within them"
+        return refused("--separator", finding, "name a token that stands in none, or write --alone")
+    if done.too_long:
+        finding = f"none of {done.documents} chats has an answer that fits"
+        return refused(place, finding, "write a longer --sequence")
+    finding = f"none of {done.documents} chats has a message of {ANSWERS!r} behind another"
+    remedy = f"give chats in which the role of who answers is {ANSWERS!r}"
+    return refused(place, finding, remedy)
 
 
 def _rows(

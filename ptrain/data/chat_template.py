@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptrain.data.chats import ANSWERS, Chat
-from ptrain.data.vocabulary import FILE
+from ptrain.data.vocabulary import FILE, size_of
 from ptrain.errors import Fault, refused
 from ptrain.models.boundary import boundary
 
@@ -45,8 +45,9 @@ class ChatSample:
 
 
 class ChatTemplate:
-    """The tokenizer of a folder, in the file `path`, of so many tokens (`size`), and its template,
-    of this `text`. Raises SpecError for a folder without them."""
+    """The tokenizer of a `folder`, or of the one in which a tokenizer.json is, in the file `path`,
+    of so many tokens (`size`), and its template, of this `text`. Raises SpecError for a folder
+    without them."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -54,10 +55,11 @@ class ChatTemplate:
         except ImportError as error:
             finding = "chats are rendered by transformers, which is not installed"
             raise refused("--chat", finding, "pip install transformers") from error
+        folder = folder.parent if folder.name == FILE else folder
         if not (folder / FILE).is_file():
             finding = f"{folder} is no folder with a {FILE}"
             raise refused(_PLACE, finding, "name the folder of a model that transformers loads")
-        self.path = folder / FILE
+        self.folder, self.path = folder, folder / FILE
         transformers.utils.logging.set_verbosity_error()
         with boundary(lambda error: _unread(folder, error)):
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
@@ -65,7 +67,7 @@ class ChatTemplate:
             )
             self.text: str = self._tokenizer.get_chat_template()
         self._marks_answers = _MARKS.search(self.text) is not None
-        self.size: int = len(self._tokenizer)
+        self.size = size_of(self._tokenizer.get_vocab())
         self._end: int | None = self._tokenizer.eos_token_id
 
     def token(self, word: str) -> int | None:

@@ -15,6 +15,7 @@ from pydoc_data.topics import topics
 import numpy as np
 
 from ptrain.data.mixture import Mixture, of_all
+from ptrain.data.origin import read_origin
 from ptrain.data.source import SampleSource
 from ptrain.data.token_corpus import HELD_OUT_OF_FILE, Corpus
 from ptrain.data.tokenizer import VOCAB, encode
@@ -76,6 +77,7 @@ def _from_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
         held_out=tokens[num_train:],
         vocab=None,
         masks=masks,
+        origin=read_origin(Path(source.path)),
     )
 
 

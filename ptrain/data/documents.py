@@ -13,6 +13,7 @@ from ptrain.spec.leaf import describe
 
 _UTF8 = "utf-8-sig"  # the mark that some editors put before a text is no part of it
 _PARQUET, _LINES = ".parquet", (".jsonl", ".ndjson", ".json")
+OF_CHATS = ("messages", "conversations")  # fields that have the messages of a chat
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _OBJECTS = "give a JSON object on every line"
 _OF_A_LIST = f"{_OBJECTS}, as jq -c '.[]' makes them of a list"
@@ -24,7 +25,7 @@ def documents(path: Path, field: str) -> Iterator[str]:
     if not has_rows(path):
         yield text_of(path)
         return
-    for place, row in rows(path, [field]):
+    for place, row in rows(path, [field], []):
         yield _of_row(row, field, place)
 
 
@@ -41,11 +42,11 @@ def has_rows(path: Path) -> bool:
     return path.suffix.lower() in (_PARQUET, *_LINES)
 
 
-def rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, object]]:
+def rows(path: Path, fields: Sequence[str], others: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Yield the rows of a file of JSON lines or Parquet, with the place where each stands. Of a row
-    of Parquet it is those of `fields` that are columns, the first of which must be."""
+    of Parquet it is those of `fields`, one of which must be a column, and of `others`."""
     is_parquet = path.suffix.lower() == _PARQUET
-    yield from _of_parquet(path, fields) if is_parquet else _of_lines(path)
+    yield from _of_parquet(path, fields, others) if is_parquet else _of_lines(path)
 
 
 def lacking(row: object, field: str, wanted: str) -> str:
@@ -53,7 +54,7 @@ def lacking(row: object, field: str, wanted: str) -> str:
     finding = f"there is no {wanted} in the field {field!r}"
     if not isinstance(row, dict):
         return f"{finding}: the row is {describe(row)}"
-    if row.get(field) is not None:
+    if field in row:
         return f"{finding}, but {describe(row[field])}"
     return f"{finding}; the row has {', '.join(map(str, row)) or 'no field'}"
 
@@ -93,13 +94,17 @@ def _of_row(row: object, field: str, place: str) -> str:
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
         remedy = "name the field that has the text: --field NAME"
+        if isinstance(row, dict) and not set(OF_CHATS).isdisjoint(row):
+            remedy += ", or, of chats, write --chat"
         raise refused(place, lacking(row, field, "text"), remedy)
     if not is_encodable(text):
         raise refused(place, "the text has half a character, which UTF-8 has not", "mend it")
     return text
 
 
-def _of_parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, object]]:
+def _of_parquet(
+    path: Path, fields: Sequence[str], others: Sequence[str]
+) -> Iterator[tuple[str, object]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
@@ -109,10 +114,10 @@ def _of_parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, object
     with boundary(lambda error: _no_parquet(path, error)):
         file: Any = parquet.ParquetFile(path)
         columns = file.schema_arrow.names
-    if fields[0] not in columns:
+    if set(fields).isdisjoint(columns):
         finding = f"there is no column {fields[0]!r}; it has {', '.join(columns)}"
         raise refused(str(path), finding, "name the one that is meant: --field NAME")
-    batches = file.iter_batches(columns=[field for field in fields if field in columns])
+    batches = file.iter_batches(columns=[field for field in (*fields, *others) if field in columns])
     while True:
         with boundary(lambda error: _no_parquet(path, error)):
             batch = next(batches, None)

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from ptrain.data.order import mixed, sample
+from ptrain.data.origin import require_one_tokenizer
 from ptrain.data.sampler import LocalBatch, local_batch
 from ptrain.data.source import Split
 from ptrain.data.token_corpus import Corpus
@@ -77,7 +78,8 @@ class Mixture:
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
         """Raises SpecError, with all faults, for files whose tokens are not in the model's
-        vocabulary."""
+        vocabulary, and for those of other tokenizers than the first."""
+        require_one_tokenizer([(file.name, file.origin) for file in self.files])
         of_all([partial(file.require_known, spec, logits) for file in self.files])
 
     def digest(self) -> None:

@@ -22,6 +22,10 @@ def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> Non
     if isinstance(model, ExternalModel) or (not is_packed and not _has_documents(model)):
         return
     before = tokens[:, :-1][begins[:, 1:]]
+    if len(np.unique(before)) > 1:
+        finding = f"its mask is not of {name}: by it documents begin behind tokens of several kinds"
+        remedy = "write the one that was made with it, or make both anew with ptrain tokenize"
+        raise refused("data.loss_mask", finding, remedy)
     remedy = f"write model.document_end={before[0]}" if is_packed else "remove it"
     if not isinstance(model, ModelShape) or not model.has_documents:
         finding = f"{name} has rows of several documents, which would attend to one another"

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptrain.data.order import sample
+from ptrain.data.origin import TokenOrigin, require_tokenizer
 from ptrain.data.row_edges import require_edges
 from ptrain.data.sampler import LocalBatch, local_batch
 from ptrain.data.source import Split
@@ -33,13 +34,15 @@ class Corpus:
     """Token ids by split; a token file stays on disk, mapped into memory. Samples are windows of
     them, or rows, if they have any. `vocab` is the size of the tokenizer, None where only the file
     knows. `masks` are of the two splits, with 0 for a token that is no target, and of rows with 1
-    for those that are; None where nothing says so."""
+    for those that are; None where nothing says so. `origin`: what made a file, where that is known.
+    """
 
     name: str
     train: Tokens
     held_out: Tokens
     vocab: int | None
     masks: tuple[NDArray[Any], NDArray[Any]] | None = None
+    origin: TokenOrigin | None = None
 
     def split(self, split: Split) -> Tokens:
         return self.train if split is Split.TRAIN else self.held_out
@@ -107,15 +110,17 @@ class Corpus:
         if self.masks is not None:
             mask = self.masks[split is not Split.TRAIN]
             own = _window(mask, place, sequence)
-            counts &= own == TARGET if mask.ndim == 2 else own.astype(np.bool_)
+            counts &= _are_targets(own, of_rows=mask.ndim == 2)
         if ignored:
             own = _window(self.split(split), place, sequence)
             counts &= np.isin(own, ignored, invert=True)
         return counts
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
-        """Raises SpecError for tokens that are not in the model's vocabulary."""
-        first = self.train[:_LOOKED_AT] if self.train.ndim == 1 else self.train[:_ROWS_LOOKED_AT]
+        """Raises SpecError for tokens that are not in the model's vocabulary or mean other words
+        there, and for a mask by which none is learned."""
+        num_looked_at = _LOOKED_AT if self.train.ndim == 1 else _ROWS_LOOKED_AT
+        first = self.train[:num_looked_at]
         largest = self.vocab - 1 if self.vocab else int(first.max())
         self._require_vocab(spec, largest)
         if logits is not None and largest >= logits:
@@ -123,8 +128,20 @@ class Corpus:
             finding = f"{self.name} holds token {largest}, but {name} gives each {logits} logits"
             remedy = f"let it have a vocabulary of {self.vocab or largest + 1} or more"
             raise refused("data", finding, remedy)
+        require_tokenizer(self.name, self.origin, spec.model)
+        if self.masks is not None:
+            self._require_targets(self.masks[0], num_looked_at)
         if self.train.ndim == 2 and self.masks is not None:
-            require_edges(self.name, first, self.masks[0][:_ROWS_LOOKED_AT], spec.model)
+            require_edges(self.name, first, self.masks[0][:num_looked_at], spec.model)
+
+    def _require_targets(self, mask: NDArray[Any], num_looked_at: int) -> None:
+        """The whole mask is looked at only where its beginning has no target."""
+        if not any(
+            _are_targets(part, of_rows=part.ndim == 2).any()
+            for part in (mask[:num_looked_at], mask)
+        ):
+            finding = f"by its mask no token of the train split of {self.name} is learned"
+            raise refused("data", finding, "write a mask that is true for tokens that are learned")
 
     def _require_vocab(self, spec: Spec, largest: int) -> None:
         size, key = spec.model.vocabulary
@@ -144,6 +161,11 @@ class Corpus:
         for tokens in (self.train, self.held_out):
             digest.update(np.ascontiguousarray(tokens).data)
         return digest.hexdigest()
+
+
+def _are_targets(mask: NDArray[Any], *, of_rows: bool) -> NDArray[np.bool_]:
+    """Return which tokens a mask lets count, of a stretch or of rows."""
+    return mask == TARGET if of_rows else mask != 0
 
 
 def _window(values: NDArray[Any], place: int, sequence: int) -> NDArray[Any]:

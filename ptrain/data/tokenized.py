@@ -18,6 +18,7 @@ from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
 from ptrain.data.documents import documents
+from ptrain.data.origin import origin_of, record_beside, write_origin
 from ptrain.data.vocabulary import Vocabulary
 from ptrain.errors import PtrainError, refused
 
@@ -32,7 +33,8 @@ Document = TypeVar("Document")
 class TokenizingProgress:
     """How far it is: files that are done, documents of the next one and of all, tokens, and how
     many entries the arrays have. Of chats besides: tokens that are learned, chats that were cut
-    behind an answer, those that were left out, and the token that stands between two."""
+    behind an answer, the token that stands between two, and those that were left out, which have no
+    answer, none that fits, or that token within them."""
 
     files: int = 0
     in_file: int = 0
@@ -41,8 +43,15 @@ class TokenizingProgress:
     entries: int = 0
     targets: int = 0
     cut: int = 0
-    left_out: int = 0
+    unanswered: int = 0
+    too_long: int = 0
+    divided: int = 0
     separator: int | None = None
+
+    @property
+    def left_out(self) -> int:
+        """Chats of which nothing is in any row."""
+        return self.unanswered + self.too_long + self.divided
 
 
 Tell = Callable[[TokenizingProgress], None]
@@ -52,10 +61,12 @@ Encoded = tuple[Sequence[NDArray[Any]], TokenizingProgress]  # what a batch adds
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
     """Arrays that are written together: for each the shape of an entry and its dtype. `request`:
-    what another call has to have in common to go on with this one."""
+    what another call has to have in common to go on with this one. `tokenizer`: the file that says
+    what the numbers of the first mean, None of bytes."""
 
     arrays: Mapping[Path, tuple[tuple[int, ...], DTypeLike]]
     request: list[Any]
+    tokenizer: Path | None
 
     def write(
         self, encoded: Callable[[TokenizingProgress], Iterator[Encoded]], tell: Tell
@@ -82,8 +93,11 @@ class TokenFiles:
                     _write_notes(notes, {"request": self.request, "done": asdict(reached)})
                     tell(reached)
                     done = reached
+            record_beside(out).unlink(missing_ok=True)
             for part, path in zip(parts, self.arrays, strict=True):
                 os.replace(part, path)
+            if origin := origin_of(self.tokenizer):
+                write_origin(out, origin)
         except OSError as error:
             remedy = "choose another --out"
             raise refused(str(out), error.strerror or str(error), remedy) from error
@@ -127,8 +141,12 @@ def tokenize(
             done = replace(after, tokens=number, entries=number)
             yield (added,), done
 
-    request = [*requested(texts, out, vocabulary.path), end, field]
-    return TokenFiles(arrays={out: ((), dtype)}, request=request).write(encoded, tell)
+    files = TokenFiles(
+        arrays={out: ((), dtype)},
+        request=[*requested(texts, out, vocabulary.path), end, field],
+        tokenizer=vocabulary.path,
+    )
+    return files.write(encoded, tell)
 
 
 def _ended(tokens: list[int], end: int) -> list[int]:
@@ -188,7 +206,7 @@ class GrowingArray:
 
     def add(self, entries: NDArray[Any]) -> None:
         """Write entries behind those that are there."""
-        entries.astype(self._dtype, copy=False).tofile(self._file)
+        self._file.write(entries.astype(self._dtype, copy=False).tobytes())
         self._entries += len(entries)
         self._write_header()
         self._file.seek(0, os.SEEK_END)

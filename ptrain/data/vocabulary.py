@@ -4,7 +4,7 @@ tokenizer.json says."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,11 +64,13 @@ class FileVocabulary:
         except ImportError as error:
             finding = f"{path} is read by the library tokenizers, which is not installed"
             raise refused(_PLACE, finding, "pip install tokenizers") from error
-        path = path / FILE if path.is_dir() else path
+        path = file_of(path)
         self.path: Path | None = path
         with boundary(lambda error: _unread(path, error)):  # the library raises plain Exceptions
             self._of_file: Any = tokenizers.Tokenizer.from_file(str(path))
-        self.size: int = self._of_file.get_vocab_size()
+        self._of_file.no_truncation()  # a file keeps those of the call before it was saved
+        self._of_file.no_padding()
+        self.size: int = size_of(self._of_file.get_vocab())
         word = end if end is not None else _end_beside(path)
         self.end: int | None = None if word is None else self._of_file.token_to_id(word)
         if end is not None and self.end is None:
@@ -84,6 +86,16 @@ class FileVocabulary:
     def text(self, tokens: Iterable[int]) -> str:
         text: str = self._of_file.decode([*tokens])
         return text
+
+
+def file_of(path: Path) -> Path:
+    """Return the tokenizer.json that is named, or that of a folder."""
+    return path / FILE if path.is_dir() else path
+
+
+def size_of(words: Mapping[str, int]) -> int:
+    """Return how many tokens there are up to the last one: numbers between may be of no word."""
+    return 1 + max(words.values(), default=-1)
 
 
 def _unread(path: Path, error: BaseException) -> Fault:

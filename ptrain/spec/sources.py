@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -43,7 +44,7 @@ class Sources(Leaf):
         sources = [_source(number, source) for number, source in enumerate(value, 1)]
         numbers: dict[str, int] = {}
         for number, source in enumerate(sources, 1):
-            first = numbers.setdefault(source.path, number)
+            first = numbers.setdefault(os.path.abspath(source.path), number)
             if first != number:
                 finding = f"source {number} is the file of source {first}: {source.path}"
                 refuse(finding, "keep one of the two, with both weights added")

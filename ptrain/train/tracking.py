@@ -37,7 +37,7 @@ TRACKERS: Mapping[str, Callable[[], Tracker]] = {
 }
 PATIENCE = 20.0  # seconds at the end of a run: the launcher gives the last rank 30
 MOST_CALLS = 10_000  # that wait for a tracker
-_PASSWORD = re.compile(r"//[^/@\s]+@")  # of an address
+_PASSWORD = re.compile(r"//[^/\s]+@")  # of an address, and the user's name; it may have an @
 
 
 class TrackerThread:
@@ -47,6 +47,7 @@ class TrackerThread:
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name = name
         self.is_given_up = False
+        self._warns = threading.Lock()  # both threads may give it up
         self._tracker = tracker
         self._calls: Queue[Callable[[Tracker], object] | None] = Queue(MOST_CALLS)
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
@@ -82,12 +83,12 @@ class TrackerThread:
                 return
 
     def _give_up(self, reason: str) -> None:
-        if not self.is_given_up:
+        with self._warns:
+            if self.is_given_up:
+                return
             self.is_given_up = True
-            hidden = _PASSWORD.sub("//", reason)
-            LOG.warning(
-                "warning: %s has failed, and is left out from here on: %s", self.name, hidden
-            )
+        hidden = _PASSWORD.sub("//", reason)
+        LOG.warning("warning: %s has failed, and is left out from here on: %s", self.name, hidden)
 
 
 class Trackers:

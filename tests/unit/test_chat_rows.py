@@ -29,6 +29,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.chat_folders import (
     CHAT,
+    END,
     PAD,
     Messages,
     drawn_chats,
@@ -98,7 +99,8 @@ def test_every_chat_stands_in_a_row_once(
     drawn[7] = drawn[7][:1]  # without an answer
     drawn[9] = [{"role": "user", "content": "red " * SEQUENCE}, *CHAT[2:]]  # that fits not
     file, out = write_chats(tmp_path / "a.jsonl", drawn), tmp_path / "rows.npy"
-    words = ["--chat", "--tokenizer", str(folder), "--sequence", str(SEQUENCE), "--json"]
+    words = ["--chat", "--tokenizer", str(folder / "tokenizer.json"), "--json"]
+    words += ["--sequence", str(SEQUENCE)]
     assert main(["tokenize", str(file), "--out", str(out), *words, *options]) == 0
     record = json.loads(capsys.readouterr().out)
     tokens, marks = rows_of(out)
@@ -110,6 +112,8 @@ def test_every_chat_stands_in_a_row_once(
     whole = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in drawn]
     num_cut = sum(len(ids) > SEQUENCE + 1 for ids in whole) - (len(drawn) - len(expected) - 1)
     assert record["cut"] == num_cut > 20 and record["left_out"] == 300 - len(expected) >= 2
+    assert (record["unanswered"], record["divided"]) == (1, 0)
+    assert record["too_long"] == record["left_out"] - 1
     assert record["chats"] == 300 and record["tokens"] == sum(map(len, expected))
     assert record["targets"] == int((marks == TARGET).sum())
     if options:
@@ -225,7 +229,8 @@ def test_what_was_broken_off_goes_on_where_it_stopped(
     ):
         assert own.tolist() == whole.tolist()
     left = {path.name for path in tmp_path.iterdir()} - {path.name for path in files}
-    assert left == {f"{name}{end}.npy" for name in ("rows", "whole") for end in ("", ".mask")}
+    ends = (".npy", ".mask.npy", ".tokenizer.json")
+    assert left == {f"{name}{end}" for name in ("rows", "whole") for end in ends}
 
 
 def fault_of(spec: Spec) -> tuple[str, str, str]:
@@ -252,6 +257,13 @@ def test_rows_that_would_be_read_in_another_way_are_refused(packed: Path):
         "batch.sequence",
         "write batch.sequence=127, or make the file with --sequence 64",
     )
+    other = packed.with_name("other.npy")
+    np.save(other, np.roll(np.load(mask_beside(packed)), 1, axis=0))
+    place, remedy = place_and_remedy(f"data.loss_mask={other}")
+    assert place == "data.loss_mask" and "the one that was made with it" in remedy
+    np.save(other, np.zeros_like(np.load(mask_beside(packed))))
+    _, finding, _ = fault_of(spec_of(packed, f"data.loss_mask={other}"))
+    assert "by its mask no token of the train split" in finding
     place, remedy = place_and_remedy("data.loss_mask=null")
     assert place == "data.loss_mask" and "rows.mask.npy" in remedy
 
@@ -265,7 +277,18 @@ def test_a_chat_that_has_the_separator_in_it_is_left_out(folder: Path, tmp_path:
     done = tokenize_chats(
         [file], tmp_path / "t.npy", ChatTemplate(folder), packing, field="messages", tell=print
     )
-    assert (done.documents, done.left_out) == (4, 1)
+    assert (done.documents, done.left_out, done.divided) == (4, 1, 1)
+
+
+def test_a_separator_that_stands_in_every_chat_is_refused_as_such(
+    folder: Path, tmp_path: Path, capsys: Any
+):
+    file = write_chats(tmp_path / "a.jsonl", drawn_chats(3))
+    call = ["tokenize", str(file), "--chat", "--tokenizer", str(folder), "--sequence", "127"]
+    assert main([*call, "--separator", END, "--out", str(tmp_path / "t.npy")]) == 2
+    error = capsys.readouterr().err
+    assert "--separator: 3 of 3 chats have the separator within them" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_where_no_token_is_left_to_stand_between_chats_one_is_to_be_named(

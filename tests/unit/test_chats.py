@@ -99,12 +99,16 @@ def test_a_template_that_tells_nothing_apart_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "finding"),
     [
-        ({"messages": []}, "1: there is no list of messages in the field 'messages', but a list"),
-        ({"conversations": CHAT}, "in the field 'messages'; the row has conversations"),
+        ({"messages": []}, "1: the list in the field 'messages' is empty"),
+        ({"said": CHAT}, "in the field 'messages'; the row has said"),
+        ({"messages": None}, "in the field 'messages', but nothing"),
         (
-            {"messages": [{"from": "a", "value": "b"}]},
+            {"messages": [{"who": "a", "value": "b"}]},
             "1: there is no text in the field 'role'",
         ),
+        ({"conversations": [{"from": "a", "value": "b"}]}, "1: nobody is known as 'a'"),
+        ({"conversations": [{"from": [1], "value": "b"}]}, "1: nobody is known as [1]"),
+        ({"conversations": [{"from": "gpt"}]}, "1: there is no text in the field 'content'"),
         (
             {"messages": [CHAT[0], {"role": "user"}]},
             "2: there is no text in the field 'content'",
@@ -113,7 +117,8 @@ def test_a_template_that_tells_nothing_apart_is_refused(tmp_path: Path):
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half a character"),
         (3, "in the field 'messages': the row is the number 3"),
         ({"messages": [{"role": "user", "content": [1]}, *CHAT[2:]]}, "the chat template refuses"),
-        ({"messages": CHAT[:2]}, "none of 1 chats has an answer that fits"),
+        ({"messages": CHAT[:2]}, "none of 1 chats has a message of 'assistant' behind another"),
+        ({"messages": [*CHAT[:2], {**CHAT[2], "content": "a" * 999}]}, "has an answer that fits"),
     ],
     ids=str,
 )
@@ -140,6 +145,17 @@ def test_calls_of_tools_are_answers_too(tmp_path: Path, tokenizer: Any):
     assert "[{'name': 'red'}]" in tokenizer.decode(sample.tokens)
     learned = tokenizer.decode(sample.tokens[sample.is_target])
     assert learned == f"red{END}seven{END}"
+
+
+@pytest.mark.parametrize("field", ["conversations", "messages"])
+def test_chats_as_sharegpt_has_them_are_chats(tmp_path: Path, field: str):
+    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+    said = [{"from": speakers[m["role"]], "value": m["content"], "weight": 1} for m in CHAT]
+    (tmp_path / "a.jsonl").write_text(json.dumps({field: said, "id": 3}))
+    assert [chat.messages for chat in chats(tmp_path / "a.jsonl", None)] == [CHAT]
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({field: [said]}), tmp_path / "a.parquet")
+    assert [chat.messages for chat in chats(tmp_path / "a.parquet", None)] == [CHAT]
 
 
 def test_chats_in_columns_are_chats(tmp_path: Path):

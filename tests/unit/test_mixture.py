@@ -180,6 +180,7 @@ def test_shares_that_no_short_cycle_has_are_nearly_so():
         ([{"path": "a", "weight": "2"}], "source 1, weight: must be"),
         ([{"path": "a", "epochs": 2}], "source 1 has no key 'epochs'"),
         ([{"path": "a"}, {"path": "a"}], "source 2 is the file of source 1"),
+        ([{"path": "a"}, {"path": "./b/../a"}], "source 2 is the file of source 1"),
         ([{"path": "a"}, {"path": "b", "weight": 1e-6}], "source 2 has less than one sample in"),
     ],
     ids=str,

@@ -4,6 +4,7 @@ exported is what was read."""
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ptrain.cli.main import main
 from ptrain.convert.export import export
 from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.program import interpret
@@ -186,6 +188,30 @@ def test_an_export_that_cannot_be_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_checkpoint_that_is_not_whole_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: Any
+) -> None:
+    run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run")
+    (part,) = run.glob("checkpoints/*/*.distcp")
+    part.write_bytes(part.read_bytes()[:1000])
+    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "error: RUN: checkpoint" in error and "has 1000 bytes" in error and "remedy" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_is_full_is_one_message_and_leaves_nothing(tmp_path: Path) -> None:
+    run = run_of(saved("llama", tmp_path / "in"), tmp_path / "run")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    try:
+        with pytest.raises(SpecError, match=r"out cannot be written: model.safetensors: "):
+            export(run, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "run"}
+
+
 def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
     folder = saved("gpt2", tmp_path / "in")
     spec = spec_of(folder, "batch.sequence=65")
@@ -193,12 +219,13 @@ def test_more_tokens_than_learned_positions_are_refused(tmp_path: Path) -> None:
         build(spec.model, sequence=65)
 
 
-def test_a_run_whose_folder_is_gone_is_exported_all_the_same(tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_gone_is_exported_all_the_same(tmp_path: Path, capsys: Any) -> None:
     folder = saved("llama", tmp_path / "in")
     run = run_of(folder, tmp_path / "run")
     before = tensors(folder)
     shutil.rmtree(folder)
-    assert export(run, tmp_path / "out").copied == ()
+    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
+    assert f"without a tokenizer: {folder}, which the model began with" in capsys.readouterr().out
     after = tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

@@ -51,7 +51,7 @@ def test_texts_rows_of_json_and_of_parquet_become_one_token_file(tmp_path: Path,
     assert open_tokens(out).tolist() == tokens
     assert f"9 documents, {len(tokens)} tokens of 259" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [*(file.name for file in files), "tokens.npy"]
+        [*(file.name for file in files), "tokens.npy", "tokens.tokenizer.json"]
     )
 
 
@@ -61,6 +61,16 @@ def test_tokens_are_those_of_the_tokenizer_with_its_end_behind_each_document(tmp
     assert main(["tokenize", str(rows), "--out", str(tmp_path / "t.npy"), *words]) == 0
     tokens = open_tokens(tmp_path / "t.npy")
     assert tokens.tolist() == [2, 3, 1, 4, 0, 1, 1] and tokens.dtype == np.uint16
+
+
+def test_numbers_of_no_word_between_those_of_others_count(tmp_path: Path, capsys: Any):
+    path = tokenizer(tmp_path)
+    path.write_text(path.read_text(encoding="utf-8").replace('"w4": 4', '"w4": 70000'))
+    (tmp_path / "a.txt").write_text("w4 w2")
+    words = ["--tokenizer", str(path), "--out", str(tmp_path / "t.npy")]
+    assert main(["tokenize", str(tmp_path / "a.txt"), *words]) == 0
+    assert open_tokens(tmp_path / "t.npy").tolist() == [70_000, 2, 1]
+    assert "model.vocab=70001" in capsys.readouterr().out
 
 
 def test_more_than_65536_words_take_four_bytes(tmp_path: Path):
@@ -118,6 +128,7 @@ def test_what_was_broken_off_goes_on_where_it_stopped(
         ("a.txt", b"\xff\xfe", "a.txt: is not UTF-8 text (byte 0)"),
         ("a.jsonl", b'{"text": "a"}\n{"text"\n', "a.jsonl:2: is no JSON"),
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "a.jsonl:2: there is no text in the field"),
+        ("a.jsonl", b'{"messages": []}\n', "--field NAME, or, of chats, write --chat"),
         ("a.jsonl", b'{"text": 3}\n', "there is no text in the field 'text', but the number 3"),
         ("a.jsonl", b"3\n", "no text in the field 'text': the row is the number 3"),
         ("a.json", b'[{"text": "a"}]', "is a list, and rows are objects"),

@@ -50,8 +50,12 @@ def follow(runs: Mapping[str, TrackedRun]) -> Trackers:
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
     lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Lines(logging.WARNING)
     LOG.addHandler(handler)
     yield lines
     LOG.removeHandler(handler)
@@ -136,8 +140,9 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(
     assert line.startswith("warning: wandb has failed, and is left out from here on: ")
 
 
-def test_a_password_in_an_address_is_not_repeated(tmp_path, monkeypatch, warnings):
-    address = "https://somebody:canary@tracking.example:5000/api"
+@pytest.mark.parametrize("password", ["canary", "p@canary", "p:@@canary"])
+def test_a_password_in_an_address_is_not_repeated(tmp_path, monkeypatch, warnings, password):
+    address = f"https://somebody:{password}@tracking.example:5000/api"
     use(monkeypatch, mlflow=Recorded("begin", lambda: refuse_all(address)))
     follow({"mlflow": tracked(tmp_path)})
     (line,) = warnings
@@ -275,8 +280,8 @@ def test_tensorboard_is_given_scalars_by_step_and_hides_steps_done_again(tmp_pat
     calls = Calls()
     names = ("add_scalar", "add_text", "close")
     writer = SimpleNamespace(**{name: calls.record(name) for name in names})
-    made = calls.record("SummaryWriter", writer)
-    module(monkeypatch, "torch.utils.tensorboard", SummaryWriter=made)
+    constructor = calls.record("SummaryWriter", writer)
+    module(monkeypatch, "torch.utils.tensorboard", SummaryWriter=constructor)
     follow({"tensorboard": tracked(tmp_path)})
     follow({"tensorboard": tracked(tmp_path, first=4)})
     writers = [named for _, named in calls.all("SummaryWriter")]

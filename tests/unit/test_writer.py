@@ -119,6 +119,11 @@ def test_what_cannot_be_is_refused_in_one_message(
     assert finding in capsys.readouterr().err
 
 
+def test_a_user_who_says_nothing_is_refused(run: Path, capsys: Any) -> None:
+    assert main(["sample", str(run), "--chat"]) == 2
+    assert "PROMPT: nothing is said to the model" in capsys.readouterr().err
+
+
 def test_a_text_without_a_target_is_refused(run: Path) -> None:
     with pytest.raises(PtrainError, match="nothing to foresee"):
         Writer(run).score("")

@@ -1,0 +1,149 @@
+"""Token files say which tokenizer made them: numbers of one are not read as words of another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptrain.cli.main import main
+from ptrain.convert.vocabulary import vocabulary_of
+from ptrain.data.corpus import corpus
+from ptrain.data.origin import record_beside
+from ptrain.data.sampler import require
+from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary
+from ptrain.errors import SpecError
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+from tests.chat_folders import save_tokenizer
+from tests.published_folders import saved
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and its tokenizer, as they are published."""
+    folder = saved("llama", tmp_path_factory.mktemp("base") / "base", vocab_size=320)
+    return save_tokenizer(folder)
+
+
+def other(base: Path, folder: Path) -> Path:
+    """A tokenizer of the same size in which two words have changed places."""
+    folder.mkdir()
+    content = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    shutil.copy(base / "tokenizer_config.json", folder)
+    return folder
+
+
+def test_the_keys_of_a_training_are_those_of_the_folder(base: Path, tmp_path: Path, capsys: Any):
+    tokens(tmp_path, "t", base)
+    assert f"train on it with data.path={tmp_path / 't.npy'} model.pretrained={base}\n" in (
+        capsys.readouterr().out
+    )
+
+
+def tokens(folder: Path, name: str, tokenizer: Path | None) -> Path:
+    (folder / "a.txt").write_text("the red is seven and a b " * 200)
+    words = [] if tokenizer is None else ["--tokenizer", str(tokenizer)]
+    out = folder / f"{name}.npy"
+    assert main(["tokenize", str(folder / "a.txt"), "--out", str(out), *words]) == 0
+    return out
+
+
+def spec_of(**sections: Any) -> Spec:
+    return load(
+        {
+            "name": "of-files",
+            "mesh": {"dp_shard": 2},
+            "placement": "zero2",
+            "batch": {"global": 8, "micro": 2, "sequence": 16},
+            **sections,
+        }
+    ).spec
+
+
+def test_a_model_is_given_tokens_of_its_own_tokenizer_alone(base: Path, tmp_path: Path):
+    made = {"own": base, "other": other(base, tmp_path / "tokenizer"), "bytes": None}
+    for name, tokenizer in made.items():
+        file = tokens(tmp_path, name, tokenizer)
+        spec = spec_of(model={"pretrained": str(base)}, data={"path": str(file)})
+        if name == "own":
+            require(corpus(spec.data), spec)
+            continue
+        with pytest.raises(SpecError, match=rf"{name}.npy has tokens of .* and the model's are"):
+            require(corpus(spec.data), spec)
+        record_beside(file).unlink()
+        require(corpus(spec.data), spec)
+
+
+def test_lengths_with_which_a_tokenizer_was_saved_make_no_other_of_it(base: Path, tmp_path: Path):
+    again = tmp_path / "again"
+    again.mkdir()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.padding_side = "left"
+    tokenizer("a", padding="max_length", max_length=9, truncation=True)
+    tokenizer.save_pretrained(again)
+    names = [folder / "tokenizer.json" for folder in (again, base)]
+    assert names[0].read_text() != names[1].read_text()
+    file = tokens(tmp_path, "t", again)
+    assert np.load(file).tolist() == np.load(tokens(tmp_path, "u", base)).tolist()
+    spec = spec_of(model={"pretrained": str(base)}, data={"path": str(file)})
+    require(corpus(spec.data), spec)
+
+
+def test_files_of_two_tokenizers_are_not_mixed(base: Path, tmp_path: Path):
+    files = [tokens(tmp_path, "a", base), tokens(tmp_path, "b", other(base, tmp_path / "other"))]
+    np.save(tmp_path / "unknown.npy", np.arange(300, dtype=np.uint16))
+    model = {"layers": 1, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 320}
+    for paths, is_refused in (
+        ([*files], True),
+        ([tmp_path / "unknown.npy", *files], True),
+        ([tmp_path / "unknown.npy", files[1]], False),
+    ):
+        sources = [{"path": str(path)} for path in paths]
+        spec = spec_of(model=model, data={"sources": sources})
+        if is_refused:
+            with pytest.raises(SpecError, match=r"data.sources: .*a.npy has tokens of .*b.npy of"):
+                require(corpus(spec.data), spec)
+        else:
+            require(corpus(spec.data), spec)
+
+
+def test_another_file_in_the_same_place_has_an_origin_of_its_own(base: Path, tmp_path: Path):
+    record = record_beside(tokens(tmp_path, "t", base))
+    assert json.loads(record.read_text())["tokenizer"] == str(base / "tokenizer.json")
+    tokens(tmp_path, "t", None)
+    assert json.loads(record.read_text())["tokenizer"] == "bytes"
+    for damaged in ("{", "[]", '{"digest": 3, "tokenizer": "a"}', '{"digest": "a"}'):
+        record.write_text(damaged)
+        data = {"path": str(tmp_path / "t.npy")}
+        spec = spec_of(model={"pretrained": str(base)}, data=data)
+        require(corpus(spec.data), spec)
+
+
+def test_texts_of_a_model_are_in_the_words_of_its_token_file(base: Path, tmp_path: Path):
+    model = {"layers": 1, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 320}
+    own, different = tmp_path / "own", other(base, tmp_path / "different")
+    shutil.copytree(base, own)
+    of_words, of_bytes = tokens(tmp_path, "words", own), tokens(tmp_path, "bytes", None)
+    spec = spec_of(model=model, data={"path": str(of_words)})
+    words = vocabulary_of(spec, None)
+    assert isinstance(words, FileVocabulary) and words.path == own / "tokenizer.json"
+    assert vocabulary_of(spec, base).tokens("red") == words.tokens("red")
+    with pytest.raises(SpecError, match=r"was trained on tokens of .*own/tokenizer.json"):
+        vocabulary_of(spec, different)
+    shutil.rmtree(own)
+    with pytest.raises(SpecError, match="nobody says what they mean"):
+        vocabulary_of(spec, None)
+    spec = spec_of(model=model, data={"sources": [{"path": str(of_bytes)}]})
+    assert isinstance(vocabulary_of(spec, None), ByteVocabulary)
+    with pytest.raises(SpecError, match="was trained on tokens of bytes"):
+        vocabulary_of(spec, base)
