@@ -43,6 +43,46 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         {**SIZES, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
     ),
 }
+_NO_DIM = {name: size for name, size in SIZES.items() if name != "head_dim"}
+_PADDED = {**_NO_DIM, "pad_token_id": 0}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# By model type, likewise: classes that are read as they are (`hf:`), most without a built-in twin.
+CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3", _PADDED),
+    "gemma3_text": (
+        "Gemma3Text",
+        {**SIZES, "num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 12},
+    ),
+    "starcoder2": ("Starcoder2", _NO_DIM),
+    "gpt_neox": (  # its head has another name in files
+        "GPTNeoX",
+        {name: size for name, size in _NO_DIM.items() if name != "num_key_value_heads"},
+    ),
+    "phimoe": ("Phimoe", {**_NO_DIM, **_EXPERTS}),  # a router too, and experts stand one by one
+    "deepseek_v3": (  # a buffer that files have
+        "DeepseekV3",
+        {
+            **{**_NO_DIM, "num_key_value_heads": 4, "num_experts_per_tok": 2},
+            **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size"), 16),
+            **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+            **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+            "n_routed_experts": 4,
+        },
+    ),
+    "phi": ("Phi", _NO_DIM),
+    "olmo2": ("Olmo2", _PADDED),
+    "granite": ("Granite", {**_NO_DIM, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+    "mixtral": CASES["mixtral"],
+    "gpt_oss": ("GptOss", {**SIZES, **_EXPERTS, "sliding_window": 8, "pad_token_id": 0}),
+    "granitemoe": ("GraniteMoe", {**_NO_DIM, **_EXPERTS}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            **{**_NO_DIM, "num_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+        },
+    ),
+}
 
 
 def saved(case: str, folder: Path, max_shard_size: str = "1GB", **others: Any) -> Path:
@@ -51,15 +91,15 @@ def saved(case: str, folder: Path, max_shard_size: str = "1GB", **others: Any) -
     import torch
     import transformers
 
-    prefix, fields = CASES[case]
+    prefix, fields = {**CLASSES, **CASES}[case]
     config = getattr(transformers, f"{prefix}Config")(
         **{"bos_token_id": 1, "eos_token_id": 2, **fields, **others}
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.05, 0.2)
+        for tensor in model.state_dict().values():
+            tensor.normal_(0.05, 0.2)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ptrain.errors import PtrainError, refused
 from ptrain.spec.block import BlockOptions
-from ptrain.spec.model import Attention, ModelShape, ModelSpec
+from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.published import KINDS, UnfitConfig, config_of, keys_of
 from ptrain.spec.resolve_sections import CONFIG, shape_of
 from ptrain.spec.write import keys_of_shape
@@ -29,13 +29,10 @@ class PublishedConfig:
     unsaid: tuple[str, ...]
 
 
-def published_config(model: ModelSpec, *, sequence: int) -> PublishedConfig:
+def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
     """Return the config of a model that was trained on samples of so many tokens. What it begins
     with has a config of its own, whose other fields stay. Raises SpecError for a model that no
     class of transformers is known to be."""
-    if not isinstance(model, ModelShape):
-        finding = "not yet: the export of a model that is not built in"
-        raise refused("model", finding, "what works: a model that transformers saves by itself")
     before = _before(model)
     first = str(before.get("model_type", ""))
     shape, keys = _of_weights(model), keys_of_shape(model)

@@ -1,5 +1,6 @@
 """A checkpoint as a folder that transformers loads: safetensors, a config.json, and the files of
-the tokenizer that the model came with. Of the checkpoint no more is read at a time than one file
+the tokenizer that the model came with; of a model of the user's own, safetensors with its own
+names. Of the checkpoint no more is read at a time than one file
 holds; the folder appears whole or not at all.
 """
 
@@ -17,12 +18,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ptrain.convert.config import PublishedConfig, published_config
+from ptrain.convert.form import FileForm, Stored, form_of
 from ptrain.convert.saved import SavedModel
 from ptrain.errors import refused
 from ptrain.models.pretrained import INDEX, WHOLE
-from ptrain.models.published_names import StoredTensor, stored
-from ptrain.spec.model import ModelShape
 from ptrain.spec.resolve_sections import CONFIG
 from ptrain.spec.spec import Spec
 
@@ -38,9 +37,10 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written: of which step, to which folder, as which class; how many tensors and bytes
-    of weights; the `copied` files; keys of the spec that its config could not say; and the folder
-    that the model began with, where it is `gone`, and nothing of it could be copied."""
+    """What was written: of which step, to which folder, as which class (or the user's function);
+    how many tensors and bytes of weights; the `copied` files; keys of the spec that its config
+    could not say; and the folder that the model began with, where it is `gone`, and nothing of it
+    could be copied."""
 
     step: int
     folder: Path
@@ -60,11 +60,11 @@ def export(run: Path, to: Path, step: int | None = None) -> Exported:
         raise refused("--to", f"{to} is there already", "name a folder that is not")
     saved = SavedModel(run, step)
     spec = saved.spec
-    config = published_config(spec.model, sequence=spec.batch.sequence)
+    form = form_of(saved)
     unfinished = to.with_name(f".{to.name}.tmp-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
-        tensors, size = _write_weights(saved, config, unfinished)
+        tensors, size = _write_weights(saved, form, unfinished)
         copied = tuple(_copy_tokenizer(spec, unfinished))
         unfinished.rename(to)
     except OSError as error:
@@ -74,47 +74,45 @@ def export(run: Path, to: Path, step: int | None = None) -> Exported:
     return Exported(
         step=saved.step,
         folder=to,
-        architecture=config.config["architectures"][0],
+        architecture=form.architecture,
         tensors=tensors,
         size=size,
         copied=copied,
-        unsaid=config.unsaid,
+        unsaid=form.unsaid,
         gone=saved.gone,
     )
 
 
-def _write_weights(saved: SavedModel, config: PublishedConfig, to: Path) -> tuple[int, int]:
+def _write_weights(saved: SavedModel, form: FileForm, to: Path) -> tuple[int, int]:
     """Return how many tensors were written, and of how many bytes."""
-    assert isinstance(saved.spec.model, ModelShape), "it has a config"
-    groups = _groups(saved.parameters, config.kind, saved.spec.model.experts)
-    files = [*_by_file(groups)]
+    files = [*_by_file(_groups(saved.parameters, form))]
     file_of: dict[str, str] = {}
     size, dtypes = 0, set[torch.dtype]()
     for number, group in enumerate(files, 1):
         name = WHOLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = _published(saved.load(ours for ours, _ in group), group)
+        dtypes |= {tensor.dtype for tensor in tensors.values()}
+        tensors |= form.buffers if number == 1 else {}
         _write_tensors(to / name, tensors)
         file_of |= dict.fromkeys(tensors, name)
         size += sum(tensor.nbytes for tensor in tensors.values())
-        dtypes |= {tensor.dtype for tensor in tensors.values()}
     if len(files) > 1:
         _write_json(to / INDEX, {"metadata": {"total_size": size}, "weight_map": file_of})
-    (dtype,) = dtypes
-    said = {key: value for key, value in config.config.items() if key != "torch_dtype"}
-    _write_json(to / CONFIG, {**said, "dtype": _DTYPES.get(dtype, str(dtype)[6:])})
+    if form.config:
+        (dtype,) = dtypes
+        said = {key: value for key, value in form.config.items() if key != "torch_dtype"}
+        _write_json(to / CONFIG, {**said, "dtype": _DTYPES.get(dtype, str(dtype)[6:])})
     return len(file_of), size
 
 
-Group = list[tuple[str, StoredTensor]]  # parameters by name that stand in the same of theirs
+Group = list[tuple[str, Stored]]  # parameters by name that stand in the same of theirs
 
 
-def _groups(
-    saved: Mapping[str, TensorStorageMetadata], kind: str, experts: int | None
-) -> list[tuple[Group, int]]:
+def _groups(saved: Mapping[str, TensorStorageMetadata], form: FileForm) -> list[tuple[Group, int]]:
     """Return what has to be read together, with its bytes."""
     by_names: dict[tuple[str, ...], Group] = {}
     for name in saved:
-        of_files = stored(kind, name, experts)
+        of_files = form.stored(name)
         by_names.setdefault(of_files.names, []).append((name, of_files))
     return [(group, sum(_bytes(saved[name]) for name, _ in group)) for group in by_names.values()]
 
@@ -151,7 +149,6 @@ def _published(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, t
 
 
 def _copy_tokenizer(spec: Spec, to: Path) -> Iterator[str]:
-    assert isinstance(spec.model, ModelShape), "it has a config"
     for name in _TOKENIZER if spec.model.pretrained else ():
         source = Path(str(spec.model.pretrained)) / name
         if source.is_file():

@@ -39,6 +39,12 @@ class SavedModel:
             if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
         }
 
+    def require_folder(self, *, needed: bool) -> None:
+        """Raises SpecError where a model needs the folder that it began with, which is gone."""
+        if needed and self.gone is not None:
+            finding = f"{self.gone} is gone, and the model has tensors of it that are not trained"
+            raise refused("model.pretrained", finding, "put it back: no checkpoint has them")
+
     @property
     def step(self) -> int:
         """How many steps were done."""

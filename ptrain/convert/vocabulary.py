@@ -10,7 +10,6 @@ from ptrain.data.origin import TokenOrigin, read_origin
 from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary, file_of
 from ptrain.errors import refused
 from ptrain.spec.job import DataSpec
-from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 
@@ -31,9 +30,9 @@ def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> V
     """Return the vocabulary that a model was trained on: the one that is `named`, that of the
     folder it began with, what made its token files, or bytes; if it `is_chat`, with the folder's
     template. Raises SpecError where nobody says what its tokens mean, or a file says otherwise."""
-    model, data = spec.model, spec.data
+    data, folder = spec.data, spec.model.pretrained
     origin = _origin(data)
-    began = Path(model.pretrained) if isinstance(model, ModelShape) and model.pretrained else None
+    began = None if folder is None else Path(folder)
     if named is None and began is not None and (began / FILE).is_file():
         named = began / FILE
     if named is None and origin is not None and not origin.is_of_bytes:

@@ -20,8 +20,8 @@ from ptrain.data.vocabulary import Vocabulary
 from ptrain.errors import refused
 from ptrain.models.build import build
 from ptrain.models.initialize import cast
+from ptrain.models.module_weights import holds_buffers, kept_buffers
 from ptrain.spec.model import ModelShape
-from ptrain.spec.spec import Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Writer:
         saved = SavedModel(run, step)
         self.step, self.spec = saved.step, saved.spec
         self.vocabulary: Vocabulary = vocabulary_of(saved.spec, tokenizer, is_chat=is_chat)
-        self._model = _model(saved.spec, allow_import=allow_import)
+        self._model = _model(saved, allow_import=allow_import)
         _fill(self._model, saved)
         self._model.eval()
 
@@ -112,13 +112,16 @@ class Writer:
             )
 
 
-def _model(spec: Spec, *, allow_import: bool) -> nn.Module:
-    model = spec.model
-    if isinstance(model, ModelShape):
-        model = replace(model, pretrained=None)  # all weights are in the checkpoint
+def _model(saved: SavedModel, *, allow_import: bool) -> nn.Module:
+    spec = saved.spec
+    model = replace(spec.model, pretrained=None)  # all parameters are in the checkpoint
     module = build(
         model, sequence=spec.batch.sequence, allow_import=allow_import, seed=spec.train.seed
     )
+    if not isinstance(model, ModelShape):
+        saved.require_folder(needed=holds_buffers(module))
+        if spec.model.pretrained is not None:
+            kept_buffers(module, spec.model.pretrained)
     cast(module, torch.float32)
     return module
 

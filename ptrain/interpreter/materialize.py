@@ -20,6 +20,7 @@ from ptrain.models.initialize import (
     reset_buffers,
 )
 from ptrain.models.ledger import local
+from ptrain.models.module_weights import read_module_weights
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.window import Window, rows
 from ptrain.spec.model import ModelShape
@@ -43,6 +44,8 @@ def build_module(
             allow_import=allow_import,
             seed=spec.train.seed,
         )
+    if not isinstance(spec.model, ModelShape):
+        read_module_weights(module, spec.model.pretrained)
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     weigh(module, 1.0 / spec.batch.global_samples)
     return module

@@ -10,6 +10,7 @@ from torch import nn
 from ptrain.errors import SpecError
 from ptrain.models.external import build_external
 from ptrain.models.huggingface import build_hugging_face
+from ptrain.models.module_weights import require_module_weights
 from ptrain.models.pretrained import require_weights
 from ptrain.models.transformer import Transformer
 from ptrain.spec.extras import require_leave_of
@@ -22,7 +23,7 @@ def build(
 ) -> nn.Module:
     """A built-in model comes without its initial weights, which `models.initialize` gives (a folder
     of them is known to fit); another with those of its constructor, which runs with torch's
-    generator at `seed`."""
+    generator at `seed`, or of a folder that fits, which `models.module_weights` reads."""
     match model:
         case ModelShape():
             return _build_shape(model, sequence)
@@ -30,13 +31,15 @@ def build(
             require_leave_of(model.function, allow_import=allow_import)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return build_external(model)
+                module = build_external(model)
         case HuggingFaceModel():
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return build_hugging_face(model, sequence=sequence)
+                module = build_hugging_face(model, sequence=sequence)
         case other:
             assert_never(other)
+    require_module_weights(module, model.pretrained)
+    return module
 
 
 def _build_shape(shape: ModelShape, sequence: int) -> nn.Module:

@@ -7,6 +7,7 @@ a model is built, and nowhere else: the import takes seconds.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -72,6 +73,41 @@ def ignored_fields(model: HuggingFaceModel) -> tuple[str, ...]:
     return taken(_class_of(model.hf), model.config).ignored
 
 
+def config_of_class(model: HuggingFaceModel) -> dict[str, Any]:
+    """Return the fields of the config.json that says what a model is: those of its class, and of
+    the file that it was built of those that nothing here reads. Raises SpecError as
+    `build_hugging_face`."""
+    require_transformers(model)
+    named = _class_of(model.hf)
+    fields: dict[str, Any] = json.loads(_config(named, model).to_json_string())
+    said = {name: value for name, value in model.config.items() if name != EXPERTS}
+    kept = {name: said.get(name, True) for name in _FIXED}  # keys and values are, where it is used
+    return {**said, **fields, **kept, "architectures": [named.__name__]}
+
+
+def as_saved(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a model's state as its files have it: newer versions of transformers rename some of
+    their modules and stack experts when they read one. Raises SpecError where they cannot say."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # an older one keeps what files have
+        return state
+    with boundary(lambda error: _unfit(f"how files have its tensors is unknown: {_line(error)}")):
+        saved: dict[str, Tensor] = revert_weight_conversion(module, state)
+    return saved
+
+
+def unreal(model: HuggingFaceModel) -> nn.Module:
+    """Return the module without values, on the meta device. Raises SpecError as
+    `build_hugging_face`."""
+    require_transformers(model)
+    named = _class_of(model.hf)
+    config = _config(named, model)
+    with boundary(partial(_unbuilt, named, _attention(named, model))), torch.device("meta"):
+        module: nn.Module = _with_logits(named)(config)
+    return module
+
+
 def with_layers(model: HuggingFaceModel, layers: int) -> HuggingFaceModel:
     """Return the model with so many layers; lists with an entry for each layer are cut."""
     kind = _class_of(model.hf).config_class
@@ -82,7 +118,7 @@ def with_layers(model: HuggingFaceModel, layers: int) -> HuggingFaceModel:
         return value[:layers] if isinstance(value, list) and len(value) == before else value
 
     config = {name: cut(value) for name, value in model.config.items() if name not in names}
-    return replace(model, config={**config, names[-1]: layers})
+    return replace(model, config={**config, names[-1]: layers}, pretrained=None)
 
 
 def _attention(named: type, model: HuggingFaceModel) -> Attention:
@@ -132,11 +168,15 @@ def never_packed(position_ids: Tensor) -> None:
     """Stand in for transformers' reading of positions: no two samples are in one row."""
 
 
+def is_of_transformers(module: nn.Module) -> bool:
+    """Return whether transformers made it, or it is of a class that is made here of theirs."""
+    return _BASE in {f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__}
+
+
 def gives_objects(module: nn.Module) -> bool:
     """Return whether it is a causal language model as transformers makes it, whose forward gives an
     object that has the logits."""
-    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__}
-    return _BASE in kinds and not getattr(type(module), _IS_PLAIN, False)
+    return is_of_transformers(module) and not getattr(type(module), _IS_PLAIN, False)
 
 
 def to_logits(module: nn.Module) -> None:

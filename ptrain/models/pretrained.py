@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,23 @@ class PretrainedFolder:
                 self.bytes_read += part.nbytes
                 target.copy_(part.to(dtype))
 
+    def require(self, name: str, expected: tuple[int, ...]) -> None:
+        """Raises SpecError unless there is a tensor of this name, in this shape, of weights."""
+        if name not in self.file_of:
+            raise _wrong(self.folder, f"there is no tensor {name}", _AS_IT_IS)
+        if self.shapes[name] != expected:
+            finding = f"{name} is {list(self.shapes[name])}, and the spec's model has {expected}"
+            raise _wrong(self.folder, finding, _AS_IT_IS)
+        if self.dtypes[name] not in WIDTHS:
+            finding = f"{name} is {self.dtypes[name]}; weights are {', '.join(WIDTHS)}"
+            raise _wrong(self.folder, finding)
+
+    def refuse(self, others: Iterable[str]) -> None:
+        """Raises SpecError for tensors that no part of a model takes, but tables that are made."""
+        if surplus := sorted(name for name in others if not _TABLES.fullmatch(name)):
+            finding = f"{len(surplus)} tensors are of no part of this model, as {surplus[0]}"
+            raise _wrong(self.folder, finding, _AS_IT_IS)
+
     def _index(self) -> dict[str, str] | None:
         path = self.folder / INDEX
         if not path.exists():
@@ -133,11 +150,11 @@ class PretrainedWeights:
             of_files = self._stored(name)
             for theirs in map(self._called, of_files.names):
                 used.add(theirs)
-                self._require(name, theirs, _expected(shape, of_files))
-        others = self._folder.file_of.keys() - used - {"lm_head.weight"}
-        if surplus := sorted(name for name in others if not _TABLES.fullmatch(name)):
-            finding = f"{len(surplus)} tensors are of no part of this model, as {surplus[0]}"
-            raise _wrong(self._folder.folder, finding, _AS_IT_IS)
+                expected = _expected(shape, of_files)
+                if name == POSITIONS:
+                    expected = self._longer(theirs, expected)
+                self._folder.require(theirs, expected)
+        self._folder.refuse(self._folder.file_of.keys() - used - {"lm_head.weight"})
 
     def read(
         self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
@@ -161,21 +178,15 @@ class PretrainedWeights:
         there = self._folder.file_of
         return bare if theirs not in there and bare in there else theirs
 
-    def _require(self, ours: str, name: str, expected: tuple[int, ...]) -> None:
-        folder = self._folder
-        if name not in folder.file_of:
-            raise _wrong(folder.folder, f"there is no tensor {name}", _AS_IT_IS)
-        there = folder.shapes[name]
-        if ours == POSITIONS and there[1:] == expected[1:]:
-            if there[0] < expected[0]:
-                finding = f"it has {there[0]} positions, and a sample {expected[0]} tokens"
-                raise _wrong(folder.folder, finding, f"write batch.sequence={there[0]} or less")
-        elif there != expected:
-            finding = f"{name} is {list(folder.shapes[name])}, and the spec's model has {expected}"
-            raise _wrong(folder.folder, finding, _AS_IT_IS)
-        if folder.dtypes[name] not in WIDTHS:
-            finding = f"{name} is {folder.dtypes[name]}; weights are {', '.join(WIDTHS)}"
-            raise _wrong(folder.folder, finding)
+    def _longer(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of positions with as many as the folder has. Raises SpecError for fewer
+        than a sample needs."""
+        there = self._folder.shapes.get(name, expected)
+        if there[1:] == expected[1:] and there[0] < expected[0]:
+            finding = f"it has {there[0]} positions, and a sample {expected[0]} tokens"
+            remedy = f"write batch.sequence={there[0]} or less"
+            raise _wrong(self._folder.folder, finding, remedy)
+        return (*there[:1], *expected[1:])
 
 
 def _expected(shape: tuple[int, ...], of_files: StoredTensor) -> tuple[int, ...]:

@@ -217,12 +217,13 @@ class ExternalModel:
     """`{target: package.module:function}`: the function is called with `arguments`. `blocks` is a
     pattern of the names of its blocks; None: as the module has them. `folder` is searched for the
     target after everything that is installed: that of the file that names it. The model is the same
-    one wherever its file lies."""
+    one wherever its file lies. `pretrained`: the folder of the weights that it begins with."""
 
     target: str
     arguments: dict[str, object] = field(default_factory=dict)
     blocks: str | None = None
     folder: str | None = field(default=None, compare=False, repr=False)
+    pretrained: str | None = None
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -239,12 +240,14 @@ class ExternalModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel:
     """`{hf: LlamaForCausalLM, config: {...}}`. `blocks` as of the user's own. `attention` is None
-    where the spec does not say it: sdpa, of a class that has it, else eager."""
+    where the spec does not say it: sdpa, of a class that has it, else eager. `pretrained`: the
+    folder of the weights that it begins with, whose config is in `config`."""
 
     hf: str
     config: dict[str, object] = field(default_factory=dict)
     blocks: str | None = None
     attention: Attention | None = None
+    pretrained: str | None = None
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -266,7 +269,8 @@ class ModelRaw:
         str | None,
         Text(
             "a folder with the config.json and the safetensors of a published model: what the "
-            "model is, in place of a preset, and the weights that training begins with",
+            "model is, in place of a preset, and the weights that training begins with; beside hf "
+            "the fields of its config and its weights, beside target its weights",
             NAME_OR_FILE,
             null=True,
         ),

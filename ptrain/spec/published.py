@@ -252,17 +252,23 @@ REFUSED = {
 }
 
 
-def keys_of(config: Config) -> Keys:
-    """Return the keys of the built-in model that a config is of. Raises UnfitConfig where there is
-    none, and for code and quantized weights."""
+def require_plain(config: Config) -> None:
+    """Raises UnfitConfig for code and quantized weights."""
     for name, finding in REFUSED.items():
         if config.get(name):
             remedy = "name a folder of plain weights of a class that transformers has itself"
             raise UnfitConfig(f"{name}: {finding}", remedy)
+
+
+def keys_of(config: Config) -> Keys:
+    """Return the keys of the built-in model that a config is of. Raises UnfitConfig where there is
+    none, and as `require_plain`."""
+    require_plain(config)
     kind = KINDS.get(name := str(config.get("model_type")))
     if kind is None:
         finding = f"model_type {name!r} is not read as a built-in model"
-        raise UnfitConfig(finding, f"what is read: {', '.join(KINDS)}")
+        remedy = f"what is read: {', '.join(KINDS)}; any other causal language model of "
+        raise UnfitConfig(finding, f"{remedy}transformers with model.hf, its class, beside it")
     config = {**kind.usual, **_with_aliases(kind, config)}
     for name, allowed in kind.demands.items():
         if name in config and config[name] not in allowed:

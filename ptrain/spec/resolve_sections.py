@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,14 +28,15 @@ from ptrain.spec.model import (
 )
 from ptrain.spec.names import listing, missing, unusable
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
-from ptrain.spec.published import UnfitConfig, keys_of
+from ptrain.spec.published import UnfitConfig, keys_of, require_plain
 from ptrain.spec.resolve_rates import resolve_rates
 from ptrain.spec.text import Tree, read
 
 MUON_MOMENTUM = 0.95  # of its authors
 CONFIG = "config.json"  # as a published model's folder has it
 _PRETRAINED = "model.pretrained"
-_ARCHITECTURES = "architectures"  # the classes that a published config is of
+_ROPE, _OLD_ROPE = "rope_parameters", ("rope_theta", "rope_scaling")
+ARCHITECTURES = "architectures"  # the classes that a published config is of
 
 
 class Report(Protocol):
@@ -80,7 +81,7 @@ def _preset(name: str | None, kind: type, section: str, report: Report) -> Mappi
 
 def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) -> ModelSpec | None:
     if raw.target is not None:
-        for key in _written(raw, besides=("target", "arguments", "blocks", "folder")):
+        for key in _written(raw, besides=("target", "arguments", "blocks", "folder", "pretrained")):
             finding = f"target gives the whole model; {key} belongs to a built-in one"
             report.add(f"model.{key}", finding, "put it into model.arguments, or remove it")
         if attention not in (None, Attention.SDPA):
@@ -91,12 +92,13 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
             arguments=raw.arguments or {},
             blocks=raw.blocks,
             folder=_folder(raw.folder, report.home),
+            pretrained=raw.pretrained,
         )
     if raw.folder != BESIDE:
         finding = "folder is where a target is looked for"
         report.add("model.folder", finding, "add model.target, or remove it")
     if raw.hf is not None or isinstance(raw.config, str) or _names_class(raw.config):
-        for key in _written(raw, besides=("hf", "config", "blocks", "folder")):
+        for key in _written(raw, besides=("hf", "config", "blocks", "folder", "pretrained")):
             finding = f"hf gives the whole model; {key} does not belong to it"
             remedy = "write model.config with the class's own fields, or remove it"
             report.add(f"model.{key}", finding, remedy)
@@ -138,6 +140,20 @@ def _begun(
 def _published(path: Path, report: Report) -> Mapping[str, Any] | None:
     """The values that the config of a published model says; None where it says none that can be
     used."""
+    root = _of_config(path, keys_of, report)
+    if root is None:
+        return None
+    values, faults = validate(Tree(root=root, source=str(path)), ModelRaw, is_partial=True)
+    for fault in faults.values():
+        remedy = fault.remedy or "name a folder whose config.json says what it is"
+        report.add(_PRETRAINED, f"{path}: {fault.place}: {fault.finding}", remedy)
+    return None if faults else values
+
+
+def _of_config(
+    path: Path, read: Callable[[Mapping[str, Any]], dict[str, Any]], report: Report
+) -> dict[str, Any] | None:
+    """What is read of a published model's config; None where it cannot be."""
     config = _json(path)
     if isinstance(config, str):
         remedy = (
@@ -146,15 +162,15 @@ def _published(path: Path, report: Report) -> Mapping[str, Any] | None:
         report.add(_PRETRAINED, f"{path}: {config}", f"{remedy}write model.pretrained=null")
         return None
     try:
-        tree = Tree(root=keys_of(config), source=str(path))
+        return read(config)
     except UnfitConfig as error:
         report.add(_PRETRAINED, f"{path}: {error}", error.remedy)
         return None
-    values, faults = validate(tree, ModelRaw, is_partial=True)
-    for fault in faults.values():
-        remedy = fault.remedy or "name a folder whose config.json says what it is"
-        report.add(_PRETRAINED, f"{tree.source}: {fault.place}: {fault.finding}", remedy)
-    return None if faults else values
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    require_plain(config)
+    return {**config}
 
 
 def shape_of(keys: Mapping[str, Any]) -> ModelShape | None:
@@ -166,7 +182,7 @@ def shape_of(keys: Mapping[str, Any]) -> ModelShape | None:
 
 def _names_class(config: object) -> bool:
     """Whether a config says by itself of which class it is."""
-    return isinstance(config, dict) and bool(config.get(_ARCHITECTURES))
+    return isinstance(config, dict) and bool(config.get(ARCHITECTURES))
 
 
 def _hugging_face_model(
@@ -181,13 +197,28 @@ def _hugging_face_model(
             report.add("model.config", finding, "name a config.json, or write its fields")
             return None
         config = read_config
-    classes = config.get(_ARCHITECTURES)
+    if raw.pretrained is not None:
+        published = _of_config(Path(raw.pretrained) / CONFIG, _plain, report)
+        if published is None:
+            return None
+        for name in _OLD_ROPE if _ROPE in published and _ROPE not in config else ():
+            if name in config and config[name] != published.get(name):
+                finding = f"the folder's config has {_ROPE}, which stand for it"
+                report.add(f"model.config.{name}", finding, f"write {_ROPE}, all of them")
+        config = {**published, **config}
+    classes = config.get(ARCHITECTURES)
     hf = raw.hf or (str(classes[0]) if isinstance(classes, list) and classes else None)
     if hf is None:
-        finding = f"the config has no {_ARCHITECTURES}: of which class it is nobody says"
+        finding = f"the config has no {ARCHITECTURES}: of which class it is nobody says"
         report.add("model.config", finding, "write model.hf, a class like LlamaForCausalLM")
         return None
-    return HuggingFaceModel(hf=hf, config=config, blocks=raw.blocks, attention=attention)
+    return HuggingFaceModel(
+        hf=hf,
+        config=config,
+        blocks=raw.blocks,
+        attention=attention,
+        pretrained=raw.pretrained,
+    )
 
 
 def _json(path: Path) -> dict[str, object] | str:

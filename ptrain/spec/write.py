@@ -123,14 +123,15 @@ def _model(model: ModelSpec) -> dict[str, object]:
     match model:
         case ModelShape():
             known = {"preset": model.preset} if model.preset in listing("models") else {}
-            weights = {"pretrained": model.pretrained} if model.pretrained else {}
             sizes = {name: getattr(model, name) for name in _SIZES}
-            return {**known, **weights, "family": model.family.value, **sizes, **_options(model)}
+            family = {**_weights(model), "family": model.family.value}
+            return {**known, **family, **sizes, **_options(model)}
         case ExternalModel():
             named = {"target": model.target, "folder": model.folder}
-            return {**named, "arguments": model.arguments, **_blocks(model)}
+            return {**named, **_weights(model), "arguments": model.arguments, **_blocks(model)}
         case HuggingFaceModel():
-            return {"hf": model.hf, "config": model.config, **_blocks(model)}
+            own = {"config": model.config, **_blocks(model)}
+            return {"hf": model.hf, **_weights(model), **own}
 
 
 def _options(model: ModelShape) -> dict[str, object]:
@@ -157,6 +158,10 @@ def keys_of_shape(model: ModelShape) -> dict[str, Any]:
 
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _ALWAYS_WRITTEN = ("tied", "dropout", "rope_base")
+
+
+def _weights(model: ModelSpec) -> dict[str, object]:
+    return {"pretrained": model.pretrained} if model.pretrained else {}
 
 
 def _blocks(model: ExternalModel | HuggingFaceModel) -> dict[str, object]:

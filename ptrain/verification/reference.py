@@ -28,6 +28,7 @@ from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.models.build import build
 from ptrain.models.generators import seed_of_step
 from ptrain.models.initialize import cast, initialize
+from ptrain.models.module_weights import read_module_weights
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import Objective, objective_of
 from ptrain.spec.model import ModelShape
@@ -193,6 +194,8 @@ def _module(spec: Spec) -> nn.Module:
         )
     if isinstance(spec.model, ModelShape):  # a function's model keeps its weights, also one of ours
         initialize(module, spec.train.seed)
+    else:
+        read_module_weights(module, spec.model.pretrained)
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     weigh(module, 1.0 / spec.batch.global_samples)
     return module

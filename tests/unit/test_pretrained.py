@@ -30,9 +30,9 @@ transformers = pytest.importorskip("transformers")
 SEQUENCE = 16
 
 
-def spec_of(folder: Path, *more: str) -> Spec:
+def spec_of(folder: Path, *more: str, beside: str = "") -> Spec:
     batch = f"batch={{global: 2, micro: 1, sequence: {SEQUENCE}}}"
-    words = (f"model={{pretrained: {folder}}}", "mesh={}", "placement={}", batch, *more)
+    words = (f"model={{pretrained: {folder}{beside}}}", "mesh={}", "placement={}", batch, *more)
     return load("ddp", words).spec
 
 
@@ -49,10 +49,10 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 259, (2, SEQUENCE), generator=generator)
 
 
-def run_of(folder: Path, run: Path, *more: str) -> Path:
+def run_of(folder: Path, run: Path, *more: str, beside: str = "") -> Path:
     """A run folder with a checkpoint of a model that has just begun, on one rank."""
-    spec = spec_of(folder, *more)
-    program = interpret(spec, world=World())
+    spec = spec_of(folder, *more, beside=beside)
+    program = interpret(spec, world=World(), allow_import=True)
     run.mkdir()
     (run / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
     checkpoint.save(program, run / "checkpoints", 1, Exchange(World()))

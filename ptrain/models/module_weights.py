@@ -1,0 +1,197 @@
+"""The weights that a model begins with which is not built in: a folder of safetensors under the
+module's own names, read some rows at a time into the module, before anything cuts it.
+
+A tied tensor has several names, and a file any of them. transformers keeps some tensors under other
+names than its files, and the experts of a layer stacked: its own conversion of a state of numbered
+rows says which rows of ours are which of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ptrain.errors import refused
+from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
+from ptrain.models.huggingface import as_saved, is_of_transformers
+from ptrain.models.pretrained import PretrainedFolder
+from ptrain.models.published_names import StoredPiece
+from ptrain.models.window import whole
+
+_MAY_LACK, _PASSED_OVER = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
+
+
+class NamedTensor(NamedTuple):
+    """A parameter or a kept buffer of reals, by all of its names: several, where it is tied."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """One of theirs, in this `shape`, that is rows of one of ours, from the `first`; of ours all
+    dimensions but the last are counted as one."""
+
+    name: str
+    first: int
+    shape: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return these rows of ours, as a view in the shape of theirs."""
+        if tensor.shape == self.shape:
+            return tensor
+        count = math.prod(self.shape[:-1])
+        rows = tensor.view(-1, tensor.shape[-1])[self.first : self.first + count]
+        return rows.view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParts:
+    """One of ours that is several of theirs, or one with another name."""
+
+    rows: tuple[StoredRows, ...]
+    third: None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of theirs."""
+        return tuple(rows.name for rows in self.rows)
+
+    def write(self, tensor: Tensor) -> Mapping[str, Tensor]:
+        """Return theirs of this one by name."""
+        return {rows.name: rows.of(tensor) for rows in self.rows}
+
+
+class ModuleWeights:
+    """What a module takes of a folder. Raises SpecError where the folder is not of this module, or
+    as PretrainedFolder."""
+
+    def __init__(self, module: nn.Module, folder: str) -> None:
+        self._module, self._folder = module, PretrainedFolder(Path(folder))
+        prefix = getattr(module, "base_model_prefix", "")
+        self._prefix = f"{prefix}." if prefix else ""
+        self._stored = stored_rows(module)
+        self._tensors = named_tensors(module)
+        self._places = [place for named in self._tensors for place in self._of(named)]
+        self._require_all_used()
+
+    @torch.no_grad()
+    def read(self, *, only_buffers: bool = False) -> None:
+        """Write to the module what the files have, in the dtypes of the module; or only to its
+        buffers."""
+        for theirs, place, is_buffer in self._places:
+            if is_buffer or not only_buffers:
+                self._folder.read(StoredPiece(theirs, whole(place.shape), place), place.dtype)
+
+    def _of(self, named: NamedTensor) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yield theirs of a tensor, with the part of it that has the same elements."""
+        tensor, is_buffer = named.tensor.detach(), not isinstance(named.tensor, nn.Parameter)
+        there = [theirs for name in named.names if (theirs := self._called(name))]
+        is_kept = is_buffer and not is_of_transformers(self._module)  # which no checkpoint has
+        if not there and (is_kept or self._says(_MAY_LACK, named.names[0])):
+            return
+        stored = self._stored[named.names[0]]
+        for rows in [StoredRows(there[0], 0, tuple(tensor.shape))] if there else stored:
+            theirs = self._called(rows.name) or rows.name
+            self._folder.require(theirs, rows.shape)
+            yield theirs, rows.of(tensor), is_buffer
+
+    def _called(self, name: str) -> str | None:
+        """Return the name of a tensor in this folder: files of bare models lack the model's own.
+        None where it has no such."""
+        names = (name, name.removeprefix(self._prefix))
+        return next((name for name in names if name in self._folder.file_of), None)
+
+    def _require_all_used(self) -> None:
+        tied = {self._called(name) for named in self._tensors for name in named.names}
+        others = self._folder.file_of.keys() - {theirs for theirs, *_ in self._places} - tied
+        self._folder.refuse(name for name in others if not self._says(_PASSED_OVER, name))
+
+    def _says(self, attribute: str, name: str) -> bool:
+        """Return whether the class of transformers has a pattern of this kind for a name."""
+        patterns = getattr(self._module, attribute, None) or ()
+        return any(re.search(pattern, name) for pattern in patterns)
+
+
+def named_tensors(module: nn.Module) -> list[NamedTensor]:
+    """Return what a module's state has that holds reals: parameters, and buffers that are kept."""
+    by_tensor: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            by_tensor.setdefault(id(tensor), []).append((name, tensor))
+    return [
+        NamedTensor(tuple(name for name, _ in named), named[0][1]) for named in by_tensor.values()
+    ]
+
+
+def stored_rows(module: nn.Module) -> Mapping[str, list[StoredRows]]:
+    """Return how files have each tensor of a module, by the first of its names. Raises SpecError
+    where they have it neither whole nor as rows."""
+    shapes = {named.names[0]: tuple(named.tensor.shape) for named in named_tensors(module)}
+    state: dict[str, Tensor] = {}
+    starts, names = [0], [*shapes]
+    stored: dict[str, list[StoredRows]] = {name: [] for name in shapes}
+    with unset_fake_temporarily():
+        for name, shape in shapes.items():
+            rows = torch.arange(math.prod(shape[:-1]), device="cpu") + starts[-1]
+            state[name] = rows.view(*shape[:-1], 1) if shape else rows[0]
+            starts.append(starts[-1] + len(rows))
+        saved = as_saved(module, state) if is_of_transformers(module) else state
+        for theirs, rows in saved.items():
+            first = int(rows.flatten()[0])
+            place = bisect_right(starts, first) - 1
+            name = names[place]
+            if torch.equal(rows.flatten(), torch.arange(rows.numel(), device="cpu") + first):
+                shape = (*rows.shape[:-1], *shapes[name][-1:])
+                stored[name].append(StoredRows(theirs, first - starts[place], shape))
+    for name, parts in stored.items():
+        if sum(math.prod(rows.shape) for rows in parts) != math.prod(shapes[name]):
+            finding = f"files have {name} of {type(module).__name__} neither whole nor as rows"
+            raise refused("model.pretrained", finding, "name a model of another class")
+    return stored
+
+
+def holds_buffers(module: nn.Module) -> bool:
+    """Return whether files of a module have buffers."""
+    return bool(_buffers(module))
+
+
+def _buffers(module: nn.Module) -> list[NamedTensor]:
+    tensors = named_tensors(module)
+    return [named for named in tensors if not isinstance(named.tensor, nn.Parameter)]
+
+
+def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:
+    """Return the buffers that files of a module have, by name, as a folder has them, whether the
+    module has values or not. They are given to the module. Raises SpecError as ModuleWeights."""
+    buffers = _buffers(module)
+    if not buffers:
+        return {}
+    for (name, *_), tensor in buffers:
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, torch.empty_like(tensor, device="cpu"))
+    ModuleWeights(module, folder).read(only_buffers=True)
+    return {named.names[0]: module.get_buffer(named.names[0]) for named in buffers}
+
+
+def require_module_weights(module: nn.Module, folder: str | None) -> None:
+    """Raises SpecError unless a folder, where there is one, has what `module` needs, and nothing
+    else."""
+    if folder is not None:
+        ModuleWeights(module, folder)
+
+
+def read_module_weights(module: nn.Module, folder: str | None) -> None:
+    """Let a module begin with the weights in a folder, where there is one. Fake tensors have no
+    values."""
+    if folder is not None and detect_fake_mode() is None:
+        ModuleWeights(module, folder).read()
