@@ -62,7 +62,9 @@ CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (  # a buffer that files have
         "DeepseekV3",
         {
-            **{**_NO_DIM, "num_key_value_heads": 4, "num_experts_per_tok": 2},
+            **_NO_DIM,
+            "num_key_value_heads": 4,
+            "num_experts_per_tok": 2,
             **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size"), 16),
             **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
             **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
@@ -78,8 +80,11 @@ CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": (
         "Qwen2Moe",
         {
-            **{**_NO_DIM, "num_experts": 4, "num_experts_per_tok": 2},
-            **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+            **_NO_DIM,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
         },
     ),
 }

@@ -54,7 +54,8 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
     with boundary(partial(_unbuilt, named, _attention(named, model))):
         module: nn.Module = _with_logits(named)(config)
         is_flex = model.attention is Attention.FLEX  # which a processor would compile, in minutes
-        if not is_flex and detect_fake_mode() is None:  # fakes lack values, and some operators
+        is_real = not any(parameter.is_meta for parameter in module.parameters())
+        if not is_flex and is_real and detect_fake_mode() is None:  # fakes lack some operators too
             with torch.no_grad():  # sizes that do not fit one another show when they meet
                 module(torch.zeros(1, min(2, sequence), dtype=torch.int64))
     return module

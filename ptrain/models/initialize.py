@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.internals.fakes import detect_fake_mode
+from ptrain.models.module_weights import ModuleWeights
 from ptrain.models.pretrained import weights_of
 from ptrain.models.transformer import Transformer
 from ptrain.models.window import Window, narrowed, whole
@@ -44,17 +45,21 @@ def keeps_its_weights(module: nn.Module) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialValues:
     """The initial parameters of `module`, whose own are not read unless the model keeps its
-    weights; rounded to `dtype`, whichever they are then stored in."""
+    weights; rounded to `dtype`, whichever they are then stored in. `weights`: those of a module
+    that is not built in and has no values."""
 
     module: nn.Module
     seed: int
     dtype: torch.dtype = torch.float32
+    weights: ModuleWeights | None = None
 
     @torch.no_grad()
     def write(self, name: str, shape: Sequence[int], window: Window, part: Tensor) -> None:
         """Fill `part`, on any device, with this window of a parameter. What is drawn is drawn
         whole; of a published model's files nothing else is read."""
-        if self._is_read:
+        if self.weights is not None:
+            self.weights.read_window(name, shape, window, part, self.dtype)
+        elif self._is_read:
             weights = weights_of(self.module.shape)
             weights.read(name, shape, window, part, self.dtype)
         else:

@@ -1,5 +1,6 @@
 """The weights that a model begins with which is not built in: a folder of safetensors under the
-module's own names, read some rows at a time into the module, before anything cuts it.
+module's own names. They are read some rows at a time: into the module before anything cuts it, or
+where ranks cut rows alone, into the rows that a rank keeps of a module without values.
 
 A tied tensor has several names, and a file any of them. transformers keeps some tensors under other
 names than its files, and the experts of a layer stacked: its own conversion of a state of numbered
@@ -11,8 +12,9 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
 from ptrain.models.huggingface import as_saved, is_of_transformers
 from ptrain.models.pretrained import PretrainedFolder
 from ptrain.models.published_names import StoredPiece
-from ptrain.models.window import whole
+from ptrain.models.window import Window, whole
 
 _MAY_LACK, _PASSED_OVER = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
 
@@ -52,6 +54,21 @@ class StoredRows:
         count = math.prod(self.shape[:-1])
         rows = tensor.view(-1, tensor.shape[-1])[self.first : self.first + count]
         return rows.view(self.shape)
+
+    def piece(self, shape: Sequence[int], window: Window, part: Tensor) -> StoredPiece | None:
+        """Return what `part`, this window of ours in a `shape`, takes of theirs; None where they
+        have no row in common. The window is whole but for its first dimension, unless theirs is
+        ours."""
+        if tuple(shape) == self.shape:
+            return StoredPiece(self.name, window, part)
+        assert all(size == n for (_, size), n in zip(window[1:], shape[1:], strict=True)), "rows"
+        width = math.prod(shape[1:-1])
+        begin, end = window[0][0] * width, sum(window[0]) * width
+        first, last = max(begin, self.first), min(end, self.first + math.prod(self.shape[:-1]))
+        if first >= last:
+            return None
+        place = part.view(-1, shape[-1])[first - begin : last - begin]
+        return StoredPiece(self.name, ((first - self.first, last - first), (0, shape[-1])), place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +98,47 @@ class ModuleWeights:
         self._prefix = f"{prefix}." if prefix else ""
         self._stored = stored_rows(module)
         self._tensors = named_tensors(module)
-        self._places = [place for named in self._tensors for place in self._of(named)]
+        self._rows = {named.names[0]: [*self._of(named)] for named in self._tensors}
         self._require_all_used()
 
     @torch.no_grad()
     def read(self, *, only_buffers: bool = False) -> None:
         """Write to the module what the files have, in the dtypes of the module; or only to its
         buffers."""
-        for theirs, place, is_buffer in self._places:
-            if is_buffer or not only_buffers:
-                self._folder.read(StoredPiece(theirs, whole(place.shape), place), place.dtype)
+        for (name, *_), tensor in self._tensors:
+            if not (only_buffers and isinstance(tensor, nn.Parameter)):
+                place = tensor.detach()
+                self.read_window(name, place.shape, whole(place.shape), place, place.dtype)
 
-    def _of(self, named: NamedTensor) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield theirs of a tensor, with the part of it that has the same elements."""
-        tensor, is_buffer = named.tensor.detach(), not isinstance(named.tensor, nn.Parameter)
+    def read_window(
+        self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
+    ) -> None:
+        """Write a window of a tensor of this shape to `part`, rounded to `dtype`. Where files have
+        it in parts, the window is of whole rows of its first dimension."""
+        if not part.numel():
+            return
+        for rows in self._rows[name]:
+            if (piece := rows.piece(shape, window, part)) is not None:
+                self._folder.read(piece, dtype)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that have been read so far."""
+        return self._folder.bytes_read
+
+    def _of(self, named: NamedTensor) -> Iterator[StoredRows]:
+        """Yield theirs of a tensor, by the names that they have in this folder."""
+        tensor, is_buffer = named.tensor, not isinstance(named.tensor, nn.Parameter)
         there = [theirs for name in named.names if (theirs := self._called(name))]
         is_kept = is_buffer and not is_of_transformers(self._module)  # which no checkpoint has
-        if not there and (is_kept or self._says(_MAY_LACK, named.names[0])):
+        may_lack = is_kept or self._says(_MAY_LACK, named.names[0])
+        if not there and may_lack and not tensor.is_meta:
             return
         stored = self._stored[named.names[0]]
         for rows in [StoredRows(there[0], 0, tuple(tensor.shape))] if there else stored:
             theirs = self._called(rows.name) or rows.name
             self._folder.require(theirs, rows.shape)
-            yield theirs, rows.of(tensor), is_buffer
+            yield replace(rows, name=theirs)
 
     def _called(self, name: str) -> str | None:
         """Return the name of a tensor in this folder: files of bare models lack the model's own.
@@ -113,8 +148,11 @@ class ModuleWeights:
 
     def _require_all_used(self) -> None:
         tied = {self._called(name) for named in self._tensors for name in named.names}
-        others = self._folder.file_of.keys() - {theirs for theirs, *_ in self._places} - tied
+        others = self._folder.file_of.keys() - self._used() - tied
         self._folder.refuse(name for name in others if not self._says(_PASSED_OVER, name))
+
+    def _used(self) -> set[str]:
+        return {rows.name for parts in self._rows.values() for rows in parts}
 
     def _says(self, attribute: str, name: str) -> bool:
         """Return whether the class of transformers has a pattern of this kind for a name."""
@@ -183,6 +221,24 @@ def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:
     return {named.names[0]: module.get_buffer(named.names[0]) for named in buffers}
 
 
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Within it modules that are built have no values of parameters, which stay on meta; buffers
+    are computed."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = registered
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
 def require_module_weights(module: nn.Module, folder: str | None) -> None:
     """Raises SpecError unless a folder, where there is one, has what `module` needs, and nothing
     else."""
@@ -191,7 +247,8 @@ def require_module_weights(module: nn.Module, folder: str | None) -> None:
 
 
 def read_module_weights(module: nn.Module, folder: str | None) -> None:
-    """Let a module begin with the weights in a folder, where there is one. Fake tensors have no
-    values."""
+    """Let a module begin with the weights in a folder, where there is one; of parameters on meta
+    nothing is read, and of fake tensors, which have no values."""
     if folder is not None and detect_fake_mode() is None:
-        ModuleWeights(module, folder).read()
+        is_meta = any(parameter.is_meta for parameter in module.parameters())
+        ModuleWeights(module, folder).read(only_buffers=is_meta)

@@ -4,6 +4,7 @@ have: their checkpoint is exported as it was."""
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from ptrain.convert.export import export
 from ptrain.costs import State
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
-from ptrain.models.pretrained import weights_of
+from ptrain.models.pretrained import PretrainedFolder, weights_of
+from ptrain.models.published_names import StoredPiece
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -25,6 +27,9 @@ from tests.ranks import Ranks
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gloo
 
+# How often all ranks of a class read the files together; elsewhere each of them does. Of flat units
+# rows are cut, and so are experts, which are one row when they are stacked.
+COPIES = {"zero3": 1, "zero-offload": 1, "hsdp": 2}
 PLACEMENTS = ("zero3", "zero1", "tp", "tp-sp", "pp-1f1b", "zero-offload")
 
 
@@ -74,3 +79,59 @@ def test_ranks_begin_with_what_the_files_have(
     assert before.keys() == after.keys()
     for name, tensor in after.items():
         assert torch.equal(tensor, before[name][: len(tensor)]), name
+
+
+def begun_class(spec: Spec, folder: str) -> int:
+    """Save what a rank begins with; return how many bytes of weights it has read."""
+    read: list[int] = []
+    whole = PretrainedFolder.read
+
+    def counted(self: PretrainedFolder, piece: StoredPiece, dtype: torch.dtype) -> None:
+        before = self.bytes_read
+        whole(self, piece, dtype)
+        read.append(self.bytes_read - before)
+
+    with mock.patch.object(PretrainedFolder, "read", counted):
+        program = interpret(spec, world=World.join(spec.timeout))
+    checkpoint.save(program, Path(folder), 1, Exchange(program.world))
+    return sum(read)
+
+
+@pytest.mark.parametrize(
+    ("case", "placement"),
+    [
+        ("starcoder2", "zero3"),
+        ("gemma3_text", "tp"),
+        *(
+            pytest.param(case, placement, marks=pytest.mark.nightly)
+            for case, placement in (
+                *(("gemma3_text", placement) for placement in ("ddp", "zero3", "pp-1f1b")),
+                ("olmo2", "zero1"),
+                ("granite", "zero-offload"),
+                ("starcoder2", "pp-1f1b"),
+                ("deepseek_v3", "zero3"),
+                ("qwen2_moe", "ep"),
+                ("qwen2_moe", "ep-zero3"),
+                ("phimoe", "zero3"),
+                ("phimoe", "zero1"),
+                ("phimoe", "hsdp"),
+                ("gpt_oss", "zero2"),
+            )
+        ),
+    ],
+)
+def test_ranks_with_a_class_of_transformers_begin_with_what_the_files_have(
+    ranks: Ranks, case: str, placement: str, tmp_path: Path
+) -> None:
+    folder = saved(case, tmp_path / "in")
+    model = f"model={{pretrained: {folder}, hf: {case}}}"
+    spec = load(placement, (model, "batch={global: 8, micro: 1, sequence: 16}")).spec
+    read = ranks.run(spec.world_size, begun_class, spec, str(tmp_path / "run" / "checkpoints"))
+    size = sum(tensor.nbytes for tensor in tensors(folder).values())
+    assert sum(read) / size == pytest.approx(COPIES.get(placement, spec.world_size), rel=0.25)
+    assert sum(read) >= size
+    (tmp_path / "run" / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
+    export(tmp_path / "run", tmp_path / "out")
+    before, after = tensors(folder), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

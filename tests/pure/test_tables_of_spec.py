@@ -233,8 +233,9 @@ def test_models_and_clusters_have_the_documented_defaults():
     for name, value in options.items():
         word = str(value).lower().removesuffix(".0").replace("e-0", "e-")
         assert f"; without: {word}" in said[name] or value is None, name
-    assert defaults(model.ExternalModel) == {"arguments": {}, "blocks": None, "folder": None}
-    assert defaults(model.HuggingFaceModel) == {"config": {}, "blocks": None, "attention": None}
+    begun = {"blocks": None, "pretrained": None}
+    assert defaults(model.ExternalModel) == {"arguments": {}, "folder": None, **begun}
+    assert defaults(model.HuggingFaceModel) == {"config": {}, "attention": None, **begun}
     assert defaults(Cluster) == {
         "preset": None, "name": "cluster", "devices_per_node": 0, "inter_node_bandwidth": 0.0,
         "intra_node_latency": 5e-6, "inter_node_latency": 1e-5, "flops": 0.0, "host_memory": None,

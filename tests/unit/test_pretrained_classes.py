@@ -18,11 +18,13 @@ from ptrain.convert.writer import Writer
 from ptrain.data.vocabulary import ByteVocabulary
 from ptrain.errors import SpecError
 from ptrain.interpreter.materialize import build_module
+from ptrain.interpreter.program import interpret
 from ptrain.models import module_weights
-from ptrain.models.module_weights import stored_rows
+from ptrain.models.module_weights import ModuleWeights, stored_rows
+from ptrain.rooms.world import World
 from ptrain.verification.reference import ReferenceTraining
 from tests.published_folders import CLASSES, saved, tensors
-from tests.unit.test_pretrained import SEQUENCE, logits, run_of, spec_of, tokens
+from tests.unit.test_pretrained import logits, run_of, spec_of, tokens
 
 transformers = pytest.importorskip("transformers")
 _AT_NIGHT = ("phi", "olmo2", "granite", "mixtral", "gpt_oss", "granitemoe", "qwen2_moe")
@@ -34,7 +36,7 @@ OWN = ", target: tests.models_begun:build, arguments: {width: 8}"
 
 def begun(case: str, folder: Path, *more: str) -> nn.Module:
     spec = spec_of(folder, "attention=eager", *more, beside=f", hf: {case}")
-    return build_module(spec).eval()
+    return interpret(spec, world=World()).model.eval()
 
 
 def given(module: nn.Module) -> torch.Tensor:
@@ -59,11 +61,25 @@ def test_a_class_begins_with_a_folder_and_is_exported_as_it_was(case: str, tmp_p
     assert config["architectures"] == [exported.architecture] and config["use_cache"]
 
 
+def test_windows_of_stacked_experts_are_read_and_nothing_else(tmp_path: Path) -> None:
+    folder = saved("phimoe", tmp_path / "in")
+    module = build_module(spec_of(folder, beside=", hf: phimoe"))
+    assert all(parameter.is_meta for parameter in module.parameters())
+    whole_module = begun("phimoe", folder)
+    weights = ModuleWeights(module, str(folder))
+    for name, tensor in whole_module.named_parameters():
+        rows = len(tensor)
+        for first, behind in ((0, rows), (1, rows), (rows // 2, rows // 2 + 1), (rows, rows)):
+            window = ((first, behind - first), *((0, size) for size in tensor.shape[1:]))
+            part, before = torch.empty_like(tensor[first:behind]), weights.bytes_read
+            weights.read_window(name, tensor.shape, window, part, part.dtype)
+            assert torch.equal(part, tensor[first:behind]), name
+            assert weights.bytes_read - before == part.nbytes
+
+
 def test_what_was_drawn_is_exported_too(tmp_path: Path) -> None:
     folder = saved("phimoe", tmp_path / "in")
     config = json.loads((folder / "config.json").read_text())
-    spec = spec_of(folder, "model.pretrained=null", "attention=eager", beside=", hf: phimoe")
-    assert spec.model.vocabulary[0] is None, "nothing of the folder is said"
     fields = {name: config[name] for name in CLASSES["phimoe"][1]}
     words = ("model.pretrained=null", f"model.config={json.dumps(fields)}", "attention=eager")
     run = run_of(folder, tmp_path / "run", *words, beside=", hf: phimoe")
@@ -102,7 +118,7 @@ def test_the_reference_begins_as_ranks_do(tmp_path: Path) -> None:
     folder = saved("starcoder2", tmp_path / "in")
     spec = spec_of(folder, beside=", hf: starcoder2")
     reference = ReferenceTraining(spec).module
-    for name, tensor in build_module(spec).named_parameters():
+    for name, tensor in interpret(spec, world=World()).model.named_parameters():
         assert torch.equal(tensor, reference.get_parameter(name)), name
 
 
