@@ -46,12 +46,17 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 _NO_DIM = {name: size for name, size in SIZES.items() if name != "head_dim"}
 _PADDED = {**_NO_DIM, "pad_token_id": 0}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GEMMA3 = {**SIZES, "num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 12}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+}
 # By model type, likewise: classes that are read as they are (`hf:`), most without a built-in twin.
 CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", _PADDED),
     "gemma3_text": (
         "Gemma3Text",
-        {**SIZES, "num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 12},
+        _GEMMA3,
     ),
     "starcoder2": ("Starcoder2", _NO_DIM),
     "gpt_neox": (  # its head has another name in files
@@ -87,6 +92,14 @@ CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 24,
         },
     ),
+}
+CASES = {
+    **CASES,
+    "gemma3": CLASSES["gemma3_text"],
+    "gemma3, scaled": ("Gemma3Text", {**_GEMMA3, "rope_parameters": _GEMMA3_ROPE}),
+    "starcoder2": CLASSES["starcoder2"],
+    "phi3": CLASSES["phi3"],
+    "starcoder2, with windows": ("Starcoder2", {**_NO_DIM, "sliding_window": 8}),
 }
 
 

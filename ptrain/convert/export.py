@@ -134,17 +134,20 @@ def _by_file(groups: Iterable[tuple[Group, int]]) -> Iterator[Group]:
 
 
 def _published(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
-    """Return theirs by name, thirds side by side."""
+    """Return theirs by name, sections side by side."""
     written: dict[str, torch.Tensor] = {}
-    thirds: dict[str, dict[int, torch.Tensor]] = {}
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    dims: dict[str, int] = {}
     for name, of_files in group:
         for theirs, tensor in of_files.write(tensors[name]).items():
-            if of_files.third is None:
+            if of_files.section is None:
                 written[theirs] = tensor.contiguous()
             else:
-                thirds.setdefault(theirs, {})[of_files.third] = tensor
-    for theirs, parts in thirds.items():
-        written[theirs] = torch.cat([parts[place] for place in sorted(parts)], dim=-1)
+                parts.setdefault(theirs, {})[of_files.section.number] = tensor
+                dims[theirs] = -1 if of_files.is_transposed else 0
+    for theirs, by_number in parts.items():
+        sections = [by_number[number] for number in sorted(by_number)]
+        written[theirs] = torch.cat(sections, dim=dims[theirs])
     return written
 
 

@@ -48,7 +48,7 @@ def form_of(saved: SavedModel) -> FileForm:
             return FileForm(
                 architecture=published.config[ARCHITECTURES][0],
                 config=published.config,
-                stored=partial(stored, published.kind, experts=shape.experts),
+                stored=partial(stored, published.kind, shape=shape),
                 unsaid=published.unsaid,
             )
         case ExternalModel():

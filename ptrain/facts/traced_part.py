@@ -8,6 +8,7 @@ from dataclasses import replace
 from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Factor
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.job import DataSpec, TrainSpec
+from ptrain.spec.model import ModelSpec
 from ptrain.spec.placement import R
 from ptrain.spec.spec import Spec
 
@@ -21,7 +22,9 @@ def traced_part(spec: Spec) -> Spec:
     batch = replace(spec.batch, global_samples=samples, accumulate=times)
     return Spec(
         name="part",
-        model=replace(spec.model, pretrained=None),
+        model=replace(spec.model, pretrained=None)
+        if isinstance(spec.model, ModelSpec)
+        else spec.model,
         factors=cutting,
         batch=batch,
         precision=spec.precision,

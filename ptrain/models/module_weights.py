@@ -76,7 +76,8 @@ class StoredParts:
     """One of ours that is several of theirs, or one with another name."""
 
     rows: tuple[StoredRows, ...]
-    third: None = None
+    is_transposed: bool = False
+    section: None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -216,7 +217,8 @@ def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:
         return {}
     for (name, *_), tensor in buffers:
         owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, torch.empty_like(tensor, device="cpu"))
+        if tensor.is_meta:
+            setattr(module.get_submodule(owner), leaf, torch.empty_like(tensor, device="cpu"))
     ModuleWeights(module, folder).read(only_buffers=True)
     return {named.names[0]: module.get_buffer(named.names[0]) for named in buffers}
 

@@ -140,7 +140,7 @@ class PretrainedWeights:
 
     def __init__(self, shape: ModelShape) -> None:
         assert shape.pretrained is not None, "a folder is named"
-        self._experts, self._folder = shape.experts, PretrainedFolder(Path(shape.pretrained))
+        self._shape, self._folder = shape, PretrainedFolder(Path(shape.pretrained))
         self._kind = kind_of(Path(shape.pretrained))
 
     def require(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
@@ -161,7 +161,7 @@ class PretrainedWeights:
     ) -> None:
         """Write a window of a parameter, by ptrain's name, of this shape, to `part`, rounded to
         `dtype`. Of positions those of a sample are the first: the others are not trained."""
-        for piece in self._stored(name).pieces(part, shape[0], window):
+        for piece in self._stored(name).pieces(part, window):
             self._folder.read(piece._replace(name=self._called(piece.name)), dtype)
 
     @property
@@ -170,7 +170,7 @@ class PretrainedWeights:
         return self._folder.bytes_read
 
     def _stored(self, name: str) -> StoredTensor:
-        return stored(self._kind, name, self._experts)
+        return stored(self._kind, name, self._shape)
 
     def _called(self, theirs: str) -> str:
         """Return the name in this folder: files of bare models lack the model's own."""
@@ -193,9 +193,9 @@ def _expected(shape: tuple[int, ...], of_files: StoredTensor) -> tuple[int, ...]
     """Return the shape of theirs, of one of ours with this one."""
     if of_files.is_stacked:
         return shape[1:]
-    if of_files.is_transposed:
-        shape = shape[::-1]
-    return shape if of_files.third is None else (*shape[:-1], 3 * shape[-1])
+    if of_files.section is not None:
+        shape = (of_files.section.total, *shape[1:])
+    return shape[::-1] if of_files.is_transposed else shape
 
 
 @lru_cache(maxsize=4)

@@ -115,6 +115,25 @@ def _of_gemma2(keys: Keys) -> Keys:
     return {**_of_window(keys), "query_pre_attn_scalar": round(scale**-2)}  # a whole number there
 
 
+def _gemma3(config: Config) -> Keys:
+    """Return the keys of layers by turns, those with windows with rotations of their own, which
+    newer files have by kind of layer and older ones beside the others."""
+    by_layer = config.get("rope_parameters") or {}
+    older = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
+    local = _rope({"rope_parameters": by_layer.get("sliding_attention", older)})
+    if local.keys() != {"rope_base"}:
+        raise UnfitConfig("rotations of layers with windows are scaled", _ANOTHER)
+    whole = {**config, "rope_parameters": by_layer.get("full_attention")}
+    every = config.get(_TURNS, config.get(f"_{_TURNS}", 6))
+    return {**_gemma2(whole), "window_rope_base": local["rope_base"], "global_every": every}
+
+
+def _of_gemma3(keys: Keys) -> Keys:
+    own = {"rope_local_base_freq": keys["window_rope_base"], _TURNS: keys["global_every"]}
+    return {**_of_gemma2(keys), **own}
+
+
+_TURNS = "sliding_window_pattern"
 _KIND_OF_GEMMA2 = {
     **_SIZES,
     "attn_logit_softcapping": "attention_soft_cap",
@@ -184,6 +203,42 @@ KINDS: Mapping[str, PublishedKind] = {
         demands={"hidden_activation": ("gelu_pytorch_tanh",), **_OF_GEMMA},
         read=_gemma2,
         write=_of_gemma2,
+    ),
+    "gemma3_text": PublishedKind(
+        architecture="Gemma3ForCausalLM",
+        sizes=_KIND_OF_GEMMA2,
+        usual={
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-6,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "rope_theta": 1e6,
+        },
+        keys={**_GEMMA, "post_norm": True, "qk_norm": True},
+        demands={"hidden_activation": ("gelu_pytorch_tanh",), **_OF_GEMMA},
+        read=_gemma3,
+        write=_of_gemma3,
+    ),
+    "starcoder2": PublishedKind(
+        architecture="Starcoder2ForCausalLM",
+        sizes={
+            **{name: key for name, key in _SIZES.items() if key not in ("norm_eps", "head_dim")},
+            "norm_epsilon": "norm_eps",
+        },
+        usual={"tie_word_embeddings": True, "norm_epsilon": 1e-5, "sliding_window": None},
+        keys={"family": "gpt", "activation": "gelu-tanh", "positions": "rope"},
+        demands={"hidden_act": ("gelu_pytorch_tanh",), "use_bias": (True,)},
+        read=_windowed,
+        write=_of_window,
+    ),
+    "phi3": PublishedKind(
+        architecture="Phi3ForCausalLM",
+        sizes={name: key for name, key in _SIZES.items() if key != "head_dim"},
+        usual={"tie_word_embeddings": False, "rms_norm_eps": 1e-5, "sliding_window": None},
+        demands={"hidden_act": _PLAIN["hidden_act"], "attention_bias": (False,)},
+        read=_windowed,
+        write=_of_window,
     ),
     "gpt2": PublishedKind(
         architecture="GPT2LMHeadModel",
@@ -257,6 +312,8 @@ def require_plain(config: Config) -> None:
     for name, finding in REFUSED.items():
         if config.get(name):
             remedy = "name a folder of plain weights of a class that transformers has itself"
+            if name == "auto_map":
+                remedy += "; if this class is one, take the field out of config.json"
             raise UnfitConfig(f"{name}: {finding}", remedy)
 
 

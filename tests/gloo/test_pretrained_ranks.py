@@ -54,6 +54,10 @@ def begun(spec: Spec, folder: str) -> float:
             for case, placement in (
                 *(("llama, tied, as 3.2", placement) for placement in PLACEMENTS),
                 ("gpt2", "pp-1f1b"),
+                ("phi3", "tp"),
+                ("phi3", "zero1"),
+                ("gemma3, scaled", "tp"),
+                ("starcoder2", "pp-1f1b"),
                 ("gpt2", "zero3"),
                 ("qwen2", "tp-sp"),
                 ("qwen3", "tp"),

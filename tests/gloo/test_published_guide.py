@@ -29,12 +29,14 @@ def commands(after: str) -> list[list[str]]:
 
 
 def test_the_guide_to_published_models_runs_as_it_is_printed(tmp_path: Path) -> None:
-    for words in commands("## Published models"):
+    for words in (*commands("## Published models"), *commands("**Any other class.**")):
         code, job = run(words, cwd=tmp_path)
         assert code == 0, f"{words}: {job.output}{job.error}"
     first, second = (losses(tmp_path / "runs" / name) for name in ("first", "second"))
     assert abs(second[1] - first[max(first)]) < 0.5 < first[1] - second[1]
-    for folder in ("published", "tuned"):
+    third = losses(tmp_path / "runs" / "third")
+    assert abs(third[1] - first[max(first)]) < 0.5
+    for folder in ("published", "tuned", "tuned-as-class"):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / folder, output_loading_info=True
         )

@@ -226,6 +226,12 @@ def test_every_part_of_a_spec_counts_or_is_known_not_to() -> None:
     assert dropped == IRRELEVANT
 
 
+def test_where_weights_lie_is_not_part_of_a_trace() -> None:
+    spec = spec_of()
+    begun = replace(spec, model=replace(spec.model, pretrained="/a/folder"))
+    assert traced_part(begun) == traced_part(spec)
+
+
 @pytest.mark.parametrize("section", ["model", "loss", "step"])
 def test_what_a_target_names_is_never_kept(home: Path, section: str) -> None:
     reader = Reader()

@@ -3,9 +3,11 @@ exported is what was read."""
 
 from __future__ import annotations
 
+import copy
 import json
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,30 @@ def test_a_field_that_a_file_leaves_out_is_what_its_class_has(tmp_path: Path) ->
     initialize(module, seed=0)
     with torch.no_grad():
         torch.testing.assert_close(module(tokens()), logits(folder), rtol=1e-5, atol=1e-5)
+
+
+def older(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of Gemma 3 as transformers 4 wrote it."""
+    rope, every = config.pop("rope_parameters"), config.pop("_sliding_window_pattern")
+    full, local = rope["full_attention"], rope["sliding_attention"]
+    config |= {"rope_theta": full.pop("rope_theta"), "rope_scaling": full}
+    return config | {
+        "rope_local_base_freq": local["rope_theta"],
+        "sliding_window_pattern": every,
+    }
+
+
+def test_layers_by_turns_are_read_of_older_files_too(tmp_path: Path) -> None:
+    folder = saved("gemma3, scaled", tmp_path / "in")
+    expected, path = spec_of(folder).model, folder / "config.json"
+    config = json.loads(path.read_text())
+    assert expected == replace(expected, window_rope_base=90.0, rope_factor=4.0, global_every=6)
+    path.write_text(json.dumps(older(copy.deepcopy(config))))
+    assert spec_of(folder).model == expected
+    config["rope_parameters"]["sliding_attention"] |= {"rope_type": "linear", "factor": 2.0}
+    path.write_text(json.dumps(config))
+    with pytest.raises(SpecError, match="rotations of layers with windows are scaled"):
+        spec_of(folder)
 
 
 def test_a_single_expert_is_read_and_exported(tmp_path: Path) -> None:

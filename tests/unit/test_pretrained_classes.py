@@ -39,6 +39,10 @@ def begun(case: str, folder: Path, *more: str) -> nn.Module:
     return interpret(spec, world=World()).model.eval()
 
 
+def of(text: str) -> torch.Tensor:
+    return torch.tensor([ByteVocabulary().tokens(text)])
+
+
 def given(module: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         result: torch.Tensor = module(tokens())
@@ -168,6 +172,11 @@ def test_a_model_of_ones_own_is_exported_and_begins_with_it(tmp_path: Path) -> N
     assert all(torch.equal(tensor, after[name]) for name, tensor in weights.items())
     again = build_module(spec_of(tmp_path / "out", beside=OWN), allow_import=True)
     assert torch.equal(again.get_parameter("layers.1.bias"), weights["layers.1.bias"])
+    written = Writer(run, allow_import=True).score("one and one")
+    expected = nn.functional.cross_entropy(
+        again(of("one and one"))[0, :-1], of("one and one")[0, 1:]
+    )
+    assert written.loss == pytest.approx(expected.item(), rel=1e-5)
     save_file(weights | {"scale": torch.full((8,), 0.25)}, folder / "model.safetensors")
     scaled = build_module(spec_of(folder, beside=OWN), allow_import=True)
     assert torch.equal(scaled.get_buffer("scale"), torch.full((8,), 0.25))

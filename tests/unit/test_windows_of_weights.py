@@ -22,8 +22,8 @@ from tests.published_folders import saved
 
 pytest.importorskip("transformers")
 SEQUENCE = 16
-# All names as they are; outputs first and thirds of a tensor; experts that are stacked.
-CASES = ("llama", "gpt2", "mixtral")
+# All names as they are; outputs first and parts of a tensor; experts that are stacked.
+CASES = ("llama", "gpt2", "phi3", "mixtral")
 
 
 def shape_of(folder: Path) -> ModelShape:
