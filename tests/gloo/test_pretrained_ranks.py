@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ptrain.convert.export import export
 from ptrain.costs import State
@@ -21,6 +22,8 @@ from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
+from ptrain.train.schedule import learning_rate
+from ptrain.verification.reference import one_device
 from tests.published_folders import saved, tensors
 from tests.ranks import Ranks
 
@@ -139,3 +142,34 @@ def test_ranks_with_a_class_of_transformers_begin_with_what_the_files_have(
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def trained(spec: Spec) -> list[float]:
+    """Return the losses of three steps."""
+    program = interpret(spec, world=World.join(spec.timeout))
+    losses = []
+    for step in range(3):
+        lr = learning_rate(spec.optimizer, step)
+        share = program.forward_backward(program.samples(step), lr).clone()
+        program.step(lr)
+        dist.all_reduce(share)
+        losses.append(share.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        "zero3",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("zero1", "ddp", "zero2")),
+    ],
+)
+def test_a_tied_class_trains_as_on_one_device(ranks: Ranks, placement: str, tmp_path: Path) -> None:
+    folder = saved("gemma3_text", tmp_path / "in")
+    model = f"model={{pretrained: {folder}, hf: gemma3_text}}"
+    words = (model, "batch={global: 4, micro: 1, sequence: 16}", "optimizer={name: sgd, lr: 0.05}")
+    spec = load(placement, words).spec
+    expected = one_device(spec, 3).losses
+    for losses in ranks.run(spec.world_size, trained, spec):
+        assert losses == pytest.approx(expected, rel=1e-4)
+    assert expected[0] - expected[2] > 0.01
