@@ -2,7 +2,8 @@
 
 Claim: on one GPU, (a) attention is computed by the kernels that torch takes in a process that only
 believes in such a GPU; (b) at the peak of each phase of a rehearsal live as many bytes as
-`simulate` said without a GPU, 0 off, in blocks of every family and in 12 specs; and (c) what the
+`simulate` said without a GPU, 0 off, in blocks of every family, in 12 specs, over cp and ep, and of
+classes of transformers; and (c) what the
 allocator reserved of these, with what kernels take within themselves, is within 3 % of what its
 rules gave.
 

@@ -39,9 +39,17 @@ class AdaptedLayers(nn.Module):
         return logits
 
 
-def adapted(layers: int = 3, vocab: int = 259) -> AdaptedLayers:
-    """The target of a spec: `{target: tests.models_frozen:adapted}`."""
-    return AdaptedLayers(layers, vocab)
+def adapted(
+    layers: int = 3, vocab: int = 259, without: int = 0, is_tied: bool = False
+) -> AdaptedLayers:
+    """The target of a spec: `{target: tests.models_frozen:adapted}`. `without`: so many layers in
+    front have frozen adapters; `is_tied`: the head is the table."""
+    model = AdaptedLayers(layers, vocab)
+    for layer in model.layers[:without]:
+        layer.requires_grad_(False)
+    if is_tied:
+        model.head.weight = model.table.weight
+    return model
 
 
 class Logits(nn.Module):

@@ -99,7 +99,7 @@ def derive(
     plan = lower(
         spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
     )
-    require_executed(plan, [tensor.name for tensor in facts.tensors if tensor.is_frozen])
+    require_executed(spec, plan, facts, stages)
     of_step = _timed if is_timed else _exact
     estimate = of_step(spec, plan, facts, stages, machine)
     foreign = unclaimed(spec, facts)

@@ -40,6 +40,7 @@ def require_equal_models(
             list(parameter.shape),
             str(parameter.dtype).removeprefix("torch."),
             _sum(parameter) if are_given else "",
+            parameter.requires_grad,
         ]
         for name, parameter in module.named_parameters()
     ]
@@ -103,15 +104,18 @@ def gather(
 
 def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Fault | None:
     """Return how `rank` differs from rank 0, None where it does not."""
-    for (name, shape, dtype, total), (its_name, its_shape, its_dtype, its_total) in zip(
-        first["tensors"], other["tensors"], strict=False
-    ):
+    for own, its in zip(first["tensors"], other["tensors"], strict=False):
+        name, shape, dtype, total, is_trained = own
+        its_name, its_shape, its_dtype, its_total, is_its_trained = its
         if name != its_name:
             return _fault(name, f"rank 0 has {name} where rank {rank} has {its_name}")
         if dtype != its_dtype:
             return _fault(name, f"rank 0 has it in {dtype}, rank {rank} in {its_dtype}")
         if shape != its_shape:
             return _fault(name, f"its shape is {shape} on rank 0, {its_shape} on rank {rank}")
+        if is_trained != is_its_trained:
+            trains, freezes = (0, rank) if is_trained else (rank, 0)
+            return _fault(name, f"rank {trains} trains it, rank {freezes} has it frozen")
         if total != its_total:
             finding = f"rank {rank} has other weights in it than rank 0"
             remedy = (

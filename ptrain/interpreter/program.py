@@ -248,7 +248,8 @@ class Program:
         for target, tensors in self.update.tensors():
             exported = self.canonical(target.export())
             if target.owns_master:
-                optimizer.update(_keyed(exported, MASTER))
+                if not target.is_frozen:  # whose values are those that its dtype has
+                    optimizer.update(_keyed(exported, MASTER))
                 exported = {name: value.to(dtype) for name, value in exported.items()}
             model.update(exported)
             for key, tensor in tensors.items():
@@ -265,7 +266,8 @@ class Program:
         keys = {key for _, tensors in self.update.tensors() for key in (MASTER, *tensors)}
         optimizer = {key: self.order.held(_of_key(state["optimizer"], key)) for key in keys}
         for target, tensors in self.update.tensors():
-            target.load(self.wrapped.own(optimizer[MASTER] if target.owns_master else model))
+            has_master = target.owns_master and not target.is_frozen
+            target.load(self.wrapped.own(optimizer[MASTER] if has_master else model))
             for key, tensor in tensors.items():
                 tensor.copy_(target.join(self.wrapped.own(optimizer[key])))
         if self.scaling is not None:

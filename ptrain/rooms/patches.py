@@ -16,7 +16,14 @@ import torch
 from torch import nn
 
 from ptrain.errors import PtrainError
-from ptrain.internals import dtensor, fakes, fsdp2, functional_collectives, grouped_products
+from ptrain.internals import (
+    dtensor,
+    fakes,
+    fsdp2,
+    functional_collectives,
+    grouped_products,
+    modules,
+)
 from ptrain.internals.dispatch import without_modes
 from ptrain.internals.dtensor import TRACERS, ShardingPropagator, forget_shapes
 from ptrain.internals.fakes import FakeTensor
@@ -178,7 +185,7 @@ def _unless_alike(original: Callable[..., Any]) -> Callable[..., Any]:
     def applied(
         self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> Any:
-        own = [*self.parameters(), *self.buffers()]
+        own = [*self.parameters(recurse), *self.buffers(recurse)]
         with torch.no_grad():
             is_alike = any(isinstance(t, FakeTensor) for t in own) and all(fn(t) is t for t in own)
         return self if is_alike else original(self, fn, recurse)
@@ -197,6 +204,6 @@ PATCHES = (
     _standing("shapes of DTensor's results", dtensor.SHAPES, _alone),
     _standing("copies of fake tensors", fakes.COPIES, _cloned),
     _standing("chunks of FSDP2", fsdp2.CHUNKS, _lazily),
-    _standing("modules that are moved to where they are", (nn.Module, "_apply"), _unless_alike),
+    _standing("modules that are moved to where they are", modules.MOVES, _unless_alike),
     _standing("dtypes of grouped products", grouped_products.SHAPES, _of_any_dtype),
 )

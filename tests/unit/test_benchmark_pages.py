@@ -60,7 +60,7 @@ def test_the_gpu_kit_runs_dry_slice_by_slice_and_goes_on_where_it_stopped(tmp_pa
     first, second = kit(), kit()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blocks.json", "kernels.json"]
     assert second.stdout.count("done before") == 2
-    for ran in (first, second):  # three slices are left out
+    for ran in (first, second):  # the other slices are left out
         assert ran.returncode == 1
         assert "nothing is proven" in ran.stdout
         assert ran.stdout.count("| +0 |") == 18

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ptrain.errors import SpecError, refused
+from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.facts.stages import Stage
+from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.steps.wraps import FlatUnits, Wrap
+from ptrain.steps.wraps import FlatUnits, FullyShard, Wrap
 
 
-def require_executed(plan: Plan, frozen: Sequence[str]) -> None:
-    """Raises SpecError for frozen parameters as `require_unfrozen`, and where ranks of tp have
-    slices of the tokens: what of them is gathered for no gradient, nobody counts."""
+def require_executed(
+    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage] | None
+) -> None:
+    """Raises SpecError for frozen parameters where nothing executes them, or where what is held and
+    sent for them is not derived."""
+    frozen = [tensor.name for tensor in facts.tensors if tensor.is_frozen]
+    if not frozen:
+        return
     require_unfrozen(plan.wrap, frozen)
-    if plan.tensor is not None and plan.tensor.is_sequence and frozen:
-        raise _not_yet("where tp slices the tokens", frozen, "write placement.tp=S,S,S,R")
+    for where, names, remedy in (*_cut(spec, plan, frozen), *_idle(plan, facts, stages or ())):
+        raise _not_yet(where, names, remedy)
 
 
 def require_unfrozen(wrap: Wrap, frozen: Sequence[str]) -> None:
@@ -22,6 +30,45 @@ def require_unfrozen(wrap: Wrap, frozen: Sequence[str]) -> None:
     and their gradients of another."""
     if isinstance(wrap, FlatUnits) and frozen:
         raise _not_yet("in a flat unit", frozen, "take ddp's tuple of modes, or zero3's")
+
+
+_Refusal = tuple[str, Sequence[str], str]  # where, which of them, and the remedy
+
+
+def _cut(spec: Spec, plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
+    """Yield axes on which nobody has tried them."""
+    if plan.tensor is not None and plan.tensor.is_sequence:
+        yield "where tp slices the tokens", frozen, "write placement.tp=S,S,S,R"
+    if plan.tensor is not None and plan.pipeline is not None:
+        yield "over tp and pp at once", frozen, "leave one of them out"
+    if plan.context is not None:
+        yield "over cp", frozen, "leave cp out"
+    if plan.experts is not None:
+        yield "over ep", frozen, "leave ep out"
+    if plan.pipeline is not None and spec.pipeline.is_in_halves:
+        yield "where backward goes in halves", frozen, "write pipeline.schedule=1f1b"
+
+
+def _idle(plan: Plan, facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[_Refusal]:
+    """Yield units and stages of which nothing is trained, and tensors that two stages have."""
+    trained = {tensor.name for tensor in facts.trained}
+    for stage in stages:
+        if shared := [name for name in stage.shared if name not in trained]:
+            yield "of two stages", shared, "leave pp out"
+        own = [*stage.tensors, *(name for name, _ in stage.copied)]
+        if own and not trained & {*own}:
+            yield "of a stage of which nothing is trained", own, "leave pp out"
+    if isinstance(plan.wrap, FullyShard):
+        for unit in filter(lambda unit: _is_passed_by(unit, facts), facts.units):
+            names = [tensor.name for tensor in unit.tensors]
+            where = "of a unit in front of all that is trained, which fully_shard passes by"
+            yield where, names, "take ddp's tuple of modes"
+
+
+def _is_passed_by(unit: UnitFacts, facts: ModelFacts) -> bool:
+    """Return whether no gradient comes to what a unit gives; what is trained is within the root."""
+    is_idle = bool(unit.tensors) and not unit.trained and not unit.is_root
+    return is_idle and unit.modules[0] in facts.stops
 
 
 def _not_yet(where: str, frozen: Sequence[str], remedy: str) -> SpecError:

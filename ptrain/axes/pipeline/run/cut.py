@@ -83,4 +83,5 @@ def _copy(part: nn.Module, name: str, source: nn.Parameter) -> None:
     path, _, attribute = name.rpartition(".")
     if path == "head" and isinstance(part, Transformer):
         part.head = part.new_head(device="meta", dtype=source.dtype)
-    setattr(part.get_submodule(path), attribute, nn.Parameter(source.detach().clone()))
+    own = nn.Parameter(source.detach().clone(), source.requires_grad)
+    setattr(part.get_submodule(path), attribute, own)

@@ -96,7 +96,7 @@ class InnerSlices(ParallelStyle):
         weight = module.get_parameter("weight")
         cut = [Shard(weight.dim() + self.dim)]
         slices_ = distribute_tensor(weight, device_mesh, cut, src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(slices_))
+        module.register_parameter("weight", nn.Parameter(slices_, weight.requires_grad))
         return OwnSlices()._apply(module, device_mesh)
 
 
@@ -186,7 +186,7 @@ class ReplicateParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             replica = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(replica))
+            module.register_parameter(name, nn.Parameter(replica, parameter.requires_grad))
         return module
 
 

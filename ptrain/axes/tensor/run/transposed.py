@@ -41,7 +41,7 @@ def _distributed(
             part = distribute_tensor(
                 parameter, mesh, [placements[name]], src_data_rank=style.src_data_rank
             )
-            child.register_parameter(name, nn.Parameter(part))
+            child.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
 
     return distribute_module(
         module,
