@@ -27,3 +27,24 @@ class Recurrent(nn.Module):
 
 def build(width: int) -> nn.Module:
     return Recurrent(width)
+
+
+class Marked(Recurrent):
+    """One whose state has reals without dimensions, and buffers that hold none, or have two
+    names."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_parameter("gain", param=nn.Parameter(torch.tensor(1.0)))
+        self.register_buffer("shift", torch.tensor(0.5))
+        self.register_buffer("mask", torch.ones(3, width).tril().bool())
+        self.register_buffer("count", torch.tensor(7))
+        self.layers[1].register_buffer("scale", self.scale)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        logits_BTV: Tensor = super().forward(tokens_BT)
+        return logits_BTV * self.gain + self.shift * self.mask.sum() + self.count
+
+
+def build_marked(width: int) -> nn.Module:
+    return Marked(width)

@@ -1,7 +1,7 @@
 """A checkpoint as a folder that transformers loads: safetensors, a config.json, and the files of
 the tokenizer that the model came with; of a model of the user's own, safetensors with its own
-names. Of the checkpoint no more is read at a time than one file
-holds; the folder appears whole or not at all.
+names. Of the checkpoint no more is read at a time than one file holds; the folder appears whole or
+not at all.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Exported:
     gone: Path | None
 
 
-def export(run: Path, to: Path, step: int | None = None) -> Exported:
+def export(run: Path, to: Path, step: int | None = None, *, allow_import: bool = False) -> Exported:
     """Write the newest checkpoint of a run, or that of `step`, to the new folder `to`. Raises
-    PtrainError for a run without one that is sound, for a folder that is there already, and where
-    it cannot be written."""
+    PtrainError for a run without one that is sound, for a folder that is there already, where it
+    cannot be written, and for a model whose code must run first, without leave."""
     if os.path.lexists(to):
         raise refused("--to", f"{to} is there already", "name a folder that is not")
     saved = SavedModel(run, step)
     spec = saved.spec
-    form = form_of(saved)
+    form = form_of(saved, allow_import=allow_import)
     unfinished = to.with_name(f".{to.name}.tmp-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, assert_never
 
+import torch
 from torch import Tensor
 
 from ptrain.convert.config import published_config
@@ -18,6 +20,7 @@ from ptrain.models.module_weights import (
     kept_buffers,
     stored_rows,
 )
+from ptrain.models.pretrained import PretrainedFolder
 from ptrain.models.published_names import StoredTensor, stored
 from ptrain.report.heading import model_name
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
@@ -39,9 +42,9 @@ class FileForm:
     unsaid: tuple[str, ...] = ()
 
 
-def form_of(saved: SavedModel) -> FileForm:
+def form_of(saved: SavedModel, *, allow_import: bool) -> FileForm:
     """Return the form of a trained model. Raises SpecError for one that no class of transformers is
-    known to be."""
+    known to be, and for one of the user's own that must be built, without leave."""
     match saved.spec.model:
         case ModelShape() as shape:
             published = published_config(shape, sequence=saved.spec.batch.sequence)
@@ -51,16 +54,36 @@ def form_of(saved: SavedModel) -> FileForm:
                 stored=partial(stored, published.kind, shape=shape),
                 unsaid=published.unsaid,
             )
-        case ExternalModel():
+        case ExternalModel() as model:
             return FileForm(
                 architecture=model_name(saved.spec),
                 config={},
                 stored=lambda name: StoredTensor(names=(name,)),
+                buffers=_own_buffers(model, saved, allow_import=allow_import),
             )
         case HuggingFaceModel() as model:
             return _of_class(model, saved)
         case other:
             assert_never(other)
+
+
+def _own_buffers(
+    model: ExternalModel, saved: SavedModel, *, allow_import: bool
+) -> dict[str, Tensor]:
+    """Return the buffers that a model of the user's own has of its folder. It is built, which runs
+    its code, only where the folder has, or may have had, more than what is trained."""
+    if saved.gone is None:
+        folder = model.pretrained
+        if folder is None or not (
+            PretrainedFolder(Path(folder)).file_of.keys() - saved.parameters.keys()
+        ):
+            return {}
+    _, buffers = saved.built(allow_import=allow_import)
+    # One may be a view, or of another's memory, which a file cannot have.
+    return {
+        name: buffer.clone(memory_format=torch.contiguous_format)
+        for name, buffer in buffers.items()
+    }
 
 
 def _of_class(model: HuggingFaceModel, saved: SavedModel) -> FileForm:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ptrain.errors import refused
+from ptrain.models.build import build
+from ptrain.models.module_weights import holds_buffers, kept_buffers
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
+from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import read
 from ptrain.train import checkpoint, manifest
@@ -30,6 +35,7 @@ class SavedModel:
     without one that is sound."""
 
     def __init__(self, run: Path, step: int | None = None) -> None:
+        self._resolved = RunFolder(run).resolved
         self.spec, self.gone = _spec_of(run)
         self.folder, self._sound = _checkpoint(run, step)
         metadata = self._reader().read_metadata()
@@ -39,11 +45,30 @@ class SavedModel:
             if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
         }
 
+    def built(self, *, allow_import: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        """Return the model as it is constructed, but for the buffers that the folder has which it
+        began with; and these by name. Raises SpecError where that is gone and may have had some."""
+        spec = self.spec
+        model = replace(spec.model, pretrained=None)  # all parameters are in the checkpoint
+        module = build(
+            model, sequence=spec.batch.sequence, allow_import=allow_import, seed=spec.train.seed
+        )
+        if isinstance(spec.model, ModelShape):
+            return module, {}
+        self.require_folder(needed=holds_buffers(module))
+        folder = spec.model.pretrained
+        return module, {} if folder is None else kept_buffers(module, folder)
+
     def require_folder(self, *, needed: bool) -> None:
         """Raises SpecError where a model needs the folder that it began with, which is gone."""
-        if needed and self.gone is not None:
-            finding = f"{self.gone} is gone, and the model has tensors of it that are not trained"
-            raise refused("model.pretrained", finding, "put it back: no checkpoint has them")
+        if not needed or self.gone is None:
+            return
+        finding = f"{self.gone} is gone, and the model has tensors of it that are not trained"
+        remedy = "put it back: no checkpoint has them"
+        if isinstance(self.spec.model, ExternalModel):  # whose folder may lack them
+            finding = f"{self.gone} is gone, and the model has buffers, which may be of it"
+            remedy += f"; if it had none, take model.pretrained out of {shown(self._resolved)}"
+        raise refused("model.pretrained", finding, remedy)
 
     @property
     def step(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,10 +18,7 @@ from ptrain.convert.saved import SavedModel
 from ptrain.convert.vocabulary import vocabulary_of, windows
 from ptrain.data.vocabulary import Vocabulary
 from ptrain.errors import refused
-from ptrain.models.build import build
 from ptrain.models.initialize import cast
-from ptrain.models.module_weights import holds_buffers, kept_buffers
-from ptrain.spec.model import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +110,7 @@ class Writer:
 
 
 def _model(saved: SavedModel, *, allow_import: bool) -> nn.Module:
-    spec = saved.spec
-    model = replace(spec.model, pretrained=None)  # all parameters are in the checkpoint
-    module = build(
-        model, sequence=spec.batch.sequence, allow_import=allow_import, seed=spec.train.seed
-    )
-    if not isinstance(model, ModelShape):
-        saved.require_folder(needed=holds_buffers(module))
-        if spec.model.pretrained is not None:
-            kept_buffers(module, spec.model.pretrained)
+    module, _ = saved.built(allow_import=allow_import)
     cast(module, torch.float32)
     return module
 

@@ -113,11 +113,15 @@ class Filling:
         """Undo what becoming real did beside: ties are cut, and buffers empty."""
         for first, *others in self._tied:
             for name in others:
-                owner, _, leaf = name.rpartition(".")
-                setattr(self._module.get_submodule(owner), leaf, self._module.get_parameter(first))
+                setattr(*self._place(name), getattr(*self._place(first)))
         for name, values in buffers.items():
             self._module.get_buffer(name).copy_(values)
         reset_buffers(self._module)
+
+    def _place(self, name: str) -> tuple[nn.Module, str]:
+        """Return whose tensor it is, and how it is called there."""
+        owner, _, leaf = name.rpartition(".")
+        return self._module.get_submodule(owner), leaf
 
     def _write_rows(self, name: str, stored: Parameter, first: int, part: torch.Tensor) -> None:
         parameter = whole_parameter(stored)

@@ -32,7 +32,7 @@ _MAY_LACK, _PASSED_OVER = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on
 
 
 class NamedTensor(NamedTuple):
-    """A parameter or a kept buffer of reals, by all of its names: several, where it is tied."""
+    """A parameter or a kept buffer, by all of its names: several, where it is tied."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -94,9 +94,9 @@ class ModuleWeights:
     as PretrainedFolder."""
 
     def __init__(self, module: nn.Module, folder: str) -> None:
-        self._module, self._folder = module, PretrainedFolder(Path(folder))
         prefix = getattr(module, "base_model_prefix", "")
-        self._prefix = f"{prefix}." if prefix else ""
+        prefixes = (f"{prefix}.",) if prefix else ()
+        self._module, self._folder = module, PretrainedFolder(Path(folder), prefixes)
         self._stored = stored_rows(module)
         self._tensors = named_tensors(module)
         self._rows = {named.names[0]: [*self._of(named)] for named in self._tensors}
@@ -127,29 +127,34 @@ class ModuleWeights:
         """Bytes of tensors that have been read so far."""
         return self._folder.bytes_read
 
+    def has(self, name: str) -> bool:
+        """Return whether the folder has anything of a tensor, by the first of its names."""
+        return bool(self._rows[name])
+
     def _of(self, named: NamedTensor) -> Iterator[StoredRows]:
         """Yield theirs of a tensor, by the names that they have in this folder."""
-        tensor, is_buffer = named.tensor, not isinstance(named.tensor, nn.Parameter)
-        there = [theirs for name in named.names if (theirs := self._called(name))]
-        is_kept = is_buffer and not is_of_transformers(self._module)  # which no checkpoint has
-        may_lack = is_kept or self._says(_MAY_LACK, named.names[0])
-        if not there and may_lack and not tensor.is_meta:
+        tensor = named.tensor
+        there = [theirs for name in named.names if (theirs := self._folder.called(name))]
+        if not there and self._may_lack(named):
             return
         stored = self._stored[named.names[0]]
         for rows in [StoredRows(there[0], 0, tuple(tensor.shape))] if there else stored:
-            theirs = self._called(rows.name) or rows.name
-            self._folder.require(theirs, rows.shape)
+            theirs = self._folder.called(rows.name) or rows.name
+            self._folder.require(theirs, rows.shape, tensor.dtype)
             yield replace(rows, name=theirs)
 
-    def _called(self, name: str) -> str | None:
-        """Return the name of a tensor in this folder: files of bare models lack the model's own.
-        None where it has no such."""
-        names = (name, name.removeprefix(self._prefix))
-        return next((name for name in names if name in self._folder.file_of), None)
+    def _may_lack(self, named: NamedTensor) -> bool:
+        """Return whether a folder may lack a tensor, which then is as the constructor made it. It
+        may lack no parameter: ranks that keep rows have none that was made."""
+        if isinstance(named.tensor, nn.Parameter):
+            return False
+        is_own = not is_of_transformers(self._module)
+        is_weight = named.tensor.is_floating_point()
+        return is_own or not is_weight or self._says(_MAY_LACK, named.names[0])
 
     def _require_all_used(self) -> None:
-        tied = {self._called(name) for named in self._tensors for name in named.names}
-        others = self._folder.file_of.keys() - self._used() - tied
+        known = {self._folder.called(name) for name in self._module.state_dict()}
+        others = self._folder.file_of.keys() - self._used() - known
         self._folder.refuse(name for name in others if not self._says(_PASSED_OVER, name))
 
     def _used(self) -> set[str]:
@@ -162,10 +167,11 @@ class ModuleWeights:
 
 
 def named_tensors(module: nn.Module) -> list[NamedTensor]:
-    """Return what a module's state has that holds reals: parameters, and buffers that are kept."""
+    """Return the tensors of a module's state: parameters, and buffers that are kept."""
     by_tensor: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+        is_extra = name.rpartition(".")[2] == "_extra_state"  # which a module makes when asked
+        if isinstance(tensor, Tensor) and not is_extra:
             by_tensor.setdefault(id(tensor), []).append((name, tensor))
     return [
         NamedTensor(tuple(name for name, _ in named), named[0][1]) for named in by_tensor.values()
@@ -176,6 +182,8 @@ def stored_rows(module: nn.Module) -> Mapping[str, list[StoredRows]]:
     """Return how files have each tensor of a module, by the first of its names. Raises SpecError
     where they have it neither whole nor as rows."""
     shapes = {named.names[0]: tuple(named.tensor.shape) for named in named_tensors(module)}
+    if not is_of_transformers(module):
+        return {name: [StoredRows(name, 0, shape)] for name, shape in shapes.items()}
     state: dict[str, Tensor] = {}
     starts, names = [0], [*shapes]
     stored: dict[str, list[StoredRows]] = {name: [] for name in shapes}
@@ -184,8 +192,7 @@ def stored_rows(module: nn.Module) -> Mapping[str, list[StoredRows]]:
             rows = torch.arange(math.prod(shape[:-1]), device="cpu") + starts[-1]
             state[name] = rows.view(*shape[:-1], 1) if shape else rows[0]
             starts.append(starts[-1] + len(rows))
-        saved = as_saved(module, state) if is_of_transformers(module) else state
-        for theirs, rows in saved.items():
+        for theirs, rows in as_saved(module, state).items():
             first = int(rows.flatten()[0])
             place = bisect_right(starts, first) - 1
             name = names[place]
@@ -210,8 +217,8 @@ def _buffers(module: nn.Module) -> list[NamedTensor]:
 
 
 def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:
-    """Return the buffers that files of a module have, by name, as a folder has them, whether the
-    module has values or not. They are given to the module. Raises SpecError as ModuleWeights."""
+    """Return the buffers that a folder has of a module, by name, whether the module has values or
+    not. They are given to the module. Raises SpecError as ModuleWeights."""
     buffers = _buffers(module)
     if not buffers:
         return {}
@@ -219,8 +226,10 @@ def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:
         owner, _, leaf = name.rpartition(".")
         if tensor.is_meta:
             setattr(module.get_submodule(owner), leaf, torch.empty_like(tensor, device="cpu"))
-    ModuleWeights(module, folder).read(only_buffers=True)
-    return {named.names[0]: module.get_buffer(named.names[0]) for named in buffers}
+    weights = ModuleWeights(module, folder)
+    weights.read(only_buffers=True)
+    names = [name for (name, *_), _ in buffers if weights.has(name)]
+    return {name: module.get_buffer(name) for name in names}
 
 
 @contextmanager
@@ -229,10 +238,10 @@ def without_values() -> Iterator[None]:
     are computed."""
     register = nn.Module.register_parameter
 
-    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
 
     nn.Module.register_parameter = registered
     try:

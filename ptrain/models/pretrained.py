@@ -26,12 +26,23 @@ from ptrain.spec.resolve_sections import CONFIG
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of an element
+# What holds no reals is no weight, and stands in files in its own dtype.
+_OTHERS = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "C64": torch.complex64,
+}
+_ALL_WIDTHS = {**WIDTHS, **{name: dtype.itemsize for name, dtype in _OTHERS.items()}}
 MOST_MAPPED = 2**24  # bytes of a file that a process has in its memory at once
 POSITIONS = "positions.weight"
 _PLACE = "model.pretrained"
 _AS_IT_IS = "write no sizes beside pretrained, or name the folder that has them"
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
-_PREFIX = re.compile(r"(model|transformer)\.")  # files of bare models lack it
+_PREFIXES = ("model.", "transformer.")
 # Tables that older versions saved: they are made, not learnt.
 _TABLES = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 _MOST_INDEX = 2**28  # bytes of an index: those of 405B have 10^5
@@ -43,11 +54,12 @@ def _wrong(folder: Path, finding: str, remedy: str = "") -> Exception:
 
 
 class PretrainedFolder:
-    """The tensors of a folder by name, each in its file. Raises SpecError for files that are not
-    there, not whole, outside the folder, or have a tensor twice."""
+    """The tensors of a folder by name, each in its file. `prefixes`: those that names of the whole
+    model have and names of a bare one lack. Raises SpecError for files that are not there, not
+    whole, outside the folder, or have a tensor twice."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, prefixes: Sequence[str] = ()) -> None:
+        self.folder, self._prefixes = folder, prefixes
         safetensors = _safetensors()
         self._open, self._error = safetensors.safe_open, safetensors.SafetensorError
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -63,12 +75,18 @@ class PretrainedFolder:
                 has = f"it is in {elsewhere}" if elsewhere else "no file has it"
                 raise _wrong(folder, f"{INDEX} says that {name} is in {file}, and {has}")
 
+    def called(self, name: str) -> str | None:
+        """Return the name that a tensor has in this folder; None where it is not there."""
+        bare = (name.removeprefix(prefix) for prefix in self._prefixes)
+        return next((name for name in (name, *bare) if name in self.file_of), None)
+
     def read(self, piece: StoredPiece, dtype: torch.dtype) -> None:
-        """Write a window of a tensor to its place, rounded to `dtype`. A file is mapped anew for
-        every MOST_MAPPED bytes: what was read of it counts as this process's memory until then, and
-        of a slice along columns the kernel maps the rows whole."""
-        shape, window, place = self.shapes[piece.name], piece.window, piece.place
-        row = WIDTHS[self.dtypes[piece.name]] * math.prod(shape[1:])
+        """Write a window of a tensor to its place, rounded to `dtype`; one without dimensions is
+        one row. A file is mapped anew for every MOST_MAPPED bytes: what was read of it counts as
+        this process's memory until then, and of a slice along columns the kernel maps the rows
+        whole."""
+        shape, window, place = self.shapes[piece.name], piece.window, torch.atleast_1d(piece.place)
+        row = _ALL_WIDTHS[self.dtypes[piece.name]] * math.prod(shape[1:])
         step = max(1, MOST_MAPPED // row)
         for start in range(0, len(place) if place.numel() else 0, step):
             target = place[start : start + step]
@@ -78,14 +96,21 @@ class PretrainedFolder:
                 self.bytes_read += part.nbytes
                 target.copy_(part.to(dtype))
 
-    def require(self, name: str, expected: tuple[int, ...]) -> None:
-        """Raises SpecError unless there is a tensor of this name, in this shape, of weights."""
+    def require(
+        self, name: str, expected: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Raises SpecError unless there is a tensor of this name, in this shape: of weights, or if
+        `dtype` is none of reals, of this one."""
         if name not in self.file_of:
             raise _wrong(self.folder, f"there is no tensor {name}", _AS_IT_IS)
         if self.shapes[name] != expected:
             finding = f"{name} is {list(self.shapes[name])}, and the spec's model has {expected}"
             raise _wrong(self.folder, finding, _AS_IT_IS)
-        if self.dtypes[name] not in WIDTHS:
+        if not dtype.is_floating_point:
+            if _OTHERS.get(self.dtypes[name]) != dtype:
+                finding = f"{name} is {self.dtypes[name]}, and the model has {str(dtype)[6:]}"
+                raise _wrong(self.folder, finding, "write it in the dtype of the model")
+        elif self.dtypes[name] not in WIDTHS:
             finding = f"{name} is {self.dtypes[name]}; weights are {', '.join(WIDTHS)}"
             raise _wrong(self.folder, finding)
 
@@ -140,7 +165,7 @@ class PretrainedWeights:
 
     def __init__(self, shape: ModelShape) -> None:
         assert shape.pretrained is not None, "a folder is named"
-        self._shape, self._folder = shape, PretrainedFolder(Path(shape.pretrained))
+        self._shape, self._folder = shape, PretrainedFolder(Path(shape.pretrained), _PREFIXES)
         self._kind = kind_of(Path(shape.pretrained))
 
     def require(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
@@ -173,10 +198,8 @@ class PretrainedWeights:
         return stored(self._kind, name, self._shape)
 
     def _called(self, theirs: str) -> str:
-        """Return the name in this folder: files of bare models lack the model's own."""
-        bare = _PREFIX.sub("", theirs, count=1)
-        there = self._folder.file_of
-        return bare if theirs not in there and bare in there else theirs
+        """Return the name in this folder, or where it has none, that which it should have."""
+        return self._folder.called(theirs) or theirs
 
     def _longer(self, name: str, expected: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of positions with as many as the folder has. Raises SpecError for fewer

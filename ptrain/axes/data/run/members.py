@@ -28,7 +28,8 @@ class OwnRows:
 
     def fill(self, name: str, parameter: Parameter, start: int, piece: torch.Tensor) -> None:
         """Write the rows that a stretch reaches to a parameter's `piece` of the buffer, in which it
-        starts there; others keep what they have."""
+        starts there; others keep what they have. A piece without dimensions is one row."""
+        piece = torch.atleast_1d(piece)
         row = max(1, math.prod(piece.shape[1:]))
         for begin, end in self.stretches:
             first = max(begin - start, 0) // row
