@@ -58,7 +58,7 @@ def _give_own(projection: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
     is_read = isinstance(projection.get_parameter("weight"), DTensor)  # of another axis
     _cut(projection, axes, mesh)
     if not is_read:
-        OwnSlices()._apply(projection, mesh.submesh(axes))
+        OwnSlices().put_on(projection, mesh.submesh(axes))
 
 
 def _give_rows(experts: RoutedRows, step: ExpertParallel, mesh: Mesh) -> None:

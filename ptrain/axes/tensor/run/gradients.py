@@ -26,6 +26,10 @@ class _ReadThrough(ParallelStyle):
         """`parameter` itself in a forward pass, with a backward pass of its own."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self.put_on(module, device_mesh)
+
+    def put_on(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Return the module, which reads its parameters so from now on."""
         names = [name for name, _ in module.named_parameters(recurse=False)]
 
         def enter(module: nn.Module, _: object) -> None:
