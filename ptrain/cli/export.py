@@ -15,6 +15,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder, like runs/latest")
     parser.add_argument("--to", metavar="FOLDER", required=True, help="a folder that is not there")
     parser.add_argument("--step", type=int, metavar="N", help="default: the newest checkpoint")
+    parser.add_argument(
+        "--adapters",
+        choices=("merged", "alone"),
+        help="of a model with adapters of peft: its class with them in its layers, or them alone",
+    )
     parser.add_argument("--allow-import", action="store_true", help="run the model's own code")
     parser.add_argument("--json", action="store_true", help="as a record")
 
@@ -22,9 +27,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Write the folder, and say what is in it."""
     require_torch()
+    from ptrain.convert.adapters import Adapters
     from ptrain.convert.export import export
 
-    exported = export(Path(args.run), Path(args.to), args.step, allow_import=args.allow_import)
+    exported = export(
+        Path(args.run),
+        Path(args.to),
+        args.step,
+        allow_import=args.allow_import,
+        adapters=Adapters(args.adapters) if args.adapters else None,
+    )
     if args.json:
         gone = None if exported.gone is None else str(exported.gone)
         print_json({**asdict(exported), "folder": str(exported.folder), "gone": gone})

@@ -12,12 +12,14 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ptrain.convert.adapters import Adapters, write_adapters
 from ptrain.convert.form import FileForm, Stored, form_of
 from ptrain.convert.saved import SavedModel
 from ptrain.errors import refused
@@ -52,19 +54,32 @@ class Exported:
     gone: Path | None
 
 
-def export(run: Path, to: Path, step: int | None = None, *, allow_import: bool = False) -> Exported:
-    """Write the newest checkpoint of a run, or that of `step`, to the new folder `to`. Raises
+def export(
+    run: Path,
+    to: Path,
+    step: int | None = None,
+    *,
+    allow_import: bool = False,
+    adapters: Adapters | None = None,
+) -> Exported:
+    """Write the newest checkpoint of a run, or that of `step`, to the new folder `to`; of a model
+    with peft's `adapters` merged into its layers, or these alone. Raises
     PtrainError for a run without one that is sound, for a folder that is there already, where it
     cannot be written, and for a model whose code must run first, without leave."""
     if os.path.lexists(to):
         raise refused("--to", f"{to} is there already", "name a folder that is not")
     saved = SavedModel(run, step)
     spec = saved.spec
-    form = form_of(saved, allow_import=allow_import)
+    unsaid: tuple[str, ...] = ()
+    if adapters is None:
+        form = form_of(saved, allow_import=allow_import)
+        unsaid, write = form.unsaid, partial(_write_model, saved, form)
+    else:
+        write = partial(write_adapters, saved, how=adapters, allow_import=allow_import)
     unfinished = to.with_name(f".{to.name}.tmp-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
-        tensors, size = _write_weights(saved, form, unfinished)
+        architecture, tensors, size = write(unfinished)
         copied = tuple(_copy_tokenizer(spec, unfinished))
         unfinished.rename(to)
     except OSError as error:
@@ -74,17 +89,17 @@ def export(run: Path, to: Path, step: int | None = None, *, allow_import: bool =
     return Exported(
         step=saved.step,
         folder=to,
-        architecture=form.architecture,
+        architecture=architecture,
         tensors=tensors,
         size=size,
         copied=copied,
-        unsaid=form.unsaid,
+        unsaid=unsaid,
         gone=saved.gone,
     )
 
 
-def _write_weights(saved: SavedModel, form: FileForm, to: Path) -> tuple[int, int]:
-    """Return how many tensors were written, and of how many bytes."""
+def _write_model(saved: SavedModel, form: FileForm, to: Path) -> tuple[str, int, int]:
+    """Return as which class it was written, how many tensors, and of how many bytes."""
     files = [*_by_file(_groups(saved.parameters, form))]
     file_of: dict[str, str] = {}
     size, dtypes = 0, set[torch.dtype]()
@@ -102,7 +117,7 @@ def _write_weights(saved: SavedModel, form: FileForm, to: Path) -> tuple[int, in
         (dtype,) = dtypes
         said = {key: value for key, value in form.config.items() if key != "torch_dtype"}
         _write_json(to / CONFIG, {**said, "dtype": _DTYPES.get(dtype, str(dtype)[6:])})
-    return len(file_of), size
+    return form.architecture, len(file_of), size
 
 
 Group = list[tuple[str, Stored]]  # parameters by name that stand in the same of theirs

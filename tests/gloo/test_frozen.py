@@ -11,6 +11,9 @@ import pytest
 import torch
 
 import ptrain
+from ptrain.convert.adapters import Adapters
+from ptrain.convert.export import export
+from ptrain.convert.saved import SavedModel
 from ptrain.errors import SpecError
 from ptrain.rooms.world import World
 from ptrain.simulation.execute import simulate
@@ -156,3 +159,40 @@ def test_a_checkpoint_has_them_too_and_another_placement_continues_it(
     tolerance = 1e-5 if layout == "fp32" else 1e-2
     assert {*goes_on} == {5, 6}
     assert all(abs(goes_on[step] - at_once[step]) < tolerance for step in goes_on)
+
+
+def test_adapters_leave_as_a_folder_of_transformers_or_as_one_of_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    words = ["model={target: tests.models_frozen:lora}", BATCH, "train.steps=3", "eval.every=0"]
+    words += ["optimizer.lr=0.1", "optimizer.schedule.warmup=0", "--allow-import"]
+    saves = ["checkpoint.at_end=true", "--run-dir", "run"]
+    code, job = jobs.run(["train", "zero3", *words, *saves], cwd=tmp_path)
+    assert code == 0, job.error
+    saved = SavedModel(tmp_path / "run")
+    (module, _), (plain, _) = (saved.built(allow_import=True) for _ in range(2))
+    tokens = torch.arange(12).view(1, 12)
+    before = module(tokens)
+    module.load_state_dict(saved.load(saved.parameters))
+    expected = module(tokens)
+    assert not torch.allclose(expected, before, atol=1e-3), "it has learned"
+    for how in Adapters:
+        export(tmp_path / "run", tmp_path / how, adapters=how, allow_import=True)
+    merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(input_ids=tokens).logits, expected, atol=1e-5, rtol=1e-5)
+    for layer in plain.model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, getattr(layer.self_attn, name).base_layer)
+    adapted = peft.PeftModel.from_pretrained(plain.model, tmp_path / "alone")
+    torch.testing.assert_close(adapted(input_ids=tokens).logits, expected)
+
+
+def test_a_model_without_adapters_is_not_exported_as_one(tmp_path: Path) -> None:
+    words = ["model.layers=1", "train.steps=1", "eval.every=0", "checkpoint.at_end=true"]
+    code, job = jobs.run(
+        ["train", "ddp", "mesh.dp_replicate=1", *words, "--run-dir", "run"], cwd=tmp_path
+    )
+    assert code == 0, job.error
+    with pytest.raises(SpecError, match="Transformer has no adapters of peft"):
+        export(tmp_path / "run", tmp_path / "out", adapters=Adapters.MERGED)
+    assert not (tmp_path / "out").exists()

@@ -77,6 +77,7 @@ LAZY = {
     "ptrain.models.external",
     "ptrain.models.huggingface",
     "ptrain.models.pretrained",
+    "ptrain.convert.adapters",
     "ptrain.convert.export",
     "ptrain.data.vocabulary",
     "ptrain.data.documents",
