@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tests.models_external import Necks
+
 HIDDEN = 32
 
 
@@ -24,19 +26,13 @@ class Adapted(nn.Module):
         return x_BTC + self.down(torch.relu(self.up(normed) + self.widen(self.narrow(normed))))
 
 
-class AdaptedLayers(nn.Module):
-    def __init__(self, layers: int, vocab: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(vocab, HIDDEN).requires_grad_(False)
-        self.layers = nn.ModuleList(Adapted() for _ in range(layers))
-        self.head = nn.Linear(HIDDEN, vocab).requires_grad_(False)
+class AdaptedLayers(Necks):
+    """Such layers between a frozen table and a frozen head."""
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTC = self.table(tokens_BT)
-        for layer in self.layers:
-            x_BTC = layer(x_BTC)
-        logits: Tensor = self.head(x_BTC)
-        return logits
+    def __init__(self, layers: int, vocab: int) -> None:
+        super().__init__(HIDDEN, 0, vocab)
+        self.requires_grad_(False)
+        self.layers = nn.ModuleList(Adapted() for _ in range(layers))
 
 
 def adapted(

@@ -41,16 +41,6 @@ transformers = pytest.importorskip("transformers")
 SEQUENCE = 127
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(folder)
-
-
 @pytest.mark.parametrize("room", [1, 7, 40])
 def test_all_are_packed_once_and_no_row_overflows(room: int):
     generator = np.random.default_rng(room)
@@ -79,11 +69,11 @@ def documents_of(tokens: NDArray[Any], marks: NDArray[Any], separator: int) -> l
     return documents
 
 
-def fitting(tokenizer: Any, chat: Messages) -> list[int] | None:
+def fitting(chat_tokenizer: Any, chat: Messages) -> list[int] | None:
     """Return the tokens of a chat up to the last answer with which it fits into a row."""
     behind = [n for n, message in enumerate(chat, 1) if n > 1 and message["role"] == "assistant"]
     for number in reversed(behind):
-        ids = tokenizer.apply_chat_template(chat[:number], return_dict=True)["input_ids"]
+        ids = chat_tokenizer.apply_chat_template(chat[:number], return_dict=True)["input_ids"]
         whole = ids if number == behind[-1] else ids[:-1]  # without the line break behind it
         for tokens in (whole, ids[:-1]):
             if len(tokens) <= SEQUENCE + 1:
@@ -93,23 +83,25 @@ def fitting(tokenizer: Any, chat: Messages) -> list[int] | None:
 
 @pytest.mark.parametrize("options", [(), ("--alone",)], ids=["packed", "alone"])
 def test_every_chat_stands_in_a_row_once(
-    folder: Path, tokenizer: Any, tmp_path: Path, capsys: Any, options: tuple[str, ...]
+    chat_folder: Path, chat_tokenizer: Any, tmp_path: Path, capsys: Any, options: tuple[str, ...]
 ):
     drawn = drawn_chats(300, most=5)
     drawn[7] = drawn[7][:1]  # without an answer
     drawn[9] = [{"role": "user", "content": "red " * SEQUENCE}, *CHAT[2:]]  # that fits not
     file, out = write_chats(tmp_path / "a.jsonl", drawn), tmp_path / "rows.npy"
-    words = ["--chat", "--tokenizer", str(folder / "tokenizer.json"), "--json"]
+    words = ["--chat", "--tokenizer", str(chat_folder / "tokenizer.json"), "--json"]
     words += ["--sequence", str(SEQUENCE)]
     assert main(["tokenize", str(file), "--out", str(out), *words, *options]) == 0
     record = json.loads(capsys.readouterr().out)
     tokens, marks = rows_of(out)
-    separator = tokenizer.convert_tokens_to_ids(PAD)
+    separator = chat_tokenizer.convert_tokens_to_ids(PAD)
     assert tokens.shape == marks.shape == (record["rows"], SEQUENCE + 1)
-    expected = [ids for ids in (fitting(tokenizer, chat) for chat in drawn) if ids is not None]
+    expected = [ids for ids in (fitting(chat_tokenizer, chat) for chat in drawn) if ids is not None]
     documents = documents_of(tokens, marks, separator)
     assert sorted(documents) == sorted(expected)
-    whole = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in drawn]
+    whole = [
+        chat_tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in drawn
+    ]
     num_cut = sum(len(ids) > SEQUENCE + 1 for ids in whole) - (len(drawn) - len(expected) - 1)
     assert record["cut"] == num_cut > 20 and record["left_out"] == 300 - len(expected) >= 2
     assert (record["unanswered"], record["divided"]) == (1, 0)
@@ -124,19 +116,19 @@ def test_every_chat_stands_in_a_row_once(
 
 
 @pytest.fixture(scope="module")
-def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of rows, in a folder with the chats."""
     place = tmp_path_factory.mktemp("packed")
     file = write_chats(place / "chats.jsonl", drawn_chats(400, most=2))
-    written(folder, [file], place / "rows.npy")
+    written(chat_folder, [file], place / "rows.npy")
     return place / "rows.npy"
 
 
-def written(folder: Path, files: list[Path], out: Path, template: Any = None) -> Any:
+def written(chat_folder: Path, files: list[Path], out: Path, template: Any = None) -> Any:
     return tokenize_chats(
         files,
         out,
-        template or ChatTemplate(folder),
+        template or ChatTemplate(chat_folder),
         ChatPacking(sequence=SEQUENCE),
         field="messages",
         tell=lambda _: None,
@@ -201,8 +193,8 @@ def test_a_chat_in_a_row_is_learned_as_if_it_stood_alone(packed: Path):
 class Broken(ChatTemplate):
     """Breaks off at the chat of this number, as a process that is killed."""
 
-    def __init__(self, folder: Path, at: int) -> None:
-        super().__init__(folder)
+    def __init__(self, chat_folder: Path, at: int) -> None:
+        super().__init__(chat_folder)
         self.at = at
 
     def samples(self, chat: Chat) -> Any:
@@ -214,16 +206,16 @@ class Broken(ChatTemplate):
 
 @pytest.mark.parametrize("at", [0, 7, 8, 27, 60])
 def test_what_was_broken_off_goes_on_where_it_stopped(
-    folder: Path, tmp_path: Path, monkeypatch: Any, at: int
+    chat_folder: Path, tmp_path: Path, monkeypatch: Any, at: int
 ):
     monkeypatch.setattr(tokenized, "DOCUMENTS", 8)
     names = [(tmp_path / name, seed) for seed, name in enumerate(("a.jsonl", "b.jsonl"))]
     files = [write_chats(path, drawn_chats(35, seed)) for path, seed in names]
-    done = written(folder, files, tmp_path / "whole.npy")
+    done = written(chat_folder, files, tmp_path / "whole.npy")
     with pytest.raises(KeyboardInterrupt):
-        written(folder, files, tmp_path / "rows.npy", Broken(folder, at))
+        written(chat_folder, files, tmp_path / "rows.npy", Broken(chat_folder, at))
     assert not (tmp_path / "rows.npy").exists()
-    assert written(folder, files, tmp_path / "rows.npy") == done
+    assert written(chat_folder, files, tmp_path / "rows.npy") == done
     for own, whole in zip(
         *map(rows_of, (tmp_path / "rows.npy", tmp_path / "whole.npy")), strict=True
     ):
@@ -268,23 +260,23 @@ def test_rows_that_would_be_read_in_another_way_are_refused(packed: Path):
     assert place == "data.loss_mask" and "rows.mask.npy" in remedy
 
 
-def test_a_chat_that_has_the_separator_in_it_is_left_out(folder: Path, tmp_path: Path):
+def test_a_chat_that_has_the_separator_in_it_is_left_out(chat_folder: Path, tmp_path: Path):
     """Else it would be two documents."""
     drawn = drawn_chats(3)
     drawn.append([{"role": "user", "content": f"a {PAD} b"}, CHAT[2]])
     file = write_chats(tmp_path / "a.jsonl", drawn)
     packing = ChatPacking(sequence=SEQUENCE, separator=PAD)
     done = tokenize_chats(
-        [file], tmp_path / "t.npy", ChatTemplate(folder), packing, field="messages", tell=print
+        [file], tmp_path / "t.npy", ChatTemplate(chat_folder), packing, field="messages", tell=print
     )
     assert (done.documents, done.left_out, done.divided) == (4, 1, 1)
 
 
 def test_a_separator_that_stands_in_every_chat_is_refused_as_such(
-    folder: Path, tmp_path: Path, capsys: Any
+    chat_folder: Path, tmp_path: Path, capsys: Any
 ):
     file = write_chats(tmp_path / "a.jsonl", drawn_chats(3))
-    call = ["tokenize", str(file), "--chat", "--tokenizer", str(folder), "--sequence", "127"]
+    call = ["tokenize", str(file), "--chat", "--tokenizer", str(chat_folder), "--sequence", "127"]
     assert main([*call, "--separator", END, "--out", str(tmp_path / "t.npy")]) == 2
     error = capsys.readouterr().err
     assert "--separator: 3 of 3 chats have the separator within them" in error
@@ -295,8 +287,8 @@ def test_where_no_token_is_left_to_stand_between_chats_one_is_to_be_named(
     tmp_path: Path, capsys: Any
 ):
     file = write_chats(tmp_path / "a.jsonl", drawn_chats(3))
-    folder = save_tokenizer(tmp_path / "tokenizer", specials=2)
-    words = ["--tokenizer", str(folder), "--sequence", "127", "--out", str(tmp_path / "t.npy")]
+    chat_folder = save_tokenizer(tmp_path / "tokenizer", specials=2)
+    words = ["--tokenizer", str(chat_folder), "--sequence", "127", "--out", str(tmp_path / "t.npy")]
     call = ["tokenize", str(file), "--chat", *words]
     assert main(call) == 2
     assert "none can tell them apart" in capsys.readouterr().err

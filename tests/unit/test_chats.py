@@ -31,61 +31,51 @@ transformers = pytest.importorskip("transformers")
 SEQUENCE = 127
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-def answers(template: ChatTemplate, tokenizer: Any, chat: Messages) -> list[list[str]]:
+def answers(template: ChatTemplate, chat_tokenizer: Any, chat: Messages) -> list[list[str]]:
     """Return what is learned of each sample, stretch by stretch."""
     learned = []
     for sample in template.samples(Chat(messages=chat, tools=None, place="here")):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], sample.is_target, [0]))))
         spans = edges.reshape(-1, 2)
-        learned.append([tokenizer.decode(sample.tokens[slice(*span)]) for span in spans])
+        learned.append([chat_tokenizer.decode(sample.tokens[slice(*span)]) for span in spans])
     return learned
 
 
 @pytest.mark.parametrize("text", [CHATML, MARKED], ids=["told apart", "marked"])
-def test_answers_and_what_ends_them_are_learned(tmp_path: Path, tokenizer: Any, text: str):
+def test_answers_and_what_ends_them_are_learned(tmp_path: Path, chat_tokenizer: Any, text: str):
     template = ChatTemplate(save_tokenizer(tmp_path, text))
-    assert answers(template, tokenizer, CHAT) == [[f"seven{END}", f"zwölf{END}"]]
+    assert answers(template, chat_tokenizer, CHAT) == [[f"seven{END}", f"zwölf{END}"]]
     (sample,) = template.samples(Chat(messages=CHAT, tools=None, place="here"))
-    whole = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True)["input_ids"]
+    whole = chat_tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True)["input_ids"]
     assert sample.tokens.tolist() == whole
 
 
 def test_what_follows_the_last_answer_and_what_answers_nothing_is_not_learned(
-    folder: Path, tokenizer: Any
+    chat_folder: Path, chat_tokenizer: Any
 ):
-    template = ChatTemplate(folder)
-    assert answers(template, tokenizer, CHAT[:4]) == [[f"seven{END}"]]
-    assert answers(template, tokenizer, CHAT[2:]) == [[f"zwölf{END}"]]
-    assert answers(template, tokenizer, CHAT[:2]) == []
-    assert answers(template, tokenizer, CHAT[2:3]) == []
+    template = ChatTemplate(chat_folder)
+    assert answers(template, chat_tokenizer, CHAT[:4]) == [[f"seven{END}"]]
+    assert answers(template, chat_tokenizer, CHAT[2:]) == [[f"zwölf{END}"]]
+    assert answers(template, chat_tokenizer, CHAT[:2]) == []
+    assert answers(template, chat_tokenizer, CHAT[2:3]) == []
 
 
 @pytest.mark.parametrize(("ends", "token"), [(END, 0), (PAD, 2), ("", 0)])
 def test_what_goes_on_with_a_chat_ends_where_its_template_ends_answers(
-    tmp_path: Path, tokenizer: Any, ends: str, token: int
+    tmp_path: Path, chat_tokenizer: Any, ends: str, token: int
 ):
     vocabulary = ChatVocabulary(save_tokenizer(tmp_path, CHATML.replace(END, ends)))
     assert vocabulary.end == token
     chat = [{"role": "user", "content": "what is red"}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(vocabulary.tokens("what is red")) == text.replace(END, ends)
+    text = chat_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert chat_tokenizer.decode(vocabulary.tokens("what is red")) == text.replace(END, ends)
 
 
 def test_where_answers_look_other_once_others_follow_each_is_a_sample(
-    tmp_path: Path, tokenizer: Any
+    tmp_path: Path, chat_tokenizer: Any
 ):
     template = ChatTemplate(save_tokenizer(tmp_path, THINKING))
-    learned = answers(template, tokenizer, CHAT)
+    learned = answers(template, chat_tokenizer, CHAT)
     assert learned == [[f"(think)seven{END}"], [f"(think)zwölf{END}"]]
 
 
@@ -123,17 +113,17 @@ def test_a_template_that_tells_nothing_apart_is_refused(tmp_path: Path):
     ids=str,
 )
 def test_what_is_no_chat_is_one_message_and_leaves_no_file(
-    folder: Path, tmp_path: Path, capsys: Any, row: object, finding: str
+    chat_folder: Path, tmp_path: Path, capsys: Any, row: object, finding: str
 ):
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    words = ["--chat", "--tokenizer", str(folder), "--sequence", "64", "--out"]
+    words = ["--chat", "--tokenizer", str(chat_folder), "--sequence", "64", "--out"]
     assert main(["tokenize", str(tmp_path / "a.jsonl"), *words, str(tmp_path / "t.npy")]) == 2
     error = capsys.readouterr().err
     assert finding in error and error.count("error:") == 1 and "remedy" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_calls_of_tools_are_answers_too(tmp_path: Path, tokenizer: Any):
+def test_calls_of_tools_are_answers_too(tmp_path: Path, chat_tokenizer: Any):
     text = CHATML.replace("m['content']", "(m['content'] or m['tool_calls'][0]['name'])")
     template = ChatTemplate(save_tokenizer(tmp_path / "tokenizer", "{{ tools }}" + text))
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "red"}]}
@@ -142,8 +132,8 @@ def test_calls_of_tools_are_answers_too(tmp_path: Path, tokenizer: Any):
     (read,) = chats(path, "messages")
     assert read.messages == chat
     (sample,) = template.samples(read)
-    assert "[{'name': 'red'}]" in tokenizer.decode(sample.tokens)
-    learned = tokenizer.decode(sample.tokens[sample.is_target])
+    assert "[{'name': 'red'}]" in chat_tokenizer.decode(sample.tokens)
+    learned = chat_tokenizer.decode(sample.tokens[sample.is_target])
     assert learned == f"red{END}seven{END}"
 
 
@@ -168,32 +158,44 @@ def test_chats_in_columns_are_chats(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "words", "finding"),
     [
-        (lambda folder: (folder / "chat_template.jinja").unlink(), (), "has no chat template"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{"), (), "is no tokenizer"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), (), "is no folder with a tokenizer"),
         (
-            lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"),
+            lambda chat_folder: (chat_folder / "chat_template.jinja").unlink(),
+            (),
+            "has no chat template",
+        ),
+        (
+            lambda chat_folder: (chat_folder / "tokenizer.json").write_text("{"),
+            (),
+            "is no tokenizer",
+        ),
+        (
+            lambda chat_folder: (chat_folder / "tokenizer.json").unlink(),
+            (),
+            "is no folder with a tokenizer",
+        ),
+        (
+            lambda chat_folder: (chat_folder / "chat_template.jinja").write_text("{% if %}"),
             (),
             "the chat template refuses it: TemplateSyntaxError",
         ),
         (
-            lambda folder: (folder / "chat_template.jinja").write_text(
+            lambda chat_folder: (chat_folder / "chat_template.jinja").write_text(
                 "{{ messages.__class__.__mro__[1].__subclasses__() }}"
             ),
             (),
             "the chat template refuses it: SecurityError",
         ),
-        (lambda folder: None, ("--end", "!"), "where a chat ends its template says"),
+        (lambda chat_folder: None, ("--end", "!"), "where a chat ends its template says"),
     ],
     ids=["no template", "broken", "none", "no jinja", "hostile", "end"],
 )
 def test_a_folder_that_renders_no_chats_is_refused_by_name(
     tmp_path: Path, capsys: Any, change: Any, words: tuple[str, ...], finding: str
 ):
-    folder = save_tokenizer(tmp_path / "tokenizer")
-    change(folder)
+    chat_folder = save_tokenizer(tmp_path / "tokenizer")
+    change(chat_folder)
     file = write_chats(tmp_path / "a.jsonl", drawn_chats(3))
-    call = ["tokenize", str(file), "--chat", "--sequence", "127", "--tokenizer", str(folder)]
+    call = ["tokenize", str(file), "--chat", "--sequence", "127", "--tokenizer", str(chat_folder)]
     assert main([*call, "--out", str(tmp_path / "t.npy"), *words]) == 2
     error = capsys.readouterr().err
     assert finding in error and "Traceback" not in error
