@@ -198,8 +198,8 @@ class Member(Generic[T, X]):
             or (name != COUNTER and room.dtype(slot.stored) is not layout.updated)
         }
         self._fetched: dict[str, T] = {}
-        # Nothing of it is moved or cast: once it was brought to the leaf it stays there, which
-        # spares half of an update's time in Python.
+        # Nothing of it is moved or cast: once it was brought to the leaf it stays there, and no
+        # later update brings it again. A storage that somebody swaps between steps is not seen.
         self._can_stay = (
             target.is_in_place
             and not target.owns_master
