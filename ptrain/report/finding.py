@@ -95,11 +95,20 @@ class Departure:
         )
 
 
+class Certainty(StrEnum):
+    """How sure a culprit is."""
+
+    PROVEN = "proven by trying"  # its cure was tried, and makes all that departs one device's
+    FITS = "fits"  # it explains what was seen, and its cure was not tried
+    UNEXPLAINED = "not explained"  # what departs first, and what was ruled out
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
     """Whose fault it is: the state, the mesh axis ("" where none is involved), the factor (`x 2`,
     `missing all-reduce`, `stale by 1 step`, `bfloat16 for float64`), the first module or tensor
-    that departs, since which step, on which ranks, and a sentence to act on."""
+    that departs, since which step, on which ranks, a sentence to act on, and how sure that is:
+    `tried` says what was tried and what came of it."""
 
     state: Subject
     axis: str
@@ -108,14 +117,17 @@ class Culprit:
     step: int
     ranks: tuple[int, ...]
     sentence: str
+    certainty: Certainty = Certainty.FITS
+    tried: str = ""
 
     def __str__(self) -> str:
         on = f" · axis {self.axis}" if self.axis else ""
         where = f" · {self.place}" if self.place else ""
         ranks = ", ".join(map(str, self.ranks))
+        sure = f"\n  {self.certainty}: {self.tried}" if self.tried else ""
         return (
             f"culprit: {self.state}{on} · {self.factor}{where} · step {self.step} · "
-            f"rank{'s' * (len(self.ranks) != 1)} {ranks}\n  {self.sentence}"
+            f"rank{'s' * (len(self.ranks) != 1)} {ranks}\n  {self.sentence}{sure}"
         )
 
     def plain(self) -> dict[str, Any]:
