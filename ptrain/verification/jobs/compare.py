@@ -16,7 +16,6 @@ from ptrain.report.finding import Departure, Moment, Subject, Way
 from ptrain.verification.compare import NOISE
 from ptrain.verification.factors import LeastSquares, multiple
 from ptrain.verification.jobs.job import Tolerance
-from ptrain.verification.jobs.probe import ProbeResult
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
@@ -45,23 +44,24 @@ class Magnitude:
         others it is what the others have."""
         mean = _rms(whole)
         least = self.usual if mean <= NOISE * self.usual else _QUIET * mean
-        return max(_norm(part), least * math.sqrt(part.numel()))
+        return max(norm(part), least * math.sqrt(part.numel()))
 
     def is_noise(self, whole: Tensor) -> bool:
         return _rms(whole) <= NOISE * self.usual
 
 
 def _rms(tensor: Tensor) -> float:
-    return _norm(tensor) / math.sqrt(max(tensor.numel(), 1))
+    return norm(tensor) / math.sqrt(max(tensor.numel(), 1))
 
 
-def _norm(tensor: Tensor) -> float:
+def norm(tensor: Tensor) -> float:
+    """Return the 2-norm, in fp64."""
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
 def difference(actual: Tensor, expected: Tensor, length: float) -> float:
     """The distance is relative to `length`, and infinite for what is not finite."""
-    size = _norm(actual.double() - expected.to(actual.device).double())
+    size = norm(actual.double() - expected.to(actual.device).double())
     if size == 0.0:
         return 0.0
     return size / length if length and math.isfinite(size) else math.inf
@@ -198,44 +198,8 @@ def compare_gradients(
         )
 
 
-def compare_outputs(
-    differences: Differences, probe: ProbeResult, run: StepRecorder, limit: Tolerance
-) -> None:
-    """Compare what modules return for the same inputs, and the gradients of that. Pieces of a
-    tensor that is cut over ranks are compared with the piece that fits best: this names a place and
-    is no verdict."""
-    for moment, expected, outputs in (
-        (Moment.FORWARD, probe.outputs.forward, run.outputs.forward),
-        (Moment.BACKWARD, probe.outputs.backward, run.outputs.backward),
-    ):
-        for index, ((path, call), whole) in enumerate(expected.items()):
-            output = outputs.get((path, call))
-            if output is None or not _is_readable(output):
-                continue
-            local = held(output)
-            size = min(
-                (difference(local, piece, max(_norm(piece), _QUIET * _norm(whole)))
-                 for piece in _pieces(whole, local.shape)),
-                default=0.0,
-            )  # fmt: skip
-            description = _dtypes(output, whole)
-            differences.compare(
-                moment, Subject.ACTIVATIONS, path, difference=size, tolerance=limit.outputs,
-                index=index, description=description,
-            )  # fmt: skip
-
-
-def _dtypes(output: Tensor, whole: Tensor) -> str:
-    return "" if output.dtype == whole.dtype else f"{output.dtype} for {whole.dtype}"
-
-
-def _is_readable(output: Tensor) -> bool:
-    placements = getattr(output, "placements", ())
-    return not any(placement.is_partial() for placement in placements)
-
-
-def _pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-    """Yield every even chunk of `whole` of this shape along one dimension, or itself."""
+def pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
+    """Yield every even chunk of a whole tensor that has this shape, along one dimension; or itself."""
     if whole.shape == shape:
         yield whole
         return
@@ -261,9 +225,9 @@ def compare_update(
     is noise: such a tensor is compared relative to `usual`, the size of the model's parameters;
     elements of which it is not sure need only be numbers."""
     after, run_after = course.after[course.sure], course.run_after[course.sure]
-    moved = _norm(after.double() - course.origin[course.sure].double())
+    moved = norm(after.double() - course.origin[course.sure].double())
     eps = torch.finfo(run_after.dtype).eps
-    rounding = _ROUNDINGS * eps * _norm(after) / limit.updates
+    rounding = _ROUNDINGS * eps * norm(after) / limit.updates
     least = usual * math.sqrt(after.numel()) if is_noise else 0.0
     size = difference(run_after, after, max(moved, rounding, least))
     size = size if bool(torch.isfinite(course.run_after).all()) else math.inf
@@ -304,7 +268,7 @@ def compare_states(
             if row is None:
                 continue
             part = holds[name].of(whole)
-            length = max(scales[key].length(whole, part), _QUIET * _norm(whole))
+            length = max(scales[key].length(whole, part), _QUIET * norm(whole))
             size = difference(row, part, length)
             differences.compare(
                 Moment.UPDATE, Subject.OPTIMIZER, f"{name} · {key}", difference=size,
@@ -335,7 +299,7 @@ def compare_buffers(
             other = theirs.get(name)
             if other is None or not buffer.is_floating_point() or other.shape != buffer.shape:
                 continue
-            size = difference(held(other), buffer, _norm(buffer))
+            size = difference(held(other), buffer, norm(buffer))
             full = f"{path}.{name}" if path else name
             differences.compare(
                 Moment.UPDATE, Subject.BUFFERS, full, difference=size, tolerance=limit.updates

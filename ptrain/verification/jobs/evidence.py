@@ -11,13 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptrain.verification.factors import are_alike, factor_text, multiple, share_of_sum
 from ptrain.verification.jobs.probe import ProbeResult
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.samples import Samples, ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.parts import held
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
 _MOST = 16  # micro-batches whose contributions are told apart
@@ -33,6 +31,11 @@ class Sample:
     before: Tensor
     gradients: Tensor
     basis: Tensor
+
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> Sample:
+        """Return the sample of all ranks' rows, as `OwnGradients.rows` has them."""
+        return cls(truth=rows[0, 0], before=rows[0, 1], gradients=rows[:, 2], basis=rows[:, 3:])
 
     def scaled(self, factor: float) -> Sample:
         """The sample with its gradients divided by a factor."""
@@ -54,11 +57,39 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnGradients:
+    """What this rank has of a step's gradients: both sides' recorders, the probe, and one device's
+    of the step `before`."""
+
+    holds: Mapping[str, ParameterShard]
+    reference: StepRecorder
+    run: StepRecorder
+    probe: ProbeResult
+    before: Mapping[str, Tensor]
+    micro_batches: int
+
+    def rows(self, name: str) -> Tensor:
+        """Return [3 + micro-batches, elements] of a parameter: one device's gradient, that of the
+        step before, this rank's as its optimizer took it, and what its micro-batches give."""
+        truth = self.reference.gradients[name].flatten()
+        old = self.before.get(name, torch.zeros_like(truth)).flatten()
+        mine = _at_elements(truth, self.run.gradients.get(name), self.holds.get(name))
+        both = torch.stack([truth.double(), old.double(), mine])
+        return torch.cat([both, _basis(truth, self.probe, name, self.micro_batches)])
+
+    def of_all_ranks(self, name: str, ranks: Ranks) -> Sample:
+        """Return every element of a parameter. All ranks call it."""
+        return Sample.of_rows(ranks.stack(self.rows(name)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvidence:
     """`norms`: of each rank's gradients, all parameters together; `norm`: the reference's.
-    `micro_batches` is the most that any rank ran; `ledger` the samples that they saw."""
+    `micro_batches` is the most that any rank ran; `ledger` the samples that they saw; `own` what
+    this rank has of all elements."""
 
     samples: dict[str, Sample]
+    own: OwnGradients
     norms: tuple[float, ...]
     norm: float
     micro_batches: int
@@ -76,28 +107,17 @@ def evidence(
 ) -> JobEvidence:
     """Gather samples of the gradients of both sides on all ranks. All ranks call it."""
     names = list(reference.gradients)
-    places = _places(ranks, {name: reference.gradients[name].flatten() for name in names})
+    places = places_of(ranks, {name: reference.gradients[name].flatten() for name in names})
     micro_batches = max(ranks.gather(len(probe.gradients)))
-    rows: list[Tensor] = []
-    for name in names:
-        truth, where = reference.gradients[name].flatten(), places[name]
-        old = before.get(name, torch.zeros_like(truth)).flatten()
-        rows.append(torch.stack([truth[where], old[where]]))
-        rows[-1] = torch.cat(
-            [
-                rows[-1].double(),
-                _at_elements(truth, run.gradients.get(name), holds.get(name))[where].unsqueeze(0),
-                _basis(truth, probe, name, min(micro_batches, _MOST))[:, where],
-            ]
-        )
-    everyones = ranks.stack(torch.cat(rows, dim=1))
+    own = OwnGradients(
+        holds=holds, reference=reference, run=run, probe=probe, before=before,
+        micro_batches=min(micro_batches, _MOST),
+    )  # fmt: skip
+    everyones = ranks.stack(torch.cat([own.rows(n)[:, places[n]] for n in names], dim=1))
     samples, start = {}, 0
     for name in names:
         size = places[name].numel()
-        mine = everyones[:, :, start : start + size]
-        samples[name] = Sample(
-            truth=mine[0, 0], before=mine[0, 1], gradients=mine[:, 2], basis=mine[:, 3:]
-        )
+        samples[name] = Sample.of_rows(everyones[:, :, start : start + size])
         start += size
     squares = sum(float(gradient.double().square().sum()) for gradient in run.gradients.values())
     total = sum(
@@ -108,12 +128,13 @@ def evidence(
         norms=tuple(ranks.gather(math.sqrt(squares))),
         norm=math.sqrt(total),
         micro_batches=micro_batches,
+        own=own,
         ledger=ledger_of(rows_of(reference.calls), ranks.gather(rows_of(run.calls))),
     )
 
 
-def _places(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rank 0 chooses which elements are sampled."""
+def places_of(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return which elements are sampled: rank 0 chooses."""
     chosen = {}
     for name, truth in truths.items():
         count = min(truth.numel(), _SAMPLE)
@@ -152,30 +173,3 @@ def _basis(truth: Tensor, probe: ProbeResult, name: str, count: int) -> Tensor:
         elif name in gradients:
             rows[number] = gradients[name].double().flatten()
     return rows
-
-
-def shared_output(
-    ranks: Ranks, truth: Tensor | None, output: Tensor | None, tolerance: float
-) -> tuple[str, str]:
-    """The axis and the factor of a module's output (or its gradient) that departs: a sum over an
-    axis that is missing, or a multiple. Empty strings where it is neither. All ranks call it."""
-    alike = truth is not None and output is not None and truth.shape == held(output).shape
-    shapes = ranks.gather(list(truth.shape) if alike and truth is not None else None)
-    if any(shape != shapes[0] or shape is None for shape in shapes):
-        return "", ""
-    assert truth is not None and output is not None
-    row = truth.flatten()
-    (where,) = _places(ranks, {"": row}).values()
-    both = torch.stack([row[where], held(output).flatten()[where].to(row)])
-    everyones = ranks.stack(both)
-    for axis, groups in ranks.axes.items():
-        fits = []
-        for group in groups:
-            truths, parts = everyones[list(group), 0], everyones[list(group), 1]
-            if not are_alike(list(truths), 1e-6) or are_alike(list(parts), 1e-6):
-                break
-            fits.append(share_of_sum(list(parts), truths[0]))
-        if len(fits) == len(groups) and all(fit.holds(tolerance) for fit in fits):
-            return axis, "missing all-reduce"
-    fit = multiple(everyones[:, 1], everyones[:, 0])
-    return "", factor_text(fit.factor, ranks.degrees) if fit.holds(tolerance) else ""

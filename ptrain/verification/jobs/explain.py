@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from ptrain.report.finding import Culprit, Departure, Subject
-from ptrain.verification.factors import factor_text, products
+from ptrain.report.finding import Certainty, Culprit, Departure, Subject
+from ptrain.verification.factors import factor_text, is_even, products
+from ptrain.verification.jobs.cures import Cure, own_factors, stale_factor, tried
 from ptrain.verification.jobs.evidence import JobEvidence
+from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.ranks import RANKS, Ranks
 from ptrain.verification.jobs.samples import Samples
 from ptrain.verification.jobs.symptoms import (
@@ -38,10 +41,11 @@ def over_axis(axis: str) -> str:
 
 
 def explain_gradients(
-    departures: Sequence[Departure], evidence: JobEvidence, ranks: Ranks, tolerance: float
+    departures: Sequence[Departure], evidence: JobEvidence, ranks: Ranks, limit: Tolerance
 ) -> Culprit:
-    """Explain departures at the moment of gradients."""
-    loose = min(max(_LOOSE * tolerance, _FEWEST), _LOOSEST)
+    """Explain departures at the moment of gradients by what the optimizer was given, and try the
+    cure on all of it. All ranks call it."""
+    loose = min(max(_LOOSE * limit.gradients, _FEWEST), _LOOSEST)
     names = [
         name for name in evidence.samples if any(departure.name == name for departure in departures)
     ]
@@ -56,20 +60,86 @@ def explain_gradients(
         if diagnosis.kind is not SymptomKind.RIGHT
     }
     if evidence.ledger and all(diagnosis.kind in _BY_BATCH for diagnosis in wrong.values()):
-        return _batch(evidence.ledger, departures, ranks)
+        return _proven(
+            _batch(evidence.ledger, departures, ranks), _given(evidence), evidence, ranks, limit
+        )
     first = min(wrong.values(), key=lambda diagnosis: _ORDER.index(diagnosis.kind), default=None)
     if first is None:
         return _unclear(departures, names)
-    keys = {first.key} | ({Symptom(SymptomKind.OTHER).key} if first.kind in _BY_SUM else set())
-    alike = [name for name, diagnosis in wrong.items() if diagnosis.key in keys]
-    return _Case(departures, evidence, ranks, loose, alike, first).culprit()
+    alike = [
+        name
+        for name, diagnosis in wrong.items()
+        if diagnosis.is_like(first, loose)
+        or (first.kind in _BY_SUM and diagnosis.kind is SymptomKind.OTHER)
+    ]
+    case = _Case(departures, evidence, ranks, loose, alike, first)
+    return _proven(case.culprit(), case.cure(scale), evidence, ranks, limit)
+
+
+def of_own_samples(
+    departures: Sequence[Departure], evidence: JobEvidence, ranks: Ranks, limit: Tolerance
+) -> Culprit | None:
+    """Return the culprit of gradients that are the mean of what the ranks' samples give by
+    themselves, where one device's are not: something ties samples together. All ranks call it."""
+    cure = _given(evidence)
+    if cure is None or cure.contributed is None or cure.contributed.of_truth.holds(_LOOSEST):
+        return None
+    names = [name for name in evidence.samples if any(d.name == name for d in departures)]
+    culprit = Culprit(
+        state=Subject.LOSS,
+        axis="",
+        factor="samples of one micro-batch alone",
+        place=families(names),
+        step=departures[0].step,
+        ranks=tuple(range(ranks.size)),
+        sentence="The optimizer gets the mean of what each micro-batch's samples give by "
+        "themselves, and one device's gradient is no such mean: something ties samples together "
+        "that a rank or a micro-batch has not all of: statistics over a batch, a loss of pairs, a "
+        "term that balances, a mean of ratios.",
+    )
+    return _proven(culprit, cure, evidence, ranks, limit)
+
+
+def _given(evidence: JobEvidence) -> Cure | None:
+    """All gradients are what the micro-batches that were seen give, each with the same weight."""
+    contributed = contributions(list(evidence.samples.values()))
+    if contributed is None:
+        return None
+    if not all(is_even(fit.coefficients, _EVEN) for fit in contributed.of_found.values()):
+        return None
+    return Cure(
+        symptom=Symptom(SymptomKind.OWN),
+        names=set(evidence.samples),
+        contributed=contributed,
+        words="computed by the plain module from the samples that the ranks were given",
+    )
+
+
+def _proven(
+    culprit: Culprit, cure: Cure | None, evidence: JobEvidence, ranks: Ranks, limit: Tolerance
+) -> Culprit:
+    """Return the culprit with what came of its cure."""
+    if cure is None:
+        return culprit
+    trial = tried(cure, evidence.own, ranks, limit)
+    if not trial.cures:
+        return replace(culprit, certainty=Certainty.UNEXPLAINED)
+    count = len(evidence.samples)
+    whose = f"all {count} gradients are" if count > 1 else "the gradient is"
+    what = "the loop's" if cure.symptom.kind is SymptomKind.OWN else "one device's"
+    return replace(
+        culprit,
+        certainty=Certainty.PROVEN,
+        tried=f"{cure.words}, {whose} {what} to {trial.left:.1e}",
+    )
 
 
 _ORDER = (
     SymptomKind.NOT_FINITE, SymptomKind.EMPTY, SymptomKind.PARTIAL, SymptomKind.STALE,
     SymptomKind.ADDED, SymptomKind.SOME, SymptomKind.WEIGHTS, SymptomKind.EVEN, SymptomKind.EACH,
-    SymptomKind.OTHER, SymptomKind.RIGHT,
+    SymptomKind.OWN, SymptomKind.OTHER, SymptomKind.RIGHT,
 )  # fmt: skip
+_EVEN = 1e-3  # weights of micro-batches that differ by no more are the same
 
 
 # How much roundings change a gradient, at most: some of them, of 24 and of 8 to 11 bits.
@@ -149,6 +219,37 @@ class _Case:
         self.count = (
             f"{'all' if every else f'{len(self.names)} of'} {len(evidence.samples)} parameters"
         )
+
+    def cure(self, scale: float) -> Cure | None:
+        """What undoes the symptom; None where nothing does."""
+        symptom, contributed, factors = self.first, None, None
+        factor, axis = symptom.factor, symptom.axis
+        match symptom.kind:
+            case SymptomKind.EVEN:
+                words = f"divided by {factor:.4g}"
+            case SymptomKind.PARTIAL:
+                times = "" if abs(factor - 1) <= self.tolerance else f", times {factor:.4g}"
+                words = f"summed {over_axis(axis)}{times}"
+            case SymptomKind.STALE:
+                words = f"compared with {factor:.4g} times those of the step before"
+            case SymptomKind.ADDED:
+                symptom = replace(symptom, factor=stale_factor(self.samples)[1])
+                words = f"less {symptom.factor:.4g} times those of the step before"
+            case SymptomKind.SOME | SymptomKind.WEIGHTS if several := contributions(self.samples):
+                contributed = several
+                words = "with the weight that each micro-batch has on one device"
+            case SymptomKind.EACH:
+                factors = own_factors([sample.scaled(scale) for sample in self.samples])
+                words = "divided by a factor of each rank's own"
+            case SymptomKind.EMPTY:
+                words = "with one device's where there is none"
+            case _:
+                return None
+        both = "" if scale == 1.0 else f"divided by {scale:.4g} and "
+        return Cure(
+            symptom=symptom, names=set(self.names), scale=scale, contributed=contributed,
+            factors=factors, words=both + words,
+        )  # fmt: skip
 
     def culprit(self) -> Culprit:
         match self.first.kind:

@@ -54,7 +54,8 @@ class Terms:
     """How a loop is compared with one device. Raises PtrainError for terms that are none.
 
     steps: updates (None: one for each batch); beyond the batches these begin again.
-    examined: of these the first so many are compared tensor by tensor, the rest by their losses.
+    examined: of these the first so many are compared tensor by tensor, the rest by their losses
+        alone (None: all are).
     dtype: the coarsest that the loop computes in (None: the reference's); it sets the tolerance.
     loss: what the ranks' losses make up the global one: their mean, their sum, each has it (same),
         or a function of all ranks' losses.
@@ -64,7 +65,7 @@ class Terms:
     """
 
     steps: int | None = None
-    examined: int = 3
+    examined: int | None = None
     dtype: torch.dtype | None = None
     tolerance: Tolerance | None = None
     loss: Losses = "mean"
@@ -75,7 +76,7 @@ class Terms:
         if self.steps is not None and self.steps < 1:
             remedy = "leave it out for one step a batch, or give 1 or more"
             raise _refused("steps", f"{self.steps} steps show nothing", remedy)
-        if self.examined < 0:
+        if self.examined is not None and self.examined < 0:
             raise _refused("examined", f"{self.examined} is no number of steps", "give 0 or more")
         if self.tolerance is None and self.dtype not in (None, *TOLERANCES):
             known = ", ".join(map(str, TOLERANCES))

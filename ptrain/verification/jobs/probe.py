@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from ptrain.verification.jobs.modules import Calls, ModuleRecorder
 from ptrain.verification.jobs.record import ForwardCall
-from ptrain.verification.names import canonical_modules, canonical_parameters
-from ptrain.verification.outputs import Outputs, is_real
+from ptrain.verification.names import canonical_parameters
+from ptrain.verification.outputs import is_real
 
 
 @dataclass(slots=True)
@@ -25,28 +25,23 @@ class ProbeResult:
     """`gradients` by micro-batch and parameter; a micro-batch without is one that cannot be run on
     one device (inputs that are DTensors, outputs that no loss was computed of)."""
 
-    outputs: Outputs = field(default_factory=Outputs)
+    modules: Calls = field(default_factory=dict)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 def probed(model: nn.Module, calls: Sequence[ForwardCall]) -> ProbeResult:
     """Leaves the model as it was: no gradient is kept, buffers are put back."""
-    probe = ProbeResult()
-    with _untouched(model):
-        for number, call in enumerate(calls):
-            probe.gradients.append(_run(model, call, number, probe.outputs))
-    return probe
+    with untouched(model), ModuleRecorder(model) as recorder:
+        gradients = [_run(model, call) for call in calls]
+    return ProbeResult(recorder.calls, gradients)
 
 
-def _run(model: nn.Module, call: ForwardCall, number: int, outputs: Outputs) -> dict[str, Tensor]:
+def _run(model: nn.Module, call: ForwardCall) -> dict[str, Tensor]:
     inputs = tree_leaves((call.args, call.kwargs))
     if any(isinstance(leaf, DTensor) for leaf in (*inputs, *call.upstream.values())):
         return {}
     with ExitStack() as stack:
-        for path, module in canonical_modules(model):
-            hook = module.register_forward_hook(partial(_keep, outputs, path, number))
-            stack.callback(hook.remove)
-        stack.enter_context(_autocast(call, inputs))
+        stack.enter_context(autocast_of([call]))
         stack.enter_context(torch.enable_grad())
         leaves = tree_leaves(model(*call.args, **call.kwargs))
     wanted = {place: leaves[place] for place in call.upstream if is_real(leaves[place])}
@@ -67,22 +62,18 @@ def _run(model: nn.Module, call: ForwardCall, number: int, outputs: Outputs) -> 
     return {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
 
 
-def _keep(
-    outputs: Outputs, path: str, number: int, module: nn.Module, args: object, output: object
-) -> None:
-    if not isinstance(module, nn.Identity):
-        outputs.keep(path, number, output)
-
-
-def _autocast(call: ForwardCall, inputs: Sequence[object]) -> AbstractContextManager[object]:
-    if call.autocast is None:
+def autocast_of(calls: Sequence[ForwardCall]) -> AbstractContextManager[object]:
+    """Return the autocast under which the first of the loop's forward passes ran."""
+    if not calls or calls[0].autocast is None:
         return nullcontext()
-    device = next((leaf.device.type for leaf in inputs if isinstance(leaf, Tensor)), "cpu")
-    return torch.autocast(device, dtype=call.autocast)
+    leaves = tree_leaves((calls[0].args, calls[0].kwargs))
+    device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+    return torch.autocast(device, dtype=calls[0].autocast)
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Put a model's buffers and torch's random state back."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng():
         yield

@@ -1,5 +1,5 @@
-"""One step of a loop, seen from outside: what its model was given, the outputs of its modules and
-their gradients, each parameter's gradient as the optimizer takes it, and how often one stepped."""
+"""One step of a loop, seen from outside: what its model was given, each parameter's gradient as the
+optimizer takes it, and how often one stepped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ptrain.internals.autograd import is_in_backward
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
-from ptrain.verification.outputs import Outputs, is_real
+from ptrain.verification.outputs import is_real
 
 
 @dataclass(slots=True)
@@ -40,7 +40,6 @@ class StepRecorder:
     def __init__(self, model: nn.Module, holds: Mapping[str, ParameterShard]) -> None:
         self.model = model
         self.calls: list[ForwardCall] = []
-        self.outputs = Outputs()
         self.gradients: dict[str, Tensor] = {}
         self.optimizers: list[Optimizer] = []
         self.num_updates: dict[int, int] = {}
@@ -49,15 +48,10 @@ class StepRecorder:
 
     def __enter__(self) -> Self:
         keep = self._stack.callback
-        for path, module in canonical_modules(self.model):
-            if path:
-                keep(module.register_forward_hook(partial(self._returned, path)).remove)
-            else:
-                begins = module.register_forward_pre_hook(
-                    self._begins, prepend=True, with_kwargs=True
-                )
-                keep(begins.remove)
-                keep(module.register_forward_hook(self._ends).remove)
+        model = dict(canonical_modules(self.model))[""]
+        begins = model.register_forward_pre_hook(self._begins, prepend=True, with_kwargs=True)
+        keep(begins.remove)
+        keep(model.register_forward_hook(self._ends).remove)
         keep(register_optimizer_step_pre_hook(self._before_update).remove)
         return self
 
@@ -77,10 +71,6 @@ class StepRecorder:
             kept_args, kept_kwargs = tree_map(_kept, (args, kwargs))
             self.calls.append(ForwardCall(kept_args, kept_kwargs, dtype))
 
-    def _returned(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        if _counts() and not isinstance(module, nn.Identity):
-            self.outputs.keep(path, max(len(self.calls) - 1, 0), output)
-
     def _ends(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The outputs as copies of their own (FSDP2 warns of views): what is used of them out there
         is told apart from what the model makes of them itself (a model that returns its loss beside
@@ -98,7 +88,6 @@ class StepRecorder:
             copy.register_hook(partial(_keep_upstream, call, places[id(leaf)]))
             return copy
 
-        self._returned("", module, args, output)
         return tree_map(seen, output)
 
     def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -21,19 +21,16 @@ from ptrain.verification.jobs.conditions import (
     require_one_reference,
 )
 from ptrain.verification.jobs.culprits import (
-    batch_statistics,
     culprit,
     explain_loss,
-    explain_outputs,
     explain_precision,
-    explain_slices,
     explain_start,
     explain_update,
     reference_not_finite,
 )
-from ptrain.verification.jobs.evidence import evidence, shared_output
-from ptrain.verification.jobs.explain import explain_gradients
+from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, Tolerance
+from ptrain.verification.jobs.losses import GlobalLoss, apart
 from ptrain.verification.jobs.ranks import ranks_of
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.repeat import repeated, start_sums
@@ -43,7 +40,6 @@ from ptrain.verification.jobs.step import (
     StepComparison,
     checksums,
     is_finite,
-    output_departures,
     run_step,
     squares_of,
 )
@@ -56,8 +52,7 @@ from ptrain.verification.jobs.verdict import (
 )
 from ptrain.verification.names import canonical_parameters
 
-# Axes whose ranks have pieces of one sequence: a module alone returns something else for a piece.
-_CONTEXT = ("cp", "context", "context_parallel")
+_REPEATED = 3  # steps that the loop must do alike when it is run again from its start
 _KINDS = {
     Subject.GRADIENTS: "gradients",
     Subject.PARAMETERS: "parameters after the update",
@@ -78,6 +73,7 @@ class Examiner:
         require_one_reference(
             self.ranks, {n: digest(whole.flatten()) for n, whole in wholes.items()}
         )
+        self.loss = GlobalLoss(terms.loss, self.ranks)
         self.limit = terms.tolerance or _tolerance(terms.dtype, wholes.values())
         self.pair = LoopPair(
             reference=reference,
@@ -98,6 +94,7 @@ class Examiner:
         self.departures: list[Departure] = []
         self.culprit: Culprit | None = None
         self.before: dict[str, torch.Tensor] = {}
+        self._share: Any = None  # of the step that is examined
 
     def _limit_of(self, kind: Subject) -> float:
         if kind is Subject.GRADIENTS:
@@ -114,7 +111,7 @@ class Examiner:
         for step, (batch, share) in enumerate(zip(batches, shares, strict=True)):
             if self.culprit is not None:
                 break
-            if step < self.terms.examined:
+            if self.terms.examined is None or step < self.terms.examined:
                 self._examine(step, batch, share)
             else:
                 self._compare_losses(step, *self._both(batch, share))
@@ -153,9 +150,10 @@ class Examiner:
         return bool(self.departures)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
+        self._share = share
         seen = run_step(self.pair, step, self.ranks.rank, batch, share, self.limit)
         sums = checksums(self.pair, seen.seen.gradients)
-        self.sums.append(sums)
+        self.sums += [sums] if step < _REPEATED else []
         self._gather(seen.differences)
         self.departures += replicas(step, self.ranks.gather(sums["parameters"]), Subject.PARAMETERS)
         self._note_norms(seen)
@@ -198,41 +196,12 @@ class Examiner:
                 return explain_update(first, self.ranks, dict(enumerate(moves)))
 
     def _explain_gradients(self, step: StepComparison, first: Sequence[Departure]) -> Culprit:
-        context = next((axis for axis in self.ranks.axes if axis in _CONTEXT), "")
-        if not context:
-            mine = [departure.plain() for departure in output_departures(step, self.limit)]
-            outputs = [
-                Departure.of(departure) for rank in self.ranks.gather(mine) for departure in rank
-            ]
-            if outputs:
-                return self._explain_outputs(step, outputs)
         lower = self.ranks.gather([_autocast(step.seen), _autocast(step.expected)])
         for actual, expected in lower:
             if actual != expected:
                 return explain_precision(actual, expected, first[0].step, self.ranks)
-        job_evidence = evidence(
-            self.ranks, self.pair.holds, reference=step.expected, run=step.seen, probe=step.probe,
-            before=self.before,
-        )  # fmt: skip
-        explanation = explain_gradients(first, job_evidence, self.ranks, self.limit.gradients)
-        if context and explanation.factor.startswith("differs by"):
-            names = {departure.name for departure in first}
-            order = _in_order(step.expected)
-            explanation = explain_slices(explanation, names, order, context) or explanation
-        return batch_statistics(explanation, self.pair.reference.model) or explanation
-
-    def _explain_outputs(self, step: StepComparison, outputs: Sequence[Departure]) -> Culprit:
-        earliest = first_of(outputs)
-        first = min(earliest, key=lambda departure: departure.index)
-        forward = first.moment is Moment.FORWARD
-        sides = [step.probe.outputs, step.seen.outputs]
-        tensors = [side.forward if forward else side.backward for side in sides]
-        key = next((key for n, key in enumerate(tensors[0]) if n == first.index), ("", -1))
-        axis_factor = shared_output(
-            self.ranks, tensors[0].get(key), tensors[1].get(key), 10 * self.limit.outputs
-        )
-        self.departures += outputs
-        return explain_outputs(first, earliest, self.ranks, axis_factor)
+        inquiry = Inquiry(self.pair, step, self.limit, loss=self.loss, share=self._share)
+        return inquiry.culprit(first, self.before)
 
     def _both(self, batch: Any, share: Any) -> tuple[Any, Any]:
         """What both steps return."""
@@ -242,7 +211,7 @@ class Examiner:
 
     def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
         right = number(returned)
-        measured = self._global(right, number(own))
+        measured = self.loss.of(right, number(own))
         if right is None or measured is None:
             return
         if not self.terms.tolerance:
@@ -252,9 +221,7 @@ class Examiner:
         limit = self.worst_loss.tolerance
         for losses, loss in zip(self.losses, (right, measured), strict=True):
             losses.append(loss)
-        apart = abs(measured - right)
-        size = apart / abs(right) if apart and right else (math.inf if apart else 0.0)
-        size = size if math.isfinite(size) else math.inf
+        size = apart(right, measured)
         self.worst_loss.see(size, f"step {step}")
         if size > limit and not self.departures:
             self.departures.append(
@@ -263,23 +230,8 @@ class Examiner:
                     rank=0, difference=size, tolerance=limit,
                 )
             )  # fmt: skip
-            if step >= self.terms.examined:
+            if self.terms.examined is not None and step >= self.terms.examined:
                 self.culprit = explain_loss(self.departures[-1:], self.ranks, right, measured)
-
-    def _global(self, right: float | None, mine: float | None) -> float | None:
-        everyones = self.ranks.gather(mine)
-        losses = [loss for loss in everyones if loss is not None]
-        if right is None or len(losses) < len(everyones):
-            return None
-        match self.terms.loss:
-            case "mean":
-                return sum(losses) / len(losses)
-            case "sum":
-                return sum(losses)
-            case "same":
-                return max(losses, key=lambda loss: abs(loss - right))
-            case reduce:
-                return number(reduce(losses), "Terms.loss")
 
     def _repeat(self, again: Callable[[], Job], shares: Sequence[Any]) -> Check:
         """Run the loop again from the same start; a loop that does not repeat itself is why
@@ -296,7 +248,7 @@ class Examiner:
     def _life(self, batch: Any, share: Any) -> list[Liveness]:
         """What both runs learned; the loss of the first batch comes from one more step."""
         right, mine = map(number, self._both(batch, share))
-        again = right, self._global(right, mine)
+        again = right, self.loss.of(right, mine)
         travelled = self._travelled()
         return [
             Liveness(
@@ -335,19 +287,12 @@ class Examiner:
         yield claim("updates in a step", None, not counts, "".join(counts[:1]))
         yield from repeats
         yield from (largest.check() for largest in self.worst.values() if largest.count)
-        apart = [departure for departure in self.departures if departure.between]
-        yield claim("replicas", None, not apart, "ranks have different bits")
+        unlike = any(departure.between for departure in self.departures)
+        yield claim("replicas", None, not unlike, "ranks have different bits")
         if self.worst_loss.count:
             yield self.worst_loss.check()
         for liveness in life:
             yield from liveness.checks()
-
-
-def _in_order(run: StepRecorder) -> list[str]:
-    """Return the parameters that have a gradient, as the modules that have them first return."""
-    order = [path for path, _ in run.outputs.forward]
-    known = [name for name in run.gradients if name.rpartition(".")[0] in order]
-    return sorted(known, key=lambda name: order.index(name.rpartition(".")[0]))
 
 
 def _autocast(run: StepRecorder) -> str:

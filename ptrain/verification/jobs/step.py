@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptrain.report.finding import Departure, Moment, Subject
+from ptrain.report.finding import Moment, Subject
+from ptrain.verification.jobs.again import ModelState
 from ptrain.verification.jobs.compare import (
     Differences,
     Magnitude,
     ParameterMove,
     compare_buffers,
     compare_gradients,
-    compare_outputs,
     compare_states,
     compare_update,
     digest,
@@ -27,7 +27,6 @@ from ptrain.verification.jobs.compare import (
 from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.culprits import Move
 from ptrain.verification.jobs.job import Job, Tolerance
-from ptrain.verification.jobs.probe import ProbeResult, probed
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
 
@@ -53,13 +52,15 @@ class LoopPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
-    """`losses`: the reference's and this rank's, as the steps returned them."""
+    """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
+    `loop_state`: what both models had before."""
 
     differences: Differences
     expected: StepRecorder
     seen: StepRecorder
-    probe: ProbeResult
     losses: tuple[Any, Any]
+    reference_state: ModelState
+    loop_state: ModelState
 
     def moves(self, holds: Mapping[str, ParameterShard]) -> dict[str, Move]:
         """Return how each parameter moved, for the ranks to tell each other."""
@@ -81,12 +82,11 @@ class StepComparison:
 def run_step(
     pair: LoopPair, number_: int, rank: int, batch: Any, share: Any, limit: Tolerance
 ) -> StepComparison:
-    """Run the loop first, then the reference's module on what the loop's was given, then the
-    reference's own step."""
+    """Run the loop first, then the reference."""
+    began = ModelState.of(pair.reference.model), ModelState.of(pair.loop.model)
     before, run_before = _values(pair.wholes), _values(pair.holds)
     with StepRecorder(pair.loop.model, pair.holds) as seen:
         loss = pair.loop.step(share)
-    probe = probed(pair.reference.model, seen.calls)
     with StepRecorder(pair.reference.model, pair.wholes) as expected, Alone():
         right = pair.reference.step(batch)
     differences = Differences(step=number_, rank=rank)
@@ -116,16 +116,9 @@ def run_step(
     compare_states(differences, *states, pair.holds, limit)
     compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
-        differences=differences, expected=expected, seen=seen, probe=probe, losses=(right, loss)
-    )
-
-
-def output_departures(step: StepComparison, limit: Tolerance) -> list[Departure]:
-    """Return the departures of modules that return something else than the reference's for the same
-    inputs."""
-    differences = Differences(step=step.differences.step, rank=step.differences.rank)
-    compare_outputs(differences, step.probe, step.seen, limit)
-    return differences.departures
+        differences=differences, expected=expected, seen=seen, losses=(right, loss),
+        reference_state=began[0], loop_state=began[1],
+    )  # fmt: skip
 
 
 def checksums(pair: LoopPair, gradients: Mapping[str, Tensor]) -> dict[str, dict[str, list[str]]]:

@@ -35,6 +35,7 @@ class SymptomKind(StrEnum):
     STALE = "stale"
     ADDED = "added to the step before"
     EACH = "a multiple on each rank"
+    OWN = "the sum of what its micro-batches give by themselves"
     OTHER = "something else"
 
 
@@ -49,10 +50,12 @@ class Symptom:
     ranks: tuple[int, ...] = ()
     numbers: tuple[int, ...] = ()
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Parameters that suffer alike have the same."""
-        return self.kind, self.axis, round(self.factor, 3), self.ranks, self.numbers
+    def is_like(self, other: Symptom, tolerance: float) -> bool:
+        """Return whether two parameters suffer alike."""
+        same = (self.kind, self.axis, self.ranks, self.numbers) == (
+            other.kind, other.axis, other.ranks, other.numbers
+        )  # fmt: skip
+        return same and abs(self.factor - other.factor) <= tolerance * abs(other.factor)
 
 
 def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:

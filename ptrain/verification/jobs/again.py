@@ -1,0 +1,88 @@
+"""A step of the loop once more, from the state that it began with: as it was, to see that it gives
+the same bits, or with plain modules in the place of some of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ptrain.verification.jobs.modules import Calls, ModuleRecorder
+from ptrain.verification.names import canonical_modules
+from ptrain.verification.outputs import is_real
+from ptrain.verification.parts import held
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """Copies of what a model has: its parameters and buffers, and the gradients that are there."""
+
+    tensors: tuple[tuple[Tensor, Tensor], ...]
+    gradients: tuple[tuple[Tensor, Tensor | None], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelState:
+        parameters = list(model.parameters())
+        return cls(
+            tuple((tensor, held(tensor).clone()) for tensor in (*parameters, *model.buffers())),
+            tuple(
+                (parameter, None if parameter.grad is None else parameter.grad.detach().clone())
+                for parameter in parameters
+            ),
+        )
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensor, copy in self.tensors:
+            _local(tensor).copy_(copy)
+        for parameter, gradient in self.gradients:
+            parameter.grad = None if gradient is None else gradient.clone()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor.detach()
+
+
+@contextmanager
+def swapped(model: nn.Module, plain: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Put plain modules in the place of some of a model's, by path. These still run, their
+    collectives with them, and what they return counts for nothing."""
+    modules = dict(canonical_modules(model))
+    with ExitStack() as stack:
+        for path, module in plain.items():
+            hook = modules[path].register_forward_hook(partial(_instead, module), with_kwargs=True)
+            stack.callback(hook.remove)
+        yield
+
+
+def _instead(plain: nn.Module, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    dtypes = {parameter.dtype for parameter in plain.parameters()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if dtype is not None and is_real(leaf) else leaf
+
+    args, kwargs = tree_map(cast, (args, kwargs))
+    right = iter(tree_leaves(plain(*args, **kwargs)))
+
+    def put(leaf: Any) -> Any:
+        other = next(right, leaf)
+        if not (is_real(leaf) and is_real(other)) or leaf.shape != other.shape:
+            return leaf
+        return other.to(leaf.dtype) + 0 * leaf  # its parameters get gradients of zero, on time
+
+    return tree_map(put, output)
+
+
+def modules_of(model: nn.Module, run: Any) -> tuple[Calls, Any]:
+    """Return every module's passes while `run()` runs, and what that returns."""
+    with ModuleRecorder(model) as recorder:
+        result = run()
+    return recorder.calls, result

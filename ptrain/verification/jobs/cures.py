@@ -1,0 +1,170 @@
+"""A symptom's cure, tried on the evidence: what is left of a departure once the factor is undone,
+the missing sum taken, the missing micro-batches added, over every element of every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ptrain.verification.factors import combination, multiple
+from ptrain.verification.jobs.compare import Magnitude, norm
+from ptrain.verification.jobs.evidence import OwnGradients, Sample
+from ptrain.verification.jobs.job import Tolerance
+from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.symptoms import Contributions, Symptom, SymptomKind
+
+_ROUNDINGS = 10  # a cure divides and adds once more: so many tolerances
+_LOOSEST = 0.1  # of 16 bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cure:
+    """What undoes `symptom` in the gradients of `names`; all gradients are divided by `scale`
+    first. `contributed` is what micro-batches give, where the symptom is told by it; `factors` are
+    each rank's own; `words` say what is tried."""
+
+    symptom: Symptom
+    names: Collection[str]
+    scale: float = 1.0
+    contributed: Contributions | None = None
+    factors: Mapping[int, float] | None = None
+    words: str = ""
+
+    def of(self, name: str, sample: Sample, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield of each rank the gradient that it would have, and what it should have: [elements
+        that it holds]."""
+        sample = sample.scaled(self.scale)
+        undo = _UNDO.get(self.symptom.kind) if name in self.names else None
+        for rank in sample.holders():
+            has = ~sample.gradients[rank].isnan()
+            gradient = sample.gradients[rank] if undo is None else undo(self, sample, rank, ranks)
+            yield gradient[has], sample.truth[has]
+
+
+def _divided(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
+    return sample.gradients[rank] / cure.symptom.factor
+
+
+def _summed(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
+    group = next(group for group in ranks.axes[cure.symptom.axis] if rank in group)
+    return sample.gradients[list(group)].sum(0) * cure.symptom.factor
+
+
+def _of_this_step(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
+    """What it has besides a multiple of the step before is nothing."""
+    stale = cure.symptom.factor * sample.before
+    return sample.truth + sample.gradients[rank] - stale
+
+
+def _without_the_step_before(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
+    return sample.gradients[rank] - cure.symptom.factor * sample.before
+
+
+def _weighed(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
+    """Each micro-batch counts as it does on one device."""
+    contributed = cure.contributed
+    assert contributed is not None, "told by what micro-batches give"
+    actual = contributed.of_found.get(rank)
+    if actual is None:
+        return sample.gradients[rank]
+    missing = [
+        (right - its) * sample.basis[place]
+        for place, right, its in zip(
+            contributed.labels, contributed.of_truth.coefficients, actual.coefficients, strict=True
+        )
+    ]
+    return sample.gradients[rank] + torch.stack(missing).sum(0)
+
+
+def _as_given(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
+    """What it has besides what the micro-batches give, all with one weight, is nothing."""
+    contributed = cure.contributed
+    assert contributed is not None, "told by what micro-batches give"
+    actual = contributed.of_found.get(rank)
+    if actual is None:
+        return sample.truth
+    given = [
+        its * sample.basis[place]
+        for place, its in zip(contributed.labels, actual.coefficients, strict=True)
+    ]
+    return sample.truth + sample.gradients[rank] - torch.stack(given).sum(0)
+
+
+def _by_rank(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
+    return sample.gradients[rank] / (cure.factors or {}).get(rank, 1.0)
+
+
+def _given(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
+    """It has none: with one device's it has what one device has. The others must be right."""
+    return sample.truth
+
+
+Undo = Callable[[Cure, Sample, int, Ranks], Tensor]
+_UNDO: dict[SymptomKind, Undo] = {
+    SymptomKind.EVEN: _divided,
+    SymptomKind.PARTIAL: _summed,
+    SymptomKind.STALE: _of_this_step,
+    SymptomKind.ADDED: _without_the_step_before,
+    SymptomKind.SOME: _weighed,
+    SymptomKind.WEIGHTS: _weighed,
+    SymptomKind.EACH: _by_rank,
+    SymptomKind.EMPTY: _given,
+    SymptomKind.OWN: _as_given,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a cure leaves: the largest difference of a gradient (relative), and whether that is
+    within what roundings make."""
+
+    left: float
+    cures: bool
+
+
+def tried(cure: Cure, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> Trial:
+    """Try a cure on all gradients. All ranks call it."""
+    truths = own.reference.gradients
+    scale = Magnitude.of(truths)
+    bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
+    largest, cures = 0.0, True
+    for name in truths:
+        sample = own.of_all_ranks(name, ranks)
+        for was, (gradient, truth) in zip(_held(sample), cure.of(name, sample, ranks), strict=True):
+            length = scale.length(sample.truth, truth)
+            left, before = (norm(row - truth) / length if length else 0.0 for row in (gradient, was))
+            largest = max(largest, left)
+            helps = left <= before / 2 or before <= limit.gradients
+            cures = cures and left <= bound and helps
+    return Trial(largest, cures)
+
+
+def _held(sample: Sample) -> Iterator[Tensor]:
+    for rank in sample.holders():
+        yield sample.of(rank)[0]
+
+
+def own_factors(samples: Collection[Sample]) -> dict[int, float]:
+    """Return of each rank what its gradients are a multiple of, all parameters together."""
+    factors = {}
+    for rank in sorted({rank for sample in samples for rank in sample.holders()}):
+        pairs = [sample.of(rank) for sample in samples]
+        fit = multiple(torch.cat([mine for mine, _ in pairs]), torch.cat([t for _, t in pairs]))
+        factors[rank] = fit.factor
+    return factors
+
+
+def stale_factor(samples: Collection[Sample]) -> tuple[float, float]:
+    """Return what the gradients have of this step's and of the step before's."""
+    pairs = [
+        (sample.of(rank)[0], sample.truth[has], sample.before[has])
+        for sample in samples
+        for rank in sample.holders()
+        for has in (~sample.gradients[rank].isnan(),)
+    ]
+    gradient, truth, before = (torch.cat(rows) for rows in zip(*pairs, strict=True))
+    this, earlier = combination(gradient, [truth, before]).coefficients
+    return this, earlier

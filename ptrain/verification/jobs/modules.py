@@ -1,0 +1,246 @@
+"""Each module of a model by itself: what it was given in a step and what it gave, beside what the
+plain module gives for the same. A module that does the same forward and backward is not where a
+step departs, whatever it was given; so what departs is within one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from ptrain.internals.autograd import is_in_backward
+from ptrain.report.finding import Moment
+from ptrain.verification.jobs.compare import difference, norm, pieces
+from ptrain.verification.jobs.job import Tolerance
+from ptrain.verification.names import canonical_modules
+from ptrain.verification.outputs import Key, is_real
+
+_QUIET = 1e-6  # a tensor below this share of what it belongs to is rounding
+
+
+@dataclass(slots=True, kw_only=True)
+class ModuleCall:
+    """One forward pass of one module: what it was given, the first floating tensor that it
+    returned, the gradient of that (`upstream`) and the one of its first floating input that it
+    handed back (`handed`). `place` is that input's among the leaves of `given`."""
+
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    place: int | None
+    output: Tensor | None = None
+    upstream: Tensor | None = None
+    handed: Tensor | None = None
+
+    @property
+    def shapes(self) -> list[object]:
+        """The shapes of what it was given, and whatever else it was given."""
+        return [
+            leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in self._leaves
+        ]
+
+    @property
+    def is_whole(self) -> bool:
+        """No part of anything: one device could be given it."""
+        return not any(isinstance(leaf, DTensor) for leaf in (*self._leaves, self.output))
+
+    @property
+    def _leaves(self) -> list[Any]:
+        return tree_leaves(self.given)
+
+
+Calls = dict[Key, ModuleCall]
+
+
+class ModuleRecorder:
+    """`with ModuleRecorder(model) as modules:` around a step, or around passes of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: Calls = {}
+        self._model = model
+        self._micro_batch = -1
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        keep = self._stack.callback
+        for path, module in canonical_modules(self._model):
+            if isinstance(module, nn.Identity):
+                continue
+            begins = module.register_forward_pre_hook(
+                partial(self._begins, path), prepend=True, with_kwargs=True
+            )
+            keep(begins.remove)
+            keep(module.register_forward_hook(partial(self._ends, path)).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _begins(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not _counts():
+            return None
+        self._micro_batch += not path
+        key = path, max(self._micro_batch, 0)
+        if key in self.calls:
+            return None
+        leaves, spec = tree_flatten((args, kwargs))
+        kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        place = next(
+            (at for at, leaf in enumerate(leaves) if is_real(leaf) and leaf.requires_grad), None
+        )
+        call = ModuleCall(given=tree_unflatten(kept, spec), place=place)
+        self.calls[key] = call
+        if place is None or isinstance(leaves[place], DTensor):
+            return None
+        # a node of its own: the gradient that this module hands back, without that of others that
+        # take the same tensor
+        own = leaves[place].view_as(leaves[place])
+        own.register_hook(partial(_keep, call, "handed"))
+        leaves[place] = own
+        return tree_unflatten(leaves, spec)
+
+    def _ends(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        call = self.calls.get((path, max(self._micro_batch, 0)))
+        first = next((leaf for leaf in tree_leaves(output) if is_real(leaf)), None)
+        if not _counts() or call is None or call.output is not None or first is None:
+            return
+        call.output = first.detach().clone()
+        if first.requires_grad:
+            first.register_hook(partial(_keep, call, "upstream"))
+
+
+def _keep(call: ModuleCall, side: str, gradient: Tensor) -> None:
+    setattr(call, side, gradient.detach().clone())
+
+
+def _counts() -> bool:
+    """A pass that will have a backward; not one that repeats a checkpointed part of it."""
+    return torch.is_grad_enabled() and not is_in_backward()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A module that does something else than the plain one with the same inputs, or hands another
+    gradient back for the same gradient: how far off (relative), and both sides."""
+
+    path: str
+    micro_batch: int
+    moment: Moment
+    difference: float
+    expected: Tensor
+    actual: Tensor
+
+
+@dataclass(slots=True)
+class Violations:
+    """Of one rank, and which modules could be run by themselves at all."""
+
+    list: list[Violation] = field(default_factory=list)
+    tested: set[str] = field(default_factory=set)
+
+
+def violations(
+    model: nn.Module, expected: Mapping[Key, ModuleCall], actual: Mapping[Key, ModuleCall],
+    limit: Tolerance,
+) -> Violations:  # fmt: skip
+    """Run each plain module on what the loop's was given. One that the loop gives something of
+    another shape than one device (a slice, a part of a sum) cannot be run by itself."""
+    result = Violations()
+    modules = dict(canonical_modules(model))
+    with torch.random.fork_rng(devices=[]):
+        for key, call in actual.items():
+            right = expected.get(key)
+            if right is None or not _is_testable(call, right):
+                continue
+            result.tested.add(key[0])
+            result.list += _of_module(modules[key[0]], key, call, right, limit)
+    return result
+
+
+def _is_testable(call: ModuleCall, right: ModuleCall) -> bool:
+    return (
+        call.is_whole
+        and call.output is not None
+        and right.output is not None
+        and call.shapes == right.shapes
+    )
+
+
+def _of_module(
+    module: nn.Module, key: Key, call: ModuleCall, right: ModuleCall, limit: Tolerance
+) -> Iterator[Violation]:
+    output, handed = alone(module, call, right)
+    assert call.output is not None
+    path, number = key
+    if output is None:
+        return
+    for moment, truth, own in (
+        (Moment.FORWARD, output, call.output),
+        (Moment.BACKWARD, handed, call.handed),
+    ):
+        if truth is None or own is None:
+            continue
+        size = _apart(own, truth)
+        if size > limit.outputs:
+            yield Violation(
+                path=path, micro_batch=number, moment=moment, difference=size, expected=truth,
+                actual=own,
+            )  # fmt: skip
+            return  # what it hands back follows from what it returns
+
+
+def _apart(own: Tensor, truth: Tensor) -> float:
+    """Return how far it is from the piece of the truth that fits best; 0 where it is no piece."""
+    sizes = (
+        difference(own, piece, max(norm(piece), _QUIET * norm(truth)))
+        for piece in pieces(truth, own.shape)
+    )
+    return min(sizes, default=0.0)
+
+
+def alone(
+    module: nn.Module, call: ModuleCall, right: ModuleCall
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return what a plain module returns for what the loop's was given, and the gradient that it
+    hands back for the gradient that the loop's had: None where there is none, or the loop's output
+    is only a part of it."""
+    leaves, spec = tree_flatten(call.given)
+    dtypes = [getattr(leaf, "dtype", None) for leaf in tree_leaves(right.given)]
+    leaves = [
+        leaf.to(dtype) if is_real(leaf) else leaf
+        for leaf, dtype in zip(leaves, dtypes, strict=True)
+    ]
+    if call.place is not None:
+        leaves[call.place] = leaves[call.place].clone().requires_grad_()
+    args, kwargs = tree_unflatten(leaves, spec)
+    with torch.enable_grad():
+        output = module(*args, **kwargs)
+    first = next((leaf for leaf in tree_leaves(output) if is_real(leaf)), None)
+    if first is None:
+        return None, None
+    upstream, place = call.upstream, call.place
+    if upstream is None or place is None or upstream.shape != first.shape or not first.requires_grad:
+        return first.detach(), None
+    (handed,) = torch.autograd.grad(
+        first, leaves[place], upstream.to(first.dtype), allow_unused=True
+    )
+    return first.detach(), handed
+
+
+def innermost(paths: Sequence[str]) -> list[str]:
+    """Return those of which no other is a part."""
+    return [
+        path
+        for path in dict.fromkeys(paths)
+        if not any(other != path and is_within(other, path) for other in paths)
+    ]
+
+
+def is_within(path: str, whole: str) -> bool:
+    """Return whether a module's (or a parameter's) path is of this module or of one in it."""
+    return not whole or path == whole or path.startswith(f"{whole}.")
