@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -147,10 +147,12 @@ def at_start(
     wholes: Mapping[str, Tensor],
     names: Sequence[str],
     holds: Mapping[str, ParameterShard],
+    elsewhere: Collection[str] = (),
 ) -> None:
-    """Compare the names and values of the parameters, bit by bit, in the rank's own dtype."""
+    """Compare the names and values of the parameters, bit by bit, in the rank's own dtype. What
+    other ranks hold (`elsewhere`) this one need not: it may be a stage of a pipeline."""
     for name in wholes:
-        if name not in holds:
+        if name not in holds and name not in elsewhere:
             description = "the reference has it, the loop's model has not"
             differences.add(Moment.START, Subject.PARAMETERS, name, Way.MISSING, description)
     for name in names:
@@ -199,7 +201,7 @@ def compare_gradients(
 
 
 def pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-    """Yield every even chunk of a whole tensor that has this shape, along one dimension; or itself."""
+    """Yield every even chunk of a whole tensor that has this shape, or itself."""
     if whole.shape == shape:
         yield whole
         return
@@ -328,7 +330,7 @@ def replicas(
 ) -> Iterator[Departure]:
     """Yield a departure where ranks hold the same part of a parameter and do not have the same bits
     of it."""
-    for name in everyones[0]:
+    for name in dict.fromkeys(name for mine in everyones for name in mine):
         groups: dict[str, dict[str, list[int]]] = {}
         for rank, mine in enumerate(everyones):
             if name in mine:

@@ -4,11 +4,12 @@ something else for the same inputs, updates, optimizer state, replicas, losses."
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from ptrain.report.finding import Culprit, Departure, Subject, Way
+from ptrain.report.finding import Certainty, Culprit, Departure, Subject, Way
 from ptrain.verification.factors import factor_text
-from ptrain.verification.jobs.explain import families
 from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.words import families
 
 # Of a parameter's move in a step: [it stood still, the multiple of the reference's, what is left of
 # that fit, an optimizer on this rank has it, which part of the whole it is].
@@ -168,15 +169,25 @@ def reference_not_finite(step: int, ranks: Ranks) -> Culprit:
 
 
 def explain_loss(
-    departures: Sequence[Departure], ranks: Ranks, expected: float, actual: float
+    departures: Sequence[Departure],
+    ranks: Ranks,
+    losses: tuple[float, float],
+    fitting: Sequence[str],
 ) -> Culprit:
-    """Everything else held: the loss is reported wrong."""
+    """Everything else held: the loss is reported wrong. `losses`: one device's, and the global one
+    of the ranks; `fitting`: ways to make up the global one by which it would be one device's."""
+    expected, actual = losses
     ratio = actual / expected if expected else 0.0
     is_near = abs(ratio - 1) < 1e-3
-    return culprit(
+    blamed = culprit(
         departures, ranks, state=Subject.LOSS, axis="",
         factor=_size(departures) if is_near else factor_text(ratio, ranks.degrees),
         sentence=f"The loss is {actual:.6g}, on one device {expected:.6g}, with the same "
-        "gradients: it is reduced in another way than they are. Say how the ranks' losses make up "
-        "the global one: Terms(loss='mean' | 'sum' | 'same' or a function).",
+        "gradients: what is reported is made up in another way than what is trained. Say how the "
+        "ranks' losses make up the global one: Terms(loss='mean' | 'sum' | 'same' or a function).",
     )  # fmt: skip
+    if not fitting:
+        out = "ruled out: the mean, the sum and one of the ranks' losses are not one device's"
+        return replace(blamed, certainty=Certainty.UNEXPLAINED, tried=out)
+    tried = f"by loss={fitting[0]!r} it is one device's"
+    return replace(blamed, certainty=Certainty.PROVEN, tried=tried)

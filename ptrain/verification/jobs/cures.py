@@ -135,7 +135,9 @@ def tried(cure: Cure, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> Tria
         sample = own.of_all_ranks(name, ranks)
         for was, (gradient, truth) in zip(_held(sample), cure.of(name, sample, ranks), strict=True):
             length = scale.length(sample.truth, truth)
-            left, before = (norm(row - truth) / length if length else 0.0 for row in (gradient, was))
+            left, before = (
+                norm(row - truth) / length if length else 0.0 for row in (gradient, was)
+            )
             largest = max(largest, left)
             helps = left <= before / 2 or before <= limit.gradients
             cures = cures and left <= bound and helps

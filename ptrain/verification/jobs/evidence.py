@@ -5,7 +5,7 @@ micro-batches contribute to them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +77,13 @@ class OwnGradients:
         both = torch.stack([truth.double(), old.double(), mine])
         return torch.cat([both, _basis(truth, self.probe, name, self.micro_batches)])
 
+    def is_rounded_to(self, dtype: torch.dtype, names: Collection[str]) -> bool:
+        """Return whether every element that this rank's optimizer took is a number of a coarser
+        dtype, and not every one of one device's is."""
+        own = [row for name, row in self.run.gradients.items() if name in names]
+        right = [self.reference.gradients[name] for name in names]
+        return all(_is_of(row, dtype) for row in own) and not all(_is_of(r, dtype) for r in right)
+
     def of_all_ranks(self, name: str, ranks: Ranks) -> Sample:
         """Return every element of a parameter. All ranks call it."""
         return Sample.of_rows(ranks.stack(self.rows(name)))
@@ -131,6 +138,10 @@ def evidence(
         own=own,
         ledger=ledger_of(rows_of(reference.calls), ranks.gather(rows_of(run.calls))),
     )
+
+
+def _is_of(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 def places_of(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
-from ptrain.verification.factors import factor_text, is_even, products
-from ptrain.verification.jobs.cures import Cure, own_factors, stale_factor, tried
+from ptrain.verification.factors import is_even
+from ptrain.verification.jobs.cures import Cure, tried
+from ptrain.verification.jobs.diagnosis import Diagnosis, unclear
 from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.job import Tolerance
-from ptrain.verification.jobs.ranks import RANKS, Ranks
+from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.samples import Samples
 from ptrain.verification.jobs.symptoms import (
-    Contributions,
     Symptom,
     SymptomKind,
     common_factor,
     contributions,
     symptom,
 )
+from ptrain.verification.jobs.words import families
 
 _LOOSE = 100.0  # samples are compared with so many tolerances: a fault is larger
 _LOOSEST = 0.1
 _FEWEST = 1e-6
-
-
-def families(names: Iterable[str]) -> str:
-    """Return names as `blocks.*.norm.weight, head.weight`: numbered layers count once."""
-    kinds: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):
-        kinds.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-    shown = [kind if len(members) > 1 else members[0] for kind, members in kinds.items()]
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
-
-
-def over_axis(axis: str) -> str:
-    return "over all ranks" if axis == RANKS else f"over {axis.replace('+', ' and ')}"
 
 
 def explain_gradients(
@@ -65,14 +52,14 @@ def explain_gradients(
         )
     first = min(wrong.values(), key=lambda diagnosis: _ORDER.index(diagnosis.kind), default=None)
     if first is None:
-        return _unclear(departures, names)
+        return unclear(departures, evidence, names, ranks)
     alike = [
         name
         for name, diagnosis in wrong.items()
         if diagnosis.is_like(first, loose)
         or (first.kind in _BY_SUM and diagnosis.kind is SymptomKind.OTHER)
     ]
-    case = _Case(departures, evidence, ranks, loose, alike, first)
+    case = Diagnosis(departures, evidence, ranks, loose, alike, first)
     return _proven(case.culprit(), case.cure(scale), evidence, ranks, limit)
 
 
@@ -142,8 +129,6 @@ _ORDER = (
 _EVEN = 1e-3  # weights of micro-batches that differ by no more are the same
 
 
-# How much roundings change a gradient, at most: some of them, of 24 and of 8 to 11 bits.
-_ROUNDINGS = {"float32": 1e-5, "16 bits": 2e-2}
 # Of a tensor with few elements no sum of many micro-batches can be told.
 _BY_SUM = (SymptomKind.SOME, SymptomKind.WEIGHTS)
 # What other samples than one device's look like; every other symptom has a cause of its own.
@@ -170,308 +155,3 @@ def _batch(ledger: Samples, departures: Sequence[Departure], ranks: Ranks) -> Cu
         f"{' and '.join(words)}. Look at how each rank's share is drawn (sampler, drop_last, "
         "padding to an even split).",
     )
-
-
-def _unclear(departures: Sequence[Departure], names: Sequence[str]) -> Culprit:
-    first = departures[0]
-    largest = max(departure.difference for departure in departures)
-    rounding = next((name for name, most in _ROUNDINGS.items() if largest <= most), "")
-    if rounding:
-        factor = f"rounded to {rounding}"
-        sentence = (
-            f"It differs by {largest:.3g}, which is what roundings to {rounding} make: a "
-            "reduction, a communication hook or an operator computes in it. If that is meant, say "
-            "so: Terms(dtype=...)."
-        )
-    else:
-        factor = f"differs by {largest:.3g}"
-        sentence = (
-            "It is no multiple of one device's and no part of a sum over an axis: compare what "
-            "this place is computed from."
-        )
-    return Culprit(
-        state=first.subject,
-        axis="",
-        factor=factor,
-        place=families(names) or first.name,
-        step=first.step,
-        ranks=tuple(sorted({departure.rank for departure in departures})),
-        sentence=sentence,
-    )
-
-
-class _Case:
-    """One symptom of some parameters, put into words."""
-
-    def __init__(
-        self,
-        departures: Sequence[Departure],
-        evidence: JobEvidence,
-        ranks: Ranks,
-        tolerance: float,
-        names: Sequence[str],
-        first: Symptom,
-    ) -> None:
-        self.departures, self.told, self.ranks = departures, evidence, ranks
-        self.tolerance, self.names, self.first = tolerance, list(names), first
-        self.samples = [evidence.samples[name] for name in self.names]
-        every = len(self.names) == len(evidence.samples)
-        self.count = (
-            f"{'all' if every else f'{len(self.names)} of'} {len(evidence.samples)} parameters"
-        )
-
-    def cure(self, scale: float) -> Cure | None:
-        """What undoes the symptom; None where nothing does."""
-        symptom, contributed, factors = self.first, None, None
-        factor, axis = symptom.factor, symptom.axis
-        match symptom.kind:
-            case SymptomKind.EVEN:
-                words = f"divided by {factor:.4g}"
-            case SymptomKind.PARTIAL:
-                times = "" if abs(factor - 1) <= self.tolerance else f", times {factor:.4g}"
-                words = f"summed {over_axis(axis)}{times}"
-            case SymptomKind.STALE:
-                words = f"compared with {factor:.4g} times those of the step before"
-            case SymptomKind.ADDED:
-                symptom = replace(symptom, factor=stale_factor(self.samples)[1])
-                words = f"less {symptom.factor:.4g} times those of the step before"
-            case SymptomKind.SOME | SymptomKind.WEIGHTS if several := contributions(self.samples):
-                contributed = several
-                words = "with the weight that each micro-batch has on one device"
-            case SymptomKind.EACH:
-                factors = own_factors([sample.scaled(scale) for sample in self.samples])
-                words = "divided by a factor of each rank's own"
-            case SymptomKind.EMPTY:
-                words = "with one device's where there is none"
-            case _:
-                return None
-        both = "" if scale == 1.0 else f"divided by {scale:.4g} and "
-        return Cure(
-            symptom=symptom, names=set(self.names), scale=scale, contributed=contributed,
-            factors=factors, words=both + words,
-        )  # fmt: skip
-
-    def culprit(self) -> Culprit:
-        match self.first.kind:
-            case SymptomKind.NOT_FINITE:
-                return self._say("", "not finite", "The gradient has an infinity or a NaN.")
-            case SymptomKind.EMPTY:
-                return self._empty()
-            case SymptomKind.PARTIAL:
-                return self._partial()
-            case SymptomKind.STALE:
-                return self._say(
-                    "", "stale by 1 step", "The optimizer is given the gradient of the step before."
-                )
-            case SymptomKind.ADDED:
-                return self._say(
-                    "",
-                    "the step before added",
-                    "The gradient of the step before is still in it: set gradients to None after "
-                    "every update, before the first backward of the next step.",
-                )
-            case SymptomKind.SOME:
-                return self._some()
-            case SymptomKind.WEIGHTS if contributed := contributions(self.samples):
-                return self._weights(contributed)
-            case SymptomKind.EVEN:
-                return self._even()
-            case _:
-                return self._by_rank()
-
-    def _say(
-        self,
-        axis: str,
-        factor: str,
-        sentence: str,
-        *,
-        ranks: Sequence[int] = (),
-        state: Subject = Subject.GRADIENTS,
-    ) -> Culprit:
-        departing = {
-            departure.rank for departure in self.departures if departure.name in self.names
-        }
-        return Culprit(
-            state=state,
-            axis=axis,
-            factor=factor,
-            place=families(self.names),
-            step=self.departures[0].step,
-            ranks=tuple(ranks or sorted(departing)),
-            sentence=sentence,
-        )
-
-    def _empty(self) -> Culprit:
-        holders = {rank for sample in self.samples for rank in sample.holders()}
-        whose = "no rank" if set(self.first.ranks) == holders else "not every rank"
-        return self._say(
-            self.ranks.axis_of(sorted(holders)) if whose == "not every rank" else "",
-            "no gradient",
-            f"{self.count[0].upper()}{self.count[1:]} get a gradient on one device, and here "
-            f"{whose} that holds them has one "
-            "when the optimizer steps: they are frozen (requires_grad=False), not used in forward, "
-            "or their gradient is set to None or zero too early.",
-            ranks=self.first.ranks,
-        )
-
-    def _partial(self) -> Culprit:
-        axis, size = self.first.axis, self.ranks.degrees[self.first.axis]
-        kind, factor = "sum", self.first.factor
-        if abs(factor * size - 1) <= self.tolerance:
-            kind, factor = "mean", 1.0
-        besides = "" if abs(factor - 1) <= self.tolerance else f", {factor_text(factor, {})}"
-        return self._say(
-            axis,
-            f"missing all-reduce{besides}",
-            f"Of the gradient of {self.count} every rank keeps a part of its own: the {kind} "
-            f"{over_axis(axis)} ({size}) is what one device has"
-            f"{besides and f' times {1 / factor:.4g}'}. All-reduce it {over_axis(axis)} ({kind}) "
-            "before the optimizer steps.",
-        )
-
-    def _some(self) -> Culprit:
-        ranks, numbers, count = self.first.ranks, self.first.numbers, self.told.micro_batches
-        listed = ", ".join(map(str, numbers))
-        if set(numbers) == set(range(count - 1)) and count > 1:
-            return self._say(
-                "",
-                f"last of {count} micro-batches only",
-                f"Of {count} micro-batches only the last one's gradient reaches the optimizer: "
-                "something sets gradients to None or zero, or overwrites them, between them.",
-            )
-        if len(numbers) == count:
-            who = ", ".join(map(str, ranks))
-            return self._say(
-                self.ranks.axis_of([ranks[0], (ranks[0] + 1) % self.ranks.size]),
-                f"rank {who} missing",
-                f"What rank {who} computes reaches no optimizer: its part is missing from the sum.",
-                ranks=ranks,
-            )
-        return self._say(
-            "",
-            f"micro-batch {listed} missing",
-            f"The gradient lacks micro-batch {listed} of ranks {', '.join(map(str, ranks))} (of "
-            f"{count}): accumulated where it is not synchronised, and then dropped.",
-            ranks=ranks,
-        )
-
-    def _even(self) -> Culprit:
-        factor = self.first.factor
-        contributed = contributions(self.samples)
-        if contributed is not None and contributed.of_truth.holds(self.tolerance):
-            return self._scaled(factor, contributed)
-        return self._product(factor, self.ranks.degrees | {"K": self.told.micro_batches})
-
-    def _weights(self, contributed: Contributions) -> Culprit:
-        """Every micro-batch is in it, but not with the weight that its share of the batch has."""
-        weights = contributed.of_truth.coefficients
-        mean = sum(weights) / len(weights)
-        least, most = (mean / weight for weight in (max(weights), min(weights)))
-        several = self.told.micro_batches > 1
-        what = "micro-batch" if several else "rank's share"
-        return self._say(
-            "" if several else self.ranks.axis_of(contributed.data_ranks),
-            f"local normalisation, × {least:.3g} to × {most:.3g}",
-            f"The loss of every {what} is divided by a number of its own and then averaged, so "
-            f"that it weighs {least:.3g} to {most:.3g} times what it should: divide the sum of the "
-            "loss over all tokens by the number of tokens in the whole global batch.",
-            state=Subject.LOSS,
-        )
-
-    def _scaled(self, factor: float, contributed: Contributions) -> Culprit:
-        """Say which side has the factor: the loss, where the mean or the sum over ranks of what
-        they computed is not the right gradient; else the synchronisation."""
-        micro_batches, data = self.told.micro_batches, len(contributed.data_ranks)
-        axes = {
-            axis: len(groups[0])
-            for axis, groups in self.ranks.axes.items()
-            if any(len(set(group) & set(contributed.data_ranks)) > 1 for group in groups)
-        }
-        right = sum(contributed.of_truth.coefficients) / len(contributed.of_truth.coefficients)
-        is_loss = not any(abs(right * n - 1) <= self.tolerance for n in (1, data))
-        if is_loss and micro_batches > 1:
-            for ratio, sign, sentence in (
-                (micro_batches, "×", "are means, and their gradients are added up: divide each"),
-                (1 / micro_batches, "÷", "are divided by their number twice: divide each once,"),
-            ):
-                if any(abs(right * n * ratio - 1) <= self.tolerance for n in (1, data)):
-                    return self._say(
-                        "",
-                        f"{sign} {micro_batches} (micro-batches)",
-                        f"The losses of {micro_batches} micro-batches {sentence} by "
-                        f"{micro_batches}.",
-                        state=Subject.LOSS,
-                    )
-        return self._product(factor, axes | {"K": micro_batches} if is_loss else axes)
-
-    def _product(self, factor: float, degrees: dict[str, int]) -> Culprit:
-        sizes = degrees | self.ranks.degrees
-        fits = products(factor, sizes, self.tolerance)
-        if not fits:
-            return self._odd(factor)
-        text = str(fits[0])
-        axes = [axis for axis in fits[0].axes if axis != "K"]
-        where = "+".join(axes)
-        size = max(factor, 1 / factor)
-        if {power for _, power in fits[0].powers} not in ({1.0}, {-1.0}) or "K" in fits[0].axes:
-            why = " and ".join(
-                f"{'micro-batches' if n == 'K' else n} ({sizes[n]})" for n in fits[0].axes
-            )
-            return self._say(where, text, f"The gradient is {text} one device's: look at {why}.")
-        over = over_axis(where)
-        if factor > 1:
-            cure = (
-                f"too large: it is summed {over} where each rank's loss is already a mean over its "
-                f"own share, or averaged and then multiplied. Average {over}, once."
-            )
-        else:
-            cure = (
-                f"too small: it is averaged {over} twice (once by the wrapper, once by hand), or "
-                "averaged where the loss is already divided by the tokens of all of them."
-            )
-        whose = f"The gradient of {self.count} is {size:.4g} times "
-        return self._say(where, text, whose + cure + self._instead(factor))
-
-    def _instead(self, factor: float) -> str:
-        """Where there are as many micro-batches as ranks the number alone does not tell which."""
-        count = self.told.micro_batches
-        if not products(factor, {"K": count}, self.tolerance):
-            return ""
-        how = "not divided by them" if factor > 1 else "divided by them twice"
-        return f" Or, as there are {count} micro-batches too, each one's loss is {how}."
-
-    def _odd(self, factor: float) -> Culprit:
-        if len(self.names) == len(self.told.samples):
-            return self._say(
-                "",
-                f"× {factor:.4g}",
-                "Every gradient has the right direction and the wrong length: the norm that it is "
-                "clipped by, or the loss's scale, is not one device's.",
-                state=Subject.NORM,
-            )
-        return self._say(
-            "", f"× {factor:.4g}", f"{self.count} are {factor:.4g} times one device's."
-        )
-
-    def _by_rank(self) -> Culprit:
-        """Every rank has a factor of its own, or nothing fits."""
-        evidence = self.told
-        if evidence.norm and self.first.kind is SymptomKind.EACH:
-            clipped = [
-                abs(norm / evidence.norm - 1) <= 10 * self.tolerance for norm in evidence.norms
-            ]
-            if sum(clipped) > len(clipped) // 2:
-                return self._say(
-                    next(iter(self.ranks.axes), ""),
-                    "clipped by the local norm",
-                    "Every rank's own part has the norm that the whole gradient must be clipped "
-                    "to: each rank clips by the norm of what it holds. Sum the squares over all "
-                    "ranks that hold other parts first.",
-                    state=Subject.NORM,
-                )
-            return self._say(
-                next(iter(self.ranks.axes), ""),
-                "another factor on each rank",
-                "On every rank the gradient has the right direction and a length of its own.",
-            )
-        return _unclear([d for d in self.departures if d.name in self.names], self.names)

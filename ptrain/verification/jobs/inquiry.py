@@ -17,7 +17,7 @@ from ptrain.verification.jobs.again import modules_of, swapped
 from ptrain.verification.jobs.compare import Magnitude, difference, digests
 from ptrain.verification.jobs.conditions import number
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, places_of
-from ptrain.verification.jobs.explain import explain_gradients, families, of_own_samples, over_axis
+from ptrain.verification.jobs.explain import explain_gradients, of_own_samples
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.losses import GlobalLoss, apart
 from ptrain.verification.jobs.modules import Calls, Violation, innermost, is_within, violations
@@ -25,6 +25,7 @@ from ptrain.verification.jobs.probe import ProbeResult, autocast_of, probed, unt
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.step import LoopPair, StepComparison
+from ptrain.verification.jobs.words import families, over_axis
 
 _MOST_TRIALS = 6  # families of modules that are replaced, one after the other
 _LOOSE = 10  # tolerances of an output within which it is a sum or a multiple
@@ -108,7 +109,7 @@ class Inquiry:
         with untouched(self.pair.reference.model), autocast_of(self.step.seen.calls[:1]):
             mine = violations(self.pair.reference.model, probe.modules, modules, self.limit)
         suspects, tested = self._suspects(mine.list, mine.tested, probe.modules)
-        trials = [(suspect,) for suspect in suspects[:_MOST_TRIALS]]
+        trials: list[tuple[Suspect, ...]] = [(suspect,) for suspect in suspects[:_MOST_TRIALS]]
         trials += [tuple(suspects)] if len(suspects) > 1 else []
         for chosen in trials:
             paths = [path for suspect in chosen for path in suspect.paths]
@@ -116,8 +117,9 @@ class Inquiry:
             places = " and ".join(suspect.place for suspect in chosen)
             if left is not None and left <= self.limit.gradients * _LOOSE:
                 others = f" and the other {count} gradients" if count else ""
+                be = "are" if count else "is"
                 tried = (
-                    f"with the plain module in the place of {places} the loss{others} are one "
+                    f"with the plain module in the place of {places} the loss{others} {be} one "
                     f"device's to {left:.1e}"
                 )
                 return replace(
@@ -132,9 +134,7 @@ class Inquiry:
     ) -> tuple[list[Suspect], set[str]]:
         """Return all ranks' suspects in the order in which their modules run, and the modules that
         some rank could run by themselves."""
-        everyones = self.ranks.gather(
-            [[v.path, int(v.moment), v.difference] for v in mine]
-        )
+        everyones = self.ranks.gather([[v.path, int(v.moment), v.difference] for v in mine])
         tested = {path for paths in self.ranks.gather(sorted(tested)) for path in paths}
         rows = [(rank, *row) for rank, its in enumerate(everyones) for row in its]
         places = list(dict.fromkeys(path for path, _ in order))
@@ -163,9 +163,7 @@ class Inquiry:
         reference, model = self.pair.reference.model, self.pair.loop.model
         plain = {path: reference.get_submodule(path) for path in paths}
         holds = self.pair.holds
-        inside = {
-            id(parameter) for path in paths for parameter in plain[path].parameters()
-        }
+        inside = {id(parameter) for path in paths for parameter in plain[path].parameters()}
         names = [
             name for name, whole in self.pair.wholes.items()
             if id(whole.parameter) not in inside and name in self.step.expected.gradients
@@ -186,9 +184,7 @@ class Inquiry:
         worst = [size for size in self.ranks.gather(max(sizes, default=None)) if size is not None]
         return (max(worst) if worst else None), len(names)
 
-    def _blamed(
-        self, suspect: Suspect, mine: Sequence[Violation], tested: set[str]
-    ) -> Culprit:
+    def _blamed(self, suspect: Suspect, mine: Sequence[Violation], tested: set[str]) -> Culprit:
         """Say what the modules do, and over which axis a sum is missing."""
         axis, factor = self._shared(suspect, mine)
         path = suspect.paths[0]
@@ -202,11 +198,12 @@ class Inquiry:
         if axis:
             when = "" if suspect.moment is Moment.FORWARD else " in backward"
             cure = f" The ranks {over_axis(axis)} have parts of a sum: all-reduce it{when}."
-        elif inner:
-            cure = " What it is made of does what the plain modules do: look at its own forward"
-            cure += " or at what wraps it."
         else:
-            cure = " Look at its own forward or at what wraps it."
+            does = " does what the plain module does:" if len(inner) == 1 else " do:"
+            what += f" Of what it is made of {families(inner)}{does}" if inner else ""
+            cure = f"{' look' if inner else ' Look'} at what its forward does beside them"
+            cure = cure if inner else " Look at its own forward, or at what wraps it"
+            cure += "." if not inner else ", or at what wraps it."
         return Culprit(
             state=Subject.ACTIVATIONS, axis=axis,
             factor=factor or f"differs by {suspect.difference:.3g}",
@@ -241,18 +238,28 @@ class Inquiry:
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
         largest = max(departure.difference for departure in first)
         out = "; ".join(self._ruled_out)
+        module, later = _right_down_to(names, _in_order(job_evidence, probe.modules))
+        place = module or families(names) or first[0].name
+        if len(later) > 0:
+            where = (
+                f" Backward is right down to {module}: parameters that are used after it "
+                f"({families(later)}) have one device's gradients; look at what takes what "
+                f"{module} returns, and at its backward pass."
+            )
+        else:
+            where = ""
         if not again:
             out += "; the step does not give the same bits again, so that no module could be tried"
         return Culprit(
             state=first[0].subject,
             axis="",
             factor=f"differs by {largest:.3g}",
-            place=families(names) or first[0].name,
+            place=place,
             step=first[0].step,
             ranks=tuple(sorted({departure.rank for departure in first})),
             sentence=f"The gradient of {len(names)} of {len(job_evidence.samples)} parameters is "
             "not one device's when the optimizer steps; that is what departs first."
-            f"{_right_down_to(names, _in_order(job_evidence, probe.modules))}",
+            f"{where}",
             certainty=Certainty.UNEXPLAINED,
             tried=f"ruled out: {out}",
         )
@@ -265,19 +272,12 @@ def _in_order(job_evidence: JobEvidence, modules: Calls) -> list[str]:
     return sorted(known, key=lambda name: order.index(name.rpartition(".")[0]))
 
 
-def _right_down_to(names: Sequence[str], parameters: Sequence[str]) -> str:
-    """Say down to which module the backward pass is right, where it is so of any."""
+def _right_down_to(names: Sequence[str], parameters: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return down to which module the backward pass is right, and the parameters that are used
+    after it; nothing where none is right that runs later."""
     last = max((parameters.index(name) for name in names if name in parameters), default=-1)
     later = parameters[last + 1 :]
-    if last < 0 or not later:
-        return ""
-    module = parameters[last].rpartition(".")[0]
-    return (
-        f" Backward is right down to {module}: parameters that are used after it "
-        f"({families(later)}) have one device's gradients; look at what takes what {module} "
-        "returns, and at its backward pass. (On gloo, torch.distributed.nn.functional.all_gather "
-        "takes gradients for contiguous.)"
-    )
+    return (parameters[last].rpartition(".")[0], later) if last >= 0 and later else ("", ())
 
 
 def _with_norms(culprit: Culprit, model: nn.Module) -> Culprit:
@@ -293,7 +293,7 @@ def _with_norms(culprit: Culprit, model: nn.Module) -> Culprit:
         culprit, factor="statistics of a rank's own batch", place=families(norms),
         state=Subject.ACTIVATIONS,
         sentence=f"{culprit.sentence} {families(norms)} takes mean and variance of each "
-        "micro-batch's own samples: torch.nn.SyncBatchNorm.convert_sync_batchnorm, or another norm.",
+        "micro-batch's own samples: torch.nn.SyncBatchNorm, or another norm.",
     )  # fmt: skip
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from ptrain.verification.jobs.conditions import number
-from ptrain.verification.jobs.job import Losses
+from ptrain.verification.jobs.job import Known, Losses
 from ptrain.verification.jobs.ranks import Ranks
 
 
@@ -18,12 +20,19 @@ class GlobalLoss:
     ranks: Ranks
 
     def of(self, right: float | None, mine: float | None) -> float | None:
-        """Return it; None where a side has none. All ranks call it."""
-        everyones = self.ranks.gather(mine)
-        losses = [loss for loss in everyones if loss is not None]
-        if right is None or len(losses) < len(everyones):
-            return None
-        match self.how:
+        """Return it, of the ranks that have one (of a pipeline the last stage alone); None where a
+        side has none. All ranks call it."""
+        losses = [loss for loss in self.ranks.gather(mine) if loss is not None]
+        return None if right is None or not losses else self._made_up(self.how, right, losses)
+
+    def ways(self, right: float, mine: float | None) -> dict[Known, float]:
+        """Return what the global loss would be by each known way. All ranks call it."""
+        losses = [loss for loss in self.ranks.gather(mine) if loss is not None]
+        return {how: self._made_up(how, right, losses) for how in get_args(Known)}
+
+    @staticmethod
+    def _made_up(how: Losses, right: float, losses: Sequence[float]) -> float:
+        match how:
             case "mean":
                 return sum(losses) / len(losses)
             case "sum":
@@ -31,7 +40,8 @@ class GlobalLoss:
             case "same":
                 return max(losses, key=lambda loss: abs(loss - right))
             case reduce:
-                return number(reduce(losses), "Terms.loss")
+                total = number(reduce(losses), "Terms.loss")
+                return math.nan if total is None else total
 
 
 def apart(right: float, measured: float) -> float:

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from ptrain.errors import Fault
+from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder
 from ptrain.verification.jobs.record import ForwardCall
 from ptrain.verification.names import canonical_parameters
@@ -43,7 +46,9 @@ def _run(model: nn.Module, call: ForwardCall) -> dict[str, Tensor]:
     with ExitStack() as stack:
         stack.enter_context(autocast_of([call]))
         stack.enter_context(torch.enable_grad())
-        leaves = tree_leaves(model(*call.args, **call.kwargs))
+        leaves = _leaves(model, call)
+    if any(place >= len(leaves) for place in call.upstream):
+        return {}
     wanted = {place: leaves[place] for place in call.upstream if is_real(leaves[place])}
     alike = all(leaf.shape == call.upstream[place].shape for place, leaf in wanted.items())
     if not wanted or not alike:
@@ -60,6 +65,15 @@ def _run(model: nn.Module, call: ForwardCall) -> dict[str, Tensor]:
         allow_unused=True,
     )
     return {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
+
+
+def _leaves(model: nn.Module, call: ForwardCall) -> list[Any]:
+    """What the whole model returns; nothing where it cannot take what a stage of it is given."""
+    try:
+        with boundary(lambda error: Fault(place="model", finding=said(error))):
+            return tree_leaves(model(*call.args, **call.kwargs))
+    except CodeRaised:
+        return []
 
 
 def autocast_of(calls: Sequence[ForwardCall]) -> AbstractContextManager[object]:

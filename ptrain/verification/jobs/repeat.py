@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ptrain.report.finding import Culprit, Subject
 from ptrain.verification.jobs.compare import digests
-from ptrain.verification.jobs.explain import families
 from ptrain.verification.jobs.job import Job, Terms
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard, held_by
+from ptrain.verification.jobs.words import families
 
 Sums = dict[str, dict[str, list[str]]]
 

@@ -131,7 +131,8 @@ class Examiner:
         differences = Differences(step=0, rank=self.ranks.rank)
         names = parameter_names(self.pair.loop.model)
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
-        at_start(differences, wholes, names, self.pair.holds)
+        elsewhere = {name for own in self.ranks.gather(sorted(self.pair.holds)) for name in own}
+        at_start(differences, wholes, names, self.pair.holds, elsewhere)
         if self._gather(differences):
             self.culprit = explain_start(first_of(self.departures), self.ranks)
 
@@ -191,7 +192,7 @@ class Examiner:
             case Moment.GRADIENTS:
                 return self._explain_gradients(step, first)
             case _ if first[0].subject is Subject.LOSS:
-                return explain_loss(first, self.ranks, self.losses[0][-1], self.losses[1][-1])
+                return self._explain_loss(first, number(step.losses[1]))
             case _:
                 return explain_update(first, self.ranks, dict(enumerate(moves)))
 
@@ -202,6 +203,13 @@ class Examiner:
                 return explain_precision(actual, expected, first[0].step, self.ranks)
         inquiry = Inquiry(self.pair, step, self.limit, loss=self.loss, share=self._share)
         return inquiry.culprit(first, self.before)
+
+    def _explain_loss(self, departures: Sequence[Departure], own: float | None) -> Culprit:
+        right, measured = self.losses[0][-1], self.losses[1][-1]
+        ways = self.loss.ways(right, own)
+        limit = self.worst_loss.tolerance
+        fitting = [how for how, loss in ways.items() if apart(right, loss) <= limit]
+        return explain_loss(departures, self.ranks, (right, measured), fitting)
 
     def _both(self, batch: Any, share: Any) -> tuple[Any, Any]:
         """What both steps return."""
@@ -231,7 +239,7 @@ class Examiner:
                 )
             )  # fmt: skip
             if self.terms.examined is not None and step >= self.terms.examined:
-                self.culprit = explain_loss(self.departures[-1:], self.ranks, right, measured)
+                self.culprit = self._explain_loss(self.departures[-1:], number(own))
 
     def _repeat(self, again: Callable[[], Job], shares: Sequence[Any]) -> Check:
         """Run the loop again from the same start; a loop that does not repeat itself is why

@@ -1,0 +1,351 @@
+"""One symptom of some parameters, put into words, and what would undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ptrain.report.finding import Certainty, Culprit, Departure, Subject
+from ptrain.verification.factors import factor_text, products
+from ptrain.verification.jobs.cures import Cure, own_factors, stale_factor
+from ptrain.verification.jobs.evidence import JobEvidence
+from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.symptoms import (
+    Contributions,
+    Symptom,
+    SymptomKind,
+    contributions,
+)
+from ptrain.verification.jobs.words import families, over_axis
+
+# How much some roundings change a gradient, at most.
+_ROUNDINGS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Diagnosis:
+    """One symptom of some parameters, put into words."""
+
+    def __init__(
+        self,
+        departures: Sequence[Departure],
+        evidence: JobEvidence,
+        ranks: Ranks,
+        tolerance: float,
+        names: Sequence[str],
+        first: Symptom,
+    ) -> None:
+        self.departures, self.told, self.ranks = departures, evidence, ranks
+        self.tolerance, self.names, self.first = tolerance, list(names), first
+        self.samples = [evidence.samples[name] for name in self.names]
+        every = len(self.names) == len(evidence.samples)
+        self.count = (
+            f"{'all' if every else f'{len(self.names)} of'} {len(evidence.samples)} parameters"
+        )
+
+    def cure(self, scale: float) -> Cure | None:
+        """What undoes the symptom; None where nothing does."""
+        symptom, contributed, factors = self.first, None, None
+        factor, axis = symptom.factor, symptom.axis
+        match symptom.kind:
+            case SymptomKind.EVEN:
+                words = f"divided by {factor:.4g}"
+            case SymptomKind.PARTIAL:
+                times = "" if abs(factor - 1) <= self.tolerance else f", times {factor:.4g}"
+                words = f"summed {over_axis(axis)}{times}"
+            case SymptomKind.STALE:
+                words = f"compared with {factor:.4g} times those of the step before"
+            case SymptomKind.ADDED:
+                symptom = replace(symptom, factor=stale_factor(self.samples)[1])
+                words = f"less {symptom.factor:.4g} times those of the step before"
+            case SymptomKind.SOME | SymptomKind.WEIGHTS if several := contributions(self.samples):
+                contributed = several
+                words = "with the weight that each micro-batch has on one device"
+            case SymptomKind.EACH:
+                factors = own_factors([sample.scaled(scale) for sample in self.samples])
+                words = "divided by a factor of each rank's own"
+            case SymptomKind.EMPTY:
+                words = "with one device's where there is none"
+            case _:
+                return None
+        both = "" if scale == 1.0 else f"divided by {scale:.4g} and "
+        return Cure(
+            symptom=symptom, names=set(self.names), scale=scale, contributed=contributed,
+            factors=factors, words=both + words,
+        )  # fmt: skip
+
+    def culprit(self) -> Culprit:
+        match self.first.kind:
+            case SymptomKind.NOT_FINITE:
+                return self._say("", "not finite", "The gradient has an infinity or a NaN.")
+            case SymptomKind.EMPTY:
+                return self._empty()
+            case SymptomKind.PARTIAL:
+                return self._partial()
+            case SymptomKind.STALE:
+                return self._say(
+                    "", "stale by 1 step", "The optimizer is given the gradient of the step before."
+                )
+            case SymptomKind.ADDED:
+                return self._say(
+                    "",
+                    "the step before added",
+                    "The gradient of the step before is still in it: set gradients to None after "
+                    "every update, before the first backward of the next step.",
+                )
+            case SymptomKind.SOME:
+                return self._some()
+            case SymptomKind.WEIGHTS if contributed := contributions(self.samples):
+                return self._weights(contributed)
+            case SymptomKind.EVEN:
+                return self._even()
+            case _:
+                return self._by_rank()
+
+    def _say(
+        self,
+        axis: str,
+        factor: str,
+        sentence: str,
+        *,
+        ranks: Sequence[int] = (),
+        state: Subject = Subject.GRADIENTS,
+    ) -> Culprit:
+        departing = {
+            departure.rank for departure in self.departures if departure.name in self.names
+        }
+        return Culprit(
+            state=state,
+            axis=axis,
+            factor=factor,
+            place=families(self.names),
+            step=self.departures[0].step,
+            ranks=tuple(ranks or sorted(departing)),
+            sentence=sentence,
+        )
+
+    def _empty(self) -> Culprit:
+        holders = {rank for sample in self.samples for rank in sample.holders()}
+        whose = "no rank" if set(self.first.ranks) == holders else "not every rank"
+        return self._say(
+            self.ranks.axis_of(sorted(holders)) if whose == "not every rank" else "",
+            "no gradient",
+            f"{self.count[0].upper()}{self.count[1:]} get a gradient on one device, and here "
+            f"{whose} that holds them has one "
+            "when the optimizer steps: they are frozen (requires_grad=False), not used in forward, "
+            "or their gradient is set to None or zero too early.",
+            ranks=self.first.ranks,
+        )
+
+    def _partial(self) -> Culprit:
+        axis, size = self.first.axis, self.ranks.degrees[self.first.axis]
+        kind, factor = "sum", self.first.factor
+        if abs(factor * size - 1) <= self.tolerance:
+            kind, factor = "mean", 1.0
+        besides = "" if abs(factor - 1) <= self.tolerance else f", {factor_text(factor, {})}"
+        return self._say(
+            axis,
+            f"missing all-reduce{besides}",
+            f"Of the gradient of {self.count} every rank keeps a part of its own: the {kind} "
+            f"{over_axis(axis)} ({size}) is what one device has"
+            f"{besides and f' times {1 / factor:.4g}'}. All-reduce it {over_axis(axis)} ({kind}) "
+            "before the optimizer steps.",
+        )
+
+    def _some(self) -> Culprit:
+        ranks, numbers, count = self.first.ranks, self.first.numbers, self.told.micro_batches
+        listed = ", ".join(map(str, numbers))
+        if set(numbers) == set(range(count - 1)) and count > 1:
+            return self._say(
+                "",
+                f"last of {count} micro-batches only",
+                f"Of {count} micro-batches only the last one's gradient reaches the optimizer: "
+                "something sets gradients to None or zero, or overwrites them, between them.",
+            )
+        if len(numbers) == count:
+            who = ", ".join(map(str, ranks))
+            return self._say(
+                self.ranks.axis_of([ranks[0], (ranks[0] + 1) % self.ranks.size]),
+                f"rank {who} missing",
+                f"What rank {who} computes reaches no optimizer: its part is missing from the sum.",
+                ranks=ranks,
+            )
+        return self._say(
+            "",
+            f"micro-batch {listed} missing",
+            f"The gradient lacks micro-batch {listed} of ranks {', '.join(map(str, ranks))} (of "
+            f"{count}): accumulated where it is not synchronised, and then dropped.",
+            ranks=ranks,
+        )
+
+    def _even(self) -> Culprit:
+        factor = self.first.factor
+        contributed = contributions(self.samples)
+        if contributed is not None and contributed.of_truth.holds(self.tolerance):
+            return self._scaled(factor, contributed)
+        return self._either(factor)
+
+    def _weights(self, contributed: Contributions) -> Culprit:
+        """Every micro-batch is in it, but not with the weight that its share of the batch has."""
+        weights = contributed.of_truth.coefficients
+        mean = sum(weights) / len(weights)
+        least, most = (mean / weight for weight in (max(weights), min(weights)))
+        several = self.told.micro_batches > 1
+        what = "micro-batch" if several else "rank's share"
+        return self._say(
+            "" if several else self.ranks.axis_of(contributed.data_ranks),
+            f"local normalisation, × {least:.3g} to × {most:.3g}",
+            f"The loss of every {what} is divided by a number of its own and then averaged, so "
+            f"that it weighs {least:.3g} to {most:.3g} times what it should: divide the sum of the "
+            "loss over all tokens by the number of tokens in the whole global batch.",
+            state=Subject.LOSS,
+        )
+
+    def _scaled(self, factor: float, contributed: Contributions) -> Culprit:
+        """Say which side has the factor: the loss, where the mean or the sum over ranks of what
+        they computed is not the right gradient; else the synchronisation."""
+        micro_batches, data = self.told.micro_batches, len(contributed.data_ranks)
+        axes = {
+            axis: len(groups[0])
+            for axis, groups in self.ranks.axes.items()
+            if any(len(set(group) & set(contributed.data_ranks)) > 1 for group in groups)
+        }
+        right = sum(contributed.of_truth.coefficients) / len(contributed.of_truth.coefficients)
+        is_loss = not any(abs(right * n - 1) <= self.tolerance for n in (1, data))
+        if is_loss and micro_batches > 1:
+            for ratio, sign, sentence in (
+                (micro_batches, "×", "are means, and their gradients are added up: divide each"),
+                (1 / micro_batches, "÷", "are divided by their number twice: divide each once,"),
+            ):
+                if any(abs(right * n * ratio - 1) <= self.tolerance for n in (1, data)):
+                    return self._say(
+                        "",
+                        f"{sign} {micro_batches} (micro-batches)",
+                        f"The losses of {micro_batches} micro-batches {sentence} by "
+                        f"{micro_batches}.",
+                        state=Subject.LOSS,
+                    )
+        return self._product(factor, axes | {"K": micro_batches} if is_loss else axes)
+
+    def _either(self, factor: float) -> Culprit:
+        """What the ranks' samples give by themselves is not known, so that a loss that is divided
+        otherwise cannot be told from gradients that are."""
+        degrees = self.ranks.degrees | {"micro-batches": self.told.micro_batches}
+        fits = products(factor, degrees, self.tolerance)
+        if not fits:
+            return self._odd(factor)
+        numbers = ", or of ".join(
+            " and ".join(f"{name} ({degrees[name]})" for name in fit.axes) for fit in fits
+        )
+        size, way = max(factor, 1 / factor), "large" if factor > 1 else "small"
+        return self._say(
+            "",
+            str(fits[0]),
+            f"The gradient of {self.count} is {size:.4g} times too {way}: look at where it, or the "
+            f"loss, is divided by the number of {numbers}.",
+        )
+
+    def _product(self, factor: float, degrees: dict[str, int]) -> Culprit:
+        sizes = degrees | self.ranks.degrees
+        fits = products(factor, sizes, self.tolerance)
+        if not fits:
+            return self._odd(factor)
+        text = str(fits[0])
+        axes = [axis for axis in fits[0].axes if axis != "K"]
+        where = "+".join(axes)
+        size = max(factor, 1 / factor)
+        if {power for _, power in fits[0].powers} not in ({1.0}, {-1.0}) or "K" in fits[0].axes:
+            why = " and ".join(
+                f"{'micro-batches' if n == 'K' else n} ({sizes[n]})" for n in fits[0].axes
+            )
+            return self._say(where, text, f"The gradient is {text} one device's: look at {why}.")
+        over = over_axis(where)
+        if factor > 1:
+            cure = (
+                f"too large: it is summed {over} where each rank's loss is already a mean over its "
+                f"own share, or averaged and then multiplied. Average {over}, once."
+            )
+        else:
+            cure = (
+                f"too small: it is averaged {over} twice (once by the wrapper, once by hand), or "
+                "averaged where the loss is already divided by the tokens of all of them."
+            )
+        whose = f"The gradient of {self.count} is {size:.4g} times "
+        return self._say(where, text, whose + cure)
+
+    def _odd(self, factor: float) -> Culprit:
+        if len(self.names) == len(self.told.samples):
+            return self._say(
+                "",
+                f"× {factor:.4g}",
+                "Every gradient has the right direction and the wrong length: the norm that it is "
+                "clipped by, or the loss's scale, is not one device's.",
+                state=Subject.NORM,
+            )
+        return self._say(
+            "", f"× {factor:.4g}", f"{self.count} are {factor:.4g} times one device's."
+        )
+
+    def _by_rank(self) -> Culprit:
+        """Every rank has a factor of its own, or nothing fits."""
+        evidence = self.told
+        if evidence.norm and self.first.kind is SymptomKind.EACH:
+            clipped = [
+                abs(norm / evidence.norm - 1) <= 10 * self.tolerance for norm in evidence.norms
+            ]
+            if sum(clipped) > len(clipped) // 2:
+                return self._say(
+                    next(iter(self.ranks.axes), ""),
+                    "clipped by the local norm",
+                    "Every rank's own part has the norm that the whole gradient must be clipped "
+                    "to: each rank clips by the norm of what it holds. Sum the squares over all "
+                    "ranks that hold other parts first.",
+                    state=Subject.NORM,
+                )
+            return self._say(
+                next(iter(self.ranks.axes), ""),
+                "another factor on each rank",
+                "On every rank the gradient has the right direction and a length of its own.",
+            )
+        here = [departure for departure in self.departures if departure.name in self.names]
+        return unclear(here, self.told, self.names, self.ranks)
+
+
+def unclear(
+    departures: Sequence[Departure], evidence: JobEvidence, names: Sequence[str], ranks: Ranks
+) -> Culprit:
+    """What departs, where no sum explains it: it may be a rounding. All ranks call it."""
+    first = departures[0]
+    largest = max(departure.difference for departure in departures)
+    rounded = next(
+        (
+            dtype
+            for dtype, most in _ROUNDINGS.items()
+            if largest <= most and all(ranks.gather(evidence.own.is_rounded_to(dtype, names)))
+        ),
+        None,
+    )
+    culprit = Culprit(
+        state=first.subject,
+        axis="",
+        factor=f"differs by {largest:.3g}",
+        place=families(names) or first.name,
+        step=first.step,
+        ranks=tuple(sorted({departure.rank for departure in departures})),
+        sentence="It is no multiple of one device's and no part of a sum over an axis: compare "
+        "what this place is computed from.",
+        certainty=Certainty.UNEXPLAINED,
+    )
+    if rounded is None:
+        return culprit
+    dtype = str(rounded).removeprefix("torch.")
+    return replace(
+        culprit,
+        factor=f"rounded to {dtype}",
+        sentence=f"It differs by {largest:.3g}, which is what roundings to {dtype} make: a "
+        "reduction, a communication hook or an operator computes in it. If that is meant, say so: "
+        f"Terms(dtype=torch.{dtype}).",
+        certainty=Certainty.PROVEN,
+        tried=f"every element of it is a number of {dtype}, and few of one device's are",
+    )

@@ -1,0 +1,30 @@
+"""A pipeline by hand, whose ranks have parameters of their own, beside one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gloo import own_stages
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+
+def test_two_stages_by_hand_hold(ranks: Ranks) -> None:
+    told = ranks.run(2, own_stages.told)
+    assert told[0]["holds"], told[0]["text"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("fault", "factor", "place"),
+    [("unscaled", "× 2", "embed.weight"), ("gradient", "÷ 2", "embed.weight, blocks.0")],
+)
+def test_a_fault_between_stages_is_proven_by_its_factor(
+    ranks: Ranks, fault: str, factor: str, place: str
+) -> None:
+    told = ranks.run(2, own_stages.told, fault)
+    culprit = told[0]["culprit"]
+    assert (culprit["factor"], culprit["certainty"]) == (factor, "proven by trying")
+    assert culprit["place"].startswith(place)
+    assert "number of ranks (2), or of micro-batches (2)" in culprit["sentence"]
