@@ -23,15 +23,10 @@ NAMED = {
     "fsdp2_clip": ("gradient norm", "dp", "clipped by the local norm", "embed.weight"),
     "fsdp2_twice": ("gradients", "dp", "÷ 2", "embed.weight"),
     "fsdp2_optimizer": ("parameters", "", "not updated", "embed.weight"),
-    "gathered_context": (
-        "gradients",
-        "cp",
-        "other gradients from the ranks' other slices",
-        "blocks.1.value",
-    ),
+    "gathered_context": ("gradients", "", "differs by 1.34", "blocks.1.value"),
     "experts_averaged": ("gradients", "ep", "× 2", "blocks.*.experts.up"),
-    "balance_per_rank": ("activations", "", "differs by 0.327", "blocks.1.router"),
-    "counts_overwritten": ("activations", "", "differs by 0.595", "blocks.1.router"),
+    "balance_per_rank": ("gradients", "", "differs by 0.051", "blocks.1.router"),
+    "counts_overwritten": ("gradients", "", "differs by 0.674", "blocks.1.router"),
     "accelerated": ("loss", "", "÷ 4 (micro-batches)", "embed.weight"),
 }
 MARKS = {
@@ -42,6 +37,8 @@ MARKS = {
     "fsdp2_twice": (nightly,),
     "fsdp2_optimizer": (nightly,),
 }
+# Told down to which module backward is right, and no more is claimed.
+UNEXPLAINED = {"gathered_context", "balance_per_rank", "counts_overwritten"}
 EACH = [pytest.param(name, marks=MARKS.get(name, ())) for name in stories.STORIES]
 
 
@@ -53,6 +50,9 @@ def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
     state, axis, factor, place = NAMED[name]
     assert (culprit["state"], culprit["axis"], culprit["factor"]) == (state, axis, factor)
     assert culprit["place"].startswith(place)
+    if name in UNEXPLAINED:
+        assert culprit["certainty"] == "not explained"
+        assert f"Backward is right down to {place}" in culprit["sentence"]
     assert not told[0]["holds"]
 
 

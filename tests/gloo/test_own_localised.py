@@ -87,13 +87,16 @@ def test_an_output_that_is_not_summed_is_named_with_axis_and_module(ranks: Ranks
     culprit = ranks.run(2, row_parallel, False)[0]
     assert (culprit["state"], culprit["place"]) == ("activations", "rows")
     assert (culprit["axis"], culprit["factor"]) == ("tp", "missing all-reduce")
+    assert "with the plain module in the place of rows" in culprit["tried"]
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("out_of_rows", "blocks.0.down"), ("into_columns", "blocks.1.norm")]
+    ("name", "does"), [("out_of_rows", "returns something else"), ("into_columns", "hands back")]
 )
-def test_the_first_module_in_the_order_of_time_is_named(
-    ranks: Ranks, name: str, place: str
+def test_the_innermost_module_is_named_with_which_the_plain_one_in_its_place_makes_the_step_right(
+    ranks: Ranks, name: str, does: str
 ) -> None:
     culprit = ranks.run(2, sequence_parallel_without, name)[0]
-    assert (culprit["state"], culprit["place"]) == ("activations", place)
+    assert (culprit["state"], culprit["place"]) == ("activations", "blocks.*")
+    assert culprit["certainty"] == "proven by trying"
+    assert does in culprit["sentence"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder
+from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.outputs import is_real
 from ptrain.verification.parts import held
@@ -37,10 +38,19 @@ class ModelState:
             ),
         )
 
+    def gradient_rows(self, holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
+        """Return the gradients that were there, by name, in a row each."""
+        known = {id(parameter): gradient for parameter, gradient in self.gradients}
+        rows = {name: known.get(id(shard.parameter)) for name, shard in holds.items()}
+        return {name: held(row).flatten() for name, row in rows.items() if row is not None}
+
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore(self, *, gradients: bool = True) -> None:
+        """Put it back, the gradients that were there too, or those alone that lie there now."""
         for tensor, copy in self.tensors:
             _local(tensor).copy_(copy)
+        if not gradients:
+            return
         for parameter, gradient in self.gradients:
             parameter.grad = None if gradient is None else gradient.clone()
 

@@ -99,7 +99,8 @@ class StepRecorder:
             if id(shard.parameter) in own or name not in self.gradients:
                 gradient = shard.gradient()
                 if gradient is not None:
-                    self.gradients[name] = gradient / scale if scale is not None else +gradient
+                    taken = gradient.clone()  # `+` would give the very tensor
+                    self.gradients[name] = taken if scale is None else taken / scale
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
         self.num_updates[id(optimizer)] = self.num_updates.get(id(optimizer), 0) + 1

@@ -31,9 +31,11 @@ from ptrain.verification.jobs.culprits import (
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, Tolerance
 from ptrain.verification.jobs.losses import GlobalLoss, apart
+from ptrain.verification.jobs.metamorphic import Metamorphic, Relation, Watched
 from ptrain.verification.jobs.ranks import ranks_of
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.repeat import repeated, start_sums
+from ptrain.verification.jobs.samples import ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names
 from ptrain.verification.jobs.step import (
     LoopPair,
@@ -95,6 +97,8 @@ class Examiner:
         self.culprit: Culprit | None = None
         self.before: dict[str, torch.Tensor] = {}
         self._share: Any = None  # of the step that is examined
+        self._has_rows = False  # a batch's first dimension is samples, which ranks have some of
+        self.watched = Watched()
 
     def _limit_of(self, kind: Subject) -> float:
         if kind is Subject.GRADIENTS:
@@ -118,14 +122,28 @@ class Examiner:
             steps += 1
         repeats = [self._repeat(again, shares[: len(self.sums) - 1])] if again else []
         life = [] if self.culprit else self._life(batches[0], shares[0])
+        relations, notes = self._relations(batches[0]) if self.culprit is None else ([], [])
+        self.culprit = next((r.culprit for r in relations if r.culprit), self.culprit)
+        shared = [relation.check for relation in relations]
         return OwnVerdict(
-            checks=tuple(self._checks(life, repeats)),
+            checks=(*self._checks(life, repeats), *shared),
+            notes=tuple(notes),
             departures=tuple(self.departures),
             culprit=self.culprit,
             losses=(tuple(self.losses[0]), tuple(self.losses[1])),
             num_ranks=self.ranks.size,
             steps=steps,
         )
+
+    def _relations(self, batch: Any) -> tuple[list[Relation], list[str]]:
+        """What both sides share is tried on the reference alone, on every rank."""
+        metamorphic = Metamorphic(
+            self.pair.reference, self.pair.wholes, self.limit, ranks=self.ranks.size,
+            rows=self._has_rows,
+        )  # fmt: skip
+        origin = {name: row.flatten() for name, row in self.pair.origin.items()}
+        relations = list(metamorphic.relations(batch, origin, self.watched))
+        return relations, metamorphic.notes
 
     def _begin(self) -> None:
         differences = Differences(step=0, rank=self.ranks.rank)
@@ -158,6 +176,12 @@ class Examiner:
         self._gather(seen.differences)
         self.departures += replicas(step, self.ranks.gather(sums["parameters"]), Subject.PARAMETERS)
         self._note_norms(seen)
+        self.watched.see(seen.expected.gradients)
+        if step == 0:
+            everyones = self.ranks.gather(rows_of(seen.seen.calls))
+            samples = ledger_of(rows_of(seen.expected.calls), everyones)
+            differ = any(rows != everyones[0] for rows in everyones)
+            self._has_rows = samples is not None and (differ or self.ranks.size == 1)
         self._compare_losses(step, *seen.losses)
         if not is_finite(seen.expected.gradients, self.pair.wholes):
             self.culprit = reference_not_finite(step, self.ranks)

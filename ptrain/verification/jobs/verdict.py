@@ -14,7 +14,8 @@ from ptrain.verification.compare import STILL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnVerdict:
-    """Printable. `losses` are the reference's and the loop's, as far as the run went."""
+    """Printable. `losses` are the reference's and the loop's, as far as the run went; `notes` say
+    what was not tried."""
 
     checks: tuple[Check, ...]
     departures: tuple[Departure, ...] = ()
@@ -22,6 +23,7 @@ class OwnVerdict:
     losses: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     num_ranks: int = 1
     steps: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -43,6 +45,7 @@ class OwnVerdict:
         )
         rows = [str(self.culprit)] if self.culprit else []
         rows += [_row(check) for check in self.checks]
+        rows += [f"note: {note}" for note in self.notes]
         return "\n".join([head, *(f"  {line}" for row in rows for line in row.splitlines())])
 
 

@@ -1,0 +1,288 @@
+"""What comparing two loops cannot show, as both have it: the reference is run again on what must
+not matter (the order of samples, the gradients that lie there) or must not be seen (the next
+token). The relations are metamorphic: they need no second program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ptrain.report.finding import Certainty, Culprit, Subject
+from ptrain.report.record import Check
+from ptrain.verification.jobs.again import ModelState
+from ptrain.verification.jobs.compare import Magnitude, difference, norm
+from ptrain.verification.jobs.conditions import Alone
+from ptrain.verification.jobs.job import Job, Tolerance
+from ptrain.verification.jobs.record import ForwardCall, StepRecorder
+from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.verdict import claim
+from ptrain.verification.jobs.words import families
+
+_LOOSE = 10  # tolerances: the same addends in another order
+_NEARLY_ALL = 0.99  # of the positions that have a target
+_RARELY = 0.9
+_FEWEST = 8  # positions from which a task is told
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relation:
+    """One relation that was tried: its check, and the culprit where it is broken."""
+
+    check: Check
+    culprit: Culprit | None = None
+
+
+@dataclass(slots=True)
+class Watched:
+    """What the steps of a run show of the reference's parameters: which had a gradient."""
+
+    trained: set[str] = field(default_factory=set)
+    steps: int = 0
+
+    def see(self, gradients: Tensors) -> None:
+        self.trained |= {name for name, gradient in gradients.items() if bool(gradient.any())}
+        self.steps += 1
+
+
+class Metamorphic:
+    """The reference as it is when the comparison is over; it is not as it was afterwards. `rows`:
+    whether the first dimension of a batch is samples, as the ranks' shares say."""
+
+    def __init__(
+        self, job: Job, wholes: Mapping[str, ParameterShard], limit: Tolerance, *, ranks: int,
+        rows: bool,
+    ) -> None:  # fmt: skip
+        self._job, self._wholes, self._limit = job, wholes, limit
+        self._ranks, self._rows = tuple(range(ranks)), rows
+        self.notes: list[str] = []
+
+    def relations(self, batch: Any, origin: Tensors, watched: Watched) -> Iterator[Relation]:
+        """Try them, with the first batch; `origin`: the parameters at the start."""
+        yield from self._moved(origin, watched)
+        state = ModelState.of(self._job.model)
+        seen = self._step(batch)
+        if not seen.gradients:
+            self.notes.append("code that both sides share: nothing tried, no optimizer steps")
+            return
+        yield from self._repeated(state, seen.gradients, batch)
+        if self._rows:
+            state.restore()
+            yield from self._in_another_order(state, seen.gradients, batch)
+        else:
+            self.notes.append("the order of samples: not tried, ranks have no rows of the batch")
+        state.restore()
+        yield from self._of_tokens(seen.calls)
+
+    def _step(self, batch: Any) -> StepRecorder:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            with StepRecorder(self._job.model, self._wholes) as seen, Alone():
+                self._job.step(batch)
+        return seen
+
+    def _moved(self, origin: Tensors, watched: Watched) -> Iterator[Relation]:
+        """A parameter that gets a gradient is moved by some update."""
+        if watched.steps < 2:
+            return
+        values = {name: shard.value() for name, shard in self._wholes.items()}
+        still = [
+            n for n in watched.trained if torch.equal(values[n].flatten(), origin[n].flatten())
+        ]
+        if len(still) == len(watched.trained):
+            return  # nothing moves: that is said already
+        name = "shared code: what gets a gradient moves"
+        check = claim(name, None, not still, f"{families(sorted(still))} stood still")
+        yield Relation(check=check, culprit=self._blame(
+            Subject.PARAMETERS, "not updated on one device either", sorted(still),
+            "It gets a gradient in the reference and in the loop, and no update moves it: give it "
+            "to the optimizer, or freeze it (requires_grad_(False)).",
+            f"its value is the same to the bit after {watched.steps} steps",
+        ) if still else None)  # fmt: skip
+
+    def _repeated(self, state: ModelState, gradients: Tensors, batch: Any) -> Iterator[Relation]:
+        """A batch from the same parameters gives the same gradients, whatever lies in `.grad`."""
+        before = state.gradient_rows(self._wholes)
+        state.restore(gradients=False)
+        again = self._step(batch).gradients
+        names = [name for name in gradients if name in again]
+        grown = [n for n in names if self._apart(again[n], gradients[n], gradients[n]) > 0.0]
+        is_added = bool(grown) and all(
+            self._apart(again[n] - gradients[n], gradients[n] - before.get(n, 0.0), gradients[n])
+            <= _LOOSE * self._limit.gradients
+            for n in grown
+        )
+        check = claim("shared code: a step starts without gradients", None, not is_added, "it adds")
+        yield Relation(check=check, culprit=self._blame(
+            Subject.GRADIENTS, "the step before added, on one device too", grown,
+            "Both loops add a step's gradient to that of the step before: set gradients to None "
+            "after every update (optimizer.zero_grad()).",
+            "run twice on one batch from the same parameters, the second gradient has the first "
+            "in it",
+        ) if is_added else None)  # fmt: skip
+
+    def _in_another_order(
+        self, state: ModelState, gradients: Tensors, batch: Any
+    ) -> Iterator[Relation]:
+        count = _num_rows(batch)
+        if count < 2:
+            return
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+        order = order.roll(1) if torch.equal(order, torch.arange(count)) else order
+        again = self._step(_reordered(batch, order)).gradients
+        scale = Magnitude.of(gradients)
+        sizes = {
+            name: difference(again[name], own, scale.length(own, own))
+            for name, own in gradients.items()
+            if name in again
+        }
+        worst = max(sizes.values(), default=0.0)
+        bound = _LOOSE * self._limit.gradients
+        check = claim(
+            "shared code: the order of samples", worst, worst <= bound,
+            "another gradient from the same samples in another order",
+        )  # fmt: skip
+        off = [name for name, size in sizes.items() if size > bound]
+        yield Relation(check=check, culprit=self._blame(
+            Subject.LOSS, f"differs by {worst:.3g}", off,
+            "One device's gradient depends on the order of the samples in the batch: some count "
+            "more than others, or not at all, by where they stand, or labels do not follow their "
+            "samples.",
+            "the same rows in another order give another gradient",
+        ) if off else None)  # fmt: skip
+
+    def _of_tokens(self, calls: Sequence[ForwardCall]) -> Iterator[Relation]:
+        """What a language model is asked for, and whether it sees it."""
+        task = _task(calls[0]) if calls else None
+        if task is None:
+            self.notes.append("labels and the causal mask: not tried, no logits of tokens are seen")
+            return
+        shift, count = task.shift, task.count
+        name = "shared code: labels are the next tokens"
+        if shift in (0, 2):
+            says = "the token that is there" if shift == 0 else "the token after the next"
+            check = claim(name, None, False, f"every position is asked for {says}")
+            cure = (
+                "shift them by one: logits[:, :-1] against tokens[:, 1:]"
+                if shift == 0
+                else "the model shifts them itself, or the data do: shift them once"
+            )
+            yield Relation(check=check, culprit=self._blame(
+                Subject.BATCH, "labels not shifted" if shift == 0 else "labels shifted twice", [],
+                f"The loss asks every position for {says}: {cure}.",
+                f"of {count} positions the loss asks for, told by its gradient, {says}",
+                place="labels",
+            ))  # fmt: skip
+            return
+        if shift != 1:
+            self.notes.append("the causal mask: not tried, the labels are not the next tokens")
+            return
+        yield Relation(check=claim(name, None, True, ""))
+        yield self._sees_no_future(calls[0], task)
+
+    def _sees_no_future(self, call: ForwardCall, task: _Task) -> Relation:
+        tokens = task.tokens
+        at = tokens.size(1) // 2
+        other = tokens.clone()
+        other[:, at:] = other[:, at:].roll(1, 0) if tokens.size(0) > 1 else other[:, at:].flip(1)
+        changed = (other != tokens).any(1)
+
+        def instead(leaf: Any) -> Any:
+            same = isinstance(leaf, Tensor) and leaf.shape == tokens.shape
+            return other if same and torch.equal(leaf, tokens) else leaf
+
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            before = _logits(self._job.model(*call.args, **call.kwargs))
+            args, kwargs = tree_map(instead, (call.args, call.kwargs))
+            after = _logits(self._job.model(*args, **kwargs))
+        rows = before[changed, :at], after[changed, :at]
+        size = norm(rows[0] - rows[1]) / max(norm(rows[0]), 1e-30)
+        holds = size <= _LOOSE * self._limit.outputs or not bool(changed.any())
+        why = "logits change with tokens behind them"
+        check = claim("shared code: no token sees its future", size, holds, why)
+        if holds:
+            return Relation(check=check)
+        return Relation(check=check, culprit=self._blame(
+            Subject.ACTIVATIONS, "no causal mask", [],
+            "A position sees the tokens behind it, and is asked for the next one: give attention "
+            "its causal mask (is_causal=True), on both sides.",
+            f"other tokens from position {at} on change the logits before it by {size:.3g}",
+            place="attention",
+        ))  # fmt: skip
+
+    def _apart(self, one: Tensor, other: Tensor, scale: Tensor) -> float:
+        size = norm(one - other)
+        return 0.0 if size <= self._limit.gradients * norm(scale) else size / (norm(scale) or 1.0)
+
+    def _blame(
+        self, state: Subject, factor: str, names: Sequence[str], sentence: str, tried: str,
+        place: str = "",
+    ) -> Culprit:  # fmt: skip
+        return Culprit(
+            state=state, axis="", factor=factor, place=place or families(names), step=0,
+            ranks=self._ranks, sentence=sentence, certainty=Certainty.PROVEN, tried=tried,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """`shift`: how far behind a position (in tokens) is what it is asked for; None where that is
+    no token of the input. `count`: how many positions have a target."""
+
+    tokens: Tensor
+    shift: int | None
+    count: int
+
+
+def _task(call: ForwardCall) -> _Task | None:
+    """Tell the targets of a cross-entropy by its gradient, which is negative at the target alone.
+    None of a model that is given no tokens [rows, positions], or returns no logits of them."""
+    tokens = next(
+        (
+            leaf
+            for leaf in tree_leaves((call.args, call.kwargs))
+            if isinstance(leaf, Tensor) and leaf.dim() == 2 and not leaf.is_floating_point()
+        ),
+        None,
+    )
+    gradient = call.upstream.get(0)
+    if tokens is None or gradient is None or gradient.dim() != 3:
+        return None
+    if gradient.shape[:2] != tokens.shape or int(tokens.max()) >= gradient.size(2):
+        return None
+    asked = (gradient < 0).sum(-1) == 1
+    targets = gradient.argmin(-1)
+    shares = {}
+    for shift in range(3):
+        length = tokens.size(1) - shift
+        has = asked[:, :length]
+        if int(has.sum()) < _FEWEST:
+            return None
+        right = targets[:, :length][has] == tokens[:, shift:][has]
+        shares[shift] = float(right.double().mean())
+    likeliest = max(shares, key=lambda shift: shares[shift])
+    others = max(share for shift, share in shares.items() if shift != likeliest)
+    is_clear = shares[likeliest] >= _NEARLY_ALL and others <= _RARELY
+    return _Task(tokens=tokens, shift=likeliest if is_clear else None, count=int(asked.sum()))
+
+
+def _logits(output: Any) -> Tensor:
+    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double()
+
+
+def _num_rows(batch: Any) -> int:
+    sizes = {leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _reordered(batch: Any, order: Tensor) -> Any:
+    def rows(leaf: Any) -> Any:
+        return leaf[order] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+    return tree_map(rows, batch)

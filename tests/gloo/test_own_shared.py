@@ -1,0 +1,126 @@
+"""Faults that both sides have: the loop trains like one device, and one device trains wrong. They
+are told by running the reference again on what must not matter or must not be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ptrain
+from tests.gloo.own_loops import WORDS
+
+WIDTH, LENGTH = 8, 12
+
+
+class Attentive(nn.Module):
+    """A token's features, and a mean over the tokens that it may see."""
+
+    def __init__(self, is_causal: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.mix, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.is_causal = is_causal
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        seen = F.scaled_dot_product_attention(x, x, self.mix(x), is_causal=self.is_causal)
+        return self.head(x + seen)
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def next_token(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def same_token(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def shifted_twice(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-2].flatten(0, 1), tokens[:, 2:].flatten())
+
+
+def by_place(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The first sample counts twice."""
+    return next_token(logits, tokens) + next_token(logits[:1], tokens[:1])
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, WORDS, (6, LENGTH), generator=generator) for _ in range(3)]
+
+
+def judged(
+    *, loss: Loss = next_token, is_causal: bool = True, zeroes: bool = True, left_out: str = "-"
+) -> ptrain.verification.jobs.verdict.OwnVerdict:
+    def job() -> ptrain.Job:
+        torch.manual_seed(0)
+        model = Attentive(is_causal).double()
+        given = [p for name, p in model.named_parameters() if not name.startswith(left_out)]
+        optimizer = torch.optim.AdamW(given, lr=1e-2)
+
+        def step(tokens: Tensor) -> Tensor:
+            value = loss(model(tokens), tokens)
+            value.backward()
+            optimizer.step()
+            if zeroes:
+                model.zero_grad()
+            return value
+
+        return ptrain.Job(model=model, step=step)
+
+    return ptrain.verify(job, job, batches())
+
+
+def test_a_sound_language_model_holds_with_every_relation_tried() -> None:
+    verdict = judged()
+    assert verdict.holds, verdict
+    tried = [check.name for check in verdict.checks if check.name.startswith("shared code")]
+    assert len(tried) == 5
+    assert not verdict.notes
+
+
+@pytest.mark.parametrize(
+    ("fault", "factor", "place"),
+    [
+        ({"loss": same_token}, "labels not shifted", "labels"),
+        ({"loss": shifted_twice}, "labels shifted twice", "labels"),
+        ({"is_causal": False}, "no causal mask", "attention"),
+        ({"zeroes": False}, "the step before added, on one device too", "embed.weight"),
+        ({"left_out": "mix"}, "not updated on one device either", "mix.bias, mix.weight"),
+        ({"loss": by_place}, "differs by", "embed.weight"),
+    ],
+)
+def test_a_fault_that_both_sides_have_is_proven(fault: dict, factor: str, place: str) -> None:
+    verdict = judged(**fault)
+    assert not verdict.holds
+    assert verdict.culprit is not None
+    assert verdict.culprit.factor.startswith(factor), verdict
+    assert verdict.culprit.place.startswith(place)
+    assert verdict.culprit.certainty == "proven by trying"
+
+
+def test_a_model_that_is_given_no_tokens_says_what_was_not_tried() -> None:
+    def job() -> ptrain.Job:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(rows: Tensor) -> Tensor:
+            loss = model(rows).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return ptrain.Job(model=model, step=step)
+
+    verdict = ptrain.verify(job, job, torch.randn(3, 4, 4, dtype=torch.float64))
+    assert verdict.holds, verdict
+    assert "no logits of tokens" in verdict.notes[0]
