@@ -91,6 +91,7 @@ def _started(
     options = VerifyOptions(
         spec="",
         steps=args.steps,
+        quick=args.quick,
         every_collective=args.every_collective,
         json=args.json,
         allow_import=args.allow_import,
@@ -151,7 +152,7 @@ def _become_rank(args: Namespace) -> None:
         finding = "the other spec has ranks of its own, and these are started already"
         raise refused("--against", finding, "start `ptrain verify` without torchrun")
     words = [*args.arguments, "--steps", str(args.steps)]
-    for flag in ("every_collective", "json", "allow_import"):
+    for flag in ("quick", "every_collective", "json", "allow_import"):
         words += ["--" + flag.replace("_", "-")] if getattr(args, flag) else []
     sys.stdout.flush()
     words = [sys.executable, "-P", "-m", "ptrain.verification", *words]

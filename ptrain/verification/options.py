@@ -26,6 +26,7 @@ class VerifyOptions:
     spec: str
     overrides: tuple[str, ...] = ()
     steps: int = STEPS
+    quick: bool = False
     every_collective: bool = False
     json: bool = False
     allow_import: bool = False
@@ -45,6 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"steps of each trajectory (default {STEPS})",
     )
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument(
+        "--quick",
+        action="store_true",
+        help="preconditions, examination and consistency alone, without trajectories",
+    )
+    depth.add_argument(
+        "--full", dest="quick", action="store_false", help="every stage (the default)"
+    )
+    parser.set_defaults(quick=False)
     add(
         "--every-collective",
         action="store_true",
@@ -97,7 +108,7 @@ def to_argv(options: VerifyOptions) -> list[str]:
 
 def _said(options: VerifyOptions) -> Iterator[str]:
     yield from ("--steps", str(options.steps))
-    for flag in ("every_collective", "json", "allow_import"):
+    for flag in ("quick", "every_collective", "json", "allow_import"):
         if getattr(options, flag):
             yield "--" + flag.replace("_", "-")
     for name in _PATHS:

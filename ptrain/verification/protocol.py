@@ -29,6 +29,7 @@ from ptrain.verification.causes.trajectory import of_dtypes, of_reference
 from ptrain.verification.consistency import Watch, consistency
 from ptrain.verification.examine import examine
 from ptrain.verification.preconditions import REPEATED, Make, preconditions
+from ptrain.verification.progress import Progress
 from ptrain.verification.references import ReferenceRun, references
 from ptrain.verification.tolerances import (
     Allowed,
@@ -47,11 +48,12 @@ Steps: TypeAlias = dict[str, tuple[float, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """`steps` of each trajectory. `every_collective`: what a collective leaves is hashed over its
-    group. `folder` keeps references for other specs. `account` is where this run leaves what
-    another mesh is compared with, `against` what another left."""
+    """`steps` of each trajectory; `quick`: without these. `every_collective`: what a collective
+    leaves is hashed over its group. `folder` keeps references for other specs. `account` is where
+    this run leaves what another mesh is compared with, `against` what another left."""
 
     steps: int = 100
+    quick: bool = False
     every_collective: bool = False
     folder: Path | None = None
     account: Path | None = None
@@ -98,6 +100,7 @@ class Context:
     exchange: Exchange
     request: Request
     make: Make
+    progress: Progress = field(default_factory=Progress)
     plan: ReferencePlan | None = None
     references: dict[str, ReferenceRun] = field(default_factory=dict)
     exact: ProgramRun | None = None
@@ -121,15 +124,20 @@ def verify_here(
     *,
     make: Make = interpreted,
     speak: Speak | None = None,
+    progress: Progress | None = None,
 ) -> Verification:
     """Verify on every rank of a world that is up. `make` builds the programs; `speak` is called
-    with each stage that is over."""
+    with each stage that is over, `progress` within the long ones."""
     context = Context(
-        spec=spec, world=world, exchange=exchange, request=request or Request(), make=make
-    )
-    result = Verification(checks=(), notes=_notes(spec))
-    names, failed = list(STAGES), ""
-    for name, stage in STAGES.items():
+        spec=spec, world=world, exchange=exchange, request=request or Request(), make=make,
+        progress=progress or Progress(),
+    )  # fmt: skip
+    quick = context.request.quick
+    result = Verification(checks=(), notes=(*_notes(spec), *([_QUICK] if quick else [])))
+    stages = {name: stage for name, stage in STAGES.items() if not quick or name in _OF_STEPS}
+    names, failed = list(stages), ""
+    for name, stage in stages.items():
+        context.progress.begin(name)
         began = time.perf_counter()
         with nullcontext() if name in _WITH_DROPOUT else undropped(spec):
             outcome = stage(context)
@@ -159,7 +167,8 @@ def account_here(spec: Spec, world: World, exchange: Exchange, request: Request)
     context = Context(spec=spec, world=world, exchange=exchange, request=request, make=interpreted)
     program = context.make(exactly(spec), world)
     with undropped(spec):
-        run = follow(program, exchange, anywhere(request.steps), _watch(context, program))
+        within, watch = anywhere(request.steps), _watch(context, program)
+        run = follow(program, exchange, within, watch, context.progress)
     if request.account is not None and world.is_first:
         invariance.write(request.account, spec, run)
     exchange.barrier()
@@ -218,11 +227,14 @@ def _in_fp64(context: Context) -> StageOutcome:
     """Run references first, of all trajectories at once: that is what ranks share the work of."""
     exchange = context.exchange
     context.plan = plan(context.spec, context.request.steps)
-    context.references = references(context.plan.asks, exchange, context.request.folder)
+    context.references = references(
+        context.plan.asks, exchange, context.request.folder, context.progress
+    )
     reference = context.references[context.plan.exact.key]
     growth = [context.references[ask.key] for ask in context.plan.growth]
     if not grows_in_proportion(growth):
-        more = references(context.plan.permuted, exchange, context.request.folder)
+        folder = context.request.folder
+        more = references(context.plan.permuted, exchange, folder, context.progress)
         growth = [reference, *more.values()]
     allowed = in_fp64(growth, reference, exchange)
     context.allowed = allowed
@@ -257,7 +269,7 @@ def _followed(
     within = Corridor(center=reference.losses, allowed=allowed.losses)
     program = context.make(spec, context.world)
     watch = _watch(context, program)
-    run = follow(program, context.exchange, within, watch)
+    run = follow(program, context.exchange, within, watch, context.progress)
     all_checks = (*checks(reference, run, allowed, context.exchange), *watch.checks())
     notes = (allowed.explanation,) if allowed.explanation else ()
     steps = {
@@ -301,4 +313,6 @@ STAGES: dict[str, Stage] = {
     "trajectory in own dtypes": _in_own_dtypes,
     "invariance": _invariance,
 }
+_OF_STEPS = ("preconditions", "examination", "consistency")  # single steps: what `quick` runs
+_QUICK = "quick: no trajectory and no other micro-batches, which --full runs"
 _WITH_DROPOUT = ("preconditions", "consistency")  # stages that compare ranks, or a run with itself

@@ -21,6 +21,7 @@ from torch import Tensor
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.permuted import Permuted
+from ptrain.verification.progress import Progress
 from ptrain.verification.reference import ReferenceTraining, Trajectory, distance
 from ptrain.verification.variants import on_one_device
 
@@ -72,7 +73,7 @@ class ReferenceRun:
 
 
 def references(
-    asks: Sequence[Ask], exchange: Exchange, folder: Path | None
+    asks: Sequence[Ask], exchange: Exchange, folder: Path | None, progress: Progress
 ) -> dict[str, ReferenceRun]:
     """Return every run that is asked for, by its key. All ranks call it, with the same asks."""
     rank, size = exchange.world.rank, exchange.world.size
@@ -81,7 +82,8 @@ def references(
     solos = {ask.key: solo for ask in mine if (solo := _read(ask, folder)) is not None}
     to_do = [ask for ask in mine if ask.key not in solos]
     running: _Running | None = None
-    for _ in range(max(exchange.gather(sum(ask.steps for ask in to_do)))):
+    count = max(exchange.gather(sum(ask.steps for ask in to_do)))
+    for step in range(count):
         if running is None and to_do:
             running = _Running(to_do.pop(0))
         if running is not None and running.step():
@@ -89,6 +91,7 @@ def references(
             _write(running.ask, solo, folder)
             running = None
         exchange.barrier()  # a sign of life
+        progress.step("one device's references", step + 1, count)
     figures = {
         key: [run.trajectory.losses, run.trajectory.gradient_norms] for key, run in solos.items()
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -28,6 +29,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, write_json
 from ptrain.train.heading import header
 from ptrain.verification.options import VerifyOptions
+from ptrain.verification.progress import Progress
 from ptrain.verification.protocol import Request, Verification, account_here, verify_here
 from ptrain.verification.reference import ReferenceTraining
 
@@ -47,6 +49,7 @@ def run(options: VerifyOptions) -> int:
         require_corpus(corpus(spec.data), spec, logits)
         request = Request(
             steps=options.steps,
+            quick=options.quick,
             every_collective=options.every_collective,
             folder=options.references,
             account=options.account,
@@ -74,7 +77,10 @@ def _verify(
     speaks = world.is_first and not options.json
     if speaks:
         print(heading, flush=True)
-    verification = verify_here(spec, world, exchange, request, speak=_stage if speaks else None)
+    verification = verify_here(
+        spec, world, exchange, request, speak=_stage if speaks else None,
+        progress=Progress(sys.stderr if speaks else None),
+    )  # fmt: skip
     if world.is_first:
         result = _record(spec, verification, world, request, heading)
         if options.folder is not None:

@@ -31,6 +31,7 @@ from ptrain.verification.compare import (
 from ptrain.verification.consistency import EVERY, Watch
 from ptrain.verification.drive import drive_and_add
 from ptrain.verification.induction import Onward
+from ptrain.verification.progress import Progress
 from ptrain.verification.reference import Trajectory, distance
 from ptrain.verification.references import ReferenceRun, Solo
 from ptrain.verification.tolerances import Allowed
@@ -71,7 +72,9 @@ def anywhere(steps: int) -> Corridor:
     return Corridor(center=(0.0,) * steps, allowed=(math.inf,) * steps)
 
 
-def follow(program: Program, exchange: Exchange, within: Corridor, watch: Watch) -> ProgramRun:
+def follow(
+    program: Program, exchange: Exchange, within: Corridor, watch: Watch, progress: Progress
+) -> ProgramRun:
     """Run as many steps as the corridor has, or up to the first outside of it, or in which ranks
     depart from each other. All ranks call it."""
     source = corpus(program.spec.data)
@@ -97,6 +100,7 @@ def follow(program: Program, exchange: Exchange, within: Corridor, watch: Watch)
             gradients = gradients or step_gradients
             if is_due:
                 onward.compare(loss, step_gradients)
+        progress.step("the ranks", step + 1, len(within.center))
         losses.append(loss)
         norms += [] if norm is None else [norm]
         if watch.departures or onward.departs(step) or not within.contains(step, loss):

@@ -23,6 +23,7 @@ from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances
 from ptrain.verification.compare import compare as compare_runs
 from ptrain.verification.reference import Trajectory, one_device
+from ptrain.verification.progress import Progress
 from ptrain.verification.references import references
 from ptrain.verification.tolerances import in_fp64, plan
 from tests.gloo.recording import counted, named, relative
@@ -99,7 +100,7 @@ def _norms_of_one_device(spec: Spec, steps: int) -> tuple[float, ...] | None:
     part by that add in other orders."""
     planned = plan(spec, steps)
     alone = Exchange(World())
-    runs = references([planned.exact, *planned.permuted], alone, None)
+    runs = references([planned.exact, *planned.permuted], alone, None, Progress())
     growth = [runs[ask.key] for ask in (planned.exact, *planned.permuted)]
     return in_fp64(growth, growth[0], alone).norms
 
