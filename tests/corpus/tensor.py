@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import ptrain
-from tests.corpus.collectives import CopyToRanks, GatherParts, SumOverRanks, own_part, summed
+from tests.corpus.collectives import (
+    CopyToRanks,
+    GatherCopies,
+    GatherParts,
+    SumOverRanks,
+    own_part,
+    summed,
+)
 from tests.corpus.fault import NOT_REDUCED, TENSOR, planted
 from tests.corpus.parts import (
     VOCAB,
@@ -249,7 +256,7 @@ class ScaledInSlices(ScaledRows):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (self.local(p, [Replicate()]) for p in (self.out.weight, self.out.bias))
         scale = self.local(self.scale, [Partial()] if self.hints else None)
-        return F.linear(GatherParts.apply(own_part(x, 0) * scale, 0) / 1.0, weight, bias)
+        return F.linear(GatherCopies.apply(own_part(x, 0) * scale, 0), weight, bias)
 
     def local(self, parameter: Tensor, placements: Any) -> Tensor:
         assert isinstance(parameter, DTensor)
