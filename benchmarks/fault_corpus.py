@@ -1,0 +1,303 @@
+"""What does `ptrain.verify` say of loops with faults that the field has reported?
+
+Claim: every fault of tests/corpus is caught, none is named wrongly, and neither its cure nor a
+sound program raises an alarm. The faults, their cures and the truth about each were written and
+committed by someone who knew the user's documentation alone, before any of them was judged. A case
+is run once, on gloo ranks; what it printed is kept in --work as soon as it is done, so that a run
+that was broken off goes on, and --only takes some. Of a fault
+  caught     the verdict fails
+  localised  state, axis and place of the printed culprit agree with the truth
+  named      what is printed has a keyword of each entry of the truth's `right`, none of `wrong_if`
+  WRONG      a culprit is printed, and does not name the fault
+A script that ends with an error, or not within 90 s, is neither. Prints; writes a result only with
+--save. Some ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
+
+from _machine import conclude, header, this_command
+from _tables import table
+
+from tests.corpus.fault import FieldFault
+from tests.corpus.registry import FAULTS, SOUND, run
+from tests.ranks import RankError, Ranks
+
+SECONDS = 90.0
+STATES = {
+    "data": ("data", "sample", "batch", "input"),
+    "loss": ("loss",),
+    "activations": ("activation", "output"),
+    "gradients": ("gradient",),
+    "parameters": ("parameter", "update"),
+    "optimizer state": ("optimizer",),
+}
+# As a culprit calls it where nobody said which axes the ranks are.
+AXES = {"dp": ("dp", "ranks", "replicate", "shard"), "none": ("",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a case gave: whether the verdict holds, what was printed, the culprit's parts."""
+
+    holds: bool
+    text: str
+    state: str = ""
+    axis: str = ""
+    place: str = ""
+    ranks: tuple[int, ...] = ()
+    step: int | None = None
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def cause(self) -> str:
+        """Return what is printed as the cause: all lines but the verdict and its checks."""
+        lines = self.text.splitlines()
+        return " ".join(line.strip() for line in lines[1:] if not line.startswith(CHECKS))
+
+    @property
+    def failing(self) -> str:
+        """Return the checks that fail."""
+        lines = [line.strip() for line in self.text.splitlines()]
+        return "; ".join(line.removeprefix("FAIL ") for line in lines if line.startswith("FAIL"))
+
+    @property
+    def has_culprit(self) -> bool:
+        return bool(self.state)
+
+
+CHECKS = ("  ok", "  FAIL")
+
+
+def judged(name: str, fault: bool) -> dict[str, Any]:
+    """Run a case on a rank; the parts of its verdict, as JSON has them."""
+    verdict = run(name, fault)
+    culprit = verdict.culprit
+    parts: dict[str, Any] = {"holds": verdict.holds, "text": str(verdict)}
+    if culprit is not None:
+        parts |= {"state": str(culprit.state.value), "axis": culprit.axis, "place": culprit.place}
+        parts |= {"ranks": list(culprit.ranks), "step": culprit.step}
+    return parts
+
+
+def outcome(ranks: Ranks, name: str, fault: bool) -> Outcome:
+    """Run a case on its ranks."""
+    began = time.perf_counter()
+    case = FAULTS[name] if name in FAULTS else SOUND[name]
+    try:
+        parts = ranks.run(case.ranks, judged, name, fault, timeout=SECONDS)[0]
+    except RankError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
+        parts = {"holds": False, "text": str(error), "error": (errors or lines[-1:])[0]}
+    seconds = round(time.perf_counter() - began, 1)
+    return Outcome(**parts | {"ranks": tuple(parts.get("ranks", ())), "seconds": seconds})
+
+
+def has(text: str, alternatives: str) -> bool:
+    """Return whether one of the alternatives begins a word of the text."""
+    return any(
+        re.search(rf"(?<!\w){re.escape(word)}", text, re.IGNORECASE)
+        for word in alternatives.split("|")
+    )
+
+
+def is_named(fault: FieldFault, given: Outcome) -> bool:
+    """Return whether what is printed as the cause is the truth."""
+    text = given.cause
+    return all(has(text, words) for words in fault.right) and not accused(fault, given)
+
+
+def accused(fault: FieldFault, given: Outcome) -> list[str]:
+    """Return what the printed cause blames though it is right."""
+    return [words for words in fault.wrong_if if has(given.cause, words)]
+
+
+def is_localised(fault: FieldFault, given: Outcome) -> bool:
+    """Return whether state, axis and place of the culprit agree with the truth."""
+    if not given.has_culprit:
+        return False
+    state = any(has(given.state, word) for kind in fault.wrong for word in STATES[kind])
+    axes = AXES.get(fault.axis, (fault.axis, "ranks"))
+    axis = any(given.axis == name or (name and given.axis.startswith(name)) for name in axes)
+    return state and axis and _is_place(fault.place, given)
+
+
+def _is_place(place: str, given: Outcome) -> bool:
+    globs = place.split(", ")
+    if globs == ["*"]:
+        return True
+    if place.startswith("rank "):
+        return given.ranks == (int(place.split()[1]),) or has(given.cause, place)
+    listed = re.sub(r" and \d+ more$", "", given.place).split(", ")
+    names = [name.split(" · ")[0].removeprefix("module.") for name in listed if name]
+    return bool(names) and all(
+        any(fnmatchcase(name, glob) or name.startswith(f"{glob}.") for glob in globs)
+        for name in names
+    )
+
+
+def is_wrong(fault: FieldFault, given: Outcome) -> bool:
+    return given.has_culprit and not is_named(fault, given)
+
+
+class Kept:
+    """Outcomes by case, in a file that is written after each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        held = json.loads(path.read_text()) if path.exists() else {}
+        self.outcomes = {
+            key: Outcome(**parts | {"ranks": tuple(parts["ranks"])}) for key, parts in held.items()
+        }
+
+    def get(self, key: str, make: Callable[[], Outcome]) -> Outcome:
+        if key not in self.outcomes:
+            self.outcomes[key] = make()
+            held = {key: asdict(given) for key, given in self.outcomes.items()}
+            self.path.write_text(json.dumps(held, indent=1))
+            print(f"{key}: {_short(self.outcomes[key])}", flush=True)
+        return self.outcomes[key]
+
+
+def _short(given: Outcome) -> str:
+    if given.error:
+        return f"error: {given.error}"
+    return "holds" if given.holds else given.cause or f"fails: {given.failing}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")[:420]
+
+
+def fault_rows(faults: dict[str, tuple[Outcome, Outcome]]) -> Iterator[list[str]]:
+    """One row for each fault: the truth, what was made of it, and what was printed."""
+    for name, (given, cure) in faults.items():
+        fault = FAULTS[name]
+        marks = [
+            "error" if given.error else _mark(not given.holds),
+            _mark(is_localised(fault, given)),
+            _mark(given.has_culprit and is_named(fault, given)),
+            "WRONG" if is_wrong(fault, given) else "",
+            "error" if cure.error else "" if cure.holds else "ALARM",
+        ]
+        step = "" if given.step is None else str(given.step)
+        yield [
+            f"`{name}`", f"{fault.wrong[0]}, {fault.axis}, {fault.place}", f"{fault.step} / {step}",
+            *marks, _cell(_short(given)), _cell(fault.sentence), _cell(fault.source),
+        ]  # fmt: skip
+
+
+def _mark(is_so: bool) -> str:
+    return "yes" if is_so else "no"
+
+
+def totals(faults: dict[str, tuple[Outcome, Outcome]]) -> list[tuple[str, int]]:
+    """How many of each; `WRONG` counts culprits that do not name the fault."""
+    pairs = [(FAULTS[name], given) for name, (given, _) in faults.items()]
+    return [
+        ("faults", len(pairs)),
+        ("caught", sum(not given.holds and not given.error for _, given in pairs)),
+        ("localised", sum(is_localised(fault, given) for fault, given in pairs)),
+        ("named", sum(given.has_culprit and is_named(fault, given) for fault, given in pairs)),
+        ("WRONG", sum(is_wrong(fault, given) for fault, given in pairs)),
+        ("accusing what is right", sum(bool(accused(*pair)) for pair in pairs)),
+        ("caught without a culprit", sum(
+            not given.holds and not given.error and not given.has_culprit for _, given in pairs
+        )),
+        ("ended with an error", sum(bool(given.error) for _, given in pairs)),
+    ]  # fmt: skip
+
+
+def failures(
+    faults: dict[str, tuple[Outcome, Outcome]], programs: dict[str, Outcome]
+) -> Iterator[str]:
+    """Name what does not keep the claim."""
+    for name, (given, cure) in faults.items():
+        if given.holds:
+            yield f"{name}: not caught"
+        elif given.error:
+            yield f"{name}: {given.error}"
+        elif is_wrong(FAULTS[name], given):
+            yield f"{name}: WRONG: {_short(given)}"
+        if not cure.holds:
+            yield f"{name}: its cure raises an alarm: {_short(cure)}"
+    for name, given in programs.items():
+        if not given.holds:
+            yield f"{name}: a sound program raises an alarm: {_short(given)}"
+
+
+def report(
+    faults: dict[str, tuple[Outcome, Outcome]], programs: dict[str, Outcome]
+) -> Iterator[str]:
+    alarms = [name for name, (_, cure) in faults.items() if not cure.holds]
+    alarms += [name for name, given in programs.items() if not given.holds]
+    counts = dict(totals(faults))
+    yield "; ".join(f"{count} {name}" for name, count in counts.items()) + (
+        f"; {len(alarms)} alarms among {len(faults)} cures and {len(programs)} sound programs."
+    )
+    yield ""
+    late = {name: pair for name, pair in faults.items() if FAULTS[name].step >= 1}
+    both = {name: pair for name, pair in faults.items() if "shared" in _room(name)}
+    groups = {"all": faults, "that show after step 0": late, "that both sides have": both}
+    rows = ([group, *(str(count) for _, count in totals(part))] for group, part in groups.items())
+    yield table(["", *(name for name, _ in totals(faults))], rows)
+    columns = ["fault", "truth", "step / printed", "caught", "localised", "named", "wrong", "cure"]
+    yield table([*columns, "printed", "what is wrong", "source"], fault_rows(faults))
+    rows = (
+        [f"`{name}`", SOUND[name].way, "holds" if given.holds else _cell(f"ALARM: {_short(given)}")]
+        for name, given in programs.items()
+    )
+    yield table(["sound program", "way", "verdict"], rows)
+
+
+def _room(name: str) -> str:
+    return FAULTS[name].script.__module__
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="where results are kept meanwhile")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults and programs")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    args = parser.parse_args()
+    chosen = args.only or [*FAULTS, *SOUND]
+    unknown = [name for name in chosen if name not in FAULTS and name not in SOUND]
+    if unknown:
+        parser.error(f"no fault or program is called {', '.join(unknown)}")
+    head = header("fault_corpus: faults of the field, judged by ptrain.verify", this_command())
+    ranks, kept = Ranks(), Kept(args.work)
+
+    def of(name: str, fault: bool) -> Outcome:
+        key = f"{name} {'fault' if fault else 'sound'}"
+        return kept.get(key, lambda: outcome(ranks, name, fault))
+
+    faults = {name: (of(name, True), of(name, False)) for name in chosen if name in FAULTS}
+    programs = {name: of(name, False) for name in chosen if name in SOUND}
+    ranks.close()
+    return conclude(
+        "fault_corpus",
+        [head, *report(faults, programs)],
+        failed=list(failures(faults, programs)),
+        not_covered="faults that need a GPU, more than one machine, or a library that is not here.",
+        is_saved=args.save,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

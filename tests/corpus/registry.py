@@ -1,0 +1,67 @@
+"""All faults and sound programs of the corpus, and how one of them runs on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+import ptrain
+from tests.corpus import (  # noqa: F401 - each enters its own
+    context,
+    ddp,
+    experts,
+    fsdp2,
+    loaders,
+    optimizers,
+    pipeline,
+    precision,
+    product,
+    recomputation,
+    resume,
+    shared,
+    sound_data,
+    sound_models,
+    sound_updates,
+    tensor,
+)
+from tests.corpus.fault import FAULTS, SOUND
+
+Losses = tuple[list[float], list[float]]
+
+
+def run(name: str, fault: bool) -> Any:
+    """Return what a case's script returns; `fault` chooses the fault or its cure."""
+    return FAULTS[name].script(fault) if name in FAULTS else SOUND[name].script()
+
+
+def losses(name: str, fault: bool) -> Losses:
+    """Return the losses of one device and of this rank: the two loops run, and nobody judges."""
+    judge = ptrain.verify
+    ptrain.verify = _ran  # type: ignore[assignment]
+    try:
+        return run(name, fault)
+    finally:
+        ptrain.verify = judge
+
+
+def _ran(
+    reference: Callable[[], ptrain.Job],
+    distributed: Callable[[], ptrain.Job],
+    batches: Iterable[Any],
+    *,
+    share: Any = None,
+    terms: ptrain.Terms | None = None,
+) -> Losses:
+    """Run both loops over the batches, with the arguments of `ptrain.verify`."""
+    batches = list(batches)
+    if share is None:
+        own = batches
+    else:
+        own = [share(batch) for batch in batches] if callable(share) else list(share)
+    assert len(own) == len(batches), f"{len(own)} shares of {len(batches)} batches"
+    plain, wrapped = reference(), distributed()
+    ran = [float(plain.step(batch)) for batch in batches], [float(wrapped.step(b)) for b in own]
+    dist.barrier()
+    return ran
