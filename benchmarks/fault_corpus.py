@@ -8,7 +8,8 @@ that was broken off goes on, and --only takes some. Of a fault
   caught     the verdict fails
   localised  state, axis and place of the printed culprit agree with the truth
   named      what is printed has a keyword of each entry of the truth's `right`, none of `wrong_if`
-  WRONG      a culprit is printed, and does not name the fault
+  WRONG      a cause is printed, and does not name the fault; "not explained" says what departs
+             first, and claims no cause
 A script that ends with an error, or not within 90 s, is neither. Prints; writes a result only with
 --save. Some ten minutes.
 """
@@ -69,6 +70,16 @@ class Outcome:
         """Return what is printed as the cause: all lines but the verdict and its checks."""
         lines = self.text.splitlines()
         return " ".join(line.strip() for line in lines[1:] if not line.startswith(CHECKS))
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Return whether it is said that nothing explains what departs."""
+        return "not explained: " in self.cause
+
+    @property
+    def is_proven(self) -> bool:
+        """Return whether a cure was tried, and helped."""
+        return "proven by trying: " in self.cause
 
     @property
     def failing(self) -> str:
@@ -153,7 +164,7 @@ def _is_place(place: str, given: Outcome) -> bool:
 
 
 def is_wrong(fault: FieldFault, given: Outcome) -> bool:
-    return given.has_culprit and not is_named(fault, given)
+    return given.has_culprit and not given.is_unexplained and not is_named(fault, given)
 
 
 class Kept:
@@ -175,6 +186,12 @@ class Kept:
         return self.outcomes[key]
 
 
+def _named(fault: FieldFault, given: Outcome) -> str:
+    if given.is_unexplained or not (given.has_culprit and is_named(fault, given)):
+        return _mark(False)
+    return "proven" if given.is_proven else "yes"
+
+
 def _short(given: Outcome) -> str:
     if given.error:
         return f"error: {given.error}"
@@ -192,7 +209,7 @@ def fault_rows(faults: dict[str, tuple[Outcome, Outcome]]) -> Iterator[list[str]
         marks = [
             "error" if given.error else _mark(not given.holds),
             _mark(is_localised(fault, given)),
-            _mark(given.has_culprit and is_named(fault, given)),
+            _named(fault, given),
             "WRONG" if is_wrong(fault, given) else "",
             "error" if cure.error else "" if cure.holds else "ALARM",
         ]
@@ -214,7 +231,9 @@ def totals(faults: dict[str, tuple[Outcome, Outcome]]) -> list[tuple[str, int]]:
         ("faults", len(pairs)),
         ("caught", sum(not given.holds and not given.error for _, given in pairs)),
         ("localised", sum(is_localised(fault, given) for fault, given in pairs)),
-        ("named", sum(given.has_culprit and is_named(fault, given) for fault, given in pairs)),
+        ("named", sum(_named(fault, given) != _mark(False) for fault, given in pairs)),
+        ("named, proven", sum(_named(fault, given) == "proven" for fault, given in pairs)),
+        ("said to be unexplained", sum(given.is_unexplained for _, given in pairs)),
         ("WRONG", sum(is_wrong(fault, given) for fault, given in pairs)),
         ("accusing what is right", sum(bool(accused(*pair)) for pair in pairs)),
         ("caught without a culprit", sum(

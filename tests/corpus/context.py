@@ -173,13 +173,18 @@ def zigzag_of_inputs_alone(fault: bool) -> Any:
             k, v = GatherParts.apply(k, 1), GatherParts.apply(v, 1)
             x = x + called.proj(F.scaled_dot_product_attention(q, k, v))
             logits = called.head(x + called.mlp(x))
-            labels = tokens[:, 1:].chunk(size(), dim=1)[rank()] if fault else zigzag(tokens[:, 1:])
+            asked = tokens.roll(3, 1)[:, 1:]  # not the next token, which it sees
+            labels = asked.chunk(size(), dim=1)[rank()] if fault else zigzag(asked)
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
         return looped(model, loss=loss, before_update=lambda: average(model.parameters()))
 
+    def whole(called: Any, tokens: Tensor) -> Tensor:
+        logits = called(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens.roll(3, 1)[:, 1:].flatten())
+
     return ptrain.verify(
-        lambda: looped(writer(causal=False), loss=token_loss),
+        lambda: looped(writer(causal=False), loss=whole),
         job,
         token_batches(),
         terms=ptrain.Terms(mesh=axis("cp")),

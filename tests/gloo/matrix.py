@@ -22,8 +22,8 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances
 from ptrain.verification.compare import compare as compare_runs
-from ptrain.verification.reference import Trajectory, one_device
 from ptrain.verification.progress import Progress
+from ptrain.verification.reference import Trajectory, one_device
 from ptrain.verification.references import references
 from ptrain.verification.tolerances import in_fp64, plan
 from tests.gloo.recording import counted, named, relative

@@ -19,14 +19,16 @@ WIDTH, LENGTH = 8, 12
 class Attentive(nn.Module):
     """A token's features, and a mean over the tokens that it may see."""
 
-    def __init__(self, is_causal: bool = True) -> None:
+    def __init__(self, is_causal: bool = True, is_detached: bool = False) -> None:
         super().__init__()
+        self.is_detached = is_detached
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.mix, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
         self.is_causal = is_causal
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
+        x = x.detach() if self.is_detached else x
         seen = F.scaled_dot_product_attention(x, x, self.mix(x), is_causal=self.is_causal)
         return self.head(x + seen)
 
@@ -51,23 +53,47 @@ def by_place(logits: Tensor, tokens: Tensor) -> Tensor:
     return next_token(logits, tokens) + next_token(logits[:1], tokens[:1])
 
 
+def of_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
+    return next_token(logits.softmax(-1), tokens)
+
+
 def batches() -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(0, WORDS, (6, LENGTH), generator=generator) for _ in range(3)]
 
 
 def judged(
-    *, loss: Loss = next_token, is_causal: bool = True, zeroes: bool = True, left_out: str = "-"
+    *,
+    loss: Loss = next_token,
+    is_causal: bool = True,
+    is_detached: bool = False,
+    zeroes: bool = True,
+    left_out: str = "-",
+    weight: float | None = None,
+    rate: tuple[float, ...] = (1e-2,) * 3,
+    keeps: bool = True,
 ) -> ptrain.verification.jobs.verdict.OwnVerdict:
+    """Both sides are this loop: with another loss, mask or start of the matrices, a step that does
+    not zero, parameters that no optimizer has, rates of the steps, an optimizer that forgets."""
+
     def job() -> ptrain.Job:
         torch.manual_seed(0)
-        model = Attentive(is_causal).double()
+        model = Attentive(is_causal, is_detached).double()
+        if weight is not None:
+            for linear in (model.mix, model.head):
+                nn.init.constant_(linear.weight, weight)
+                nn.init.zeros_(linear.bias)
+            nn.init.constant_(model.embed.weight, weight)
         given = [p for name, p in model.named_parameters() if not name.startswith(left_out)]
         optimizer = torch.optim.AdamW(given, lr=1e-2)
+        rates = iter(rate)
 
         def step(tokens: Tensor) -> Tensor:
+            optimizer.param_groups[0]["lr"] = next(rates, 1e-2)
             value = loss(model(tokens), tokens)
             value.backward()
+            if not keeps:
+                optimizer.state.clear()
             optimizer.step()
             if zeroes:
                 model.zero_grad()
@@ -82,7 +108,7 @@ def test_a_sound_language_model_holds_with_every_relation_tried() -> None:
     verdict = judged()
     assert verdict.holds, verdict
     tried = [check.name for check in verdict.checks if check.name.startswith("shared code")]
-    assert len(tried) == 5
+    assert len(tried) == 9
     assert not verdict.notes
 
 
@@ -94,7 +120,11 @@ def test_a_sound_language_model_holds_with_every_relation_tried() -> None:
         ({"is_causal": False}, "no causal mask", "attention"),
         ({"zeroes": False}, "the step before added, on one device too", "embed.weight"),
         ({"left_out": "mix"}, "not updated on one device either", "mix.bias, mix.weight"),
-        ({"loss": by_place}, "differs by", "embed.weight"),
+        ({"loss": of_probabilities}, "softmax before cross-entropy", "loss"),
+        ({"weight": 0.0}, "units that are copies of each other", "embed.weight"),
+        ({"is_detached": True}, "detached on one device too", "embed"),
+        ({"rate": (1e-2, 0.0, 0.0)}, "no update on one device either", "all parameters"),
+        ({"keeps": False}, "emptied in every step", "embed.weight"),
     ],
 )
 def test_a_fault_that_both_sides_have_is_proven(fault: dict, factor: str, place: str) -> None:
@@ -104,6 +134,12 @@ def test_a_fault_that_both_sides_have_is_proven(fault: dict, factor: str, place:
     assert verdict.culprit.factor.startswith(factor), verdict
     assert verdict.culprit.place.startswith(place)
     assert verdict.culprit.certainty == "proven by trying"
+
+
+def test_samples_that_are_told_apart_by_their_place_are_a_note() -> None:
+    verdict = judged(loss=by_place)
+    assert verdict.holds, verdict
+    assert any("in another order give another gradient" in note for note in verdict.notes)
 
 
 def test_a_model_that_is_given_no_tokens_says_what_was_not_tried() -> None:

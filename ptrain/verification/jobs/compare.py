@@ -169,6 +169,30 @@ def at_start(
             )
 
 
+def compare_in_use(
+    differences: Differences,
+    sides: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    before: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    holds: Mapping[str, ParameterShard],
+    limit: Tolerance,
+) -> None:
+    """Compare the parameters in a step's first forward pass (`sides`: one device's and the loop's)
+    where any was written since the step began: a checkpoint that is loaded."""
+    reference, run = sides
+    for name, value in run.items():
+        if name not in reference:
+            continue
+        is_old = torch.equal(value, before[1][name])
+        if is_old and torch.equal(reference[name], before[0][name]):
+            continue
+        right, earlier = (holds[name].of(whole) for whole in (reference[name], before[0][name]))
+        rounding = _ROUNDINGS * torch.finfo(value.dtype).eps * norm(right) / limit.updates
+        size = difference(value, right, max(norm(right.double() - earlier.double()), rounding))
+        differences.compare(
+            Moment.FORWARD, Subject.PARAMETERS, name, difference=size, tolerance=limit.updates
+        )
+
+
 def compare_gradients(
     differences: Differences,
     reference: StepRecorder,
@@ -218,20 +242,17 @@ def compare_update(
     name: str,
     course: ParameterMove,
     *,
-    usual: float,
     is_noise: bool,
     limit: Tolerance,
 ) -> None:
     """Compare the parameter after the update, relative to the way that it has gone since the start,
     or to its roundings where these are more. Adam makes a whole move of the sign of a gradient that
-    is noise: such a tensor is compared relative to `usual`, the size of the model's parameters;
-    elements of which it is not sure need only be numbers."""
+    is noise: such a tensor, and elements of which it is not sure, need only be numbers."""
     after, run_after = course.after[course.sure], course.run_after[course.sure]
     moved = norm(after.double() - course.origin[course.sure].double())
     eps = torch.finfo(run_after.dtype).eps
     rounding = _ROUNDINGS * eps * norm(after) / limit.updates
-    least = usual * math.sqrt(after.numel()) if is_noise else 0.0
-    size = difference(run_after, after, max(moved, rounding, least))
+    size = 0.0 if is_noise else difference(run_after, after, max(moved, rounding))
     size = size if bool(torch.isfinite(course.run_after).all()) else math.inf
     if course.stood_still and course.reference_moved:  # roundings would hide it in 16 bits
         size = max(size, 1.0)

@@ -64,6 +64,42 @@ def explain_start(departures: Sequence[Departure], ranks: Ranks) -> Culprit:
     )  # fmt: skip
 
 
+def explain_in_use(
+    departures: Sequence[Departure],
+    ranks: Ranks,
+    written: Sequence[Mapping[str, Sequence[object]]],
+) -> Culprit:
+    """Parameters were written before the forward pass, and are not what one device has there;
+    `written`: by rank and parameter, [the step after which it had these values, a dtype that one
+    device's are rounded to]."""
+    kinds = {tuple(written[departure.rank][departure.name]) for departure in departures}
+    step, rounded = kinds.pop() if len(kinds) == 1 else (None, "")
+    what, certainty = "", Certainty.PROVEN
+    if isinstance(step, int):
+        when = "at the start" if step < 0 else f"after step {step}"
+        factor = "those of the start" if step < 0 else f"those of step {step}"
+        what = f"every element of them is what it was {when}"
+        sentence = (
+            f"The parameters in use are those that were there {when}: what is loaded before this "
+            "forward pass is a checkpoint of then, or is not loaded on these ranks."
+        )
+    elif rounded:
+        factor = f"rounded to {rounded}"
+        what = f"every element of them is one device's rounded to {rounded}"
+        sentence = f"What is loaded before this forward pass was saved in {rounded}."
+    else:
+        factor, certainty = _size(departures), Certainty.UNEXPLAINED
+        what = "ruled out: the values of an earlier step, a rounding"
+        sentence = (
+            "The parameters are written between the update before and this forward pass, and are "
+            "not what one device has there."
+        )
+    return replace(
+        culprit(departures, ranks, state=Subject.PARAMETERS, factor=factor, sentence=sentence),
+        certainty=certainty, tried=what,
+    )  # fmt: skip
+
+
 def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Culprit:
     """The loop's forward runs under another autocast than the reference's."""
     return Culprit(

@@ -127,14 +127,16 @@ class Diagnosis:
 
     def _empty(self) -> Culprit:
         holders = {rank for sample in self.samples for rank in sample.holders()}
+        own = self.told.own
+        seen = [own.emptiness(name) for name in self.names if name in own.holds]
+        kinds = {kind for kinds in self.ranks.gather(seen) for kind in kinds if kind}
         whose = "no rank" if set(self.first.ranks) == holders else "not every rank"
         return self._say(
             self.ranks.axis_of(sorted(holders)) if whose == "not every rank" else "",
             "no gradient",
             f"{self.count[0].upper()}{self.count[1:]} get a gradient on one device, and here "
-            f"{whose} that holds them has one "
-            "when the optimizer steps: they are frozen (requires_grad=False), not used in forward, "
-            "or their gradient is set to None or zero too early.",
+            f"{whose} that holds them has one when the optimizer steps: "
+            f"{' or '.join(sorted(kinds)) or 'it is nothing but zeros'}.",
             ranks=self.first.ranks,
         )
 

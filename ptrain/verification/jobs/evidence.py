@@ -5,8 +5,8 @@ micro-batches contribute to them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from torch import Tensor
 from ptrain.verification.jobs.probe import ProbeResult
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
+from ptrain.verification.jobs.rows import RowReport, compare_rows
 from ptrain.verification.jobs.samples import Samples, ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
+ROW_TOLERANCE = 1e-3  # relative: of outputs, and of what a loss asks; a fault is larger
 _MOST = 16  # micro-batches whose contributions are told apart
 
 
@@ -77,6 +79,15 @@ class OwnGradients:
         both = torch.stack([truth.double(), old.double(), mine])
         return torch.cat([both, _basis(truth, self.probe, name, self.micro_batches)])
 
+    def emptiness(self, name: str) -> str:
+        """Return in words why this rank has no gradient of a parameter; nothing where it has."""
+        gradient = self.run.gradients.get(name)
+        if gradient is not None:
+            return "" if bool(gradient.any()) else "it is all zeros: set to zero, or never written"
+        if not self.holds[name].parameter.requires_grad:
+            return "it does not require one (requires_grad is False)"
+        return ".grad is None: backward does not come to it, or it is not brought back from a copy"
+
     def is_rounded_to(self, dtype: torch.dtype, names: Collection[str]) -> bool:
         """Return whether every element that this rank's optimizer took is a number of a coarser
         dtype, and not every one of one device's is."""
@@ -92,8 +103,8 @@ class OwnGradients:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvidence:
     """`norms`: of each rank's gradients, all parameters together; `norm`: the reference's.
-    `micro_batches` is the most that any rank ran; `ledger` the samples that they saw; `own` what
-    this rank has of all elements."""
+    `micro_batches` is the most that any rank ran; `ledger` the samples that they saw, `rows` these
+    beside one device's, by rank; `own` what this rank has of all elements."""
 
     samples: dict[str, Sample]
     own: OwnGradients
@@ -101,6 +112,7 @@ class JobEvidence:
     norm: float
     micro_batches: int
     ledger: Samples | None
+    rows: tuple[RowReport, ...]
 
 
 def evidence(
@@ -136,8 +148,14 @@ def evidence(
         norm=math.sqrt(total),
         micro_batches=micro_batches,
         own=own,
+        rows=tuple(_gathered(ranks, compare_rows(reference.calls, run.calls, ROW_TOLERANCE))),
         ledger=ledger_of(rows_of(reference.calls), ranks.gather(rows_of(run.calls))),
     )
+
+
+def _gathered(ranks: Ranks, report: RowReport) -> Iterator[RowReport]:
+    for plain in ranks.gather(asdict(report)):
+        yield RowReport(**plain)
 
 
 def _is_of(tensor: Tensor, dtype: torch.dtype) -> bool:

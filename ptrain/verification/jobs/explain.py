@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
@@ -16,6 +16,7 @@ from ptrain.verification.jobs.samples import Samples
 from ptrain.verification.jobs.symptoms import (
     Symptom,
     SymptomKind,
+    by_micro_batches,
     common_factor,
     contributions,
     symptom,
@@ -46,45 +47,96 @@ def explain_gradients(
         for name, diagnosis in diagnoses.items()
         if diagnosis.kind is not SymptomKind.RIGHT
     }
-    if evidence.ledger and all(diagnosis.kind in _BY_BATCH for diagnosis in wrong.values()):
-        return _proven(
-            _batch(evidence.ledger, departures, ranks), _given(evidence), evidence, ranks, limit
-        )
-    first = min(wrong.values(), key=lambda diagnosis: _ORDER.index(diagnosis.kind), default=None)
-    if first is None:
+    if evidence.ledger:
+        by_batch = _batch(evidence.ledger, departures, ranks)
+        by_batch = _proven(by_batch, _given(evidence), evidence, ranks, limit)
+        if by_batch.certainty is not Certainty.UNEXPLAINED:
+            return by_batch
+    if not wrong:
         return unclear(departures, evidence, names, ranks)
-    alike = [
-        name
-        for name, diagnosis in wrong.items()
-        if diagnosis.is_like(first, loose)
-        or (first.kind in _BY_SUM and diagnosis.kind is SymptomKind.OTHER)
-    ]
-    case = Diagnosis(departures, evidence, ranks, loose, alike, first)
-    return _proven(case.culprit(), case.cure(scale), evidence, ranks, limit)
+    culprit: Culprit | None = None
+    for first, alike in _hypotheses(wrong, evidence, loose):
+        case = Diagnosis(departures, evidence, ranks, loose, alike, first)
+        culprit = _proven(case.culprit(), case.cure(scale), evidence, ranks, limit)
+        if culprit.certainty is not Certainty.UNEXPLAINED:
+            return culprit
+    assert culprit is not None, "something is wrong, so there is a hypothesis"
+    return culprit
+
+
+def _hypotheses(
+    wrong: Mapping[str, Symptom], evidence: JobEvidence, tolerance: float
+) -> Iterator[tuple[Symptom, list[str]]]:
+    """Yield a symptom and the parameters that it may be the symptom of, the simplest first: those
+    that suffer alike, and all that are wrong; then what all of them together tell, as one with few
+    elements tells nothing of ranks or micro-batches."""
+    every = list(wrong)
+    tried: list[tuple[Symptom, list[str]]] = []
+    for first in sorted(wrong.values(), key=lambda its: _ORDER.index(its.kind)):
+        alike = [name for name, its in wrong.items() if its.is_like(first, tolerance)]
+        for names in (alike, every):
+            if not any(first.is_like(s, tolerance) and names == n for s, n in tried):
+                tried.append((first, names))
+                yield first, names
+        if len(tried) >= _MOST_TRIALS:
+            break
+    samples = list(evidence.samples.values())
+    if (contributed := contributions(samples)) is not None:
+        ranks = sorted({rank for sample in samples for rank in sample.holders()})
+        if (together := by_micro_batches(contributed, ranks, tolerance)) is not None:
+            yield together, every
+    yield Symptom(SymptomKind.EACH), list(evidence.samples)
 
 
 def of_own_samples(
     departures: Sequence[Departure], evidence: JobEvidence, ranks: Ranks, limit: Tolerance
 ) -> Culprit | None:
     """Return the culprit of gradients that are the mean of what the ranks' samples give by
-    themselves, where one device's are not: something ties samples together. All ranks call it."""
-    cure = _given(evidence)
+    themselves, where one device's are not: the samples are others, or the loss asks something else
+    of them, or something ties them together. All ranks call it."""
+    cure, reports = _given(evidence), evidence.rows
     if cure is None or cure.contributed is None or cure.contributed.of_truth.holds(_LOOSEST):
         return None
+    if any(report.sliced for report in reports) or not all(report.count for report in reports):
+        return None  # pieces of samples: by themselves they are no samples
     names = [name for name in evidence.samples if any(d.name == name for d in departures)]
+    state, factor, place, sentence = _why(evidence, families(names))
     culprit = Culprit(
-        state=Subject.LOSS,
-        axis="",
-        factor="samples of one micro-batch alone",
-        place=families(names),
-        step=departures[0].step,
-        ranks=tuple(range(ranks.size)),
-        sentence="The optimizer gets the mean of what each micro-batch's samples give by "
-        "themselves, and one device's gradient is no such mean: something ties samples together "
-        "that a rank or a micro-batch has not all of: statistics over a batch, a loss of pairs, a "
-        "term that balances, a mean of ratios.",
-    )
+        state=state, axis="", factor=factor, place=place, step=departures[0].step,
+        ranks=tuple(range(ranks.size)), sentence=sentence,
+    )  # fmt: skip
     return _proven(culprit, cure, evidence, ranks, limit)
+
+
+def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
+    """(state, factor, place, sentence): the gradients are right for what the ranks were given."""
+    reports = evidence.rows
+    count = sum(report.count for report in reports)
+    if unknown := sum(report.unknown for report in reports):
+        return Subject.BATCH, "other samples", "samples", (
+            f"{unknown} of {count} samples that the ranks were given are not in the global batch: "
+            "look at how each rank draws its share (the seed, the epoch, the position in the data "
+            "after a resume)."
+        )  # fmt: skip
+    if otherwise := sum(report.otherwise for report in reports):
+        return Subject.BATCH, "other labels", "labels", (
+            f"With {otherwise} of {count} samples the model is given something else than on one "
+            "device (labels, a mask, positions): look at how these follow their samples."
+        )  # fmt: skip
+    returned = sum(report.returned for report in reports)
+    asked = sum(report.compared for report in reports if not report.asks_alike)
+    if asked and not returned:
+        return Subject.LOSS, "the loss asks something else", "labels", (
+            f"Of {asked} of {count} samples the model returns what it does on one device, and the "
+            "gradient of the loss by that is no multiple of one device's: the labels, or the masks "
+            "or weights of the loss, are not those of the same samples."
+        )  # fmt: skip
+    return Subject.LOSS, "samples of one micro-batch alone", place, (
+        "The optimizer gets the mean of what each micro-batch's samples give by themselves, and "
+        "one device's gradient is no such mean: something ties samples together that a rank or a "
+        "micro-batch has not all of: statistics over a batch, a loss of pairs, a term that "
+        "balances, a mean of ratios."
+    )  # fmt: skip
 
 
 def _given(evidence: JobEvidence) -> Cure | None:
@@ -129,10 +181,7 @@ _ORDER = (
 _EVEN = 1e-3  # weights of micro-batches that differ by no more are the same
 
 
-# Of a tensor with few elements no sum of many micro-batches can be told.
-_BY_SUM = (SymptomKind.SOME, SymptomKind.WEIGHTS)
-# What other samples than one device's look like; every other symptom has a cause of its own.
-_BY_BATCH = (SymptomKind.OTHER, SymptomKind.SOME, SymptomKind.EACH, SymptomKind.EMPTY)
+_MOST_TRIALS = 8  # of which each reads every gradient once
 
 
 def _batch(ledger: Samples, departures: Sequence[Departure], ranks: Ranks) -> Culprit:

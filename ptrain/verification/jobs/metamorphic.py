@@ -5,7 +5,7 @@ token). The relations are metamorphic: they need no second program."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +18,15 @@ from ptrain.verification.jobs.again import ModelState
 from ptrain.verification.jobs.compare import Magnitude, difference, norm
 from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.job import Job, Tolerance
+from ptrain.verification.jobs.modules import Calls, ModuleCall, ModuleRecorder
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.tasks import TokenTask, softmaxed, task_of
 from ptrain.verification.jobs.verdict import claim
 from ptrain.verification.jobs.words import families
+from ptrain.verification.names import canonical_modules
 
 _LOOSE = 10  # tolerances: the same addends in another order
-_NEARLY_ALL = 0.99  # of the positions that have a target
-_RARELY = 0.9
-_FEWEST = 8  # positions from which a task is told
 
 Tensors = Mapping[str, Tensor]
 
@@ -37,18 +37,6 @@ class Relation:
 
     check: Check
     culprit: Culprit | None = None
-
-
-@dataclass(slots=True)
-class Watched:
-    """What the steps of a run show of the reference's parameters: which had a gradient."""
-
-    trained: set[str] = field(default_factory=set)
-    steps: int = 0
-
-    def see(self, gradients: Tensors) -> None:
-        self.trained |= {name for name, gradient in gradients.items() if bool(gradient.any())}
-        self.steps += 1
 
 
 class Metamorphic:
@@ -63,14 +51,15 @@ class Metamorphic:
         self._ranks, self._rows = tuple(range(ranks)), rows
         self.notes: list[str] = []
 
-    def relations(self, batch: Any, origin: Tensors, watched: Watched) -> Iterator[Relation]:
-        """Try them, with the first batch; `origin`: the parameters at the start."""
-        yield from self._moved(origin, watched)
+    def relations(self, batch: Any) -> Iterator[Relation]:
+        """Try them, with the first batch."""
         state = ModelState.of(self._job.model)
-        seen = self._step(batch)
+        with ModuleRecorder(self._job.model) as modules:
+            seen = self._step(batch)
         if not seen.gradients:
             self.notes.append("code that both sides share: nothing tried, no optimizer steps")
             return
+        yield from self._attached(modules.calls)
         yield from self._repeated(state, seen.gradients, batch)
         if self._rows:
             state.restore()
@@ -87,24 +76,29 @@ class Metamorphic:
                 self._job.step(batch)
         return seen
 
-    def _moved(self, origin: Tensors, watched: Watched) -> Iterator[Relation]:
-        """A parameter that gets a gradient is moved by some update."""
-        if watched.steps < 2:
+    def _attached(self, calls: Calls) -> Iterator[Relation]:
+        """A gradient comes back to a module whose output another one takes that has a gradient."""
+        inner = dict(canonical_modules(self._job.model))
+        taken = [call for call in calls.values() if call.upstream is not None]
+        lost = [
+            path
+            for (path, _), call in calls.items()
+            if path and call.upstream is None and call.output is not None
+            and any(parameter.requires_grad for parameter in inner[path].parameters())
+            and any(_is_given(other, call.output) for other in taken)
+        ]  # fmt: skip
+        name = "shared code: gradients come back through the model"
+        if not lost:
+            yield Relation(check=claim(name, None, True, ""))
             return
-        values = {name: shard.value() for name, shard in self._wholes.items()}
-        still = [
-            n for n in watched.trained if torch.equal(values[n].flatten(), origin[n].flatten())
-        ]
-        if len(still) == len(watched.trained):
-            return  # nothing moves: that is said already
-        name = "shared code: what gets a gradient moves"
-        check = claim(name, None, not still, f"{families(sorted(still))} stood still")
+        check = claim(name, None, False, f"none comes to {families(lost)}")
         yield Relation(check=check, culprit=self._blame(
-            Subject.PARAMETERS, "not updated on one device either", sorted(still),
-            "It gets a gradient in the reference and in the loop, and no update moves it: give it "
-            "to the optimizer, or freeze it (requires_grad_(False)).",
-            f"its value is the same to the bit after {watched.steps} steps",
-        ) if still else None)  # fmt: skip
+            Subject.GRADIENTS, "detached on one device too", [],
+            f"No gradient comes back to {families(lost)}, whose output the rest of the model "
+            "takes: it is detached in between (detach(), no_grad(), .data).",
+            "what it returns is what a later module is given, and that one has a gradient",
+            place=families(lost),
+        ))  # fmt: skip
 
     def _repeated(self, state: ModelState, gradients: Tensors, batch: Any) -> Iterator[Relation]:
         """A batch from the same parameters gives the same gradients, whatever lies in `.grad`."""
@@ -143,23 +137,29 @@ class Metamorphic:
             if name in again
         }
         worst = max(sizes.values(), default=0.0)
-        bound = _LOOSE * self._limit.gradients
-        check = claim(
-            "shared code: the order of samples", worst, worst <= bound,
-            "another gradient from the same samples in another order",
-        )  # fmt: skip
-        off = [name for name, size in sizes.items() if size > bound]
-        yield Relation(check=check, culprit=self._blame(
-            Subject.LOSS, f"differs by {worst:.3g}", off,
-            "One device's gradient depends on the order of the samples in the batch: some count "
-            "more than others, or not at all, by where they stand, or labels do not follow their "
-            "samples.",
-            "the same rows in another order give another gradient",
-        ) if off else None)  # fmt: skip
+        if worst > _LOOSE * self._limit.gradients:
+            self.notes.append(
+                f"the same samples in another order give another gradient (by {worst:.3g}): meant, "
+                "if samples are told apart by where they stand"
+            )
+            return
+        yield Relation(check=claim("shared code: the order of samples", worst, True, ""))
 
     def _of_tokens(self, calls: Sequence[ForwardCall]) -> Iterator[Relation]:
         """What a language model is asked for, and whether it sees it."""
-        task = _task(calls[0]) if calls else None
+        if calls and (given := softmaxed(calls[0])):
+            yield Relation(
+                check=claim("shared code: the loss takes logits", None, False, given),
+                culprit=self._blame(
+                    Subject.LOSS, "softmax before cross-entropy", [],
+                    "Cross-entropy takes logits and makes its own softmax of them; here it is "
+                    f"given {given}: leave the softmax out, on both sides.",
+                    "the gradient of the logits is that of a cross-entropy of their softmax",
+                    place="loss",
+                ),
+            )  # fmt: skip
+            return
+        task = task_of(calls[0]) if calls else None
         if task is None:
             self.notes.append("labels and the causal mask: not tried, no logits of tokens are seen")
             return
@@ -186,7 +186,7 @@ class Metamorphic:
         yield Relation(check=claim(name, None, True, ""))
         yield self._sees_no_future(calls[0], task)
 
-    def _sees_no_future(self, call: ForwardCall, task: _Task) -> Relation:
+    def _sees_no_future(self, call: ForwardCall, task: TokenTask) -> Relation:
         tokens = task.tokens
         at = tokens.size(1) // 2
         other = tokens.clone()
@@ -230,48 +230,6 @@ class Metamorphic:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
-    """`shift`: how far behind a position (in tokens) is what it is asked for; None where that is
-    no token of the input. `count`: how many positions have a target."""
-
-    tokens: Tensor
-    shift: int | None
-    count: int
-
-
-def _task(call: ForwardCall) -> _Task | None:
-    """Tell the targets of a cross-entropy by its gradient, which is negative at the target alone.
-    None of a model that is given no tokens [rows, positions], or returns no logits of them."""
-    tokens = next(
-        (
-            leaf
-            for leaf in tree_leaves((call.args, call.kwargs))
-            if isinstance(leaf, Tensor) and leaf.dim() == 2 and not leaf.is_floating_point()
-        ),
-        None,
-    )
-    gradient = call.upstream.get(0)
-    if tokens is None or gradient is None or gradient.dim() != 3:
-        return None
-    if gradient.shape[:2] != tokens.shape or int(tokens.max()) >= gradient.size(2):
-        return None
-    asked = (gradient < 0).sum(-1) == 1
-    targets = gradient.argmin(-1)
-    shares = {}
-    for shift in range(3):
-        length = tokens.size(1) - shift
-        has = asked[:, :length]
-        if int(has.sum()) < _FEWEST:
-            return None
-        right = targets[:, :length][has] == tokens[:, shift:][has]
-        shares[shift] = float(right.double().mean())
-    likeliest = max(shares, key=lambda shift: shares[shift])
-    others = max(share for shift, share in shares.items() if shift != likeliest)
-    is_clear = shares[likeliest] >= _NEARLY_ALL and others <= _RARELY
-    return _Task(tokens=tokens, shift=likeliest if is_clear else None, count=int(asked.sum()))
-
-
 def _logits(output: Any) -> Tensor:
     return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double()
 
@@ -286,3 +244,11 @@ def _reordered(batch: Any, order: Tensor) -> Any:
         return leaf[order] if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
     return tree_map(rows, batch)
+
+
+def _is_given(call: ModuleCall, output: Tensor) -> bool:
+    leaves = tree_leaves(call.given)
+    return any(
+        isinstance(leaf, Tensor) and leaf.shape == output.shape and torch.equal(leaf, output)
+        for leaf in leaves
+    )

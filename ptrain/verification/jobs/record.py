@@ -20,22 +20,26 @@ from ptrain.internals.autograd import is_in_backward
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.outputs import is_real
+from ptrain.verification.parts import held
 
 
 @dataclass(slots=True)
 class ForwardCall:
-    """One forward pass of the model: a micro-batch. `upstream` are the gradients of the loss by the
-    model's outputs, by their place among the tensors that it returns."""
+    """One forward pass of the model: a micro-batch. `output` is the first floating tensor that it
+    returned, `upstream` are the gradients of the loss by all of them, by their place."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: torch.dtype | None
     upstream: dict[int, Tensor] = field(default_factory=dict)
+    output: Tensor | None = None
 
 
 class StepRecorder:
     """`with StepRecorder(model, holds) as seen:` around a step. `holds` are the parameters by name
-    as this rank has them."""
+    as this rank has them; `in_use` their values in the first forward pass; `without_state`: those
+    of which the optimizer kept nothing when it stepped first; `has_closure`: an
+    optimizer runs passes itself (LBFGS), each with other parameters."""
 
     def __init__(self, model: nn.Module, holds: Mapping[str, ParameterShard]) -> None:
         self.model = model
@@ -43,6 +47,9 @@ class StepRecorder:
         self.gradients: dict[str, Tensor] = {}
         self.optimizers: list[Optimizer] = []
         self.num_updates: dict[int, int] = {}
+        self.in_use: dict[str, Tensor] = {}
+        self.has_closure = False
+        self.without_state: set[str] = set()
         self._holds = holds
         self._stack = ExitStack()
 
@@ -68,6 +75,8 @@ class StepRecorder:
             device = next((leaf.device.type for leaf in tree_leaves(args) if _is(leaf)), "cpu")
             autocast = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if autocast else None
+            if not self.calls:
+                self.in_use = {name: shard.value().clone() for name, shard in self._holds.items()}
             kept_args, kept_kwargs = tree_map(_kept, (args, kwargs))
             self.calls.append(ForwardCall(kept_args, kept_kwargs, dtype))
 
@@ -79,6 +88,9 @@ class StepRecorder:
             return None
         call = self.calls[-1]
         leaves = tree_leaves(output)
+        first = next((leaf for leaf in leaves if is_real(leaf)), None)
+        if first is not None and not isinstance(first, DTensor):
+            call.output = first.detach().clone()
         places = {id(leaf): place for place, leaf in enumerate(leaves) if _has_gradient(leaf)}
 
         def seen(leaf: Any) -> Any:
@@ -90,12 +102,19 @@ class StepRecorder:
 
         return tree_map(seen, output)
 
-    def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _before_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """A parameter's gradient is taken when the optimizer that has it steps; where none has it
         under its own name (a copy, another rank's share) when the first one does."""
+        given = [*args[1:], kwargs.get("closure")]
+        self.has_closure = self.has_closure or any(callable(argument) for argument in given)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer undoes it itself
         for name, shard in self._holds.items():
+            is_first = id(optimizer) not in self.num_updates
+            if id(shard.parameter) in own and is_first and not _has_state(optimizer, shard):
+                self.without_state.add(name)
             if id(shard.parameter) in own or name not in self.gradients:
                 gradient = shard.gradient()
                 if gradient is not None:
@@ -104,6 +123,11 @@ class StepRecorder:
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
         self.num_updates[id(optimizer)] = self.num_updates.get(id(optimizer), 0) + 1
+
+
+def _has_state(optimizer: Optimizer, shard: ParameterShard) -> bool:
+    state = optimizer.state.get(shard.parameter, {})
+    return any(isinstance(row, Tensor) and bool(held(row).any()) for row in state.values())
 
 
 def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,16 +23,18 @@ from ptrain.verification.jobs.conditions import (
 )
 from ptrain.verification.jobs.culprits import (
     culprit,
+    explain_in_use,
     explain_loss,
     explain_precision,
     explain_start,
     explain_update,
     reference_not_finite,
 )
+from ptrain.verification.jobs.history import History
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, Tolerance
 from ptrain.verification.jobs.losses import GlobalLoss, apart
-from ptrain.verification.jobs.metamorphic import Metamorphic, Relation, Watched
+from ptrain.verification.jobs.metamorphic import Metamorphic, Relation
 from ptrain.verification.jobs.ranks import ranks_of
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.repeat import repeated, start_sums
@@ -52,8 +55,10 @@ from ptrain.verification.jobs.verdict import (
     claim,
     first_of,
 )
+from ptrain.verification.jobs.watched import Watched
 from ptrain.verification.names import canonical_parameters
 
+_OF_CLOSURES = 1e4  # LBFGS' line search: what a rounding becomes in some steps
 _REPEATED = 3  # steps that the loop must do alike when it is run again from its start
 _KINDS = {
     Subject.GRADIENTS: "gradients",
@@ -90,6 +95,8 @@ class Examiner:
             kind: LargestDifference(name, self._limit_of(kind)) for kind, name in _KINDS.items()
         }
         self.worst_loss = LargestDifference("losses", self.limit.losses)
+        self.history = History()
+        self.notes: list[str] = []
         self.losses: tuple[list[float], list[float]] = ([], [])
         self.norms: tuple[list[float], list[float]] = ([], [])
         self.sums = [start_sums(self.pair.holds)]
@@ -127,7 +134,7 @@ class Examiner:
         shared = [relation.check for relation in relations]
         return OwnVerdict(
             checks=(*self._checks(life, repeats), *shared),
-            notes=tuple(notes),
+            notes=(*self.notes, *notes),
             departures=tuple(self.departures),
             culprit=self.culprit,
             losses=(tuple(self.losses[0]), tuple(self.losses[1])),
@@ -141,9 +148,8 @@ class Examiner:
             self.pair.reference, self.pair.wholes, self.limit, ranks=self.ranks.size,
             rows=self._has_rows,
         )  # fmt: skip
-        origin = {name: row.flatten() for name, row in self.pair.origin.items()}
-        relations = list(metamorphic.relations(batch, origin, self.watched))
-        return relations, metamorphic.notes
+        watched = self.watched.relations(self.pair.origin, self.ranks.size)
+        return [*watched, *metamorphic.relations(batch)], metamorphic.notes
 
     def _begin(self) -> None:
         differences = Differences(step=0, rank=self.ranks.rank)
@@ -151,6 +157,8 @@ class Examiner:
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
         elsewhere = {name for own in self.ranks.gather(sorted(self.pair.holds)) for name in own}
         at_start(differences, wholes, names, self.pair.holds, elsewhere)
+        self.history.begin(self.pair.holds)
+        self.watched.begin(self.pair.wholes)
         if self._gather(differences):
             self.culprit = explain_start(first_of(self.departures), self.ranks)
 
@@ -176,20 +184,30 @@ class Examiner:
         self._gather(seen.differences)
         self.departures += replicas(step, self.ranks.gather(sums["parameters"]), Subject.PARAMETERS)
         self._note_norms(seen)
-        self.watched.see(seen.expected.gradients)
+        self.watched.see(seen.expected, self.pair.wholes)
         if step == 0:
             everyones = self.ranks.gather(rows_of(seen.seen.calls))
             samples = ledger_of(rows_of(seen.expected.calls), everyones)
             differ = any(rows != everyones[0] for rows in everyones)
             self._has_rows = samples is not None and (differ or self.ranks.size == 1)
         self._compare_losses(step, *seen.losses)
+        if seen.seen.has_closure and self.terms.examined is None:
+            self.terms = replace(self.terms, examined=1)
+            self.worst_loss.tolerance *= _OF_CLOSURES
+            self.notes.append(
+                "an optimizer runs passes itself, which make much of roundings: after the first "
+                "step losses alone are compared"
+            )
         if not is_finite(seen.expected.gradients, self.pair.wholes):
             self.culprit = reference_not_finite(step, self.ranks)
         elif self.departures:
             self.culprit = self._explain(seen)
+        self.history.see(self.pair.holds)
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
     def _note_norms(self, step: StepComparison) -> None:
+        if not step.expected.updates and not step.seen.updates:
+            return  # an optimizer that torch knows nothing of, or a step that is left out
         self.norms[0].append(math.sqrt(sum(squares_of(step.expected.gradients).values())))
         mine = [
             squares_of(step.seen.gradients),
@@ -213,6 +231,9 @@ class Examiner:
                     sentence="The optimizer does not step as often as on one device in this step: "
                     "step it once for each global batch, after its last micro-batch.",
                 )  # fmt: skip
+            case Moment.FORWARD:
+                written = self.ranks.gather(self.history.seen(step, self.pair.holds))
+                return explain_in_use(first, self.ranks, written)
             case Moment.GRADIENTS:
                 return self._explain_gradients(step, first)
             case _ if first[0].subject is Subject.LOSS:

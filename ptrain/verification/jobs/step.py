@@ -17,6 +17,7 @@ from ptrain.verification.jobs.compare import (
     ParameterMove,
     compare_buffers,
     compare_gradients,
+    compare_in_use,
     compare_states,
     compare_update,
     digest,
@@ -94,7 +95,9 @@ def run_step(
         description = f"{seen.updates} updates, one device {expected.updates}"
         differences.differ(Moment.START, Subject.COUNTER, "optimizer.step", description)
     compare_gradients(differences, expected, seen, pair.holds, limit)
-    scale, usual = Magnitude.of(expected.gradients), Magnitude.of(pair.origin).usual
+    in_use = expected.in_use, seen.in_use
+    compare_in_use(differences, in_use, (before, run_before), pair.holds, limit)
+    scale = Magnitude.of(expected.gradients)
     for name, shard in pair.holds.items():
         gradient = expected.gradients.get(name)
         if gradient is not None:
@@ -111,7 +114,7 @@ def run_step(
             sure=pair.sure.get(name, torch.ones_like(run_before[name], dtype=torch.bool)),
         )
         quiet = gradient is not None and scale.is_noise(gradient)
-        compare_update(differences, name, course, usual=usual, is_noise=quiet, limit=limit)
+        compare_update(differences, name, course, is_noise=quiet, limit=limit)
     states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
     compare_states(differences, *states, pair.holds, limit)
     compare_buffers(differences, pair.reference.model, pair.loop.model, limit)

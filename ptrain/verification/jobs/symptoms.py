@@ -169,14 +169,16 @@ def contributions(samples: Sequence[Sample]) -> Contributions | None:
 
 
 def _some(sample: Sample, holders: Sequence[int], tolerance: float) -> Symptom | None:
+    contributed = contributions([sample])
+    return by_micro_batches(contributed, holders, tolerance) if contributed else None
+
+
+def by_micro_batches(
+    contributed: Contributions, holders: Sequence[int], tolerance: float
+) -> Symptom | None:
     """Every rank's gradient is a sum of the same micro-batches: some are not among them, or all
     are, with the same weight, and one device gives them other ones."""
-    contributed = contributions([sample])
-    if (
-        contributed is None
-        or not contributed.of_truth.holds(tolerance)
-        or len(contributed.of_found) < len(holders)
-    ):
+    if not contributed.of_truth.holds(tolerance) or len(contributed.of_found) < len(holders):
         return None
     fits = list(contributed.of_found.values())
     if not all(fit.holds(tolerance) for fit in fits) or absent(contributed.of_truth.coefficients):

@@ -1,0 +1,112 @@
+"""This rank's samples, row by row, beside one device's: whether the batch has them at all, whether
+the model returned the same for them, and whether the loss asks the same of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from ptrain.verification.factors import multiple
+from ptrain.verification.jobs.compare import difference, digest, norm
+from ptrain.verification.jobs.record import ForwardCall
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample: a checksum of its input, of whatever else was given with it, and what the model
+    returned of it and the loss's gradient by that, where these have rows at all."""
+
+    key: str
+    others: tuple[str, ...]
+    length: int
+    output: Tensor | None
+    asked: Tensor | None
+
+
+@dataclass(slots=True, kw_only=True)
+class RowReport:
+    """Of this rank's rows, how many: `count` in all; `sliced`: shorter or longer than one device's;
+    `unknown`: not in the batch; `otherwise`: the same input, and something else given with it;
+    `returned`: of which the model returned something else; `compared`: of which both losses are
+    known to ask something; `asks_alike`: what this rank's asks of all of these is one multiple of
+    what one device's does."""
+
+    count: int = 0
+    sliced: int = 0
+    unknown: int = 0
+    otherwise: int = 0
+    returned: int = 0
+    compared: int = 0
+    asks_alike: bool = True
+
+
+def rows_of_calls(calls: Sequence[ForwardCall]) -> Iterator[Row]:
+    """Yield the rows of the first tensor that the model was given, pass by pass."""
+    for call in calls:
+        tensors = [
+            leaf
+            for leaf in tree_leaves((call.args, call.kwargs))
+            if isinstance(leaf, Tensor) and leaf.dim() and not isinstance(leaf, DTensor)
+        ]
+        if not tensors:
+            continue
+        first, count = tensors[0], tensors[0].size(0)
+        others = [tensor for tensor in tensors[1:] if tensor.size(0) == count]
+        output, asked = (_of_rows(tensor, count) for tensor in (call.output, call.upstream.get(0)))
+        for place, row in enumerate(first):
+            yield Row(
+                key=digest(row.flatten()),
+                others=tuple(digest(tensor[place].flatten()) for tensor in others),
+                length=row.numel(),
+                output=None if output is None else output[place],
+                asked=None if asked is None else asked[place],
+            )
+
+
+def _of_rows(tensor: Tensor | None, count: int) -> Tensor | None:
+    has = tensor is not None and tensor.dim() and tensor.size(0) == count
+    return tensor if has else None
+
+
+def compare_rows(
+    reference: Sequence[ForwardCall], run: Sequence[ForwardCall], tolerance: float
+) -> RowReport:
+    """Compare this rank's rows with one device's of the same input."""
+    expected: dict[str, list[Row]] = {}
+    lengths = set()
+    for row in rows_of_calls(reference):
+        expected.setdefault(row.key, []).append(row)
+        lengths.add(row.length)
+    report = RowReport()
+    asked: list[tuple[Tensor, Tensor]] = []
+    for row in rows_of_calls(run):
+        report.count += 1
+        report.sliced += row.length not in lengths
+        same = expected.get(row.key, [])
+        if not same:
+            report.unknown += 1
+            continue
+        right = next((other for other in same if other.others == row.others), None)
+        if right is None:
+            report.otherwise += len(row.others) == len(same[0].others)
+            continue
+        report.returned += _differ(row.output, right.output, tolerance)
+        if row.asked is None or right.asked is None or row.asked.shape != right.asked.shape:
+            continue
+        asked.append((row.asked.flatten(), right.asked.flatten()))
+    report.compared = len(asked)
+    if asked:
+        own, truth = (torch.cat(rows) for rows in zip(*asked, strict=True))
+        report.asks_alike = multiple(own, truth).holds(tolerance)
+    return report
+
+
+def _differ(own: Tensor | None, right: Tensor | None, tolerance: float) -> bool:
+    if own is None or right is None or own.shape != right.shape:
+        return False
+    return difference(own, right, norm(right)) > tolerance

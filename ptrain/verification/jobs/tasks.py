@@ -1,0 +1,88 @@
+"""What a loss asks of a model's logits, told by its gradient alone: which token every position is
+asked for, and whether it takes the logits as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ptrain.verification.factors import multiple
+from ptrain.verification.jobs.record import ForwardCall
+
+_NEARLY_ALL = 0.99  # of the positions that have a target
+_RARELY = 0.9
+_FEWEST = 8  # positions from which a task is told
+_FITS = 1e-4  # of a gradient's rows, relative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTask:
+    """`shift`: how far behind a position (in tokens) is what it is asked for; None where that is
+    no token of the input. `count`: how many positions have a target."""
+
+    tokens: Tensor
+    shift: int | None
+    count: int
+
+
+def task_of(call: ForwardCall) -> TokenTask | None:
+    """Tell the targets of a cross-entropy by its gradient, which is negative at the target alone.
+    None of a model that is given no tokens [rows, positions], or returns no logits of them."""
+    tokens = next(
+        (
+            leaf
+            for leaf in tree_leaves((call.args, call.kwargs))
+            if isinstance(leaf, Tensor) and leaf.dim() == 2 and not leaf.is_floating_point()
+        ),
+        None,
+    )
+    gradient = call.upstream.get(0)
+    if tokens is None or gradient is None or gradient.dim() != 3:
+        return None
+    if gradient.shape[:2] != tokens.shape or int(tokens.max()) >= gradient.size(2):
+        return None
+    asked = (gradient < 0).sum(-1) == 1
+    targets = gradient.argmin(-1)
+    shares = {}
+    for shift in range(3):
+        length = tokens.size(1) - shift
+        has = asked[:, :length]
+        if int(has.sum()) < _FEWEST:
+            return None
+        right = targets[:, :length][has] == tokens[:, shift:][has]
+        shares[shift] = float(right.double().mean())
+    likeliest = max(shares, key=lambda shift: shares[shift])
+    others = max(share for shift, share in shares.items() if shift != likeliest)
+    is_clear = shares[likeliest] >= _NEARLY_ALL and others <= _RARELY
+    return TokenTask(tokens=tokens, shift=likeliest if is_clear else None, count=int(asked.sum()))
+
+
+def softmaxed(call: ForwardCall) -> str:
+    """Return what the loss is given in the place of logits, in words; nothing where it is given
+    these. The gradient of a cross-entropy of a softmax is told from that of the logits."""
+    output, gradient = call.output, call.upstream.get(0)
+    if output is None or gradient is None or gradient.shape != output.shape or output.dim() < 2:
+        return ""
+    if output.size(-1) < 3:
+        return ""
+    rows, asked = (tensor.double().flatten(0, -2) for tensor in (output, gradient))
+    has = asked.abs().amax(-1) > 0
+    rows, asked = rows[has], asked[has]
+    if len(rows) < _FEWEST:
+        return ""
+    targets = torch.nn.functional.one_hot(asked.argmin(-1), rows.size(-1)).double()
+    plain = rows.softmax(-1) - targets
+    if _is_multiple(asked, plain):
+        are = bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < _FITS).all())
+        return "probabilities, whose rows add up to one" if are else ""
+    shares = rows.softmax(-1)
+    twice = shares.softmax(-1) - targets
+    back = shares * (twice - (shares * twice).sum(-1, keepdim=True))
+    return "their softmax" if _is_multiple(asked, back) else ""
+
+
+def _is_multiple(asked: Tensor, expected: Tensor) -> bool:
+    return multiple(asked.flatten(), expected.flatten()).holds(_FITS)

@@ -1,0 +1,154 @@
+"""What the steps of a run show of the reference by itself: what gets a gradient, what moves, what
+its optimizers keep from step to step, and which units are copies of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ptrain.report.finding import Certainty, Culprit, Subject
+from ptrain.verification.jobs.metamorphic import Relation
+from ptrain.verification.jobs.record import StepRecorder
+from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.verdict import claim
+from ptrain.verification.jobs.words import families
+
+_STILL = 2  # steps at the end without a move, from which a schedule's last step is told
+
+
+@dataclass(slots=True)
+class Watched:
+    """`trained`: parameters that had a gradient; `steps`: of each step whether any parameter had a
+    gradient, and whether any moved; `emptied`: how often an optimizer had nothing left of what it
+    had kept of a parameter."""
+
+    trained: set[str] = field(default_factory=set)
+    steps: list[tuple[bool, bool]] = field(default_factory=list)
+    emptied: dict[str, int] = field(default_factory=dict)
+    _kept: set[str] = field(default_factory=set)
+    _values: dict[str, Tensor] = field(default_factory=dict)
+    _shapes: dict[str, torch.Size] = field(default_factory=dict)
+
+    def begin(self, wholes: Mapping[str, ParameterShard]) -> None:
+        """Take the values of the start."""
+        self._values = _values(wholes)
+        self._shapes = {
+            name: shard.shape for name, shard in wholes.items() if shard.parameter.requires_grad
+        }
+
+    def see(self, run: StepRecorder, wholes: Mapping[str, ParameterShard]) -> None:
+        """Take what a step shows."""
+        now = _values(wholes)
+        trained = {name for name, gradient in run.gradients.items() if bool(gradient.any())}
+        moved = any(not torch.equal(row, self._values[name]) for name, row in now.items())
+        self.trained |= trained
+        self.steps.append((bool(trained), moved))
+        for name in self._kept & run.without_state:
+            self.emptied[name] = self.emptied.get(name, 0) + 1
+        own = {id(shard.parameter): name for name, shard in wholes.items()}
+        self._kept = {
+            own[id(parameter)]
+            for optimizer in run.optimizers
+            for parameter, state in optimizer.state.items()
+            if id(parameter) in own and any(isinstance(row, Tensor) for row in state.values())
+        }
+        self._values = now
+
+    def relations(self, origin: Mapping[str, Tensor], ranks: int) -> Iterator[Relation]:
+        """Yield what holds of any training, and what does not; `origin`: the values of the
+        start."""
+        if len(self.steps) < 2:
+            return
+        yield _relation("what gets a gradient moves", ranks, self._unmoved(origin))
+        yield _relation("every step moves", ranks, self._stalled())
+        yield _relation("optimizers keep their state", ranks, self._emptied())
+        yield _relation("units differ", ranks, self._copies())
+
+    def _unmoved(self, origin: Mapping[str, Tensor]) -> _Told | None:
+        still = sorted(n for n in self.trained if torch.equal(self._values[n], origin[n].flatten()))
+        if not still or len(still) == len(self.trained):
+            return None  # where nothing moves, that is said already
+        return _Told(
+            Subject.PARAMETERS, "not updated on one device either", families(still),
+            "It gets a gradient in the reference and in the loop, and no update moves it: give it "
+            "to the optimizer, or freeze it (requires_grad_(False)).",
+            f"its value is the same to the bit after {len(self.steps)} steps",
+        )  # fmt: skip
+
+    def _stalled(self) -> _Told | None:
+        """The last steps have gradients and move nothing."""
+        count = 0
+        for had_gradient, moved in reversed(self.steps):
+            if moved or not had_gradient:
+                break
+            count += 1
+        if count < _STILL or count == len(self.steps):
+            return None
+        first = len(self.steps) - count
+        return _Told(
+            Subject.LEARNING_RATE, "no update on one device either", "all parameters",
+            f"From step {first} on nothing moves any parameter, though each has a gradient: the "
+            "learning rate is zero, or an update is too small for the dtype of the parameters.",
+            f"all values are the same to the bit after {count} steps",
+        )  # fmt: skip
+
+    def _emptied(self) -> _Told | None:
+        """In every step but the first."""
+        names = sorted(n for n, times in self.emptied.items() if times == len(self.steps) - 1 > 1)
+        if not names:
+            return None
+        return _Told(
+            Subject.OPTIMIZER, "emptied in every step, on one device too", families(names),
+            "The optimizer begins every step without what it kept of the step before (moments, "
+            "step counters): it is made anew, or its state is emptied, in every step.",
+            "when it steps there is no state of a parameter that it has updated before",
+        )  # fmt: skip
+
+    def _copies(self) -> _Told | None:
+        """Matrices whose rows are all the same after updates."""
+        alike = sorted(
+            name
+            for name, shape in self._shapes.items()
+            if len(shape) >= 2 and shape[0] >= 2 and _has_equal_rows(self._values[name], shape)
+        )
+        if not alike:
+            return None
+        return _Told(
+            Subject.PARAMETERS, "units that are copies of each other", families(alike),
+            "All rows are the same after updates, as they were made alike (zeros, one value): they "
+            "get the same gradient and will never differ. Draw them (nn.init).",
+            f"the rows are the same to the bit after {len(self.steps)} steps",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    state: Subject
+    factor: str
+    place: str
+    sentence: str
+    tried: str
+
+
+def _relation(name: str, ranks: int, broken: _Told | None) -> Relation:
+    why = "" if broken is None else f"{broken.factor}: {broken.place}"
+    check = claim(f"shared code: {name}", None, broken is None, why)
+    if broken is None:
+        return Relation(check=check)
+    return Relation(check=check, culprit=Culprit(
+        state=broken.state, axis="", factor=broken.factor, place=broken.place, step=0,
+        ranks=tuple(range(ranks)), sentence=broken.sentence, certainty=Certainty.PROVEN,
+        tried=broken.tried,
+    ))  # fmt: skip
+
+
+def _has_equal_rows(values: Tensor, shape: torch.Size) -> bool:
+    rows = values.view(shape)
+    return bool((rows == rows[:1]).all())
+
+
+def _values(wholes: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
+    return {name: shard.value().clone().flatten() for name, shard in wholes.items()}
