@@ -110,6 +110,7 @@ _UNDO: dict[SymptomKind, Undo] = {
     SymptomKind.ADDED: _without_the_step_before,
     SymptomKind.SOME: _weighed,
     SymptomKind.WEIGHTS: _weighed,
+    SymptomKind.UNEVEN: _weighed,
     SymptomKind.EACH: _by_rank,
     SymptomKind.EMPTY: _given,
     SymptomKind.OWN: _as_given,

@@ -59,7 +59,9 @@ class Diagnosis:
             case SymptomKind.ADDED:
                 symptom = replace(symptom, factor=stale_factor(self.samples)[1])
                 words = f"less {symptom.factor:.4g} times those of the step before"
-            case SymptomKind.SOME | SymptomKind.WEIGHTS if several := contributions(self.samples):
+            case SymptomKind.SOME | SymptomKind.WEIGHTS | SymptomKind.UNEVEN if (
+                several := contributions(self.samples)
+            ):
                 contributed = several
                 words = "with the weight that each micro-batch has on one device"
             case SymptomKind.EACH:
@@ -98,6 +100,8 @@ class Diagnosis:
                 return self._some()
             case SymptomKind.WEIGHTS if contributed := contributions(self.samples):
                 return self._weights(contributed)
+            case SymptomKind.UNEVEN if contributed := contributions(self.samples):
+                return self._uneven(contributed)
             case SymptomKind.EVEN:
                 return self._even()
             case _:
@@ -204,31 +208,65 @@ class Diagnosis:
             state=Subject.LOSS,
         )
 
+    def _uneven(self, contributed: Contributions) -> Culprit:
+        """One device gives every micro-batch the same weight, and the loop does not."""
+        right = contributed.of_truth.coefficients
+        actual = next(iter(contributed.of_found.values())).coefficients
+        ratios = [its / other for its, other in zip(actual, right, strict=True)]
+        several = self.told.micro_batches > 1
+        listed = ", ".join(
+            f"{f'micro-batch {number} of ' * several}rank {rank}: × {ratio:.3g}"
+            for (rank, number), ratio in list(zip(contributed.labels, ratios, strict=True))[:4]
+        )
+        return self._say(
+            "" if several else self.ranks.axis_of(contributed.data_ranks),
+            f"scaled before the sum, × {min(ratios):.3g} to × {max(ratios):.3g}",
+            f"What each {'micro-batch' if several else 'rank'} gives is multiplied by a number of "
+            f"its own before it is summed ({listed}), and on one device by none: it is clipped, "
+            "divided by a norm or by a count of its own; clip and divide the whole gradient.",
+        )
+
     def _scaled(self, factor: float, contributed: Contributions) -> Culprit:
-        """Say which side has the factor: the loss, where the mean or the sum over ranks of what
-        they computed is not the right gradient; else the synchronisation."""
-        micro_batches, data = self.told.micro_batches, len(contributed.data_ranks)
+        """Say which side has the factor, by the weight that a micro-batch's own gradient has in the
+        loop's and in one device's: the synchronisation, where the first is neither that of a mean
+        nor of a sum over ranks; else the loss, or a mean in the place of a sum."""
+        data, micro_batches = len(contributed.data_ranks), self.told.micro_batches
         axes = {
             axis: len(groups[0])
             for axis, groups in self.ranks.axes.items()
             if any(len(set(group) & set(contributed.data_ranks)) > 1 for group in groups)
         }
-        right = sum(contributed.of_truth.coefficients) / len(contributed.of_truth.coefficients)
-        is_loss = not any(abs(right * n - 1) <= self.tolerance for n in (1, data))
-        if is_loss and micro_batches > 1:
-            for ratio, sign, sentence in (
-                (micro_batches, "×", "are means, and their gradients are added up: divide each"),
-                (1 / micro_batches, "÷", "are divided by their number twice: divide each once,"),
-            ):
-                if any(abs(right * n * ratio - 1) <= self.tolerance for n in (1, data)):
-                    return self._say(
-                        "",
-                        f"{sign} {micro_batches} (micro-batches)",
-                        f"The losses of {micro_batches} micro-batches {sentence} by "
-                        f"{micro_batches}.",
-                        state=Subject.LOSS,
-                    )
-        return self._product(factor, axes | {"K": micro_batches} if is_loss else axes)
+        actual = _mean(next(iter(contributed.of_found.values())).coefficients)
+        right = _mean(contributed.of_truth.coefficients)
+        is_mean, is_sum = (abs(actual * n - 1) <= self.tolerance for n in (data, 1))
+        if not (is_mean or is_sum):
+            return self._product(factor, axes)
+        by_micro_batches = products(factor, {"K": micro_batches}, self.tolerance)
+        is_other = not is_mean and abs(right * data - 1) <= self.tolerance  # a sum for a mean
+        is_other = is_other or (is_mean and abs(right - 1) <= self.tolerance and data > 1)
+        if not by_micro_batches:
+            return (
+                self._product(factor, axes)
+                if is_other
+                else self._product(factor, axes | {"K": micro_batches})
+            )
+        sign, how = (
+            ("×", "are means, and are added up") if factor > 1 else ("÷", "are divided twice")
+        )
+        either = ""
+        if is_other:
+            synchronised = "summed" if factor > 1 else "averaged"
+            instead = "averaged" if factor > 1 else "summed"
+            either = f" Or what is {synchronised} over ranks is to be {instead}."
+        return self._say(
+            "",
+            f"{sign} {micro_batches} (micro-batches)"
+            if not is_other
+            else f"{sign} {micro_batches}",
+            f"The losses of {micro_batches} micro-batches {how}: divide each by {micro_batches}, "
+            f"once.{either}",
+            state=Subject.LOSS,
+        )
 
     def _either(self, factor: float) -> Culprit:
         """What the ranks' samples give by themselves is not known, so that a loss that is divided
@@ -305,10 +343,14 @@ class Diagnosis:
                     "ranks that hold other parts first.",
                     state=Subject.NORM,
                 )
+            factors = own_factors(self.samples)
+            listed = ", ".join(f"rank {rank}: × {its:.4g}" for rank, its in factors.items())
             return self._say(
                 next(iter(self.ranks.axes), ""),
                 "another factor on each rank",
-                "On every rank the gradient has the right direction and a length of its own.",
+                "On every rank the gradient has the right direction and a length of its own "
+                f"({listed}): it is clipped or scaled on a rank alone, after the reduction.",
+                ranks=[rank for rank, its in factors.items() if abs(its - 1) > self.tolerance],
             )
         here = [departure for departure in self.departures if departure.name in self.names]
         return unclear(here, self.told, self.names, self.ranks)
@@ -351,3 +393,7 @@ def unclear(
         certainty=Certainty.PROVEN,
         tried=f"every element of it is a number of {dtype}, and few of one device's are",
     )
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)

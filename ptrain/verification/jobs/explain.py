@@ -175,7 +175,8 @@ def _proven(
 
 _ORDER = (
     SymptomKind.NOT_FINITE, SymptomKind.EMPTY, SymptomKind.PARTIAL, SymptomKind.STALE,
-    SymptomKind.ADDED, SymptomKind.SOME, SymptomKind.WEIGHTS, SymptomKind.EVEN, SymptomKind.EACH,
+    SymptomKind.ADDED, SymptomKind.SOME, SymptomKind.WEIGHTS, SymptomKind.UNEVEN, SymptomKind.EVEN,
+    SymptomKind.EACH,
     SymptomKind.OWN, SymptomKind.OTHER, SymptomKind.RIGHT,
 )  # fmt: skip
 _EVEN = 1e-3  # weights of micro-batches that differ by no more are the same

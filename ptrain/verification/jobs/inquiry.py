@@ -34,11 +34,13 @@ _LOOSE = 10  # tolerances of an output within which it is a sum or a multiple
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
     """A family of modules (blocks.*.attn) that depart by themselves: where, in which pass, by how
-    much at most, and which ranks saw it."""
+    much at most, and which ranks saw it; `rewritten`: only where their parameters are not those of
+    their first pass."""
 
     paths: tuple[str, ...]
     moment: Moment
     difference: float
+    rewritten: bool
     ranks: tuple[int, ...]
 
     @property
@@ -134,11 +136,13 @@ class Inquiry:
     ) -> tuple[list[Suspect], set[str]]:
         """Return all ranks' suspects in the order in which their modules run, and the modules that
         some rank could run by themselves."""
-        everyones = self.ranks.gather([[v.path, int(v.moment), v.difference] for v in mine])
+        everyones = self.ranks.gather(
+            [[v.path, int(v.moment), v.difference, v.rewritten] for v in mine]
+        )
         tested = {path for paths in self.ranks.gather(sorted(tested)) for path in paths}
         rows = [(rank, *row) for rank, its in enumerate(everyones) for row in its]
         places = list(dict.fromkeys(path for path, _ in order))
-        paths = innermost([path for _, path, _, _ in rows])
+        paths = innermost([row[1] for row in rows])
         grouped: dict[str, list[str]] = {}
         for path in sorted(paths, key=places.index):
             grouped.setdefault(_family(path), []).append(path)
@@ -150,6 +154,7 @@ class Inquiry:
                     paths=tuple(members),
                     moment=Moment(min(row[2] for row in of)),
                     difference=max(row[3] for row in of),
+                    rewritten=all(row[4] for row in of),
                     ranks=tuple(sorted({row[0] for row in of})),
                 )
             )
@@ -187,8 +192,22 @@ class Inquiry:
     def _blamed(self, suspect: Suspect, mine: Sequence[Violation], tested: set[str]) -> Culprit:
         """Say what the modules do, and over which axis a sum is missing."""
         axis, factor = self._shared(suspect, mine)
+        if suspect.rewritten:
+            return Culprit(
+                state=Subject.PARAMETERS, axis="", factor=f"differs by {suspect.difference:.3g}",
+                place=suspect.place, step=self.step.differences.step, ranks=suspect.ranks,
+                sentence=f"The parameters of {suspect.place} are written between the passes of one "
+                "step (a moving average that follows each micro-batch, an update in backward): "
+                "write them once, after the last.",
+            )  # fmt: skip
         path = suspect.paths[0]
-        inner = sorted(other for other in tested if other != path and is_within(other, path))
+        inside = [
+            other
+            for other, module in self.pair.reference.model.named_modules()
+            if other != path and is_within(other, path) and not isinstance(module, nn.Identity)
+        ]
+        inner = sorted(other for other in inside if other in tested)
+        closed = innermost([other for other in inside if other not in tested])
         if suspect.moment is Moment.FORWARD:
             what = f"{suspect.place} returns something else than the plain module for the same "
             what += "inputs."
@@ -203,7 +222,10 @@ class Inquiry:
             what += f" Of what it is made of {families(inner)}{does}" if inner else ""
             cure = f"{' look' if inner else ' Look'} at what its forward does beside them"
             cure = cure if inner else " Look at its own forward, or at what wraps it"
-            cure += "." if not inner else ", or at what wraps it."
+            cure += "." if not inner else ", or at what wraps it"
+            if closed:
+                cure = cure.rstrip(".") + f"; {families(closed)} could not be run by itself"
+            cure = cure if cure.endswith(".") else f"{cure}."
         return Culprit(
             state=Subject.ACTIVATIONS, axis=axis,
             factor=factor or f"differs by {suspect.difference:.3g}",

@@ -4,7 +4,7 @@ token). The relations are metamorphic: they need no second program."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from ptrain.verification.jobs.again import ModelState
 from ptrain.verification.jobs.compare import Magnitude, difference, norm
 from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.job import Job, Tolerance
-from ptrain.verification.jobs.modules import Calls, ModuleCall, ModuleRecorder
+from ptrain.verification.jobs.modules import Calls, ModuleCall, ModuleRecorder, is_within
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.tasks import TokenTask, softmaxed, task_of
@@ -51,15 +51,16 @@ class Metamorphic:
         self._ranks, self._rows = tuple(range(ranks)), rows
         self.notes: list[str] = []
 
-    def relations(self, batch: Any) -> Iterator[Relation]:
-        """Try them, with the first batch."""
+    def relations(self, batch: Any, trained: Collection[str]) -> Iterator[Relation]:
+        """Try them, with the first batch; `trained`: the parameters that had a gradient in some
+        step."""
         state = ModelState.of(self._job.model)
         with ModuleRecorder(self._job.model) as modules:
             seen = self._step(batch)
         if not seen.gradients:
             self.notes.append("code that both sides share: nothing tried, no optimizer steps")
             return
-        yield from self._attached(modules.calls)
+        yield from self._attached(modules.calls, trained)
         yield from self._repeated(state, seen.gradients, batch)
         if self._rows:
             state.restore()
@@ -76,16 +77,20 @@ class Metamorphic:
                 self._job.step(batch)
         return seen
 
-    def _attached(self, calls: Calls) -> Iterator[Relation]:
-        """A gradient comes back to a module whose output another one takes that has a gradient."""
+    def _attached(self, calls: Calls, trained: Collection[str]) -> Iterator[Relation]:
+        """A gradient comes back to a module whose output the model goes on with."""
         inner = dict(canonical_modules(self._job.model))
-        taken = [call for call in calls.values() if call.upstream is not None]
+        order = [path for path, _ in calls]
+        has = [_has_gradient(call) for call in calls.values()]
+        last = max((n for n, known in enumerate(has) if known), default=0)
         lost = [
             path
-            for (path, _), call in calls.items()
-            if path and call.upstream is None and call.output is not None
+            for n, ((path, number), call) in enumerate(calls.items())
+            if path and n < last and not has[n] and call.output is not None
             and any(parameter.requires_grad for parameter in inner[path].parameters())
-            and any(_is_given(other, call.output) for other in taken)
+            and not any(is_within(name, path) for name in trained)
+            and not _is_returned(calls.get(("", number)), call.output)
+            and not any(is_within(order[m], path) for m in range(n + 1, last + 1) if has[m])
         ]  # fmt: skip
         name = "shared code: gradients come back through the model"
         if not lost:
@@ -94,9 +99,10 @@ class Metamorphic:
         check = claim(name, None, False, f"none comes to {families(lost)}")
         yield Relation(check=check, culprit=self._blame(
             Subject.GRADIENTS, "detached on one device too", [],
-            f"No gradient comes back to {families(lost)}, whose output the rest of the model "
-            "takes: it is detached in between (detach(), no_grad(), .data).",
-            "what it returns is what a later module is given, and that one has a gradient",
+            f"No gradient comes back to {families(lost)}, whose parameters are to be trained and "
+            "whose output the model does not return: it is detached behind it (detach(), "
+            "no_grad(), .data), or nothing uses it.",
+            "of its output there is no gradient, and of those of modules behind it there is",
             place=families(lost),
         ))  # fmt: skip
 
@@ -246,9 +252,14 @@ def _reordered(batch: Any, order: Tensor) -> Any:
     return tree_map(rows, batch)
 
 
-def _is_given(call: ModuleCall, output: Tensor) -> bool:
-    leaves = tree_leaves(call.given)
+def _has_gradient(call: ModuleCall) -> bool:
+    return call.upstream is not None and bool(call.upstream.any())
+
+
+def _is_returned(root: ModuleCall | None, output: Tensor) -> bool:
+    """Return whether it is among what the model returns."""
+    returned = () if root is None else (root.output, *root.others)
     return any(
-        isinstance(leaf, Tensor) and leaf.shape == output.shape and torch.equal(leaf, output)
-        for leaf in leaves
+        tensor is not None and tensor.shape == output.shape and torch.equal(tensor, output)
+        for tensor in returned
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -19,10 +19,11 @@ from ptrain.errors import Fault
 from ptrain.internals.autograd import is_in_backward
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Moment
-from ptrain.verification.jobs.compare import difference, norm, pieces
+from ptrain.verification.jobs.compare import difference, digest, norm, pieces
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.outputs import Key, is_real
+from ptrain.verification.parts import held
 
 _QUIET = 1e-6  # a tensor below this share of what it belongs to is rounding
 
@@ -31,11 +32,14 @@ _QUIET = 1e-6  # a tensor below this share of what it belongs to is rounding
 class ModuleCall:
     """One forward pass of one module: what it was given, the first floating tensor that it
     returned, the gradient of that (`upstream`) and the one of its first floating input that it
-    handed back (`handed`). `place` is that input's among the leaves of `given`."""
+    handed back (`handed`). `place` is that input's among the leaves of `given`; `others`: what else
+    it returned; `weights`: a checksum of its own parameters then."""
 
     given: tuple[tuple[Any, ...], dict[str, Any]]
     place: int | None
+    weights: str = ""
     output: Tensor | None = None
+    others: tuple[Tensor, ...] = ()
     upstream: Tensor | None = None
     handed: Tensor | None = None
 
@@ -99,23 +103,29 @@ class ModuleRecorder:
         place = next(
             (at for at, leaf in enumerate(leaves) if is_real(leaf) and leaf.requires_grad), None
         )
-        call = ModuleCall(given=tree_unflatten(kept, spec), place=place)
+        own = [parameter.detach() for parameter in module.parameters(recurse=False)]
+        weights = "".join(
+            digest(held(parameter).clone()) for parameter in own
+        )  # numpy pins storage
+        call = ModuleCall(given=tree_unflatten(kept, spec), place=place, weights=weights)
         self.calls[key] = call
         if place is None or isinstance(leaves[place], DTensor):
             return None
         # a node of its own: the gradient that this module hands back, without that of others that
         # take the same tensor
-        own = leaves[place].view_as(leaves[place])
-        own.register_hook(partial(_keep, call, "handed"))
-        leaves[place] = own
+        node = leaves[place].view_as(leaves[place])
+        node.register_hook(partial(_keep, call, "handed"))
+        leaves[place] = node
         return tree_unflatten(leaves, spec)
 
     def _ends(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         call = self.calls.get((path, max(self._micro_batch, 0)))
-        first = next((leaf for leaf in tree_leaves(output) if is_real(leaf)), None)
+        real = [leaf for leaf in tree_leaves(output) if is_real(leaf)]
+        first = next(iter(real), None)
         if not _counts() or call is None or call.output is not None or first is None:
             return
         call.output = first.detach().clone()
+        call.others = tuple(leaf.detach().clone() for leaf in real[1:])
         if first.requires_grad:
             first.register_hook(partial(_keep, call, "upstream"))
 
@@ -132,7 +142,8 @@ def _counts() -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
     """A module that does something else than the plain one with the same inputs, or hands another
-    gradient back for the same gradient: how far off (relative), and both sides."""
+    gradient back for the same gradient: how far off (relative), and both sides. `rewritten`: its
+    parameters are not those of its first pass in the step."""
 
     path: str
     micro_batch: int
@@ -140,6 +151,7 @@ class Violation:
     difference: float
     expected: Tensor
     actual: Tensor
+    rewritten: bool = False
 
 
 @dataclass(slots=True)
@@ -156,7 +168,7 @@ def violations(
 ) -> Violations:  # fmt: skip
     """Run each plain module on what the loop's was given: the whole, or samples or tokens of it.
     One that the loop gives other features (a slice of the heads) cannot be run by itself."""
-    result = Violations()
+    result, first = Violations(), dict[str, str]()
     modules = dict(canonical_modules(model))
     with torch.random.fork_rng(devices=[]):
         for key, call in actual.items():
@@ -165,8 +177,9 @@ def violations(
                 continue
             its = _of_module(modules[key[0]], key, call, right, limit)
             if its is not None:
+                rewritten = call.weights != first.setdefault(key[0], call.weights)
                 result.tested.add(key[0])
-                result.list += its
+                result.list += [replace(violation, rewritten=rewritten) for violation in its]
     return result
 
 

@@ -149,7 +149,7 @@ class Examiner:
             rows=self._has_rows,
         )  # fmt: skip
         watched = self.watched.relations(self.pair.origin, self.ranks.size)
-        return [*watched, *metamorphic.relations(batch)], metamorphic.notes
+        return [*watched, *metamorphic.relations(batch, self.watched.trained)], metamorphic.notes
 
     def _begin(self) -> None:
         differences = Differences(step=0, rank=self.ranks.rank)
@@ -206,8 +206,8 @@ class Examiner:
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
     def _note_norms(self, step: StepComparison) -> None:
-        if not step.expected.updates and not step.seen.updates:
-            return  # an optimizer that torch knows nothing of, or a step that is left out
+        if not step.expected.updates or step.expected.has_closure:
+            return  # an optimizer that torch knows nothing of, a step that is left out
         self.norms[0].append(math.sqrt(sum(squares_of(step.expected.gradients).values())))
         mine = [
             squares_of(step.seen.gradients),

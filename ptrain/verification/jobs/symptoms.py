@@ -34,6 +34,7 @@ class SymptomKind(StrEnum):
     WEIGHTS = "other weights of micro-batches"
     STALE = "stale"
     ADDED = "added to the step before"
+    UNEVEN = "uneven weights of micro-batches"
     EACH = "a multiple on each rank"
     OWN = "the sum of what its micro-batches give by themselves"
     OTHER = "something else"
@@ -72,6 +73,9 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
     if even.holds(tolerance):
         is_one = abs(even.factor - 1) <= tolerance
         return Symptom(SymptomKind.RIGHT if is_one else SymptomKind.EVEN, factor=even.factor)
+    alone = {rank: multiple(*pair) for rank, pair in pairs.items()}
+    if all(fit.holds(tolerance) or not pairs[r][1].any() for r, fit in alone.items()):
+        return Symptom(SymptomKind.EACH)
     for explanation in (
         _partial(sample, ranks, tolerance),
         _earlier(sample, holders, tolerance),
@@ -79,9 +83,6 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
     ):
         if explanation is not None:
             return explanation
-    alone = {rank: multiple(*pair) for rank, pair in pairs.items()}
-    if all(fit.holds(tolerance) or not pairs[r][1].any() for r, fit in alone.items()):
-        return Symptom(SymptomKind.EACH)
     return Symptom(SymptomKind.OTHER)
 
 
@@ -183,6 +184,10 @@ def by_micro_batches(
     fits = list(contributed.of_found.values())
     if not all(fit.holds(tolerance) for fit in fits) or absent(contributed.of_truth.coefficients):
         return None
+    evenly = is_even(contributed.of_truth.coefficients, 10 * tolerance)
+    uneven = [fit for fit in fits if not is_even(fit.coefficients, 10 * tolerance)]
+    if evenly and len(uneven) == len(fits) and not any(absent(f.coefficients) for f in fits):
+        return Symptom(SymptomKind.UNEVEN)
     if all(is_even(fit.coefficients, 10 * tolerance) for fit in fits):
         differ = not is_even(contributed.of_truth.coefficients, 10 * tolerance)
         return Symptom(SymptomKind.WEIGHTS) if differ else None

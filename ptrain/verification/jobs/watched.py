@@ -92,7 +92,7 @@ class Watched:
             Subject.LEARNING_RATE, "no update on one device either", "all parameters",
             f"From step {first} on nothing moves any parameter, though each has a gradient: the "
             "learning rate is zero, or an update is too small for the dtype of the parameters.",
-            f"all values are the same to the bit after {count} steps",
+            f"the last {count} steps leave every value the same to the bit", first,
         )  # fmt: skip
 
     def _emptied(self) -> _Told | None:
@@ -131,6 +131,7 @@ class _Told:
     place: str
     sentence: str
     tried: str
+    step: int = 0
 
 
 def _relation(name: str, ranks: int, broken: _Told | None) -> Relation:
@@ -139,7 +140,7 @@ def _relation(name: str, ranks: int, broken: _Told | None) -> Relation:
     if broken is None:
         return Relation(check=check)
     return Relation(check=check, culprit=Culprit(
-        state=broken.state, axis="", factor=broken.factor, place=broken.place, step=0,
+        state=broken.state, axis="", factor=broken.factor, place=broken.place, step=broken.step,
         ranks=tuple(range(ranks)), sentence=broken.sentence, certainty=Certainty.PROVEN,
         tried=broken.tried,
     ))  # fmt: skip
