@@ -6,9 +6,9 @@ legal and does not run yet. The two are apart, so that legality can be counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from typing import NoReturn, Protocol
 
 from ptrain.activations import rules as activations
 from ptrain.axes.context.rules import CONTEXT
@@ -31,6 +31,7 @@ ROOMS: tuple[AxisRules, ...] = (DATA, CONTEXT, EXPERT, TENSOR, PIPELINE)
 BYTE_VOCAB = 259  # 256 bytes and three specials
 # takes every tuple that some optimizer takes: on one rank, where nothing is cut, any may be tried
 _UNDEMANDING = OptimizerSpec(name="sgd")
+FaultsOf = Callable[[Spec], Iterable[Fault]]
 
 
 class Located(Protocol):
@@ -54,18 +55,53 @@ def executed(spec: Spec) -> tuple[Fault, ...]:
 
 def is_sound(spec: Spec) -> bool:
     """Return whether `spec` is legal and executed, which the first fault decides."""
-    return next(chain(_faults(spec), _not_executed(spec)), None) is None
+    return obeys(spec, (*_CHECKED, *_EXECUTED))
+
+
+def obeys(spec: Spec, rules: Iterable[FaultsOf]) -> bool:
+    """Return whether none of these rules finds a fault."""
+    for faults in rules:
+        for _ in faults(spec):
+            return False
+    return True
+
+
+def undecided(spec: Spec, names: Iterable[str]) -> tuple[FaultsOf, ...] | None:
+    """Return the rules that look at fields of a spec with these names, None where another one is
+    broken. What the others say they say of every spec that differs from this one in these fields
+    alone: without them it is sound where `obeys` says so of what is returned."""
+    silent = object.__new__(_silent_about(frozenset(names)))
+    silent.__dict__.update(spec.__dict__)
+    looking = []
+    for faults in (*_CHECKED, *_EXECUTED):
+        try:
+            if not obeys(silent, (faults,)):
+                return None
+        except _WithheldError:
+            looking.append(faults)
+    return tuple(looking)
+
+
+class _WithheldError(Exception):
+    """A rule looks at a field that is not to be known."""
+
+
+@cache
+def _silent_about(names: frozenset[str]) -> type[Spec]:
+    """A spec of which nobody can read these fields."""
+    return type("_SilentSpec", (Spec,), dict.fromkeys(names, property(_withheld)))
+
+
+def _withheld(_: Spec) -> NoReturn:
+    raise _WithheldError
 
 
 def _faults(spec: Spec) -> Iterator[Fault]:
-    for room in ROOMS:
-        yield from _tuple_faults(room, spec)
-    for rule in SPEC_RULES:
-        yield from rule.faults(spec)
+    return (fault for faults in _CHECKED for fault in faults(spec))
 
 
 def _not_executed(spec: Spec) -> Iterator[Fault]:
-    return (fault for rule in NOT_YET for fault in rule.faults(spec))
+    return (fault for faults in _EXECUTED for fault in faults(spec))
 
 
 def require(document: Located) -> Spec:
@@ -250,3 +286,8 @@ NOT_YET: tuple[SpecRule, ...] = (
     *(rule for room in ROOMS for rule in room.not_yet),
     *activations.NOT_YET,
 )
+_CHECKED: tuple[FaultsOf, ...] = (
+    *(partial(_tuple_faults, room) for room in ROOMS),
+    *(rule.faults for rule in SPEC_RULES),
+)
+_EXECUTED: tuple[FaultsOf, ...] = tuple(rule.faults for rule in NOT_YET)

@@ -390,11 +390,10 @@ class Search:
             # What is legal with several micro-batches is so with one: no rule asks for more of them
             # but those of schedules, which `pipeline` has asked.
             several = () if many else self._legal_ways(axes, inner, through, many=True)
-            known = {id(legal.choice) for legal, _ in several}
-            self.legal[key] = [
-                (way_of(base, choice, beside), chosen(base, (choice,)))
-                for choice in self.choices[axes]
-                if id(choice) in known
-                or self.legality.data(choice, inner.within, through, many=many)
-            ]
+            known = {id(legal.choice): (legal, spec) for legal, spec in several}
+            others = [choice for choice in self.choices[axes] if id(choice) not in known]
+            for choice in self.legality.data(others, inner.within, through, many=many):
+                known[id(choice)] = way_of(base, choice, beside), chosen(base, (choice,))
+            choices = self.choices[axes]
+            self.legal[key] = [known[id(choice)] for choice in choices if id(choice) in known]
         return self.legal[key]

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
+from itertools import groupby
 from math import prod
+from typing import Any
 
-from ptrain.algebra.legality import check, executed, is_sound
+from ptrain.algebra.legality import FaultsOf, check, executed, is_sound, obeys, undecided
 from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
 from ptrain.axes.context.candidates import SPACE as CONTEXT_SPACE
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
@@ -129,6 +131,25 @@ class Through(Enum):
     HALVES = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A spec on no cluster, and the `rules` that look at fields of it that are still to be chosen:
+    all others are asked once. None where one of these is broken."""
+
+    spec: Spec
+    rules: tuple[FaultsOf, ...] | None
+
+    @classmethod
+    def of(cls, spec: Spec, names: Iterable[str]) -> Probe:
+        """Return one of a spec whose fields with these names are to be chosen."""
+        spec = spec.but(cluster=None)
+        return cls(spec, undecided(spec, names))
+
+    def is_sound(self, **changes: Any) -> bool:
+        """Return whether the spec with these values is legal and runs."""
+        return self.rules is not None and obeys(self.spec.but(**changes), self.rules)
+
+
 @dataclass(frozen=True)
 class Legality:
     """Which combinations of choices are legal and run, and are predicted. Each question is asked
@@ -138,34 +159,61 @@ class Legality:
     written: Written = NOTHING
     scored: Spec | None = None
     known: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    probes: dict[tuple[object, ...], Probe] = field(default_factory=dict)
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
         """Of a schedule with so many micro-batches, of whole layers and no copies."""
-        key = ("pipeline", choice.factors, choice.changes, micro_batches)
-        return self._is_legal(
-            key, lambda: chosen(self.base, (choice,), _batch(self.base, micro_batches, 1))
-        )
+        kind = ("pipeline", choice.factors, choice.changes)
+        if (key := (*kind, micro_batches)) not in self.known:
+            batch = _batch(self.base, micro_batches, 1)
+            if kind not in self.probes:
+                self.probes[kind] = Probe.of(chosen(self.base, (choice,), batch), ("batch",))
+            self.known[key] = self.probes[kind].is_sound(batch=batch)
+        return self.known[key]
 
     def within(
         self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through, *, several: bool
     ) -> bool:
         """Of how blocks are cut and kept, of one sample or `several`; false too where no table
         tells what that allocates on the devices."""
+        kind = ("within", choices, through)
+        if (key := (*kind, kept, several)) not in self.known:
+            if kind not in self.probes:
+                tall = self._tall((THROUGH[through], *choices), _ENOUGH)
+                self.probes[kind] = Probe.of(tall, ("activations", "batch"))
+            spec = kept_so(self.probes[kind].spec, kept)
+            spec = with_batch(spec, 2) if several else spec
+            is_sound = self.probes[kind].is_sound(activations=spec.activations, batch=spec.batch)
+            self.known[key] = is_sound and self._is_predicted(spec)
+        return self.known[key]
 
-        def spec() -> Spec:
-            tall = kept_so(self._tall((THROUGH[through], *choices), _ENOUGH), kept)
-            return with_batch(tall, 2) if several else tall
-
-        key = ("within", choices, kept, through, several)
-        return self._is_legal(key, spec, is_predicted=True)
+    def _is_predicted(self, spec: Spec) -> bool:
+        like = self._like(spec.but(cluster=self.base.cluster))
+        return is_tabulated(like) and not (
+            like.is_for_cuda and not takes_peak_of(like, self._facts)
+        )
 
     def data(
-        self, choice: AxisChoice, within: tuple[AxisChoice, ...], through: Through, *, many: bool
-    ) -> bool:
-        """Of tuples and dials, whatever the degrees are: beside axes within a block or none, and of
-        one micro-batch or several. False too of a dial that says what goes without saying."""
-        spec = self._tall((THROUGH[through], choice, *within), _ENOUGH if many else 1, self._even)
-        return not says_the_usual(spec, self.written) and is_sound(spec)
+        self,
+        choices: Iterable[AxisChoice],
+        within: tuple[AxisChoice, ...],
+        through: Through,
+        *,
+        many: bool,
+    ) -> Iterator[AxisChoice]:
+        """Yield which of these tuples and dials are legal, whatever the degrees are: beside axes
+        within a block or none, and of one micro-batch or several. Not those of a dial that says
+        what goes without saying."""
+        number = _ENOUGH if many else 1
+        for (_, names), alike in groupby(choices, _tuples_and_dials):
+            first = next(alike)
+            spec = self._tall((THROUGH[through], first, *within), number, self._even)
+            probe = Probe.of(spec, names)
+            for choice in (first, *alike):
+                changes = dict(choice.changes)
+                usual = says_the_usual(spec.but(**changes), self.written)
+                if not usual and probe.is_sound(**changes):
+                    yield choice
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it
@@ -224,17 +272,9 @@ class Legality:
         ranks = prod(c.degree(axis) for c in choices for axis in SAMPLE_AXES)
         return chosen(base or self._roomy, choices, _batch(self.base, micro_batches, ranks))
 
-    def _is_legal(
-        self, key: tuple[object, ...], spec: Callable[[], Spec], *, is_predicted: bool = False
-    ) -> bool:
+    def _is_legal(self, key: tuple[object, ...], spec: Callable[[], Spec]) -> bool:
         if key not in self.known:
-            probe = spec().but(cluster=None)
-            self.known[key] = is_sound(probe)
-            if is_predicted:
-                like = self._like(probe.but(cluster=self.base.cluster))
-                self.known[key] = self.known[key] and is_tabulated(like)
-                if self.known[key] and like.is_for_cuda:
-                    self.known[key] = takes_peak_of(like, self._facts)
+            self.known[key] = is_sound(spec().but(cluster=None))
         return self.known[key]
 
     def _like(self, spec: Spec) -> Spec:
@@ -285,6 +325,11 @@ THROUGH = {
 def _batch(base: Spec, micro_batches: int, data_ranks: int) -> Batch:
     samples = micro_batches * data_ranks
     return replace(base.batch, micro=1, accumulate=micro_batches, global_samples=samples)
+
+
+def _tuples_and_dials(choice: AxisChoice) -> tuple[tuple[Factor, ...], list[str]]:
+    """A choice's tuples, and the names of its dials."""
+    return choice.factors, [name for name, _ in choice.changes]
 
 
 def through_of(choice: AxisChoice) -> Through:
