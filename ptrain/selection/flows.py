@@ -20,7 +20,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.selection.arrays import numpy
 from ptrain.selection.moments import MomentRow, as_arrays, fullest, unlike
 from ptrain.selection.profile import Seconds
-from ptrain.selection.score import FlowMoments, Places
+from ptrain.selection.score import Array, FlowMoments
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
@@ -28,7 +28,7 @@ from ptrain.spec.spec import Spec
 _ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
 # The first rank, of those in the middle the one with most layers, the last one.
 _PLACES = 3
-Row = tuple[int, bool, bool, int]
+Row = tuple[int, bool, bool, int]  # the fields of `Places`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +91,10 @@ class PipelineFlows:
         """Return the layers of the model."""
         return len(layers(self.base, self.facts).layers)
 
-    def places(self, flows: Sequence[PipelineFlow]) -> Places:
-        """Return what the ranks have, flow by flow."""
-        np = numpy()
-        table = np.array([self._rows(flow) for flow in flows], dtype=float)
-        named = ("layers", "front", "behind", "boundaries")
-        return Places(**{name: table[:, :, at] for at, name in enumerate(named)})
+    def places(self, flows: Sequence[PipelineFlow]) -> Array:
+        """Return what the ranks have, flow by flow: of each field of `Places` an array."""
+        table = numpy().array([self._rows(flow) for flow in flows], dtype=float)
+        return table.transpose(2, 0, 1)
 
     def _rows(self, flow: PipelineFlow) -> list[Row]:
         if flow.shape not in self.rows:
@@ -176,3 +174,23 @@ class PipelineFlows:
             makespan = simulate(planned, equal_stages(planned)).makespan
             self.waits[key] = makespan - 3 * number * size.stages_per_rank
         return self.waits[key]
+
+
+@dataclass(frozen=True)
+class FlowGroup:
+    """The flows over as many ranks that take as many micro-batches: what they have is asked once,
+    of however many blocks."""
+
+    model: PipelineFlows
+    flows: Sequence[PipelineFlow]
+    micro_batches: int
+
+    @cached_property
+    def moments(self) -> FlowMoments:
+        """Return when the ranks may be fullest, flow by flow."""
+        return self.model.moments(self.flows, self.micro_batches)
+
+    @cached_property
+    def places(self) -> Array:
+        """Return what the ranks have, flow by flow."""
+        return self.model.places(self.flows)

@@ -44,10 +44,12 @@ class Keeper:
         np, task = numpy(), self.task
         self.counts.scored += block.number
         self.counts.untimed += block.untimed
-        peak, *where = block.least
-        least = self.counts.least
-        if least is None or peak < least[0]:
-            self.counts.least = (peak, block.candidate(*where))
+        if block.least is not None:
+            peak, *where = block.least
+            if self.counts.least is None or peak < self.counts.least[0]:
+                self.counts.least = (peak, block.candidate(*where))
+        if not len(block.rows):
+            return
         fits = block.peaks <= task.room * SLACK
         for name, figures, slack in (
             ("memory", block.peaks, SLACK),

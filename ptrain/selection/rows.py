@@ -31,6 +31,12 @@ OF_MEMORY = (
     *("outputs", "is_cast", "is_late", "adds_first", "ahead", "keeps_forward", "keeps_backward"),
     *("lives_of_experts", "grads_of_experts"),
 )
+# And those that say how long it is busy.
+OF_TIME = (
+    *("per_layer", "moved", "keeps_forward", "keeps_backward", "is_late", "gather", "reduce"),
+    *("overlaps", "ahead", "unpack", "pack", "add", "add_end", "adds_first", "fill", "fill_end"),
+    *("update", "update_end", "copied", "finish"),
+)
 _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
 
 

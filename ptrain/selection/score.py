@@ -9,8 +9,8 @@ comes to and in the last one, the update.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from typing import Any
 
 from ptrain.derivation.tables import Place
@@ -24,7 +24,7 @@ Array = Any
 STAGE_PLACES = (Place.ALONE, Place.FIRST, Place.MIDDLE, Place.LAST)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Places:
     """What ranks of a pipeline have of the model, the last dimension being the ranks that differ:
     `layers` on all of their stages, `front` and `behind` where embedding and head are, `boundaries`
@@ -38,15 +38,6 @@ class Places:
     def root(self, sizes: Sizes) -> Array:
         """Return the parameters around the blocks."""
         return around(sizes, self.front, self.behind, self.boundaries > 0)
-
-    def at(self, indices: Array) -> Places:
-        """Return those of some flows."""
-        return Places(
-            layers=self.layers[indices],
-            front=self.front[indices],
-            behind=self.behind[indices],
-            boundaries=self.boundaries[indices],
-        )
 
     def computing(self, seconds: Seconds) -> tuple[Array, Array]:
         """Return what each computes of one micro-batch, forward and backward."""
@@ -66,7 +57,7 @@ class Places:
         stages = np.maximum(1, self.boundaries)
         between = self.behind * sum(seconds.behind) + (self.layers - stages) * seconds.block[0]
         late = np.maximum(0.0, self.layers * out - between)
-        slower = max(0.0, back - seconds.block[1])
+        slower = np.maximum(0.0, back - seconds.block[1])
         return late + stages * back + (self.layers - stages) * slower
 
 
@@ -108,7 +99,7 @@ class RankMoments:
     is_staged: Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FlowMoments:
     """The moments of several flows, one flow's behind the other's: at which place each flow's
     `starts`, and how many it has (`lengths`)."""
@@ -116,6 +107,13 @@ class FlowMoments:
     at: RankMoments
     starts: Array
     lengths: Array
+
+    @cached_property
+    def stacked(self) -> Array:
+        """Return the fields of `StagePass`, one below the other."""
+        at, last = self.at, self.at.on[..., -1]
+        own = at.own, last, at.is_half, at.is_new, at.over_layers
+        return numpy().stack([*own, at.layers, at.graded_layers])
 
     def most(self, values: Array) -> Array:
         """Return the largest of each flow's values."""
@@ -137,27 +135,19 @@ class FlowMoments:
         return np.arange(len(pairs)) + (self.starts[flows] - begins)[pairs], pairs, begins
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StagePass:
     """The stage that a pass is on: its `own` layers, whether it is the last, and whether the pass
-    is a half (`is_half`) and the stage's first (`is_new`); `over_layers` are its rank's."""
+    is a half (`is_half`) and the stage's first (`is_new`); `over_layers`, `layers` and
+    `graded_layers` are its rank's."""
 
     own: Array
     is_last: Array
     is_half: Array
     is_new: Array
     over_layers: Array
-
-    @classmethod
-    def of(cls, at: RankMoments) -> StagePass:
-        """Return those of moments."""
-        return cls(
-            own=at.own,
-            is_last=at.on[..., -1],
-            is_half=at.is_half,
-            is_new=at.is_new,
-            over_layers=at.over_layers,
-        )
+    layers: Array
+    graded_layers: Array
 
 
 def ended(at: RankMoments, act: Activity) -> Array:
@@ -176,7 +166,7 @@ def _of_places(act: Activity, name: str, chunks: Array) -> Array:
     return chunks @ numpy().array(spots, dtype=chunks.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ActivityLevels:
     """Bytes of activations around a moment, whatever the data axes do: in the `forward` pass before
     it, as the backward pass `begins`, in its first block (`deep`), in its `second` and its last one
@@ -216,7 +206,7 @@ def activity_levels(at: RankMoments, act: Activity) -> ActivityLevels:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class MomentParameters:
     """Parameters by moment: of all of a rank's `blocks` and of the `root` around them (`held`: of
     both), of what `had` gradients before and of what is `over`, and of the stage that a pass is on:
@@ -229,6 +219,11 @@ class MomentParameters:
     front: Array
     head: Array
     held: Array
+
+    @cached_property
+    def stacked(self) -> Array:
+        """Return them one below the other."""
+        return numpy().stack([getattr(self, part.name) for part in fields(self)])
 
     @property
     def own_root(self) -> Array:
@@ -264,9 +259,11 @@ class Busy:
     longer: Array
 
 
-def busy(rows: Columns, places: Places, sizes: Sizes, seconds: Seconds, micro_batches: int) -> Busy:
+def busy(
+    rows: Columns, places: Places, sizes: Sizes, seconds: Seconds, micro_batches: Array
+) -> Busy:
     """Return what each rank is busy in a step: computation of all micro-batches, and what of the
-    rest is not hidden behind it."""
+    rest is not hidden behind it. Rows, seconds and micro-batches may be those of several blocks."""
     np, number = numpy(), micro_batches
     forward, backward = places.computing(seconds)
     units = places.layers * rows["per_layer"]
