@@ -9,7 +9,7 @@ the place adds of its own (a stage's input belongs to the schedule) stays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import starmap
 from typing import Any
@@ -95,7 +95,7 @@ def are_known(spec: Spec) -> bool:
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return all(kept.is_plain for kept in spec.activations.modes)
-    kept = spec.activations.of(shape.layers)
+    kept = spec.activations.distinct_of(shape.layers)
     return all(mode.is_plain or is_known(shape, mode) for mode in kept)
 
 
@@ -177,7 +177,7 @@ def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
     """Return the floating-point operations of one block's matrix products: `forward`, `backward`,
     and those of forward that backward repeats (`again`). `scores` are those of a sample and head,
     in the place of all tokens times all tokens."""
-    setting = replace(setting, context=None)
+    setting = setting.without_context
     written = content(TablePart.BLOCK, setting)
     work = written["parts"][_entry(setting, kept, setting.shape.attention)["work"]][0]
     dimensions = setting.values
@@ -229,7 +229,7 @@ def backward_part(base: Sequence[Any], setting: Setting, kept: Kept, held: int =
 def _replaced(
     base: Sequence[Any], setting: Setting, kept: Kept, *, is_forward: bool, held: int
 ) -> list[Any]:
-    plain = block(replace(setting, context=None), PLAIN, Attention.SDPA)
+    plain = block(setting.without_context, PLAIN, Attention.SDPA)
     other = block(setting, kept, setting.shape.attention)
     before, of_base, after = _parted(base, *_BOUNDARIES[is_forward])
     of_plain, of_other = (version.part(is_forward=is_forward) for version in (plain, other))

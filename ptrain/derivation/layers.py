@@ -124,7 +124,7 @@ class LayerPasses:
 
 @cache
 def _evaluated(setting: Setting) -> EvaluatedTable:
-    return table(TablePart.PASSES, replace(setting, context=None))
+    return table(TablePart.PASSES, setting.without_context)
 
 
 def places_of(units: Units) -> Places:
@@ -235,6 +235,6 @@ def _head(setting: Setting, layers: int) -> LossHead | None:
     head = loss_chunks.head_of(setting, Place.LAST)
     if head is None or layers == 1:
         return head
-    if not blocks.block(replace(setting, context=None), PLAIN, Attention.SDPA).frees_input:
+    if not blocks.block(setting.without_context, PLAIN, Attention.SDPA).frees_input:
         return head
     return replace(head, forward=(Run(0, -_hidden_bytes(setting)), *head.forward))

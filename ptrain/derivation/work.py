@@ -51,11 +51,11 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
         return None
     assert isinstance(spec.model, ModelShape), "a built-in model"
     setting = setting_at(spec, plan, index)
-    kept = spec.activations.of(spec.model.layers)
+    activations, layers = spec.activations, spec.model.layers
+    kept, modes = activations.of(layers), activations.distinct_of(layers)
     # copies between tiers are no operators: whatever the tier, the layer computes the same
-    modes = {id(mode): mode for mode in kept}  # few, which are slow to compare
-    of_layer = {key: _layer(setting, Kept(policy=mode.policy)) for key, mode in modes.items()}
-    front, behind = _ends(replace(setting, context=None), is_staged=plan.pipeline is not None)
+    of_layer = {id(mode): _layer(setting, Kept(policy=mode.policy)) for mode in modes}
+    front, behind = _ends(setting.without_context, is_staged=plan.pipeline is not None)
     return ModelWork(front=front, layers=tuple(of_layer[id(mode)] for mode in kept), behind=behind)
 
 
@@ -67,12 +67,12 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     is_known = plan.context is None or is_tabulated(spec)
     if not isinstance(shape, ModelShape) or spec.loss.user_function or not is_known:
         return _NO_TABLE
-    modes = {id(mode): mode for mode in spec.activations.of(shape.layers)}
+    modes = spec.activations.distinct_of(shape.layers)
     if spec.loss.fused:
         return _FUSED_LOSS
     if spec.loss.chunk and (spec.tensor.is_naive or spec.pipeline.is_in_halves):
         return _NO_TABLE
-    if not all(blocks.is_known(shape, mode) for mode in modes.values()):
+    if not all(blocks.is_known(shape, mode) for mode in modes):
         return _NO_TABLE
     is_cut = plan.tensor is not None
     return _DROPS_IN_PARTS if spec.is_for_cuda and shape.drops and is_cut else ""

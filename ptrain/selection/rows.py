@@ -3,7 +3,7 @@ scores them for one rank's part of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ptrain.selection.arrays import numpy
 from ptrain.selection.moves import PartedMoves, UnitMoves, inside
 from ptrain.selection.profile import Sizes
 from ptrain.selection.wires import Wires
+from ptrain.spec.axis import Factor
 from ptrain.spec.dials import GradientSync, Overlap, UnitKind, UnitSize
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.rates import OperatorKind
@@ -61,36 +62,65 @@ class DataWay:
     is_copied_back: bool
 
 
-def way_of(base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> DataWay:
-    """Return what a choice says beside others, which decide by which form it is executed."""
-    spec = chosen(base, (choice, *beside))
-    form, factors = form_of(spec), choice.factors
-    cut = {
-        state: tuple(f.placement[state].distribution in CUT for f in factors)
-        for state in (_THETA, _OMEGA, _GRADS)
-    }
-    near = {state: tier_of(factors, state) is Tier.DEVICE for state in cut}
-    is_made = has(factors, _THETA, Distribution.MATERIALIZED)
-    is_brought = is_made or any(cut[_THETA]) or not near[_THETA]
-    is_flat = form is Form.FLAT
-    kind = spec.unit.kind
-    return DataWay(
-        choice=choice,
-        form=form,
-        cut=cut,
-        near=near,
-        is_on_file=tier_of(factors, _OMEGA) is Tier.FILE,
-        is_made=is_made,
-        is_brought=is_brought,
-        is_late=spec.sync.gradients is GradientSync.LAST,
-        said_unit=spec.unit,
-        unit=2 if kind is UnitKind.SUB_BLOCK else int(kind is UnitKind.BLOCKS),
-        keeps_forward=is_brought and not spec.sync.reshard_after_forward,
-        keeps_backward=is_brought and not spec.sync.reshard_after_backward,
-        overlaps=spec.overlap is Overlap.BACKWARD if is_flat else spec.overlap is not Overlap.NONE,
-        ahead=(spec.prefetch or 0) if is_flat else int(is_brought),
-        is_copied_back=spec.offload.update is Tier.DEVICE,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormOfTuples:
+    """What tuples say by themselves, whatever the dials are; they have their form beside others."""
+
+    factors: tuple[Factor, ...]
+    form: Form
+    cut: dict[State, tuple[bool, ...]]
+    near: dict[State, bool]
+    is_on_file: bool
+    is_made: bool
+
+    @classmethod
+    def of(cls, spec: Spec, factors: tuple[Factor, ...]) -> FormOfTuples:
+        """Return what those of some factors say that a spec has."""
+        cut = {
+            state: tuple(f.placement[state].distribution in CUT for f in factors)
+            for state in (_THETA, _OMEGA, _GRADS)
+        }
+        return cls(
+            factors=factors,
+            form=form_of(spec),
+            cut=cut,
+            near={state: tier_of(factors, state) is Tier.DEVICE for state in cut},
+            is_on_file=tier_of(factors, _OMEGA) is Tier.FILE,
+            is_made=has(factors, _THETA, Distribution.MATERIALIZED),
+        )
+
+
+def ways_of(
+    base: Spec, choices: Iterable[AxisChoice], beside: Sequence[AxisChoice]
+) -> Iterator[DataWay]:
+    """Yield what choices say beside others, which decide by which form they are executed."""
+    said: FormOfTuples | None = None
+    for choice in choices:
+        spec = chosen(base, (choice, *beside))
+        if said is None or said.factors is not choice.factors:
+            said = FormOfTuples.of(spec, choice.factors)
+        is_brought = said.is_made or any(said.cut[_THETA]) or not said.near[_THETA]
+        is_flat = said.form is Form.FLAT
+        kind = spec.unit.kind
+        yield DataWay(
+            choice=choice,
+            form=said.form,
+            cut=said.cut,
+            near=said.near,
+            is_on_file=said.is_on_file,
+            is_made=said.is_made,
+            is_brought=is_brought,
+            is_late=spec.sync.gradients is GradientSync.LAST,
+            said_unit=spec.unit,
+            unit=2 if kind is UnitKind.SUB_BLOCK else int(kind is UnitKind.BLOCKS),
+            keeps_forward=is_brought and not spec.sync.reshard_after_forward,
+            keeps_backward=is_brought and not spec.sync.reshard_after_backward,
+            overlaps=(
+                spec.overlap is Overlap.BACKWARD if is_flat else spec.overlap is not Overlap.NONE
+            ),
+            ahead=(spec.prefetch or 0) if is_flat else int(is_brought),
+            is_copied_back=spec.offload.update is Tier.DEVICE,
+        )
 
 
 class Ways:
@@ -129,7 +159,9 @@ class Ways:
 
     def of_units(self, units: frozenset[UnitSize]) -> Array:
         """Return which of them move one of these units."""
-        return numpy().array([way.said_unit in units for way in self.ways], dtype=bool)
+        distinct = {id(way.said_unit): way.said_unit for way in self.ways}  # slow to compare
+        among = {key: unit in units for key, unit in distinct.items()}
+        return numpy().array([among[id(way.said_unit)] for way in self.ways], dtype=bool)
 
     def row_shards(self, degrees: Sequence[int]) -> Array:
         """Return over how many ranks parameters are cut by rows; 1 where not tensor by tensor."""

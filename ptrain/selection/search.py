@@ -26,7 +26,7 @@ from ptrain.selection.keeper import Keeper
 from ptrain.selection.peaks import RankPeaks
 from ptrain.selection.profile import Seconds, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
-from ptrain.selection.rows import Columns, DataWay, Ways, way_of
+from ptrain.selection.rows import Columns, DataWay, Ways, ways_of
 from ptrain.selection.score import MomentParameters
 from ptrain.selection.space import (
     THROUGH,
@@ -51,8 +51,6 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.spec import Spec
 
-LegalWay = tuple[DataWay, Spec]  # and the base with its choice
-
 
 class Search:
     """Loops over all that a block has in common, and asks everything once."""
@@ -73,7 +71,7 @@ class Search:
         self.cuttable: dict[tuple[int, int, Through, bool], bool] = {}
         self.gathered: dict[tuple[int, int], frozenset[UnitSize]] = {}
         self.ways: dict[tuple[object, ...], Ways] = {}
-        self.legal: dict[tuple[object, ...], list[LegalWay]] = {}
+        self.legal: dict[tuple[object, ...], list[DataWay]] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
         self.columns: dict[tuple[object, ...], Columns] = {}
         self.parts: dict[tuple[object, ...], MomentParameters] = {}
@@ -163,9 +161,9 @@ class Search:
     def _of_batch(
         self, inner: InnerCut, left: int, stages: int, micro: int, number: int
     ) -> Iterator[OpenBlock]:
-        running = self._running(stages, number)
+        running, where = self._running(stages, number), self.task.where
         for kept in self.ways_to_keep:
-            if not self.task.where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
+            if where.asks(Aspect.KEPT) and not where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
                 continue
             for through, group in running.items():
                 if not self._is_legal(inner, kept, through, several=micro > 1):
@@ -332,14 +330,20 @@ class Search:
     ) -> Ways:
         key = (axes, inner.axes, through, many)
         if key not in self.ways:
-            admits = partial(self.task.where.admits, Aspect.DATA)
             legal = self._legal_ways(axes, inner, through, many=many)
-            self.ways[key] = Ways(self.wires, [way for way, spec in legal if admits(spec)])
+            self.ways[key] = Ways(self.wires, [way for way in legal if self._is_admitted(way)])
         return self.ways[key]
+
+    def _is_admitted(self, way: DataWay) -> bool:
+        """Whether a choice obeys what is asked of tuples and dials."""
+        where = self.task.where
+        return not where.asks(Aspect.DATA) or where.admits(
+            Aspect.DATA, chosen(self.task.base, (way.choice,))
+        )
 
     def _legal_ways(
         self, axes: tuple[Axis, ...], inner: InnerCut, through: Through, *, many: bool
-    ) -> list[LegalWay]:
+    ) -> list[DataWay]:
         """The legal choices of the data axes, whatever is asked of them."""
         key = (axes, inner.axes, through, many)
         if key not in self.legal:
@@ -347,10 +351,10 @@ class Search:
             # What is legal with several micro-batches is so with one: no rule asks for more of them
             # but those of schedules, which `pipeline` has asked.
             several = () if many else self._legal_ways(axes, inner, through, many=True)
-            known = {id(legal.choice): (legal, spec) for legal, spec in several}
+            known = {id(way.choice): way for way in several}
             others = [choice for choice in self.choices[axes] if id(choice) not in known]
-            for choice in self.legality.data(others, inner.within, through, many=many):
-                known[id(choice)] = way_of(base, choice, beside), chosen(base, (choice,))
+            legal = self.legality.data(others, inner.within, through, many=many)
+            known |= {id(way.choice): way for way in ways_of(base, legal, beside)}
             choices = self.choices[axes]
             self.legal[key] = [known[id(choice)] for choice in choices if id(choice) in known]
         return self.legal[key]

@@ -163,13 +163,13 @@ class Legality:
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
         """Of a schedule with so many micro-batches, of whole layers and no copies."""
+        batch = _batch(self.base, micro_batches, 1)
         kind = ("pipeline", choice.factors, choice.changes)
-        if (key := (*kind, micro_batches)) not in self.known:
-            batch = _batch(self.base, micro_batches, 1)
-            if kind not in self.probes:
-                self.probes[kind] = Probe.of(chosen(self.base, (choice,), batch), ("batch",))
-            self.known[key] = self.probes[kind].is_sound(batch=batch)
-        return self.known[key]
+        probe = self.probes.get(kind)
+        if probe is None:
+            probe = Probe.of(chosen(self.base, (choice,), batch), ("batch",))
+            self.probes[kind] = probe
+        return probe.is_sound(batch=batch)
 
     def within(
         self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through, *, several: bool
