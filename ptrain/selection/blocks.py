@@ -47,10 +47,12 @@ class DataTable:
     def memory(self) -> tuple[Columns, Any]:
         """The columns of bytes of rows that differ in these, and which of them each row is like."""
         np = numpy()
-        table = np.stack([self.columns[name] for name in OF_MEMORY], axis=1).astype(np.float32)
-        unlike, where = np.unique(table, axis=0, return_inverse=True)
-        columns = {name: np.ascontiguousarray(unlike[:, at]) for at, name in enumerate(OF_MEMORY)}
-        return columns, where.reshape(-1)
+        table = np.stack([self.columns[name] for name in OF_MEMORY], axis=1, dtype=np.float32)
+        rows = table.view(f"V{table.strides[0]}").reshape(-1).tolist()  # bytes, which compare fast
+        places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+        where = np.array([places[row] for row in rows], dtype=int)
+        unlike = np.frombuffer(b"".join(places), dtype=np.float32).reshape(-1, len(OF_MEMORY))
+        return dict(zip(OF_MEMORY, np.ascontiguousarray(unlike.T), strict=True)), where
 
     def stacked_memory(self, *, is_many: bool) -> Any:
         """The same columns one below the other, of many micro-batches or of one alone."""

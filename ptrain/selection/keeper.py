@@ -80,11 +80,12 @@ class Keeper:
         np = numpy()
         most = self.task.room if self.task.room < float("inf") else float(block.peaks.max())
         bands = (block.peaks[places] / (most * SLACK) * _BANDS).astype(int)
-        order = np.argsort(block.seconds[places], kind="stable")
-        _, first = np.unique(bands[order], return_index=True)
-        for at in order[first]:
-            seconds, band = float(block.seconds[places[at]]), int(bands[at])
-            if seconds == float("inf"):
+        order = np.argsort(block.seconds[places], kind="stable")[::-1]
+        fastest = np.full(_BANDS + 1, -1)
+        fastest[bands[order]] = order  # of one band the last that is written stays
+        for band, at in enumerate(fastest.tolist()):
+            seconds = float(block.seconds[places[at]])
+            if at < 0 or seconds == float("inf"):
                 continue
             if band not in self.front or seconds < self.front[band][0]:
                 self.front[band] = (seconds, block, int(places[at]))

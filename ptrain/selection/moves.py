@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any, Protocol
 
 from ptrain.costs import Collective, State
-from ptrain.selection.arrays import numpy
+from ptrain.selection.arrays import by_value, numpy
 from ptrain.selection.wires import Wires
 from ptrain.spec.rates import Hook
 
@@ -41,17 +42,16 @@ class UnitMoves:
         group has all their ranks."""
         np, wires = numpy(), self.ways.wires
         seconds = np.zeros(len(sizes))
+        if not mask.any():
+            return seconds
         for chosen_axes in product((False, True), repeat=len(self.degrees)):
             at = [place for place, is_in in enumerate(chosen_axes) if is_in]
             rows = np.flatnonzero((mask == np.array(chosen_axes)).all(axis=1)) if at else ()
             if not len(rows):
                 continue
             ranks = prod(self.degrees[place] for place in at)
-            values, where = np.unique(sizes[rows], return_inverse=True)
-            of_values = [
-                wires.seconds(collective, ranks, self.strides[at[-1]], value) for value in values
-            ]
-            seconds[rows] = np.array(of_values)[where.reshape(-1)]
+            over = partial(wires.seconds, collective, ranks, self.strides[at[-1]])
+            seconds[rows] = by_value(sizes[rows], over)
         return seconds
 
     def _by_axis(self, mask: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:

@@ -12,7 +12,7 @@ from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
 from ptrain.costs import State
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.facts.operators import Operator
-from ptrain.selection.arrays import numpy
+from ptrain.selection.arrays import by_value, distinct, numpy
 from ptrain.selection.moves import PartedMoves, UnitMoves, inside
 from ptrain.selection.profile import Sizes
 from ptrain.selection.wires import Wires
@@ -302,10 +302,10 @@ class Ways:
         return self._of_bytes(OperatorKind.COPY, 2 * sizes)
 
     def _of_bytes(self, kind: OperatorKind, sizes: Array) -> Array:
-        np, pace, dtype = numpy(), self.wires.pace, self.layout.parameters
-        values, where = np.unique(sizes, return_inverse=True)
-        seconds = [pace.operator_seconds(Operator(kind, dtype, (int(value),))) for value in values]
-        return np.array(seconds)[where.reshape(-1)]
+        pace, dtype = self.wires.pace, self.layout.parameters
+        return by_value(
+            sizes, lambda size: pace.operator_seconds(Operator(kind, dtype, (int(size),)))
+        )
 
     def _updates(self, parts: Array, times: Array, layers: int, sizes: Sizes) -> Columns:
         """Of a parameter, of which experts have so many times as large a part. Flat units are
@@ -313,7 +313,7 @@ class Ways:
         more = 1 + (times - 1) * sizes.experts / sizes.block
         np, ends = numpy(), sizes.front + sizes.behind
         blocks, tensors = layers * sizes.block, layers * len(sizes.tensors)
-        values, where = np.unique(parts, return_inverse=True)
+        values, where = distinct(parts)
         units = [sizes.block * layers_of_unit for layers_of_unit in _UNITS]
         at_once = self._updated(blocks, tensors, values)
         beside = self._updated(blocks + ends, tensors + 1, values) - at_once
@@ -325,7 +325,7 @@ class Ways:
             "update_end": np.where(self.flat, alone[where], beside[where]) / ends,
         }
 
-    def _updated(self, elements: float, tensors: int, parts: Array) -> Array:
+    def _updated(self, elements: float, tensors: int, parts: Sequence[float]) -> Array:
         """Seconds of one update of so many elements, by the number of slices they are cut into."""
         base, update = self.wires.base, self.wires.pace.update_seconds
         slices = [max(1, int(elements / part)) for part in parts]

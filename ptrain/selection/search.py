@@ -17,7 +17,7 @@ from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
 from ptrain.rates.pace import UnknownRate
 from ptrain.selection.activity import Activity
-from ptrain.selection.arrays import numpy
+from ptrain.selection.arrays import distinct, numpy
 from ptrain.selection.batch import BlockBatch, OpenBlock
 from ptrain.selection.blocks import BoundedPeaks, CandidateBlock, DataTable
 from ptrain.selection.flows import FlowGroup, PipelineFlow, PipelineFlows, flow_of
@@ -320,7 +320,7 @@ class Search:
         fine = ways.of_units(units)
         if inner.shape:
             shards = ways.row_shards(degrees)
-            for number in np.unique(shards):
+            for number in distinct(shards)[0]:
                 if not self.legality.shards(inner.within, int(number)):
                     fine &= shards != number
         return np.flatnonzero(fine)

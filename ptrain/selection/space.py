@@ -147,7 +147,11 @@ class Probe:
 
     def is_sound(self, **changes: Any) -> bool:
         """Return whether the spec with these values is legal and runs."""
-        return self.rules is not None and obeys(self.spec.but(**changes), self.rules)
+        return self.obeyed_by(self.spec.but(**changes))
+
+    def obeyed_by(self, spec: Spec) -> bool:
+        """Return whether a spec is, which differs in nothing else."""
+        return self.rules is not None and obeys(spec, self.rules)
 
 
 @dataclass(frozen=True)
@@ -210,9 +214,8 @@ class Legality:
             spec = self._tall((THROUGH[through], first, *within), number, self._even)
             probe = Probe.of(spec, names)
             for choice in (first, *alike):
-                changes = dict(choice.changes)
-                usual = says_the_usual(spec.but(**changes), self.written)
-                if not usual and probe.is_sound(**changes):
+                said = probe.spec.but(**dict(choice.changes))
+                if not says_the_usual(said, self.written) and probe.obeyed_by(said):
                     yield choice
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
