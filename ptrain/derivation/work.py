@@ -151,6 +151,7 @@ class _Evaluated:
         distinct: dict[Operator | InnerCollective, Operator | InnerCollective] = {}
         operators = (listed.at(sizes, compute) for listed in self.table.operators)
         self._operators = [distinct.setdefault(operator, operator) for operator in operators]
+        self._repeated: dict[tuple[int, int], Operator | InnerCollective] = {}
 
     def work(self, numbers: Mapping[str, int]) -> LayerWork:
         """Return the passes with these numbers."""
@@ -160,7 +161,8 @@ class _Evaluated:
         """Return the operators of parts one after the other, equal ones in a row as one."""
         parts = (self.table.passes[number] for number in numbers)
         of_pass = (self._operators[operator] for part in parts for operator in part)
-        return tuple([_times(operator, len([*alike])) for operator, alike in groupby(of_pass)])
+        runs = ([*alike] for _, alike in groupby(of_pass, id))
+        return tuple([self._times(run[0], len(run)) for run in runs])
 
     def of_groups(self, groups: Iterable[Sequence[int]], ranks: int) -> PassWork:
         """Return operators by number, how often each runs in a row and how many behind it run
@@ -169,15 +171,21 @@ class _Evaluated:
         def entry(number: int, times: int, beside: int) -> Operator | InnerCollective:
             what = self._operators[number]
             if isinstance(what, Operator):
-                return _times(what, times)
+                return self._times(what, times)
             own = ranks if what.collective is not Collective.SEND else 0
             return replace(what, times=times, beside=beside, ranks=own)
 
         return tuple([entry(*group) for group in groups])
 
-
-def _times(operator: Operator | InnerCollective, times: int) -> Operator | InnerCollective:
-    return operator if times == 1 else replace(operator, times=times)
+    def _times(
+        self, operator: Operator | InnerCollective, times: int
+    ) -> Operator | InnerCollective:
+        if times == 1:
+            return operator
+        key = id(operator), times
+        if key not in self._repeated:
+            self._repeated[key] = replace(operator, times=times)
+        return self._repeated[key]
 
 
 @cache

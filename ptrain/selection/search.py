@@ -13,6 +13,7 @@ from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.candidates import units_of
+from ptrain.derivation.clock import Clock
 from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
 from ptrain.rates.pace import UnknownRate
@@ -24,7 +25,7 @@ from ptrain.selection.flows import FlowGroup, PipelineFlow, PipelineFlows, flow_
 from ptrain.selection.inner import InnerCut, without_shared
 from ptrain.selection.keeper import Keeper
 from ptrain.selection.peaks import RankPeaks
-from ptrain.selection.profile import Seconds, seconds_of, sizes_of
+from ptrain.selection.profile import Seconds, clock_of, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
 from ptrain.selection.rows import Columns, DataWay, Ways, ways_of
 from ptrain.selection.score import MomentParameters
@@ -77,6 +78,7 @@ class Search:
         self.parts: dict[tuple[object, ...], MomentParameters] = {}
         self.least = float("inf")  # bytes: of all candidates that were scored
         self.activities: dict[tuple[object, ...], Activity] = {}
+        self.clocks: dict[int, Clock] = {}
         self.seconds: dict[tuple[object, ...], Seconds | None] = {}
 
     def run(self, where: Where) -> SearchResult:
@@ -245,7 +247,9 @@ class Search:
             spec = kept_so(batched(inner.spec, micro, 1), kept)
             try:
                 work, moved = self.task.work(spec), self._activity(inner, micro, kept).moved
-                seconds = seconds_of(spec, work, self.task.pace, moved)
+                if inner.number not in self.clocks:
+                    self.clocks[inner.number] = clock_of(inner.spec, self.task.pace)
+                seconds = seconds_of(spec, work, self.clocks[inner.number], moved)
                 self.seconds[key] = seconds.after(*inner.waits(micro, kept, self.task))
             except UnknownRate:
                 self.seconds[key] = None
