@@ -58,9 +58,9 @@ class Keeper:
             for rule in task.where.bounds(name):
                 fits &= may_hold(rule, figures, slack)
         places = np.flatnonzero(fits)
-        self.counts.fitting += int((block.peaks[places] <= task.room).sum())
         if not len(places):
             return
+        self.counts.fitting += int((block.peaks[places] <= task.room).sum())
         keys, ties = block.seconds, block.peaks
         if task.objective is SearchGoal.MEMORY:
             keys, ties = ties, keys
@@ -83,12 +83,15 @@ class Keeper:
         order = np.argsort(block.seconds[places], kind="stable")[::-1]
         fastest = np.full(_BANDS + 1, -1)
         fastest[bands[order]] = order  # of one band the last that is written stays
-        for band, at in enumerate(fastest.tolist()):
-            seconds = float(block.seconds[places[at]])
-            if at < 0 or seconds == float("inf"):
+        used = np.flatnonzero(fastest >= 0)
+        at = places[fastest[used]]
+        for band, place, seconds in zip(
+            used.tolist(), at.tolist(), block.seconds[at].tolist(), strict=True
+        ):
+            if seconds == float("inf"):
                 continue
             if band not in self.front or seconds < self.front[band][0]:
-                self.front[band] = (seconds, block, int(places[at]))
+                self.front[band] = (seconds, block, place)
 
     def _forget(self) -> None:
         self.best.sort(key=itemgetter(0, 1))

@@ -19,10 +19,9 @@ from ptrain.selection.score import (
     ActivityLevels,
     Array,
     FlowMoments,
+    HeldActivities,
     MomentParameters,
     StagePass,
-    activity_levels,
-    ended,
 )
 
 AT_ONCE = 2**14  # moments: arrays of so many stay near the processor
@@ -57,23 +56,23 @@ class RankPeaks:
     experts: int = 0
 
     @cached_property
-    def _ended(self) -> Array:
-        return ended(self.moments.at, self.act)
+    def _activities(self) -> HeldActivities:
+        return HeldActivities(self.moments.at, self.act)
 
     @cached_property
     def levels(self) -> Array:
         """Return the levels of activities by moment, and below them how the forward pass ends."""
-        levels = activity_levels(self.moments.at, self.act)
-        return numpy().stack([*(getattr(levels, name) for name in _LEVELS), self._ended])
+        of = self._activities
+        return numpy().stack([*(getattr(of.levels, name) for name in _LEVELS), of.ended])
 
     def at_least(self, rows: Columns) -> Array:
         """Return bytes by row and flow than which those of its fullest rank are no less: of its
         states after a step, or of these and its activations as a forward pass has ended."""
-        np, held = numpy(), self.parts.held
-        fullest = self.moments.fullest(self._ended)
+        np, held, ended = numpy(), self.parts.held, self._activities.ended
+        fullest = self.moments.fullest(ended)
         lives = rows["theta"] + rows["omega"]
         kept = (lives + rows["grads"])[:, None] * self.moments.most(held)
-        now = lives[:, None] * held[fullest] + self._ended[fullest]
+        now = lives[:, None] * held[fullest] + ended[fullest]
         return np.maximum(kept, now) * _ROUNDED
 
     def of(self, rows: Columns, at: Array, flows: Array) -> Array:

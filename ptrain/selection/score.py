@@ -10,7 +10,7 @@ comes to and in the last one, the update.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from ptrain.derivation.tables import Place
@@ -150,20 +150,66 @@ class StagePass:
     graded_layers: Array
 
 
-def ended(at: RankMoments, act: Activity) -> Array:
-    """Return the bytes of activations as the forward pass before a moment has ended."""
-    return _saved(at, act) + _of_places(act, "forward_rise", at.on)
+# What of a chunk is there by the stage that a pass is on.
+_ON_STAGE = ("forward_rise", "backward_rise", "begun", "end_rise", "half_rise", "half_begun")
 
 
-def _saved(at: RankMoments, act: Activity) -> Array:
-    saved = at.whole * act.block + at.halved * (act.block + act.half) + at.messages * act.hidden
-    saved = saved + _of_places(act, "saved", at.chunks + at.waiting)
-    return saved + _of_places(act, "waiting", at.waiting)
+@dataclass(frozen=True)
+class HeldActivities:
+    """Bytes of activations by moment, of a micro-batch with these."""
 
+    at: RankMoments
+    act: Activity
 
-def _of_places(act: Activity, name: str, chunks: Array) -> Array:
-    spots = [getattr(act.ends[place], name) for place in STAGE_PLACES]
-    return chunks @ numpy().array(spots, dtype=chunks.dtype)
+    @cached_property
+    def saved(self) -> Array:
+        """Return what is kept for backward passes."""
+        at, act = self.at, self.act
+        saved = at.whole * act.block + at.halved * (act.block + act.half) + at.messages * act.hidden
+        saved = saved + self._of_chunks("saved", at.chunks + at.waiting)
+        return saved + self._of_chunks("waiting", at.waiting)
+
+    def _of_chunks(self, name: str, chunks: Array) -> Array:
+        spots = [getattr(self.act.ends[place], name) for place in STAGE_PLACES]
+        return chunks @ numpy().array(spots, dtype=chunks.dtype)
+
+    @cached_property
+    def on_stage(self) -> dict[str, Array]:
+        """Return what of `_ON_STAGE` the stage has whose pass it is."""
+        on = self.at.on
+        ends = [self.act.ends[place] for place in STAGE_PLACES]
+        spots = [[getattr(of_place, name) for of_place in ends] for name in _ON_STAGE]
+        of_stages = numpy().array(spots, dtype=on.dtype).take(on.argmax(axis=-1), axis=1)
+        return dict(zip(_ON_STAGE, of_stages, strict=True))
+
+    @cached_property
+    def ended(self) -> Array:
+        """Return what is there as the forward pass before a moment has ended."""
+        return self.saved + self.on_stage["forward_rise"]
+
+    @cached_property
+    def levels(self) -> ActivityLevels:
+        """Return what is there around it."""
+        np, at, act, on = numpy(), self.at, self.act, self.on_stage
+        is_whole, saved = 1 - at.is_half, self.saved
+        half = at.is_half * (at.own * act.half + on["half_begun"])
+        begins = np.where(at.is_half, on["half_rise"], on["backward_rise"])
+        # behind the half of the inputs, whose last block has risen, comes that of the weights
+        deep = saved + half + is_whole * on["begun"] + is_whole * act.backward_rise
+        # in the first block the others of this micro-batch are free again, behind it that one, too
+        ends = deep - is_whole * (act.backward_rise + at.own * act.block)
+        return ActivityLevels(
+            # the forward before it left its last block or its head
+            forward=np.maximum(
+                saved - act.block + act.forward_rise, at.is_half * (saved + half + act.half_rise)
+            ),
+            begins=saved + begins,
+            deep=deep,
+            second=deep - act.block,
+            late=deep - is_whole * (at.own - 1) * act.block,
+            ends=ends,
+            embeds=ends + on["end_rise"],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,31 +225,6 @@ class ActivityLevels:
     late: Array
     ends: Array
     embeds: Array
-
-
-def activity_levels(at: RankMoments, act: Activity) -> ActivityLevels:
-    """Return them by moment."""
-    np, is_whole = numpy(), 1 - at.is_half
-    of_places, saved = partial(_of_places, act), _saved(at, act)
-    half = at.is_half * (at.own * act.half + of_places("half_begun", at.on))
-    whole = is_whole * of_places("begun", at.on)
-    begins = np.where(at.is_half, of_places("half_rise", at.on), of_places("backward_rise", at.on))
-    # behind the half of the inputs, whose last block has risen, comes that of the weights
-    deep = saved + half + whole + is_whole * act.backward_rise
-    # in the first block the others of this micro-batch are free again, behind it that one, too
-    ends = deep - is_whole * (act.backward_rise + at.own * act.block)
-    return ActivityLevels(
-        # the forward before it left its last block or its head
-        forward=np.maximum(
-            saved - act.block + act.forward_rise, at.is_half * (saved + half + act.half_rise)
-        ),
-        begins=saved + begins,
-        deep=deep,
-        second=deep - act.block,
-        late=deep - is_whole * (at.own - 1) * act.block,
-        ends=ends,
-        embeds=ends + of_places("end_rise", at.on),
-    )
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def _of_loops(size: PipelineSize, rank: int) -> Iterator[FlightMoment]:
 
     for done in _fullest(first, total, period, height, lag):
         ahead, back = through(min(first + done, total)), through(done)[::-1]
-        over = through(max(0, done - lag))[::-1]
+        over = through(max(0, done - lag))[::-1] if lag else back
         yield FlightMoment(
             whole=tuple(map(sub, ahead, back)),
             halved=tuple(map(sub, back, over)),
