@@ -7,8 +7,8 @@ legal and does not run yet. The two are apart, so that legality can be counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
-from typing import NoReturn, Protocol
+from functools import partial
+from typing import Protocol
 
 from ptrain.activations import rules as activations
 from ptrain.axes.context.rules import CONTEXT
@@ -55,7 +55,7 @@ def executed(spec: Spec) -> tuple[Fault, ...]:
 
 def is_sound(spec: Spec) -> bool:
     """Return whether `spec` is legal and executed, which the first fault decides."""
-    return obeys(spec, (*_CHECKED, *_EXECUTED))
+    return obeys(spec, (*CHECKED, *EXECUTED))
 
 
 def obeys(spec: Spec, rules: Iterable[FaultsOf]) -> bool:
@@ -66,42 +66,12 @@ def obeys(spec: Spec, rules: Iterable[FaultsOf]) -> bool:
     return True
 
 
-def undecided(spec: Spec, names: Iterable[str]) -> tuple[FaultsOf, ...] | None:
-    """Return the rules that look at fields of a spec with these names, None where another one is
-    broken. What the others say they say of every spec that differs from this one in these fields
-    alone: without them it is sound where `obeys` says so of what is returned."""
-    silent = object.__new__(_silent_about(frozenset(names)))
-    silent.__dict__.update(spec.__dict__)
-    looking = []
-    for faults in (*_CHECKED, *_EXECUTED):
-        try:
-            if not obeys(silent, (faults,)):
-                return None
-        except _WithheldError:
-            looking.append(faults)
-    return tuple(looking)
-
-
-class _WithheldError(Exception):
-    """A rule looks at a field that is not to be known."""
-
-
-@cache
-def _silent_about(names: frozenset[str]) -> type[Spec]:
-    """A spec of which nobody can read these fields."""
-    return type("_SilentSpec", (Spec,), dict.fromkeys(names, property(_withheld)))
-
-
-def _withheld(_: Spec) -> NoReturn:
-    raise _WithheldError
-
-
 def _faults(spec: Spec) -> Iterator[Fault]:
-    return (fault for faults in _CHECKED for fault in faults(spec))
+    return (fault for faults in CHECKED for fault in faults(spec))
 
 
 def _not_executed(spec: Spec) -> Iterator[Fault]:
-    return (fault for faults in _EXECUTED for fault in faults(spec))
+    return (fault for faults in EXECUTED for fault in faults(spec))
 
 
 def require(document: Located) -> Spec:
@@ -286,8 +256,8 @@ NOT_YET: tuple[SpecRule, ...] = (
     *(rule for room in ROOMS for rule in room.not_yet),
     *activations.NOT_YET,
 )
-_CHECKED: tuple[FaultsOf, ...] = (
+CHECKED: tuple[FaultsOf, ...] = (
     *(partial(_tuple_faults, room) for room in ROOMS),
     *(rule.faults for rule in SPEC_RULES),
 )
-_EXECUTED: tuple[FaultsOf, ...] = tuple(rule.faults for rule in NOT_YET)
+EXECUTED: tuple[FaultsOf, ...] = tuple(rule.faults for rule in NOT_YET)

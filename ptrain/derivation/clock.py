@@ -88,7 +88,7 @@ class Clock:
         self.own: Seconds = {}
         self.moving: Seconds = {}
         self._seconds_of: dict[Hashable, float] = {}
-        self._passes: dict[tuple[int, Hook], tuple[PassWork, PassSeconds]] = {}
+        self._passes: dict[tuple[int, Hook | None], tuple[PassWork, PassSeconds]] = {}
 
     def another(self) -> Clock:
         """Return the clock of another rank of the same machine, at the beginning of a step."""
@@ -310,8 +310,9 @@ class Clock:
         return step_time(self.own, self.moving)
 
     def pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
-        """Return how long a pass of a layer takes; equal layers are asked about once."""
-        key = id(work), around
+        """Return how long a pass of a layer takes; equal layers are asked about once, whatever the
+        host does around them where that is ahead."""
+        key = id(work), None if self.pace.overlaps else around
         if key not in self._passes:
             self._passes[key] = work, self._pass_seconds(work, around)
         return self._passes[key][1]

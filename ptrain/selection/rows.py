@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
 from ptrain.costs import State
 from ptrain.derivation.optimizer_state import optimizer_itemsize
-from ptrain.facts.operators import Operator
 from ptrain.selection.arrays import by_value, distinct, numpy
 from ptrain.selection.moves import PartedMoves, UnitMoves, inside
 from ptrain.selection.profile import Sizes
@@ -129,6 +129,7 @@ class Ways:
     def __init__(self, wires: Wires, ways: Sequence[DataWay]) -> None:
         np = numpy()
         self.wires, self.ways = wires, ways
+        self._of_units: dict[frozenset[UnitSize], Array] = {}
         self.layout = wires.base.precision.effective
         self.cut = {
             state: np.array([way.cut[state] for way in ways], dtype=bool)
@@ -159,9 +160,11 @@ class Ways:
 
     def of_units(self, units: frozenset[UnitSize]) -> Array:
         """Return which of them move one of these units."""
-        distinct = {id(way.said_unit): way.said_unit for way in self.ways}  # slow to compare
-        among = {key: unit in units for key, unit in distinct.items()}
-        return numpy().array([among[id(way.said_unit)] for way in self.ways], dtype=bool)
+        if units not in self._of_units:
+            said = {id(way.said_unit): way.said_unit in units for way in self.ways}
+            fine = [said[id(way.said_unit)] for way in self.ways]
+            self._of_units[units] = numpy().array(fine, dtype=bool)
+        return self._of_units[units].copy()
 
     def row_shards(self, degrees: Sequence[int]) -> Array:
         """Return over how many ranks parameters are cut by rows; 1 where not tensor by tensor."""
@@ -187,8 +190,8 @@ class Ways:
         layout, base = self.layout, self.wires.base
         held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
         of_experts = inside(degrees, sizes.shared_by)
-        parts = self._parts(degrees)
-        times = {state: part / self._parts(of_experts)[state] for state, part in parts.items()}
+        parts, fewer = self._parts(degrees), self._parts(of_experts)
+        times = {state: part / fewer[state] for state, part in parts.items()}
         state = optimizer_itemsize(base.optimizer, layout)
         is_cut = parts[_GRADS] > 1
         moves = PartedMoves(
@@ -302,10 +305,7 @@ class Ways:
         return self._of_bytes(OperatorKind.COPY, 2 * sizes)
 
     def _of_bytes(self, kind: OperatorKind, sizes: Array) -> Array:
-        pace, dtype = self.wires.pace, self.layout.parameters
-        return by_value(
-            sizes, lambda size: pace.operator_seconds(Operator(kind, dtype, (int(size),)))
-        )
+        return by_value(sizes, partial(self.wires.operator_seconds, kind))
 
     def _updates(self, parts: Array, times: Array, layers: int, sizes: Sizes) -> Columns:
         """Of a parameter, of which experts have so many times as large a part. Flat units are
@@ -327,12 +327,8 @@ class Ways:
 
     def _updated(self, elements: float, tensors: int, parts: Sequence[float]) -> Array:
         """Seconds of one update of so many elements, by the number of slices they are cut into."""
-        base, update = self.wires.base, self.wires.pace.update_seconds
         slices = [max(1, int(elements / part)) for part in parts]
-        name = base.optimizer.name
-        return numpy().array(
-            [update(name, self.layout, elements=number, tensors=tensors) for number in slices]
-        )
+        return numpy().array([self.wires.update_seconds(number, tensors) for number in slices])
 
     def _copied(self, parts: dict[State, Array], state: int, held: int) -> Array:
         """Of a parameter: state that is updated on the device goes there and back. How long a host

@@ -13,9 +13,9 @@ from enum import Enum, auto
 from functools import cached_property
 from itertools import groupby
 from math import prod
-from typing import Any
 
-from ptrain.algebra.legality import FaultsOf, check, executed, is_sound, obeys, undecided
+from ptrain.algebra.legality import check, executed, is_sound
+from ptrain.algebra.probe import Memo, Probe, memos
 from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
 from ptrain.axes.context.candidates import SPACE as CONTEXT_SPACE
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
@@ -131,29 +131,6 @@ class Through(Enum):
     HALVES = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A spec on no cluster, and the `rules` that look at fields of it that are still to be chosen:
-    all others are asked once. None where one of these is broken."""
-
-    spec: Spec
-    rules: tuple[FaultsOf, ...] | None
-
-    @classmethod
-    def of(cls, spec: Spec, names: Iterable[str]) -> Probe:
-        """Return one of a spec whose fields with these names are to be chosen."""
-        spec = spec.but(cluster=None)
-        return cls(spec, undecided(spec, names))
-
-    def is_sound(self, **changes: Any) -> bool:
-        """Return whether the spec with these values is legal and runs."""
-        return self.obeyed_by(self.spec.but(**changes))
-
-    def obeyed_by(self, spec: Spec) -> bool:
-        """Return whether a spec is, which differs in nothing else."""
-        return self.rules is not None and obeys(spec, self.rules)
-
-
 @dataclass(frozen=True)
 class Legality:
     """Which combinations of choices are legal and run, and are predicted. Each question is asked
@@ -213,10 +190,16 @@ class Legality:
             first = next(alike)
             spec = self._tall((THROUGH[through], first, *within), number, self._even)
             probe = Probe.of(spec, names)
+            if probe.rules is None:
+                continue
+            claims = [Memo(self._says_more, names), *memos(probe.rules, names)]
             for choice in (first, *alike):
                 said = probe.spec.but(**dict(choice.changes))
-                if not says_the_usual(said, self.written) and probe.obeyed_by(said):
+                if all(claim.holds_of(said) for claim in claims):
                     yield choice
+
+    def _says_more(self, spec: Spec) -> bool:
+        return not says_the_usual(spec, self.written)
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it
