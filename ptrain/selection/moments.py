@@ -125,7 +125,7 @@ def _unlike_ranks(size: PipelineSize, counts: Sequence[int]) -> Iterator[int]:
 @dataclass(frozen=True, kw_only=True)
 class _RankStages:
     """The stages of a rank: `layers` of each, its place, the number of that (`spots`) and a row in
-    which it alone is 1 (`marks`), and whether it has one of the ends."""
+    which it alone is 1 (`marks`), and whether it has one of the ends; and what all have."""
 
     layers: tuple[int, ...]
     places: tuple[Place, ...]
@@ -135,28 +135,37 @@ class _RankStages:
     behind: tuple[bool, ...]
     messages: tuple[int, ...]  # that lie there besides as a pass of one of them begins
     is_staged: bool
+    total: int
+    has_front: bool
+    has_behind: bool
     parts: dict[tuple[bool, ...], tuple[int, bool, bool]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, size: PipelineSize, rank: int, counts: Sequence[int]) -> _RankStages:
         own = stages_of(size, rank)
         places = tuple(_place(stage, size.stages) for stage in own)
+        layers = tuple(counts[stage] for stage in own)
+        front = tuple(place in (Place.FIRST, Place.ALONE) for place in places)
+        behind = tuple(place in (Place.LAST, Place.ALONE) for place in places)
         return cls(
-            layers=tuple(counts[stage] for stage in own),
+            layers=layers,
             places=places,
             spots=tuple(_NUMBERED[place] for place in places),
             marks=tuple(tuple(int(at is place) for at in STAGE_PLACES) for place in places),
-            front=tuple(place in (Place.FIRST, Place.ALONE) for place in places),
-            behind=tuple(place in (Place.LAST, Place.ALONE) for place in places),
+            front=front,
+            behind=behind,
             messages=tuple(_messages(size, rank, place) for place in places),
             is_staged=size.stages > 1,
+            total=sum(layers),
+            has_front=any(front),
+            has_behind=any(behind),
         )
 
     def row(self, moment: FlightMoment) -> MomentRow:
         """Return a moment of the rank's."""
         places, layers, on, over = self.places, self.layers, moment.on, moment.over
         whole, halved = moment.whole, moment.halved
-        if any(halved):
+        if has_halves := any(halved):
             # nobody waits for gradients of tokens: the first stage has no halves
             halved = tuple(map(mul, halved, (place is not Place.FIRST for place in places)))
             whole = tuple(map(add, whole, map(sub, moment.halved, halved)))
@@ -164,9 +173,9 @@ class _RankStages:
         graded_layers, graded_front, graded_behind = self._parts(graded)
         over_layers, over_front, over_behind = self._parts(over)
         return MomentRow(
-            layers=sum(layers),
-            front=any(self.front),
-            behind=any(self.behind),
+            layers=self.total,
+            front=self.has_front,
+            behind=self.has_behind,
             graded_layers=graded_layers,
             graded_front=graded_front,
             graded_behind=graded_behind,
@@ -174,9 +183,9 @@ class _RankStages:
             over_front=over_front,
             over_behind=over_behind,
             whole=_sum(layers, whole),
-            halved=_sum(layers, halved),
+            halved=_sum(layers, halved) if has_halves else 0,
             chunks=self._by_place(whole),
-            waiting=self._by_place(halved) if any(halved) else _NOWHERE,
+            waiting=self._by_place(halved) if has_halves else _NOWHERE,
             on=self.marks[on],
             own=layers[on],
             is_half=moment.is_half and places[on] is not Place.FIRST,

@@ -57,7 +57,7 @@ class RankPeaks:
 
     @cached_property
     def _activities(self) -> HeldActivities:
-        return HeldActivities(self.moments.at, self.act)
+        return HeldActivities(self.moments, self.act)
 
     @cached_property
     def levels(self) -> Array:

@@ -115,6 +115,16 @@ class FlowMoments:
         own = at.own, last, at.is_half, at.is_new, at.over_layers
         return numpy().stack([*own, at.layers, at.graded_layers])
 
+    @cached_property
+    def chunks(self) -> Array:
+        """Return the chunks by the stage's place, those between two halves included."""
+        return self.at.chunks + self.at.waiting
+
+    @cached_property
+    def has_halves(self) -> bool:
+        """Return whether any are between two halves."""
+        return bool(self.at.halved.any() or self.at.waiting.any())
+
     def most(self, values: Array) -> Array:
         """Return the largest of each flow's values."""
         return numpy().maximum.reduceat(values, self.starts)
@@ -158,16 +168,24 @@ _ON_STAGE = ("forward_rise", "backward_rise", "begun", "end_rise", "half_rise", 
 class HeldActivities:
     """Bytes of activations by moment, of a micro-batch with these."""
 
-    at: RankMoments
+    moments: FlowMoments
     act: Activity
+
+    @property
+    def at(self) -> RankMoments:
+        """Return the moments one by one."""
+        return self.moments.at
 
     @cached_property
     def saved(self) -> Array:
         """Return what is kept for backward passes."""
         at, act = self.at, self.act
-        saved = at.whole * act.block + at.halved * (act.block + act.half) + at.messages * act.hidden
-        saved = saved + self._of_chunks("saved", at.chunks + at.waiting)
-        return saved + self._of_chunks("waiting", at.waiting)
+        saved = at.whole * act.block
+        if self.moments.has_halves:
+            saved = saved + at.halved * (act.block + act.half)
+        saved = saved + at.messages * act.hidden
+        saved = saved + self._of_chunks("saved", self.moments.chunks)
+        return saved + self._of_chunks("waiting", at.waiting) if self.moments.has_halves else saved
 
     def _of_chunks(self, name: str, chunks: Array) -> Array:
         spots = [getattr(self.act.ends[place], name) for place in STAGE_PLACES]
