@@ -8,7 +8,7 @@ same way through specs which are alike in the fields that it reads on this way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, NoReturn
 
@@ -28,7 +28,8 @@ class Probe:
 
     @classmethod
     def of(cls, spec: Spec, names: Iterable[str]) -> Probe:
-        """Return one of a spec whose fields with these names are to be chosen."""
+        """Return one of a spec whose fields with these names are to be chosen: `unit`, or of the
+        value of one `batch.accumulate`."""
         spec = spec.but(cluster=None)
         return cls(spec, _undecided(spec, frozenset(names)))
 
@@ -54,9 +55,11 @@ class Memo:
             if answer is not None:
                 return answer[0]
         noting = _with(_noting(self._names), spec)
-        fields = noting.__dict__[_READ] = []
-        answer = self._claim(noting), [values[name] for name in dict.fromkeys(fields)]
-        names = tuple(dict.fromkeys(fields))
+        read: list[str] = []
+        noting.__dict__[_READ] = read
+        is_so = self._claim(noting)
+        names = tuple(dict.fromkeys(read))
+        answer = is_so, [values[name] for name in names]
         self._known.setdefault(names, {})[tuple(map(id, answer[1]))] = answer
         return answer[0]
 
@@ -73,7 +76,7 @@ def memos(rules: Iterable[FaultsOf], names: Iterable[str]) -> list[Memo]:
 def _undecided(spec: Spec, names: frozenset[str]) -> tuple[FaultsOf, ...] | None:
     """The rules that look at fields of a spec with these names, None where another one is broken:
     what the others say they say of every spec that differs from this one in these fields alone."""
-    silent, looking = _with(_silent(names), spec), []
+    silent, looking = _silenced(spec, names), []
     for faults in (*CHECKED, *EXECUTED):
         try:
             if not obeys(silent, (faults,)):
@@ -94,14 +97,31 @@ class _WithheldError(Exception):
     """A rule looks at a field that is not to be known."""
 
 
-@cache
-def _silent(names: frozenset[str]) -> type[Spec]:
-    """A spec of which nobody can read these fields."""
+def _silenced(spec: Spec, names: frozenset[str]) -> Spec:
+    """The spec without fields of it, or of their values."""
+    of_values: dict[str, set[str]] = {}
+    for name in names:
+        whole, _, part = name.partition(".")
+        of_values.setdefault(whole, set()).add(part)
+    silent = _with(_silent(Spec, frozenset(of_values.keys() & names)), spec)
+    for whole in of_values.keys() - names:
+        value = silent.__dict__[whole]
+        kind = _silent(type(value), frozenset(of_values[whole]))
+        silent.__dict__[whole] = other = object.__new__(kind)
+        for spot in fields(value):
+            if spot.name not in of_values[whole]:
+                object.__setattr__(other, spot.name, getattr(value, spot.name))
+    return silent
 
-    def withheld(_: Spec) -> NoReturn:
+
+@cache
+def _silent(kind: type[Any], names: frozenset[str]) -> type[Any]:
+    """One of which nobody can read these fields."""
+
+    def withheld(_: object) -> NoReturn:
         raise _WithheldError
 
-    return type("_SilentSpec", (Spec,), dict.fromkeys(names, property(withheld)))
+    return type(f"_Silent{kind.__name__}", (kind,), dict.fromkeys(names, property(withheld)))
 
 
 @cache

@@ -148,7 +148,7 @@ class Legality:
         kind = ("pipeline", choice.factors, choice.changes)
         probe = self.probes.get(kind)
         if probe is None:
-            probe = Probe.of(chosen(self.base, (choice,), batch), ("batch",))
+            probe = Probe.of(chosen(self.base, (choice,), batch), _NUMBERS)
             self.probes[kind] = probe
         return probe.is_sound(batch=batch)
 
@@ -161,7 +161,7 @@ class Legality:
         if (key := (*kind, kept, several)) not in self.known:
             if kind not in self.probes:
                 tall = self._tall((THROUGH[through], *choices), _ENOUGH)
-                self.probes[kind] = Probe.of(tall, ("activations", "batch"))
+                self.probes[kind] = Probe.of(tall, ("activations", *_NUMBERS))
             spec = kept_so(self.probes[kind].spec, kept)
             spec = with_batch(spec, 2) if several else spec
             is_sound = self.probes[kind].is_sound(activations=spec.activations, batch=spec.batch)
@@ -284,6 +284,7 @@ def _with_layers(spec: Spec) -> Spec:
 
 
 _LAYERS, _ENOUGH = 8, 4
+_NUMBERS = ("batch.micro", "batch.accumulate", "batch.global_samples")
 _ROWS = 2**12
 _STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _TWO = (Factor(axis=Axis.PP, degree=2, placement=_STAGES),)
