@@ -17,6 +17,7 @@ from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import StageCost, equal_stages, simulate
 from ptrain.axes.pipeline.stage_facts import layers
 from ptrain.facts.model import ModelFacts
+from ptrain.facts.stages import Layers
 from ptrain.selection.arrays import numpy
 from ptrain.selection.moments import MomentRow, as_arrays, fullest, unlike
 from ptrain.selection.profile import Seconds
@@ -87,9 +88,13 @@ class PipelineFlows:
     waits: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @cached_property
+    def _layers(self) -> Layers:
+        return layers(self.base, self.facts)
+
+    @cached_property
     def num_layers(self) -> int:
         """Return the layers of the model."""
-        return len(layers(self.base, self.facts).layers)
+        return len(self._layers.layers)
 
     def places(self, flows: Sequence[PipelineFlow]) -> Array:
         """Return what the ranks have, flow by flow: of each field of `Places` an array."""
@@ -133,7 +138,7 @@ class PipelineFlows:
         stages = flow.ranks * flow.per_rank
         if stages not in self.cuts:
             spec = chosen(self.base, (flow.choice,))
-            cut = stages_of(spec, layers(spec, self.facts))
+            cut = stages_of(spec, self._layers)
             self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
         return self.cuts[stages]
 

@@ -115,7 +115,8 @@ class Search:
             batch = BlockBatch(self.task, self.flows, self.wires, inner)
             for block in self._of_inner(inner):
                 batch.add(block)
-                if batch.is_full:
+                # until something fits blocks look for the least of all, each for its own
+                if batch.is_full or self.least > self.task.room:
                     yield from self._scored(batch)
             yield from self._scored(batch)
 
