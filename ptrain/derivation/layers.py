@@ -118,7 +118,9 @@ class LayerPasses:
         held = 0 if place else self.held
         if self.head is not None and place == len(self.numbers) - 1:
             base = self.head.around(_PASSES[kind], _evaluated(self.setting).events(part))
-            return base if self.is_plain else _kept(base, self.setting, kind, self.kept[place], held)
+            return (
+                base if self.is_plain else _kept(base, self.setting, kind, self.kept[place], held)
+            )
         if self.is_plain:
             return _evaluated(self.setting).events(part)
         return _kept_part(part, self.setting, kind, self.kept[place], held)

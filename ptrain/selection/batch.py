@@ -110,7 +110,7 @@ class BlockBatch:
             untimed=len(rows) if fitting.work is None else 0,
             rows=rows,
             columns=columns,
-            peaks=peaks[rows, columns] if len(rows) else seconds,
+            peaks=seconds if peaks is None else peaks[rows, columns],
             seconds=seconds,
             least=least,
         )

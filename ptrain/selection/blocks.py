@@ -111,7 +111,7 @@ class BoundedPeaks:
     @property
     def number(self) -> int:
         """Return how many peaks there are, known or not."""
-        return len(self.table) * self.bounds.shape[1]
+        return len(self.table) * int(self.bounds.shape[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

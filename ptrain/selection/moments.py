@@ -197,7 +197,9 @@ class _RankStages:
     def _parts(self, stages: tuple[bool, ...]) -> tuple[int, bool, bool]:
         """Layers of some of the stages, and whether these have the ends."""
         if stages not in self.parts:
-            has_front, has_behind = (any(map(and_, end, stages)) for end in (self.front, self.behind))
+            has_front, has_behind = (
+                any(map(and_, end, stages)) for end in (self.front, self.behind)
+            )
             self.parts[stages] = _sum(self.layers, stages), has_front, has_behind
         return self.parts[stages]
 

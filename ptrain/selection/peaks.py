@@ -205,9 +205,7 @@ class PassGradients:
     gone: Array
 
     @classmethod
-    def of(
-        cls, rows: Columns, at: StagePass, parts: MomentParameters, block: int
-    ) -> PassGradients:
+    def of(cls, rows: Columns, at: StagePass, parts: MomentParameters, block: int) -> PassGradients:
         """Return those of choices of the data axes, in one of several micro-batches or alone."""
         is_whole = 1 - at.is_half
         # What waits for the last micro-batch has its place until it is reduced, and is free then.

@@ -50,7 +50,6 @@ from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
-from ptrain.spec.spec import Spec
 
 
 class Search:

@@ -15,7 +15,7 @@ from itertools import groupby
 from math import prod
 
 from ptrain.algebra.legality import check, executed, is_sound
-from ptrain.algebra.probe import Memo, Probe, memos
+from ptrain.algebra.open_spec import Memo, OpenSpec, memos
 from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
 from ptrain.axes.context.candidates import SPACE as CONTEXT_SPACE
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
@@ -140,17 +140,17 @@ class Legality:
     written: Written = NOTHING
     scored: Spec | None = None
     known: dict[tuple[object, ...], bool] = field(default_factory=dict)
-    probes: dict[tuple[object, ...], Probe] = field(default_factory=dict)
+    open_specs: dict[tuple[object, ...], OpenSpec] = field(default_factory=dict)
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
         """Of a schedule with so many micro-batches, of whole layers and no copies."""
         batch = _batch(self.base, micro_batches, 1)
         kind = ("pipeline", choice.factors, choice.changes)
-        probe = self.probes.get(kind)
-        if probe is None:
-            probe = Probe.of(chosen(self.base, (choice,), batch), _NUMBERS)
-            self.probes[kind] = probe
-        return probe.is_sound(batch=batch)
+        opened = self.open_specs.get(kind)
+        if opened is None:
+            opened = OpenSpec.of(chosen(self.base, (choice,), batch), _NUMBERS)
+            self.open_specs[kind] = opened
+        return opened.is_sound(batch=batch)
 
     def within(
         self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through, *, several: bool
@@ -159,12 +159,13 @@ class Legality:
         tells what that allocates on the devices."""
         kind = ("within", choices, through)
         if (key := (*kind, kept, several)) not in self.known:
-            if kind not in self.probes:
+            if kind not in self.open_specs:
                 tall = self._tall((THROUGH[through], *choices), _ENOUGH)
-                self.probes[kind] = Probe.of(tall, ("activations", *_NUMBERS))
-            spec = kept_so(self.probes[kind].spec, kept)
+                self.open_specs[kind] = OpenSpec.of(tall, ("activations", *_NUMBERS))
+            opened = self.open_specs[kind]
+            spec = kept_so(opened.spec, kept)
             spec = with_batch(spec, 2) if several else spec
-            is_sound = self.probes[kind].is_sound(activations=spec.activations, batch=spec.batch)
+            is_sound = opened.is_sound(activations=spec.activations, batch=spec.batch)
             self.known[key] = is_sound and self._is_predicted(spec)
         return self.known[key]
 
@@ -189,12 +190,12 @@ class Legality:
         for (_, names), alike in groupby(choices, _tuples_and_dials):
             first = next(alike)
             spec = self._tall((THROUGH[through], first, *within), number, self._even)
-            probe = Probe.of(spec, names)
-            if probe.rules is None:
+            opened = OpenSpec.of(spec, names)
+            if opened.rules is None:
                 continue
-            claims = [Memo(self._says_more, names), *memos(probe.rules, names)]
+            claims = [Memo(self._says_more, names), *memos(opened.rules, names)]
             for choice in (first, *alike):
-                said = probe.spec.but(**dict(choice.changes))
+                said = opened.spec.but(**dict(choice.changes))
                 if all(claim.holds_of(said) for claim in claims):
                     yield choice
 

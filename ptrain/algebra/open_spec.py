@@ -1,5 +1,5 @@
-"""Whether many specs are sound that differ in few fields: a rule says the same of all that are alike
-in what it looks at, and is asked once for these.
+"""Whether many specs are sound that differ in few fields: a rule says the same of all that are
+alike in what it looks at, and is asked once for these.
 
 Which fields that are nobody declares. A rule is a function of the spec alone, so that it takes the
 same way through specs which are alike in the fields that it reads on this way.
@@ -19,7 +19,7 @@ _READ = "fields that were read"
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class OpenSpec:
     """A spec on no cluster, and the `rules` that look at fields of it that are still to be chosen:
     all others are asked once. None where one of these is broken."""
 
@@ -27,7 +27,7 @@ class Probe:
     rules: tuple[FaultsOf, ...] | None
 
     @classmethod
-    def of(cls, spec: Spec, names: Iterable[str]) -> Probe:
+    def of(cls, spec: Spec, names: Iterable[str]) -> OpenSpec:
         """Return one of a spec whose fields with these names are to be chosen: `unit`, or of the
         value of one `batch.accumulate`."""
         spec = spec.but(cluster=None)
@@ -115,8 +115,9 @@ def _silenced(spec: Spec, names: frozenset[str]) -> Spec:
 
 
 @cache
-def _silent(kind: type[Any], names: frozenset[str]) -> type[Any]:
+def _silent(kind: Callable[..., Any], names: frozenset[str]) -> type[Any]:
     """One of which nobody can read these fields."""
+    assert isinstance(kind, type), "a value's class"
 
     def withheld(_: object) -> NoReturn:
         raise _WithheldError
