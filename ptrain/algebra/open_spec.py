@@ -13,9 +13,10 @@ from functools import cache
 from typing import Any, NoReturn
 
 from ptrain.algebra.legality import CHECKED, EXECUTED, FaultsOf, obeys
+from ptrain.spec.batch import Batch
 from ptrain.spec.spec import Spec
 
-_READ = "fields that were read"
+_READ, _BATCH = "fields that were read", "batch."
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class OpenSpec:
 
     @classmethod
     def of(cls, spec: Spec, names: Iterable[str]) -> OpenSpec:
-        """Return one of a spec whose fields with these names are to be chosen: `unit`, or of the
-        value of one `batch.accumulate`."""
+        """Return one of a spec whose fields with these names are to be chosen: `unit`, or of its
+        batch `batch.accumulate`."""
         spec = spec.but(cluster=None)
         return cls(spec, _undecided(spec, frozenset(names)))
 
@@ -98,31 +99,36 @@ class _WithheldError(Exception):
 
 
 def _silenced(spec: Spec, names: frozenset[str]) -> Spec:
-    """The spec without fields of it, or of their values."""
-    of_values: dict[str, set[str]] = {}
-    for name in names:
-        whole, _, part = name.partition(".")
-        of_values.setdefault(whole, set()).add(part)
-    silent = _with(_silent(Spec, frozenset(of_values.keys() & names)), spec)
-    for whole in of_values.keys() - names:
-        value = silent.__dict__[whole]
-        kind = _silent(type(value), frozenset(of_values[whole]))
-        silent.__dict__[whole] = other = object.__new__(kind)
-        for spot in fields(value):
-            if spot.name not in of_values[whole]:
-                object.__setattr__(other, spot.name, getattr(value, spot.name))
+    """The spec without fields of it, or of its batch."""
+    of_batch = {name for name in names if name.startswith(_BATCH)}
+    silent = _with(_silent_spec(names - of_batch), spec)
+    if of_batch:
+        parts = frozenset(name.removeprefix(_BATCH) for name in of_batch)
+        batch = object.__new__(_silent_batch(parts))
+        for part in fields(Batch):
+            if part.name not in parts:
+                object.__setattr__(batch, part.name, getattr(spec.batch, part.name))
+        silent.__dict__["batch"] = batch
     return silent
 
 
 @cache
-def _silent(kind: Callable[..., Any], names: frozenset[str]) -> type[Any]:
-    """One of which nobody can read these fields."""
-    assert isinstance(kind, type), "a value's class"
+def _silent_spec(names: frozenset[str]) -> type[Spec]:
+    return type("_SilentSpec", (Spec,), _withheld(names))
 
-    def withheld(_: object) -> NoReturn:
+
+@cache
+def _silent_batch(names: frozenset[str]) -> type[Batch]:
+    return type("_SilentBatch", (Batch,), _withheld(names))
+
+
+def _withheld(names: Iterable[str]) -> dict[str, Any]:
+    """Fields that nobody can read."""
+
+    def refuse(_: object) -> NoReturn:
         raise _WithheldError
 
-    return type(f"_Silent{kind.__name__}", (kind,), dict.fromkeys(names, property(withheld)))
+    return dict.fromkeys(names, property(refuse))
 
 
 @cache
