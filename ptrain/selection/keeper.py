@@ -68,10 +68,8 @@ class Keeper:
         good = places[keys[places] <= self.bound]
         if len(good) > _KEPT:
             good = good[np.argpartition(keys[good], _KEPT)[:_KEPT]]
-        self.best += [
-            (float(key), float(tie), block, int(place))
-            for key, tie, place in zip(keys[good], ties[good], good, strict=True)
-        ]
+        figures = (keys[good].tolist(), ties[good].tolist(), good.tolist())
+        self.best += [(key, tie, block, place) for key, tie, place in zip(*figures, strict=True)]
         if len(self.best) > 4 * _KEPT:
             self._forget()
 

@@ -121,6 +121,11 @@ class FlowMoments:
         return self.at.chunks + self.at.waiting
 
     @cached_property
+    def stage(self) -> Array:
+        """Return the place of the stage whose pass it is, by its number among `STAGE_PLACES`."""
+        return self.at.on.argmax(axis=-1)
+
+    @cached_property
     def has_halves(self) -> bool:
         """Return whether any are between two halves."""
         return bool(self.at.halved.any() or self.at.waiting.any())
@@ -131,10 +136,9 @@ class FlowMoments:
 
     def fullest(self, values: Array) -> Array:
         """Return the place of the first of each flow's largest values."""
-        np = numpy()
-        is_largest = values == np.repeat(self.most(values), self.lengths)
-        places = np.flatnonzero(is_largest)
-        return places[np.searchsorted(places, self.starts)]
+        parts = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        places = [start + int(values[start : start + length].argmax()) for start, length in parts]
+        return numpy().array(places)
 
     def of_pairs(self, flows: Array) -> tuple[Array, Array, Array]:
         """Return, for flows that are named as often as there are rows with them, the places of
@@ -160,10 +164,6 @@ class StagePass:
     graded_layers: Array
 
 
-# What of a chunk is there by the stage that a pass is on.
-_ON_STAGE = ("forward_rise", "backward_rise", "begun", "end_rise", "half_rise", "half_begun")
-
-
 @dataclass(frozen=True)
 class HeldActivities:
     """Bytes of activations by moment, of a micro-batch with these."""
@@ -184,36 +184,33 @@ class HeldActivities:
         if self.moments.has_halves:
             saved = saved + at.halved * (act.block + act.half)
         saved = saved + at.messages * act.hidden
-        saved = saved + self._of_chunks("saved", self.moments.chunks)
-        return saved + self._of_chunks("waiting", at.waiting) if self.moments.has_halves else saved
+        saved = saved + self.moments.chunks @ self._by_place("saved")
+        if self.moments.has_halves:
+            saved = saved + at.waiting @ self._by_place("waiting")
+        return saved
 
-    def _of_chunks(self, name: str, chunks: Array) -> Array:
-        spots = [getattr(self.act.ends[place], name) for place in STAGE_PLACES]
-        return chunks @ numpy().array(spots, dtype=chunks.dtype)
+    def on_stage(self, name: str) -> Array:
+        """Return what the stage has whose pass it is."""
+        return self._by_place(name).take(self.moments.stage)
 
-    @cached_property
-    def on_stage(self) -> dict[str, Array]:
-        """Return what of `_ON_STAGE` the stage has whose pass it is."""
-        on = self.at.on
-        ends = [self.act.ends[place] for place in STAGE_PLACES]
-        spots = [[getattr(of_place, name) for of_place in ends] for name in _ON_STAGE]
-        of_stages = numpy().array(spots, dtype=on.dtype).take(on.argmax(axis=-1), axis=1)
-        return dict(zip(_ON_STAGE, of_stages, strict=True))
+    def _by_place(self, name: str) -> Array:
+        ends = [getattr(self.act.ends[place], name) for place in STAGE_PLACES]
+        return numpy().array(ends, dtype=self.at.on.dtype)
 
     @cached_property
     def ended(self) -> Array:
         """Return what is there as the forward pass before a moment has ended."""
-        return self.saved + self.on_stage["forward_rise"]
+        return self.saved + self.on_stage("forward_rise")
 
     @cached_property
     def levels(self) -> ActivityLevels:
         """Return what is there around it."""
         np, at, act, on = numpy(), self.at, self.act, self.on_stage
         is_whole, saved = 1 - at.is_half, self.saved
-        half = at.is_half * (at.own * act.half + on["half_begun"])
-        begins = np.where(at.is_half, on["half_rise"], on["backward_rise"])
+        half = at.is_half * (at.own * act.half + on("half_begun"))
+        begins = np.where(at.is_half, on("half_rise"), on("backward_rise"))
         # behind the half of the inputs, whose last block has risen, comes that of the weights
-        deep = saved + half + is_whole * on["begun"] + is_whole * act.backward_rise
+        deep = saved + half + is_whole * on("begun") + is_whole * act.backward_rise
         # in the first block the others of this micro-batch are free again, behind it that one, too
         ends = deep - is_whole * (act.backward_rise + at.own * act.block)
         return ActivityLevels(
@@ -226,7 +223,7 @@ class HeldActivities:
             second=deep - act.block,
             late=deep - is_whole * (at.own - 1) * act.block,
             ends=ends,
-            embeds=ends + on["end_rise"],
+            embeds=ends + on("end_rise"),
         )
 
 

@@ -164,13 +164,14 @@ class Search:
         self, inner: InnerCut, left: int, stages: int, micro: int, number: int
     ) -> Iterator[OpenBlock]:
         running, where = self._running(stages, number), self.task.where
+        room = self.task.room * SLACK
         for kept in self.ways_to_keep:
             if where.asks(Aspect.KEPT) and not where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
                 continue
             for through, group in running.items():
                 if not self._is_legal(inner, kept, through, several=micro > 1):
                     continue
-                if self._activity(inner, micro, kept).least > self.task.room * SLACK:
+                if self._activity(inner, micro, kept).least > room:
                     self.too_large.append((inner, left, through, kept, number))
                     continue
                 table = self._legal(inner, left, through, kept, number)
