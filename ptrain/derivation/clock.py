@@ -88,12 +88,14 @@ class Clock:
         self.own: Seconds = {}
         self.moving: Seconds = {}
         self._seconds_of: dict[Hashable, float] = {}
+        self._operators: dict[int, tuple[Operator, float]] = {}
         self._passes: dict[tuple[int, Hook | None], tuple[PassWork, PassSeconds]] = {}
 
     def another(self) -> Clock:
         """Return the clock of another rank of the same machine, at the beginning of a step."""
         clock = Clock(self.pace, self.network, self.tensor_axis)
         clock._seconds_of, clock._passes = self._seconds_of, self._passes
+        clock._operators = self._operators
         return clock
 
     # -- the rank's own time
@@ -323,9 +325,16 @@ class Clock:
             if isinstance(item, InnerCollective) and not item.beside:
                 sent = self._sent(item)
                 sums[sent] = sums.get(sent, 0.0) + item.times * self._inner_seconds(item)
-        compute = operators_seconds(self.pace, work, around)
+        compute = operators_seconds(self.pace, work, around, self._by_identity)
         hooks = cut_seconds(self.pace, work) if self.tensor_axis else 0.0
         return PassSeconds(compute, tuple(sums.items()), hooks, self._messages(work))
+
+    def _by_identity(self, operator: Operator) -> float:
+        """The seconds of an operator, which is one object in many passes."""
+        known = self._operators.get(id(operator))
+        if known is None:
+            known = self._operators[id(operator)] = operator, self.pace.operator_seconds(operator)
+        return known[1]
 
     def _messages(self, work: PassWork) -> tuple[tuple[Sent, Messages], ...]:
         of_kind: dict[Sent, Messages] = {}

@@ -4,7 +4,8 @@ model then, as arrays."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from operator import add, and_, ge, gt, mul, sub
 from typing import Any, NamedTuple
 
@@ -99,8 +100,9 @@ def fullest(size: PipelineSize, counts: Sequence[int]) -> tuple[MomentRow, ...]:
     """Return the moments of the ranks of a pipeline, whose stages have so many layers, at which one
     may be the fullest."""
     alike: dict[tuple[object, ...], list[_Fullness]] = {}
+    one, of_stages = replace(size, microbatches=1), tuple(counts)
     for rank in _unlike_ranks(size, counts):
-        own = _RankStages.of(size, rank, counts)
+        own = _stages_of_rank(one, rank, of_stages, max(0, chunks_between(size, rank)))
         for row in map(own.row, dict.fromkeys(moments(size, rank))):
             others, fullness = alike.setdefault(row.kind, []), _Fullness.of(row)
             if any(other.is_above(fullness) for other in others):
@@ -139,27 +141,6 @@ class _RankStages:
     has_front: bool
     has_behind: bool
     parts: dict[tuple[bool, ...], tuple[int, bool, bool]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, size: PipelineSize, rank: int, counts: Sequence[int]) -> _RankStages:
-        own = stages_of(size, rank)
-        places = tuple(_place(stage, size.stages) for stage in own)
-        layers = tuple(counts[stage] for stage in own)
-        front = tuple(place in (Place.FIRST, Place.ALONE) for place in places)
-        behind = tuple(place in (Place.LAST, Place.ALONE) for place in places)
-        return cls(
-            layers=layers,
-            places=places,
-            spots=tuple(_NUMBERED[place] for place in places),
-            marks=tuple(tuple(int(at is place) for at in STAGE_PLACES) for place in places),
-            front=front,
-            behind=behind,
-            messages=tuple(_messages(size, rank, place) for place in places),
-            is_staged=size.stages > 1,
-            total=sum(layers),
-            has_front=any(front),
-            has_behind=any(behind),
-        )
 
     def row(self, moment: FlightMoment) -> MomentRow:
         """Return a moment of the rank's."""
@@ -210,11 +191,32 @@ class _RankStages:
         return tuple(sums)
 
 
-def _messages(size: PipelineSize, rank: int, place: Place) -> int:
-    """The gradient that came, and what lies between the rank before and this one."""
-    if place is Place.ALONE:
-        return 0
-    return (place is not Place.LAST) + max(0, chunks_between(size, rank))
+@lru_cache(maxsize=2**12)
+def _stages_of_rank(
+    size: PipelineSize, rank: int, counts: tuple[int, ...], between: int
+) -> _RankStages:
+    """The stages of a rank, of however many micro-batches: `between` chunks lie between the rank
+    before and this one, and the gradient that came."""
+    own = stages_of(size, rank)
+    places = tuple(_place(stage, size.stages) for stage in own)
+    layers = tuple(counts[stage] for stage in own)
+    front = tuple(place in (Place.FIRST, Place.ALONE) for place in places)
+    behind = tuple(place in (Place.LAST, Place.ALONE) for place in places)
+    return _RankStages(
+        layers=layers,
+        places=places,
+        spots=tuple(_NUMBERED[place] for place in places),
+        marks=tuple(tuple(int(at is place) for at in STAGE_PLACES) for place in places),
+        front=front,
+        behind=behind,
+        messages=tuple(
+            0 if place is Place.ALONE else (place is not Place.LAST) + between for place in places
+        ),
+        is_staged=size.stages > 1,
+        total=sum(layers),
+        has_front=any(front),
+        has_behind=any(behind),
+    )
 
 
 def _place(stage: int, stages: int) -> Place:
