@@ -22,7 +22,7 @@ from ptrain.derivation.beside import Messages, PassSeconds, Sent, messages_of
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
-from ptrain.rates.pace import Pace, cut_seconds, operators_seconds
+from ptrain.rates.pace import Pace, TimedOperators, cut_seconds, operators_seconds
 from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.precision import DType, Layout
@@ -88,7 +88,7 @@ class Clock:
         self.own: Seconds = {}
         self.moving: Seconds = {}
         self._seconds_of: dict[Hashable, float] = {}
-        self._operators: dict[int, tuple[Operator, float]] = {}
+        self._operators = TimedOperators(pace)
         self._passes: dict[tuple[int, Hook | None], tuple[PassWork, PassSeconds]] = {}
 
     def another(self) -> Clock:
@@ -312,9 +312,8 @@ class Clock:
         return step_time(self.own, self.moving)
 
     def pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
-        """Return how long a pass of a layer takes; equal layers are asked about once, whatever the
-        host does around them where that is ahead."""
-        key = id(work), None if self.pace.overlaps else around
+        """Return how long a pass of a layer takes; equal layers are asked about once."""
+        key = id(work), None if self.pace.overlaps else around  # else the host runs ahead
         if key not in self._passes:
             self._passes[key] = work, self._pass_seconds(work, around)
         return self._passes[key][1]
@@ -325,16 +324,9 @@ class Clock:
             if isinstance(item, InnerCollective) and not item.beside:
                 sent = self._sent(item)
                 sums[sent] = sums.get(sent, 0.0) + item.times * self._inner_seconds(item)
-        compute = operators_seconds(self.pace, work, around, self._by_identity)
+        compute = operators_seconds(self.pace, work, around, self._operators.seconds)
         hooks = cut_seconds(self.pace, work) if self.tensor_axis else 0.0
         return PassSeconds(compute, tuple(sums.items()), hooks, self._messages(work))
-
-    def _by_identity(self, operator: Operator) -> float:
-        """The seconds of an operator, which is one object in many passes."""
-        known = self._operators.get(id(operator))
-        if known is None:
-            known = self._operators[id(operator)] = operator, self.pace.operator_seconds(operator)
-        return known[1]
 
     def _messages(self, work: PassWork) -> tuple[tuple[Sent, Messages], ...]:
         of_kind: dict[Sent, Messages] = {}

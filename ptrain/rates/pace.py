@@ -84,6 +84,21 @@ def cut_seconds(pace: Pace, work: PassWork) -> float:
     return number * pace.hook_seconds(Hook.CUT_PRODUCT) if number else 0.0
 
 
+class TimedOperators:
+    """The seconds of operators, each of which is one object in many passes: asked once for it."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._known: dict[int, tuple[Operator, float]] = {}  # by identity, and so kept alive
+
+    def seconds(self, operator: Operator) -> float:
+        """Return those of one of them."""
+        known = self._known.get(id(operator))
+        if known is None:
+            known = self._known[id(operator)] = operator, self._pace.operator_seconds(operator)
+        return known[1]
+
+
 def operators_seconds(
     pace: Pace,
     work: PassWork,
