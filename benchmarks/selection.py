@@ -32,6 +32,7 @@ from predict_time import seconds as process_seconds
 
 from ptrain.algebra.legality import check, executed
 from ptrain.derivation.estimate import derive
+from ptrain.selection.arrays import numpy
 from ptrain.selection.choose import Chooser
 from ptrain.selection.figures import Ranked
 from ptrain.selection.job import SearchedJob, searched_job
@@ -142,6 +143,7 @@ def of_time(case: Case, *, with_process: bool) -> Outcome:
     """Return the row of a case's times."""
     chooser = Chooser(case.job())
     gc.disable()  # as the command does
+    numpy()  # whose import is no scoring
     began = time.process_time()
     result = chooser.search.run(case.job().where)
     scoring = time.process_time() - began

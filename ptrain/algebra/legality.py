@@ -6,8 +6,8 @@ legal and does not run yet. The two are apart, so that legality can be counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Protocol
 
 from ptrain.activations import rules as activations
@@ -31,6 +31,7 @@ ROOMS: tuple[AxisRules, ...] = (DATA, CONTEXT, EXPERT, TENSOR, PIPELINE)
 BYTE_VOCAB = 259  # 256 bytes and three specials
 # takes every tuple that some optimizer takes: on one rank, where nothing is cut, any may be tried
 _UNDEMANDING = OptimizerSpec(name="sgd")
+FaultsOf = Callable[[Spec], Iterable[Fault]]
 
 
 class Located(Protocol):
@@ -54,18 +55,23 @@ def executed(spec: Spec) -> tuple[Fault, ...]:
 
 def is_sound(spec: Spec) -> bool:
     """Return whether `spec` is legal and executed, which the first fault decides."""
-    return next(chain(_faults(spec), _not_executed(spec)), None) is None
+    return obeys(spec, (*CHECKED, *EXECUTED))
+
+
+def obeys(spec: Spec, rules: Iterable[FaultsOf]) -> bool:
+    """Return whether none of these rules finds a fault."""
+    for faults in rules:
+        for _ in faults(spec):
+            return False
+    return True
 
 
 def _faults(spec: Spec) -> Iterator[Fault]:
-    for room in ROOMS:
-        yield from _tuple_faults(room, spec)
-    for rule in SPEC_RULES:
-        yield from rule.faults(spec)
+    return (fault for faults in CHECKED for fault in faults(spec))
 
 
 def _not_executed(spec: Spec) -> Iterator[Fault]:
-    return (fault for rule in NOT_YET for fault in rule.faults(spec))
+    return (fault for faults in EXECUTED for fault in faults(spec))
 
 
 def require(document: Located) -> Spec:
@@ -250,3 +256,8 @@ NOT_YET: tuple[SpecRule, ...] = (
     *(rule for room in ROOMS for rule in room.not_yet),
     *activations.NOT_YET,
 )
+CHECKED: tuple[FaultsOf, ...] = (
+    *(partial(_tuple_faults, room) for room in ROOMS),
+    *(rule.faults for rule in SPEC_RULES),
+)
+EXECUTED: tuple[FaultsOf, ...] = tuple(rule.faults for rule in NOT_YET)

@@ -84,7 +84,7 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     if spec.has_token_slices and not _are_slices_known(spec, shape):
         return False
-    kept = spec.activations.of(shape.layers)
+    kept = spec.activations.distinct_of(shape.layers)
     is_in_chunks = spec.loss.chunk is not None
     if blocks.is_as_usual(shape, kept) and not is_in_chunks:
         return True

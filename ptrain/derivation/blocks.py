@@ -9,8 +9,8 @@ the place adds of its own (a stage's input belongs to the schedule) stays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import starmap
 from typing import Any
 
@@ -39,10 +39,14 @@ OVER_CONTEXT = VARIANTS[:2]
 
 _NAMES = {kept: name for name, kept in VARIANTS}
 _BLOCK = "blocks.*"
+_BOUNDARIES = {
+    True: (Mark.ENTER, Mark.LEAVE),  # of a forward pass
+    False: (Mark.PRE_BACKWARD, Mark.POST_BACKWARD),
+}
 _TOKENS = "sequence"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockPasses:
     """The passes of one block of a setting: `forward` and `backward` are what `tables.merged`
     gives, from boundary to boundary and what follows; `moved` the bytes of each storage that
@@ -55,6 +59,28 @@ class BlockPasses:
     frees_input: bool
     moved: tuple[int, ...]
     sent: tuple[tuple[Collective, int], ...]
+
+    @cached_property
+    def _parts(self) -> dict[bool, BlockPart]:
+        return {}
+
+    def part(self, *, is_forward: bool) -> BlockPart:
+        """Return its forward or its backward pass, taken apart once."""
+        if is_forward not in self._parts:
+            items = self.forward if is_forward else self.backward
+            _, within, after = _parted(items, *_BOUNDARIES[is_forward])
+            self._parts[is_forward] = BlockPart(within, _gaps(within), _net(after))
+        return self._parts[is_forward]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """A block's pass from boundary to boundary, what is allocated and freed behind each of its
+    items, and the bytes that are left of what follows."""
+
+    within: Sequence[Any]
+    gaps: dict[Any, Run]
+    after: int
 
 
 def is_known(shape: ModelShape, kept: Kept) -> bool:
@@ -69,7 +95,7 @@ def are_known(spec: Spec) -> bool:
     shape = spec.model
     if not isinstance(shape, ModelShape):
         return all(kept.is_plain for kept in spec.activations.modes)
-    kept = spec.activations.of(shape.layers)
+    kept = spec.activations.distinct_of(shape.layers)
     return all(mode.is_plain or is_known(shape, mode) for mode in kept)
 
 
@@ -151,7 +177,7 @@ def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
     """Return the floating-point operations of one block's matrix products: `forward`, `backward`,
     and those of forward that backward repeats (`again`). `scores` are those of a sample and head,
     in the place of all tokens times all tokens."""
-    setting = replace(setting, context=None)
+    setting = setting.without_context
     written = content(TablePart.BLOCK, setting)
     work = written["parts"][_entry(setting, kept, setting.shape.attention)["work"]][0]
     dimensions = setting.values
@@ -203,20 +229,14 @@ def backward_part(base: Sequence[Any], setting: Setting, kept: Kept, held: int =
 def _replaced(
     base: Sequence[Any], setting: Setting, kept: Kept, *, is_forward: bool, held: int
 ) -> list[Any]:
-    plain = block(replace(setting, context=None), PLAIN, Attention.SDPA)
+    plain = block(setting.without_context, PLAIN, Attention.SDPA)
     other = block(setting, kept, setting.shape.attention)
-    first, last = (
-        (Mark.ENTER, Mark.LEAVE) if is_forward else (Mark.PRE_BACKWARD, Mark.POST_BACKWARD)
-    )
-    before, of_base, after = _parted(base, first, last)
-    of_plain, of_other = (
-        _parted(version.forward if is_forward else version.backward, first, last)
-        for version in (plain, other)
-    )
-    then = _net(of_other[2]) - _net(of_plain[2])
+    before, of_base, after = _parted(base, *_BOUNDARIES[is_forward])
+    of_plain, of_other = (version.part(is_forward=is_forward) for version in (plain, other))
+    then = of_other.after - of_plain.after
     freed = held * (int(other.frees_input) - int(plain.frees_input))  # what is held is not
     more = then + (freed if is_forward else -freed)
-    mark, *within = _shifted(of_other[1], of_base, of_plain[1])
+    mark, *within = _shifted(of_other, of_base, of_plain)
     return [
         *(*before, mark, *_marks_of_others(of_base), *within),
         *([Run(max(more, 0), more)] if more else []),
@@ -234,13 +254,13 @@ def _is_mark_of_others(item: Any) -> bool:
     return isinstance(item, tuple) and len(item) == 2 and not item[1].startswith(_BLOCK)
 
 
-def _shifted(block: Sequence[Any], base: Sequence[Any], plain: Sequence[Any]) -> Iterator[Any]:
+def _shifted(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterator[Any]:
     """Yield a block's events with what its place adds: `base` is a plain block there and `plain`
     one within a model. A stage's schedule holds the gradient of its output, which a block within a
     model frees half way, and so the levels behind that point are higher."""
-    there, alone, own = _gaps(base), _gaps(plain), _gaps(block)
+    there, alone, own = _gaps(base), plain.gaps, block.gaps
     assert own.keys() == alone.keys() == there.keys(), "a block has its gradients wherever it is"
-    for item in block:
+    for item in block.within:
         if isinstance(item, Run):
             continue  # behind the item before it
         yield item

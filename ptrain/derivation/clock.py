@@ -22,7 +22,7 @@ from ptrain.derivation.beside import Messages, PassSeconds, Sent, messages_of
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
-from ptrain.rates.pace import Pace, cut_seconds, operators_seconds
+from ptrain.rates.pace import Pace, TimedOperators, cut_seconds, operators_seconds
 from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.precision import DType, Layout
@@ -88,12 +88,14 @@ class Clock:
         self.own: Seconds = {}
         self.moving: Seconds = {}
         self._seconds_of: dict[Hashable, float] = {}
-        self._passes: dict[tuple[int, Hook], tuple[PassWork, PassSeconds]] = {}
+        self._operators = TimedOperators(pace)
+        self._passes: dict[tuple[int, Hook | None], tuple[PassWork, PassSeconds]] = {}
 
     def another(self) -> Clock:
         """Return the clock of another rank of the same machine, at the beginning of a step."""
         clock = Clock(self.pace, self.network, self.tensor_axis)
         clock._seconds_of, clock._passes = self._seconds_of, self._passes
+        clock._operators = self._operators
         return clock
 
     # -- the rank's own time
@@ -311,7 +313,7 @@ class Clock:
 
     def pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
         """Return how long a pass of a layer takes; equal layers are asked about once."""
-        key = id(work), around
+        key = id(work), None if self.pace.overlaps else around  # else the host runs ahead
         if key not in self._passes:
             self._passes[key] = work, self._pass_seconds(work, around)
         return self._passes[key][1]
@@ -322,7 +324,7 @@ class Clock:
             if isinstance(item, InnerCollective) and not item.beside:
                 sent = self._sent(item)
                 sums[sent] = sums.get(sent, 0.0) + item.times * self._inner_seconds(item)
-        compute = operators_seconds(self.pace, work, around)
+        compute = operators_seconds(self.pace, work, around, self._operators.seconds)
         hooks = cut_seconds(self.pace, work) if self.tensor_axis else 0.0
         return PassSeconds(compute, tuple(sums.items()), hooks, self._messages(work))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from ptrain.derivation import blocks, loss_chunks
@@ -101,30 +101,47 @@ class LayerPasses:
         last = len(self.numbers) - 1
         is_reversed = kind in (Kind.BACKWARD, Kind.INPUT)
         first_place, last_place = (last, 0) if is_reversed else (0, last)
-        parts: dict[tuple[int, Kept, bool, bool], list[Any]] = {}
+        parts: dict[tuple[int, Kept, bool, bool], Sequence[Any]] = {}
         items: list[Item] = []
         for place, times in turns[::-1] if is_reversed else turns:
             part = begin if place == first_place else end if place == last_place else block
             part = part if last else only
             key = (part, self.kept[place], place == 0, place == last)
             if key not in parts:
-                parts[key] = self._part(kind, place, evaluated.events(part))
+                parts[key] = self._part(kind, place, part)
             append(items, instantiate(parts[key], self.numbers[place], places), times)
         return items
 
-    def _part(self, kind: Kind, place: int, base: list[Any]) -> list[Any]:
-        """What the layer at this place does in a pass, where a plain one does `base`."""
+    def _part(self, kind: Kind, place: int, part: int) -> Sequence[Any]:
+        """What the layer at this place does in a pass, where a plain one does this part of the
+        table."""
+        held = 0 if place else self.held
         if self.head is not None and place == len(self.numbers) - 1:
-            base = self.head.around(_PASSES[kind], base)
+            base = self.head.around(_PASSES[kind], _evaluated(self.setting).events(part))
+            return (
+                base if self.is_plain else _kept(base, self.setting, kind, self.kept[place], held)
+            )
         if self.is_plain:
-            return base
-        make_part = blocks.forward_part if kind is Kind.FORWARD else blocks.backward_part
-        return make_part(base, self.setting, self.kept[place], held=0 if place else self.held)
+            return _evaluated(self.setting).events(part)
+        return _kept_part(part, self.setting, kind, self.kept[place], held)
+
+
+@lru_cache(maxsize=2**10)
+def _kept_part(part: int, setting: Setting, kind: Kind, kept: Kept, held: int) -> Sequence[Any]:
+    """A part of the table, which several places have, with a block that is kept so."""
+    return _kept(_evaluated(setting).events(part), setting, kind, kept, held)
+
+
+def _kept(
+    base: Sequence[Any], setting: Setting, kind: Kind, kept: Kept, held: int
+) -> Sequence[Any]:
+    make_part = blocks.forward_part if kind is Kind.FORWARD else blocks.backward_part
+    return make_part(base, setting, kept, held=held)
 
 
 @cache
 def _evaluated(setting: Setting) -> EvaluatedTable:
-    return table(TablePart.PASSES, replace(setting, context=None))
+    return table(TablePart.PASSES, setting.without_context)
 
 
 def places_of(units: Units) -> Places:
@@ -235,6 +252,6 @@ def _head(setting: Setting, layers: int) -> LossHead | None:
     head = loss_chunks.head_of(setting, Place.LAST)
     if head is None or layers == 1:
         return head
-    if not blocks.block(replace(setting, context=None), PLAIN, Attention.SDPA).frees_input:
+    if not blocks.block(setting.without_context, PLAIN, Attention.SDPA).frees_input:
         return head
     return replace(head, forward=(Run(0, -_hidden_bytes(setting)), *head.forward))

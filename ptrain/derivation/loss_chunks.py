@@ -113,7 +113,7 @@ def head_of(setting: Setting, place: Place) -> LossHead | None:
     if setting.loss.chunk is None:
         return None
     values = values_of(setting)
-    evaluated = table(TablePart.LOSS, replace(setting, context=None), values)
+    evaluated = table(TablePart.LOSS, setting.without_context, values)
     entry = evaluated.content[place]
     of_phase = entry["rest" if values["rest"] else "even"]
     forward, backward = (

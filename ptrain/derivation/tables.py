@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from ptrain.axes.context.part import ContextPart
@@ -46,7 +46,7 @@ class Place(StrEnum):
     LAST = "last"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """A built-in model and how it runs; `sequence`: the tokens of a sample that a rank has between
     its blocks, or all of them where tp cuts these. Where operators are `cut` it is one rank's part;
@@ -62,6 +62,19 @@ class Setting:
     loss: LossSpec = _WHOLE_LOSS
     is_for_cuda: bool = False
     statistics: Statistics | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of all fields, which are many: what is derived of a setting is looked up often."""
+        return hash(tuple(getattr(self, of.name) for of in fields(self)))
+
+    @property
+    def without_context(self) -> Setting:
+        """Return the same where the rank attends to its own tokens."""
+        return self if self.context is None else replace(self, context=None)
 
     @property
     def family(self) -> Family:

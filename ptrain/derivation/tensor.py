@@ -130,12 +130,17 @@ def _local_facts(spec: Spec, facts: ModelFacts, units: Units, index: int) -> Mod
     return replace(facts, units=units, timeline=timeline, gradient_order=order, part_timelines=())
 
 
-@lru_cache(maxsize=64)  # of a search's candidates, most have the same
-def local_units(
-    facts: ModelFacts, step: Parallelize, degree: int
-) -> tuple[tuple[Units, tuple[int, ...]], ...]:
+UnitsByRanks = tuple[tuple[Units, tuple[int, ...]], ...]
+
+
+def local_units(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsByRanks:
     """The units of each rank of tp, local shapes, and which ranks have them so: those whose slices
     of every dimension that is cut are as large."""
+    return _units_by_ranks(facts, Parallelize(axis=step.axis, roles=step.roles), degree)
+
+
+@lru_cache(maxsize=64)  # of a search's candidates, most have the same
+def _units_by_ranks(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsByRanks:
     dims = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
     lengths = {tensor.shape[dims[tensor.name]] for tensor in facts.tensors if tensor.name in dims}
     by_length = {length: slices(length, degree) for length in lengths}

@@ -51,11 +51,11 @@ def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> Mod
         return None
     assert isinstance(spec.model, ModelShape), "a built-in model"
     setting = setting_at(spec, plan, index)
-    kept = spec.activations.of(spec.model.layers)
+    activations, layers = spec.activations, spec.model.layers
+    kept, modes = activations.of(layers), activations.distinct_of(layers)
     # copies between tiers are no operators: whatever the tier, the layer computes the same
-    modes = {id(mode): mode for mode in kept}  # few, which are slow to compare
-    of_layer = {key: _layer(setting, Kept(policy=mode.policy)) for key, mode in modes.items()}
-    front, behind = _ends(replace(setting, context=None), is_staged=plan.pipeline is not None)
+    of_layer = {id(mode): _layer(setting, Kept(policy=mode.policy)) for mode in modes}
+    front, behind = _ends(setting.without_context, is_staged=plan.pipeline is not None)
     return ModelWork(front=front, layers=tuple(of_layer[id(mode)] for mode in kept), behind=behind)
 
 
@@ -67,12 +67,12 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
     is_known = plan.context is None or is_tabulated(spec)
     if not isinstance(shape, ModelShape) or spec.loss.user_function or not is_known:
         return _NO_TABLE
-    modes = {id(mode): mode for mode in spec.activations.of(shape.layers)}
+    modes = spec.activations.distinct_of(shape.layers)
     if spec.loss.fused:
         return _FUSED_LOSS
     if spec.loss.chunk and (spec.tensor.is_naive or spec.pipeline.is_in_halves):
         return _NO_TABLE
-    if not all(blocks.is_known(shape, mode) for mode in modes.values()):
+    if not all(blocks.is_known(shape, mode) for mode in modes):
         return _NO_TABLE
     is_cut = plan.tensor is not None
     return _DROPS_IN_PARTS if spec.is_for_cuda and shape.drops and is_cut else ""
@@ -151,6 +151,7 @@ class _Evaluated:
         distinct: dict[Operator | InnerCollective, Operator | InnerCollective] = {}
         operators = (listed.at(sizes, compute) for listed in self.table.operators)
         self._operators = [distinct.setdefault(operator, operator) for operator in operators]
+        self._repeated: dict[tuple[int, int], Operator | InnerCollective] = {}
 
     def work(self, numbers: Mapping[str, int]) -> LayerWork:
         """Return the passes with these numbers."""
@@ -160,7 +161,8 @@ class _Evaluated:
         """Return the operators of parts one after the other, equal ones in a row as one."""
         parts = (self.table.passes[number] for number in numbers)
         of_pass = (self._operators[operator] for part in parts for operator in part)
-        return tuple([_times(operator, len([*alike])) for operator, alike in groupby(of_pass)])
+        runs = ([*alike] for _, alike in groupby(of_pass, id))
+        return tuple([self._times(run[0], len(run)) for run in runs])
 
     def of_groups(self, groups: Iterable[Sequence[int]], ranks: int) -> PassWork:
         """Return operators by number, how often each runs in a row and how many behind it run
@@ -169,15 +171,21 @@ class _Evaluated:
         def entry(number: int, times: int, beside: int) -> Operator | InnerCollective:
             what = self._operators[number]
             if isinstance(what, Operator):
-                return _times(what, times)
+                return self._times(what, times)
             own = ranks if what.collective is not Collective.SEND else 0
             return replace(what, times=times, beside=beside, ranks=own)
 
         return tuple([entry(*group) for group in groups])
 
-
-def _times(operator: Operator | InnerCollective, times: int) -> Operator | InnerCollective:
-    return operator if times == 1 else replace(operator, times=times)
+    def _times(
+        self, operator: Operator | InnerCollective, times: int
+    ) -> Operator | InnerCollective:
+        if times == 1:
+            return operator
+        key = id(operator), times
+        if key not in self._repeated:
+            self._repeated[key] = replace(operator, times=times)
+        return self._repeated[key]
 
 
 @cache

@@ -188,9 +188,11 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
         blocks = tuple(f"blocks.{index}" for index in range(spec.model.layers))
     if outside := tuple(blocks_outside(spec, len(blocks))):
         raise SpecError(*outside)
+    if all(mode.is_plain for mode in spec.activations.distinct_of(len(blocks))):
+        return None
     named = zip(blocks, spec.activations.of(len(blocks)), strict=True)
     kept = tuple((name, mode) for name, mode in named if not mode.is_plain)
-    return Keep(blocks=kept, path=spec.offload.path) if kept else None
+    return Keep(blocks=kept, path=spec.offload.path)
 
 
 def _parallelize(spec: Spec, roles: Roles, fusions: Fusions) -> Parallelize | None:

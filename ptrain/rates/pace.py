@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ptrain.costs import Collective
@@ -83,10 +84,31 @@ def cut_seconds(pace: Pace, work: PassWork) -> float:
     return number * pace.hook_seconds(Hook.CUT_PRODUCT) if number else 0.0
 
 
-def operators_seconds(pace: Pace, work: PassWork, around: Hook) -> float:
+class TimedOperators:
+    """The seconds of operators, each of which is one object in many passes: asked once for it."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._known: dict[int, tuple[Operator, float]] = {}  # by identity, and so kept alive
+
+    def seconds(self, operator: Operator) -> float:
+        """Return those of one of them."""
+        known = self._known.get(id(operator))
+        if known is None:
+            known = self._known[id(operator)] = operator, self._pace.operator_seconds(operator)
+        return known[1]
+
+
+def operators_seconds(
+    pace: Pace,
+    work: PassWork,
+    around: Hook,
+    operator_seconds: Callable[[Operator], float] | None = None,
+) -> float:
     """Return the seconds of a pass's operators, one after the other, and of what the host does
-    `around` them: nothing where a device computes beside its host, which runs ahead."""
+    `around` them: nothing where a device computes beside its host, which runs ahead. Of an operator
+    they are the pace's, or what somebody knows of it already."""
     operators = [item for item in work if isinstance(item, Operator)]
     host = 0.0 if pace.overlaps else pace.hook_seconds(around)
     number = sum(operator.times for operator in operators)
-    return number * host + sum(map(pace.operator_seconds, operators))
+    return number * host + sum(map(operator_seconds or pace.operator_seconds, operators))

@@ -112,13 +112,14 @@ class Deriver:
         return with_heads(work, shape, like)
 
     def _scored_work(self, spec: Spec) -> ModelWork:
+        plan, facts = self._plan(spec), self._facts(spec)
+        index = fullest_place(spec, plan)
         if self.unknown:
-            plan, facts = self._plan(spec), self._facts(spec)
-            work = model_work(spec, plan, facts, fullest_place(spec, plan))
+            work = model_work(spec, plan, facts, index)
             if work is None:
                 raise UnknownRate(why_unknown(spec, plan, facts))
             return work
-        return self._work(spec, self._machine(spec), fullest_place(spec, self._plan(spec)))
+        return self._work(spec, self.machine(spec, plan, facts), index)
 
     def _work(self, spec: Spec, machine: Machine, index: int) -> ModelWork:
         inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)

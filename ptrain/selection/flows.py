@@ -17,10 +17,11 @@ from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import StageCost, equal_stages, simulate
 from ptrain.axes.pipeline.stage_facts import layers
 from ptrain.facts.model import ModelFacts
+from ptrain.facts.stages import Layers
 from ptrain.selection.arrays import numpy
 from ptrain.selection.moments import MomentRow, as_arrays, fullest, unlike
 from ptrain.selection.profile import Seconds
-from ptrain.selection.score import FlowMoments, Places
+from ptrain.selection.score import Array, FlowMoments
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
@@ -28,7 +29,7 @@ from ptrain.spec.spec import Spec
 _ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
 # The first rank, of those in the middle the one with most layers, the last one.
 _PLACES = 3
-Row = tuple[int, bool, bool, int]
+Row = tuple[int, bool, bool, int]  # the fields of `Places`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +88,18 @@ class PipelineFlows:
     waits: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @cached_property
+    def _layers(self) -> Layers:
+        return layers(self.base, self.facts)
+
+    @cached_property
     def num_layers(self) -> int:
         """Return the layers of the model."""
-        return len(layers(self.base, self.facts).layers)
+        return len(self._layers.layers)
 
-    def places(self, flows: Sequence[PipelineFlow]) -> Places:
-        """Return what the ranks have, flow by flow."""
-        np = numpy()
-        table = np.array([self._rows(flow) for flow in flows], dtype=float)
-        named = ("layers", "front", "behind", "boundaries")
-        return Places(**{name: table[:, :, at] for at, name in enumerate(named)})
+    def places(self, flows: Sequence[PipelineFlow]) -> Array:
+        """Return what the ranks have, flow by flow: of each field of `Places` an array."""
+        table = numpy().array([self._rows(flow) for flow in flows], dtype=float)
+        return table.transpose(2, 0, 1)
 
     def _rows(self, flow: PipelineFlow) -> list[Row]:
         if flow.shape not in self.rows:
@@ -135,7 +138,7 @@ class PipelineFlows:
         stages = flow.ranks * flow.per_rank
         if stages not in self.cuts:
             spec = chosen(self.base, (flow.choice,))
-            cut = stages_of(spec, layers(spec, self.facts))
+            cut = stages_of(spec, self._layers)
             self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
         return self.cuts[stages]
 
@@ -176,3 +179,23 @@ class PipelineFlows:
             makespan = simulate(planned, equal_stages(planned)).makespan
             self.waits[key] = makespan - 3 * number * size.stages_per_rank
         return self.waits[key]
+
+
+@dataclass(frozen=True)
+class FlowGroup:
+    """The flows over as many ranks that take as many micro-batches: what they have is asked once,
+    of however many blocks."""
+
+    model: PipelineFlows
+    flows: Sequence[PipelineFlow]
+    micro_batches: int
+
+    @cached_property
+    def moments(self) -> FlowMoments:
+        """Return when the ranks may be fullest, flow by flow."""
+        return self.model.moments(self.flows, self.micro_batches)
+
+    @cached_property
+    def places(self) -> Array:
+        """Return what the ranks have, flow by flow."""
+        return self.model.places(self.flows)

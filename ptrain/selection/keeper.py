@@ -44,10 +44,12 @@ class Keeper:
         np, task = numpy(), self.task
         self.counts.scored += block.number
         self.counts.untimed += block.untimed
-        peak, *where = block.least
-        least = self.counts.least
-        if least is None or peak < least[0]:
-            self.counts.least = (peak, block.candidate(*where))
+        if block.least is not None:
+            peak, *where = block.least
+            if self.counts.least is None or peak < self.counts.least[0]:
+                self.counts.least = (peak, block.candidate(*where))
+        if not len(block.rows):
+            return
         fits = block.peaks <= task.room * SLACK
         for name, figures, slack in (
             ("memory", block.peaks, SLACK),
@@ -56,9 +58,9 @@ class Keeper:
             for rule in task.where.bounds(name):
                 fits &= may_hold(rule, figures, slack)
         places = np.flatnonzero(fits)
-        self.counts.fitting += int((block.peaks[places] <= task.room).sum())
         if not len(places):
             return
+        self.counts.fitting += int((block.peaks[places] <= task.room).sum())
         keys, ties = block.seconds, block.peaks
         if task.objective is SearchGoal.MEMORY:
             keys, ties = ties, keys
@@ -66,10 +68,8 @@ class Keeper:
         good = places[keys[places] <= self.bound]
         if len(good) > _KEPT:
             good = good[np.argpartition(keys[good], _KEPT)[:_KEPT]]
-        self.best += [
-            (float(key), float(tie), block, int(place))
-            for key, tie, place in zip(keys[good], ties[good], good, strict=True)
-        ]
+        figures = (keys[good].tolist(), ties[good].tolist(), good.tolist())
+        self.best += [(key, tie, block, place) for key, tie, place in zip(*figures, strict=True)]
         if len(self.best) > 4 * _KEPT:
             self._forget()
 
@@ -78,14 +78,18 @@ class Keeper:
         np = numpy()
         most = self.task.room if self.task.room < float("inf") else float(block.peaks.max())
         bands = (block.peaks[places] / (most * SLACK) * _BANDS).astype(int)
-        order = np.argsort(block.seconds[places], kind="stable")
-        _, first = np.unique(bands[order], return_index=True)
-        for at in order[first]:
-            seconds, band = float(block.seconds[places[at]]), int(bands[at])
+        order = np.argsort(block.seconds[places], kind="stable")[::-1]
+        fastest = np.full(_BANDS + 1, -1)
+        fastest[bands[order]] = order  # of one band the last that is written stays
+        used = np.flatnonzero(fastest >= 0)
+        at = places[fastest[used]]
+        for band, place, seconds in zip(
+            used.tolist(), at.tolist(), block.seconds[at].tolist(), strict=True
+        ):
             if seconds == float("inf"):
                 continue
             if band not in self.front or seconds < self.front[band][0]:
-                self.front[band] = (seconds, block, int(places[at]))
+                self.front[band] = (seconds, block, place)
 
     def _forget(self) -> None:
         self.best.sort(key=itemgetter(0, 1))

@@ -4,10 +4,10 @@ model then, as arrays."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
-from operator import add, ge, gt, mul, sub
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from operator import add, and_, ge, gt, mul, sub
+from typing import Any, NamedTuple
 
 from ptrain.axes.pipeline.cost.chunks import PipelineSize, chunks_between, stages_of
 from ptrain.axes.pipeline.cost.moments import FlightMoment, moments
@@ -20,10 +20,10 @@ _ENDLESS = 6  # micro-batches for a rank: with more of them the fullest moments 
 _GROWING = (ScheduleName.GPIPE, ScheduleName.BFS)
 _BY_PLACE = ("chunks", "waiting", "on")
 _NUMBERED = {place: number for number, place in enumerate(STAGE_PLACES)}
+_NOWHERE = (0,) * len(STAGE_PLACES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MomentRow:
+class MomentRow(NamedTuple):
     """One of the moments, its fields those of `score.RankMoments`."""
 
     layers: int
@@ -50,9 +50,8 @@ class MomentRow:
     def numbers(self) -> list[float]:
         """Return its fields in a row, with those that have a number for each place."""
         spots: list[float] = []
-        for name in _NAMES:
-            value = getattr(self, name)
-            spots += value if name in _BY_PLACE else (value,)
+        for value in self:
+            spots += value if isinstance(value, tuple) else (value,)
         return spots
 
     @property
@@ -60,34 +59,34 @@ class MomentRow:
         """Return what rows share that can be compared: whose rank, and of which pass."""
         return self.layers, self.front, self.behind, self.on, self.is_half, self.over_layers
 
-    @cached_property
-    def _held(self) -> tuple[int, ...]:
-        chunks = map(add, self.chunks, self.waiting)
-        layers = self.whole + self.halved, self.halved
-        return (*layers, *chunks, *self.waiting, self.own, self.messages)
 
-    @cached_property
-    def _graded(self) -> tuple[int, ...]:
-        return self.graded_layers, self.graded_front, self.graded_behind
+class _Fullness(NamedTuple):
+    """What of a row there is more of where its rank is fuller: what it holds, what has gradients
+    ahead of the pass and behind it."""
 
-    @cached_property
-    def _graded_then(self) -> tuple[int, ...]:
-        """What has gradients behind the pass."""
-        if not self.is_new:
-            return self._graded
-        front, behind = self.on[0] + self.on[1], self.on[0] + self.on[-1]
-        own = self.own, front, behind
-        return tuple(map(add, self._graded, own))
+    held: tuple[int, ...]
+    graded: tuple[int, ...]
+    then: tuple[int, ...]
+    is_new: bool
+    row: MomentRow
 
-    def is_fuller(self, other: MomentRow) -> bool:
+    @classmethod
+    def of(cls, row: MomentRow) -> _Fullness:
+        chunks = map(add, row.chunks, row.waiting)
+        layers = row.whole + row.halved, row.halved
+        graded = then = row.graded_layers, row.graded_front, row.graded_behind
+        if row.is_new:
+            on = row.on
+            then = tuple(map(add, graded, (row.own, on[0] + on[1], on[0] + on[-1])))
+        held = (*layers, *chunks, *row.waiting, row.own, row.messages)
+        return cls(held, graded, then, row.is_new, row)
+
+    def is_above(self, other: _Fullness) -> bool:
         """Return whether there is never less of anything than at another moment."""
-        return all(map(ge, self._held, other._held)) and (
-            all(map(ge, self._graded, other._graded_then))
-            or (self.is_new == other.is_new and all(map(ge, self._graded, other._graded)))
+        return all(map(ge, self.held, other.held)) and (
+            all(map(ge, self.graded, other.then))
+            or (self.is_new == other.is_new and all(map(ge, self.graded, other.graded)))
         )
-
-
-_NAMES = tuple(spot.name for spot in fields(MomentRow))
 
 
 def unlike(size: PipelineSize) -> int:
@@ -100,16 +99,17 @@ def unlike(size: PipelineSize) -> int:
 def fullest(size: PipelineSize, counts: Sequence[int]) -> tuple[MomentRow, ...]:
     """Return the moments of the ranks of a pipeline, whose stages have so many layers, at which one
     may be the fullest."""
-    alike: dict[tuple[object, ...], list[MomentRow]] = {}
+    alike: dict[tuple[object, ...], list[_Fullness]] = {}
+    one, of_stages = replace(size, microbatches=1), tuple(counts)
     for rank in _unlike_ranks(size, counts):
-        own = _RankStages.of(size, rank, counts)
+        own = _stages_of_rank(one, rank, of_stages, max(0, chunks_between(size, rank)))
         for row in map(own.row, dict.fromkeys(moments(size, rank))):
-            others = alike.setdefault(row.kind, [])
-            if any(other.is_fuller(row) for other in others):
+            others, fullness = alike.setdefault(row.kind, []), _Fullness.of(row)
+            if any(other.is_above(fullness) for other in others):
                 continue
-            others[:] = [other for other in others if not row.is_fuller(other)]
-            others.append(row)
-    return tuple(row for group in alike.values() for row in group)
+            others[:] = [other for other in others if not fullness.is_above(other)]
+            others.append(fullness)
+    return tuple(fullness.row for group in alike.values() for fullness in group)
 
 
 def _unlike_ranks(size: PipelineSize, counts: Sequence[int]) -> Iterator[int]:
@@ -126,52 +126,48 @@ def _unlike_ranks(size: PipelineSize, counts: Sequence[int]) -> Iterator[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _RankStages:
-    """The stages of a rank: `layers` of each, its place, and whether it has one of the ends."""
+    """The stages of a rank: `layers` of each, its place, the number of that (`spots`) and a row in
+    which it alone is 1 (`marks`), and whether it has one of the ends; and what all have."""
 
     layers: tuple[int, ...]
     places: tuple[Place, ...]
+    spots: tuple[int, ...]
+    marks: tuple[tuple[int, ...], ...]
     front: tuple[bool, ...]
     behind: tuple[bool, ...]
     messages: tuple[int, ...]  # that lie there besides as a pass of one of them begins
     is_staged: bool
-
-    @classmethod
-    def of(cls, size: PipelineSize, rank: int, counts: Sequence[int]) -> _RankStages:
-        own = stages_of(size, rank)
-        places = tuple(_place(stage, size.stages) for stage in own)
-        return cls(
-            layers=tuple(counts[stage] for stage in own),
-            places=places,
-            front=tuple(place in (Place.FIRST, Place.ALONE) for place in places),
-            behind=tuple(place in (Place.LAST, Place.ALONE) for place in places),
-            messages=tuple(_messages(size, rank, place) for place in places),
-            is_staged=size.stages > 1,
-        )
+    total: int
+    has_front: bool
+    has_behind: bool
+    parts: dict[tuple[bool, ...], tuple[int, bool, bool]] = field(default_factory=dict)
 
     def row(self, moment: FlightMoment) -> MomentRow:
         """Return a moment of the rank's."""
         places, layers, on, over = self.places, self.layers, moment.on, moment.over
         whole, halved = moment.whole, moment.halved
-        if any(halved):
+        if has_halves := any(halved):
             # nobody waits for gradients of tokens: the first stage has no halves
             halved = tuple(map(mul, halved, (place is not Place.FIRST for place in places)))
             whole = tuple(map(add, whole, map(sub, moment.halved, halved)))
         graded = tuple(map(gt, moment.graded, over))
+        graded_layers, graded_front, graded_behind = self._parts(graded)
+        over_layers, over_front, over_behind = self._parts(over)
         return MomentRow(
-            layers=sum(layers),
-            front=any(self.front),
-            behind=any(self.behind),
-            graded_layers=_sum(layers, graded),
-            graded_front=bool(_sum(self.front, graded)),
-            graded_behind=bool(_sum(self.behind, graded)),
-            over_layers=_sum(layers, over),
-            over_front=bool(_sum(self.front, over)),
-            over_behind=bool(_sum(self.behind, over)),
+            layers=self.total,
+            front=self.has_front,
+            behind=self.has_behind,
+            graded_layers=graded_layers,
+            graded_front=graded_front,
+            graded_behind=graded_behind,
+            over_layers=over_layers,
+            over_front=over_front,
+            over_behind=over_behind,
             whole=_sum(layers, whole),
-            halved=_sum(layers, halved),
-            chunks=_by_place(places, whole),
-            waiting=_by_place(places, halved),
-            on=_by_place((places[on],), (1,)),
+            halved=_sum(layers, halved) if has_halves else 0,
+            chunks=self._by_place(whole),
+            waiting=self._by_place(halved) if has_halves else _NOWHERE,
+            on=self.marks[on],
             own=layers[on],
             is_half=moment.is_half and places[on] is not Place.FIRST,
             is_new=not moment.graded[on],
@@ -179,12 +175,48 @@ class _RankStages:
             is_staged=self.is_staged,
         )
 
+    def _parts(self, stages: tuple[bool, ...]) -> tuple[int, bool, bool]:
+        """Layers of some of the stages, and whether these have the ends."""
+        if stages not in self.parts:
+            has_front, has_behind = (
+                any(map(and_, end, stages)) for end in (self.front, self.behind)
+            )
+            self.parts[stages] = _sum(self.layers, stages), has_front, has_behind
+        return self.parts[stages]
 
-def _messages(size: PipelineSize, rank: int, place: Place) -> int:
-    """The gradient that came, and what lies between the rank before and this one."""
-    if place is Place.ALONE:
-        return 0
-    return (place is not Place.LAST) + max(0, chunks_between(size, rank))
+    def _by_place(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        sums = [0] * len(STAGE_PLACES)
+        for spot, number in zip(self.spots, numbers, strict=True):
+            sums[spot] += number
+        return tuple(sums)
+
+
+@lru_cache(maxsize=2**12)
+def _stages_of_rank(
+    size: PipelineSize, rank: int, counts: tuple[int, ...], between: int
+) -> _RankStages:
+    """The stages of a rank, of however many micro-batches: `between` chunks lie between the rank
+    before and this one, and the gradient that came."""
+    own = stages_of(size, rank)
+    places = tuple(_place(stage, size.stages) for stage in own)
+    layers = tuple(counts[stage] for stage in own)
+    front = tuple(place in (Place.FIRST, Place.ALONE) for place in places)
+    behind = tuple(place in (Place.LAST, Place.ALONE) for place in places)
+    return _RankStages(
+        layers=layers,
+        places=places,
+        spots=tuple(_NUMBERED[place] for place in places),
+        marks=tuple(tuple(int(at is place) for at in STAGE_PLACES) for place in places),
+        front=front,
+        behind=behind,
+        messages=tuple(
+            0 if place is Place.ALONE else (place is not Place.LAST) + between for place in places
+        ),
+        is_staged=size.stages > 1,
+        total=sum(layers),
+        has_front=any(front),
+        has_behind=any(behind),
+    )
 
 
 def _place(stage: int, stages: int) -> Place:
@@ -197,13 +229,6 @@ def _sum(sizes: Sequence[int], times: Sequence[int]) -> int:
     return sum(map(mul, sizes, times))
 
 
-def _by_place(places: Sequence[Place], numbers: Sequence[int]) -> tuple[int, ...]:
-    sums = [0] * len(STAGE_PLACES)
-    for place, number in zip(places, numbers, strict=True):
-        sums[_NUMBERED[place]] += number
-    return tuple(sums)
-
-
 def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> FlowMoments:
     """Return the moments of flows."""
     np = numpy()
@@ -211,7 +236,7 @@ def as_arrays(flows: Sequence[tuple[MomentRow, ...]]) -> FlowMoments:
     lengths = np.array([len(rows) for rows in flows])
     columns: dict[str, Any] = {}
     at = 0
-    for name in _NAMES:
+    for name in MomentRow._fields:
         if name in _BY_PLACE:
             columns[name] = table[:, at : at + len(STAGE_PLACES)]
             at += len(STAGE_PLACES)

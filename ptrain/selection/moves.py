@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any, Protocol
 
 from ptrain.costs import Collective, State
-from ptrain.selection.arrays import numpy
+from ptrain.selection.arrays import by_value, numpy
 from ptrain.selection.wires import Wires
 from ptrain.spec.rates import Hook
 
@@ -41,17 +42,16 @@ class UnitMoves:
         group has all their ranks."""
         np, wires = numpy(), self.ways.wires
         seconds = np.zeros(len(sizes))
+        if not mask.any():
+            return seconds
         for chosen_axes in product((False, True), repeat=len(self.degrees)):
             at = [place for place, is_in in enumerate(chosen_axes) if is_in]
             rows = np.flatnonzero((mask == np.array(chosen_axes)).all(axis=1)) if at else ()
             if not len(rows):
                 continue
             ranks = prod(self.degrees[place] for place in at)
-            values, where = np.unique(sizes[rows], return_inverse=True)
-            of_values = [
-                wires.seconds(collective, ranks, self.strides[at[-1]], value) for value in values
-            ]
-            seconds[rows] = np.array(of_values)[where.reshape(-1)]
+            over = partial(wires.seconds, collective, ranks, self.strides[at[-1]])
+            seconds[rows] = by_value(sizes[rows], over)
         return seconds
 
     def _by_axis(self, mask: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
@@ -87,15 +87,17 @@ class UnitMoves:
         pace = ways.wires.pace
         hook = 0.0 if pace.overlaps else pace.hook_seconds(Hook.DDP_BUCKET)
         pieces = np.maximum(1.0, sizes / _BUCKET)
-        everywhere = np.ones_like(ways.cut[_GRADS])
-        first = everywhere & (np.arange(len(self.degrees)) == 0)
+        is_first = np.arange(len(self.degrees)) == 0
+        first = ways.replicas[:, None] & is_first
         buckets = pieces * (hook + self._over(Collective.ALL_REDUCE, first, sizes / pieces))
         cut = ways.cut[_GRADS] | ways.cut[_OMEGA]
-        total = np.zeros(len(sizes))
+        total, is_by_axis = np.zeros(len(sizes)), ~(ways.flat | ways.replicas)[:, None]
         for alone, size in self._by_axis(cut, sizes):
+            alone &= is_by_axis
             total = total + self._over(Collective.REDUCE_SCATTER, alone & cut, size)
             total = total + self._over(Collective.ALL_REDUCE, alone & ~cut, size)
-        at_once = self._over(Collective.REDUCE_SCATTER, ways.cut[_GRADS], sizes)
+        flat = ways.cut[_GRADS] & ways.flat[:, None]
+        at_once = self._over(Collective.REDUCE_SCATTER, flat, sizes)
         total = np.where(ways.flat, at_once, total)
         total = total + self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE)
         return np.where(ways.local, 0.0, np.where(ways.replicas, buckets, total))
@@ -111,10 +113,10 @@ class UnitMoves:
         cut = ways.cut[_OMEGA] | ways.cut[_GRADS]
         shard = sizes / np.where(ways.cut[_GRADS], degrees, 1.0).prod(axis=1)
         slices = sizes / np.where(cut, degrees, 1.0).prod(axis=1)
-        seconds = self._over(Collective.REDUCE_SCATTER, narrower, shard) + self._over(
-            Collective.ALL_REDUCE, ~cut, slices
+        is_flat = ways.flat[:, None]
+        return self._over(Collective.REDUCE_SCATTER, narrower & is_flat, shard) + self._over(
+            Collective.ALL_REDUCE, ~cut & is_flat, slices
         )
-        return np.where(ways.flat, seconds, 0.0)
 
     def finish(self, sizes: Array) -> Array:
         """What is gathered after the update: Theta that is whole where Omega is a slice."""

@@ -7,32 +7,40 @@ the others the moments are summed up one behind the other, as many as each flow 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TypeVar
+from typing import Any
 
 from ptrain.selection.activity import Activity
 from ptrain.selection.arrays import numpy
-from ptrain.selection.rows import Columns
+from ptrain.selection.rows import OF_MEMORY, Columns
 from ptrain.selection.score import (
     ActivityLevels,
     Array,
     FlowMoments,
+    HeldActivities,
     MomentParameters,
     StagePass,
-    activity_levels,
-    ended,
 )
 
-_AT_ONCE = 2**14  # moments: arrays of so many stay near the processor
+AT_ONCE = 2**14  # moments: arrays of so many stay near the processor
 _ROUNDED = 1 - 1e-6  # sums of the same bytes in another order, in fp32
-_Moments = TypeVar("_Moments", ActivityLevels, MomentParameters, StagePass)
+# Rows of `stacked`: `kept` of gradients from one micro-batch to the next, of experts too, and
+# whether what is reduced `waits` for the last one.
+_STACKED = (*OF_MEMORY, "kept", "kept_of_experts", "waits")
+_LEVELS = tuple(level.name for level in fields(ActivityLevels))
 
 
-def _taken(moments: _Moments, places: Array) -> _Moments:
-    """Return the values at some places."""
-    return type(moments)(**{s.name: getattr(moments, s.name)[places] for s in fields(moments)})
+def stacked(rows: Columns, *, is_many: bool) -> Array:
+    """Return the bytes of rows one below the other, with what follows of many micro-batches or of
+    one alone."""
+    np = numpy()
+    grads, of_experts, late = rows["grads"], rows["grads_of_experts"], rows["unreduced"]
+    if is_many:
+        grads, of_experts = np.maximum(late, grads), np.maximum(late, of_experts)
+    columns = [rows[name] for name in OF_MEMORY]
+    return np.stack([*columns, grads, of_experts, rows["is_late"] * is_many])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,77 +56,120 @@ class RankPeaks:
     experts: int = 0
 
     @cached_property
-    def _ended(self) -> Array:
-        return ended(self.moments.at, self.act)
+    def _activities(self) -> HeldActivities:
+        return HeldActivities(self.moments, self.act)
 
     @cached_property
-    def _levels(self) -> ActivityLevels:
-        return activity_levels(self.moments.at, self.act)
-
-    @cached_property
-    def _passing(self) -> StagePass:
-        return StagePass.of(self.moments.at)
+    def levels(self) -> Array:
+        """Return the levels of activities by moment, and below them how the forward pass ends."""
+        of = self._activities
+        return numpy().stack([*(getattr(of.levels, name) for name in _LEVELS), of.ended])
 
     def at_least(self, rows: Columns) -> Array:
         """Return bytes by row and flow than which those of its fullest rank are no less: of its
         states after a step, or of these and its activations as a forward pass has ended."""
-        np, held = numpy(), self.parts.held
-        fullest = self.moments.fullest(self._ended)
+        np, held, ended = numpy(), self.parts.held, self._activities.ended
+        fullest = self.moments.fullest(ended)
         lives = rows["theta"] + rows["omega"]
         kept = (lives + rows["grads"])[:, None] * self.moments.most(held)
-        now = lives[:, None] * held[fullest] + self._ended[fullest]
+        now = lives[:, None] * held[fullest] + ended[fullest]
         return np.maximum(kept, now) * _ROUNDED
 
     def of(self, rows: Columns, at: Array, flows: Array) -> Array:
         """Return the most bytes of pairs of a row, the one `at` a place, and a flow."""
-        np = numpy()
-        places, pairs, begins = self.moments.of_pairs(flows)
-        passes = [
-            self._passes({n: column[at[pairs[part]]] for n, column in rows.items()}, places[part])
-            for part in _pieces(len(places))
-        ]
-        return np.maximum.reduceat(np.concatenate(passes), begins)
+        pairs = OpenPairs(self, stacked(rows, is_many=self.is_many), at, flows)
+        return next(together([pairs]))
 
-    def _passes(self, rows: Columns, places: Array) -> Array:
-        """Bytes of rows at a moment each."""
-        np = numpy()
-        at, levels = _taken(self._passing, places), _taken(self._levels, places)
-        parts = _taken(self.parts, places)
-        kept = np.maximum(rows["unreduced"], rows["grads"]) if self.is_many else rows["grads"]
-        passes = _backward(rows, at, levels, parts, (self.block, kept, self.is_many))
-        of_experts = self._of_experts(rows, places, kept) if self.experts else None
-        if of_experts is not None:
-            passes += of_experts.new
-        # the roots of a rank's other stages are given back, too, until these are passed
-        released = rows["whole"] * (1 - rows["keeps_forward"])
-        passes -= released * (parts.root - parts.own_root)
-        np.maximum(passes, levels.forward + _ahead(rows), out=passes)
-        np.maximum(passes, self._ended[places], out=passes)
-        passes += rows["whole"] * (parts.root + parts.blocks * rows["keeps_forward"])
-        passes += kept * parts.had
-        if of_experts is not None:
-            passes += of_experts.had
-        if at.over_layers.any():  # of what is over gradients are reduced, what was kept is gone
-            passes += rows["reduced"] * parts.over
-            passes -= rows["whole"] * rows["keeps_forward"] * at.over_layers * self.block
-        grads, lives = rows["grads"] * parts.held, (rows["theta"] + rows["omega"]) * parts.held
-        if of_experts is not None:
-            grads, lives = grads + of_experts.grads, lives + of_experts.lives
-        np.maximum(passes, grads, out=passes)
-        passes += lives
-        return passes
 
-    def _of_experts(self, rows: Columns, places: Array, kept: Array) -> ExpertBytes:
-        """By how much more of their states there is than of as many parameters of a block."""
-        at, grads = self.moments.at, rows["grads_of_experts"]
-        more = numpy().maximum(rows["unreduced"], grads) if self.is_many else grads
-        held = self.experts * at.layers[places]
-        return ExpertBytes(
-            new=(more - kept) * self.experts * at.own[places] * at.is_new[places],
-            had=(more - kept) * self.experts * at.graded_layers[places],
-            grads=(grads - rows["grads"]) * held,
-            lives=(rows["lives_of_experts"] - rows["theta"] - rows["omega"]) * held,
+class OpenPairs:
+    """Pairs of a row, the one `at` a place of what is stacked, and a flow, whose peaks are to be
+    summed up: at each of the moments that the flow has."""
+
+    def __init__(self, ranks: RankPeaks, rows: Array, at: Array, flows: Array) -> None:
+        self.ranks, self.rows = ranks, rows
+        self.places, pairs, self.begins = ranks.moments.of_pairs(flows)
+        self.at = at[pairs]
+
+    def taken(self, start: int, end: int) -> tuple[Array, ...]:
+        """Return what is known of some of the moments: of their rows, passes, parts and levels."""
+        places, ranks = self.places[start:end], self.ranks
+        return (
+            self.rows.take(self.at[start:end], axis=1),
+            ranks.moments.stacked.take(places, axis=1),
+            ranks.parts.stacked.take(places, axis=1),
+            ranks.levels.take(places, axis=1),
         )
+
+
+def together(pairs: Sequence[OpenPairs]) -> Iterator[Array]:
+    """Yield the peaks of several, of ranks whose blocks have as many parameters."""
+    np, passes = numpy(), []
+    for pieces in _pieces([len(of.places) for of in pairs]):
+        taken = [pairs[number].taken(start, end) for number, start, end in pieces]
+        joined = (np.concatenate(parts, axis=1) for parts in zip(*taken, strict=True))
+        passes.append(_passes(pairs[0].ranks, *joined))
+    moments, at = np.concatenate(passes), 0
+    for of in pairs:
+        yield np.maximum.reduceat(moments[at : at + len(of.places)], of.begins)
+        at += len(of.places)
+
+
+def _pieces(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield what is computed at once: of which array, from which place to which."""
+    pieces, room = [], AT_ONCE
+    for number, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            end = min(length, start + room)
+            pieces.append((number, start, end))
+            room -= end - start
+            start = end
+            if not room:
+                yield pieces
+                pieces, room = [], AT_ONCE
+    if pieces:
+        yield pieces
+
+
+def _passes(ranks: RankPeaks, of_rows: Array, passing: Array, parted: Array, leveled: Array) -> Any:
+    """Bytes of rows at a moment each."""
+    np, rows = numpy(), dict(zip(_STACKED, of_rows, strict=True))
+    at, parts = StagePass(*passing), MomentParameters(*parted)
+    *levels, as_ended = leveled
+    block, kept = ranks.block, rows["kept"]
+    passes = _backward(rows, at, ActivityLevels(*levels), parts, block)
+    of_experts = _of_experts(rows, at, ranks.experts) if ranks.experts else None
+    if of_experts is not None:
+        passes += of_experts.new
+    # the roots of a rank's other stages are given back, too, until these are passed
+    released = rows["whole"] * (1 - rows["keeps_forward"])
+    passes -= released * (parts.root - parts.own_root)
+    np.maximum(passes, levels[_LEVELS.index("forward")] + _ahead(rows), out=passes)
+    np.maximum(passes, as_ended, out=passes)
+    passes += rows["whole"] * (parts.root + parts.blocks * rows["keeps_forward"])
+    passes += kept * parts.had
+    if of_experts is not None:
+        passes += of_experts.had
+    if at.over_layers.any():  # of what is over gradients are reduced, what was kept is gone
+        passes += rows["reduced"] * parts.over
+        passes -= rows["whole"] * rows["keeps_forward"] * at.over_layers * block
+    grads, lives = rows["grads"] * parts.held, (rows["theta"] + rows["omega"]) * parts.held
+    if of_experts is not None:
+        grads, lives = grads + of_experts.grads, lives + of_experts.lives
+    np.maximum(passes, grads, out=passes)
+    passes += lives
+    return passes
+
+
+def _of_experts(rows: Columns, at: StagePass, experts: int) -> ExpertBytes:
+    """By how much more of their states there is than of as many parameters of a block."""
+    more, held = rows["kept_of_experts"] - rows["kept"], experts * at.layers
+    return ExpertBytes(
+        new=more * experts * at.own * at.is_new,
+        had=more * experts * at.graded_layers,
+        grads=(rows["grads_of_experts"] - rows["grads"]) * held,
+        lives=(rows["lives_of_experts"] - rows["theta"] - rows["omega"]) * held,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +181,6 @@ class ExpertBytes:
     had: Array
     grads: Array
     lives: Array
-
-
-def _pieces(number: int) -> Iterator[slice]:
-    yield from (slice(start, start + _AT_ONCE) for start in range(0, number, _AT_ONCE))
 
 
 def _ahead(rows: Columns) -> Array:
@@ -158,13 +205,11 @@ class PassGradients:
     gone: Array
 
     @classmethod
-    def of(
-        cls, rows: Columns, at: StagePass, parts: MomentParameters, block: int, *, is_many: bool
-    ) -> PassGradients:
+    def of(cls, rows: Columns, at: StagePass, parts: MomentParameters, block: int) -> PassGradients:
         """Return those of choices of the data axes, in one of several micro-batches or alone."""
         is_whole = 1 - at.is_half
         # What waits for the last micro-batch has its place until it is reduced, and is free then.
-        waits = rows["is_late"] * is_many
+        waits = rows["waits"]
         moves = 1 - waits
         opened, flying = rows["opened"] * rows["unit"], rows["flying"] * rows["unit"]
         # Of the root a flat unit takes all at once, and tensors the head's first. On a last stage
@@ -192,13 +237,13 @@ def _backward(
     at: StagePass,
     levels: ActivityLevels,
     parts: MomentParameters,
-    rest: tuple[int, Array, bool],
+    block: int,
 ) -> Array:
     """Bytes at most in the backward pass, beside what has been there all along. In the first block
     nothing is reduced yet, from the second on what came before it may be."""
-    np, (block, kept, is_many) = numpy(), rest
+    np, kept = numpy(), rows["kept"]
     own, several = parts.front + parts.head + at.own * block, at.own > 1
-    of = PassGradients.of(rows, at, parts, block, is_many=is_many)
+    of = PassGradients.of(rows, at, parts, block)
     new = kept * own * at.is_new
     of_blocks = new - kept * parts.front * at.is_new * (1 - at.is_half)  # the embedding's is last
     buffers: Array = 0

@@ -125,38 +125,43 @@ def exchange_seconds(spec: Spec, shape: ModelShape, pace: Pace, kept: Kept) -> t
 _TRIPS = 2  # of rows: to their experts, and back
 
 
-def seconds_of(spec: Spec, work: ModelWork, pace: Pace, moved: int) -> Seconds:
-    """Return a machine's seconds for the work of a spec with axes within a block alone, of which a
-    block moves so many bytes off the device."""
+def clock_of(spec: Spec, pace: Pace) -> Clock:
+    """Return the clock of a spec with axes within a block alone, which asks for a pass once."""
+    shared = Axis.TP if spec.degree(Axis.TP) > 1 else None
+    return Clock(pace, Network(spec), shared)
+
+
+def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: int) -> Seconds:
+    """Return the seconds by its clock for the work of a spec with axes within a block alone, of
+    which a block moves so many bytes off the device."""
     middle = len(work.layers) // 2
     layer, kept = work.layers[middle], spec.activations.of(len(work.layers))[middle]
     out, back = (
-        pace.copy_seconds(copy, moved) if moved else 0.0
+        clock.pace.copy_seconds(copy, moved) if moved else 0.0
         for copy in COPIES[Tier.HOST if kept.tier is Tier.DEVICE else kept.tier]
     )
-    forward, backward = _both(spec, layer, pace, kept)
+    forward, backward = _both(clock, layer, kept)
     if kept.tier is Tier.FILE:  # which is written and read by the one that computes
         forward, backward, out, back = forward + out, backward + back, 0.0, 0.0
     return Seconds(
-        front=_both(spec, work.front, pace, PLAIN),
+        front=_both(clock, work.front, PLAIN),
         block=(forward, backward),
-        behind=_both(spec, work.behind, pace, PLAIN),
-        weights=_seconds(spec, layer.weights, pace, around(kept, Kind.WEIGHT)),
+        behind=_both(clock, work.behind, PLAIN),
+        weights=_seconds(clock, layer.weights, around(kept, Kind.WEIGHT)),
         moved=(out, back),
     )
 
 
-def _both(spec: Spec, work: LayerWork, pace: Pace, kept: Kept) -> tuple[float, float]:
+def _both(clock: Clock, work: LayerWork, kept: Kept) -> tuple[float, float]:
     return (
-        _seconds(spec, work.forward, pace, around(kept, Kind.FORWARD)),
-        _seconds(spec, work.backward, pace, around(kept, Kind.BACKWARD)),
+        _seconds(clock, work.forward, around(kept, Kind.FORWARD)),
+        _seconds(clock, work.backward, around(kept, Kind.BACKWARD)),
     )
 
 
-def _seconds(spec: Spec, work: PassWork, pace: Pace, hook: Hook) -> float:
+def _seconds(clock: Clock, work: PassWork, hook: Hook) -> float:
     """Operators one after the other, and what they await of the ranks that share them."""
-    shared = Axis.TP if spec.degree(Axis.TP) > 1 else None
-    return Clock(pace, Network(spec), shared).pass_seconds(work, hook).in_a_row(pace)
+    return clock.pass_seconds(work, hook).in_a_row(clock.pace)
 
 
 def nodes_of(spec: Spec, ranks: int, stride: int = 1) -> int:

@@ -3,19 +3,20 @@ scores them for one rank's part of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
 from ptrain.costs import State
 from ptrain.derivation.optimizer_state import optimizer_itemsize
-from ptrain.facts.operators import Operator
-from ptrain.selection.arrays import numpy
+from ptrain.selection.arrays import by_value, distinct, numpy
 from ptrain.selection.moves import PartedMoves, UnitMoves, inside
 from ptrain.selection.profile import Sizes
 from ptrain.selection.wires import Wires
+from ptrain.spec.axis import Factor
 from ptrain.spec.dials import GradientSync, Overlap, UnitKind, UnitSize
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.rates import OperatorKind
@@ -30,6 +31,12 @@ OF_MEMORY = (
     *("theta", "omega", "grads", "reduced", "unreduced", "whole", "opened", "flying", "unit"),
     *("outputs", "is_cast", "is_late", "adds_first", "ahead", "keeps_forward", "keeps_backward"),
     *("lives_of_experts", "grads_of_experts"),
+)
+# And those that say how long it is busy.
+OF_TIME = (
+    *("per_layer", "moved", "keeps_forward", "keeps_backward", "is_late", "gather", "reduce"),
+    *("overlaps", "ahead", "unpack", "pack", "add", "add_end", "adds_first", "fill", "fill_end"),
+    *("update", "update_end", "copied", "finish"),
 )
 _REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
 
@@ -55,36 +62,65 @@ class DataWay:
     is_copied_back: bool
 
 
-def way_of(base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> DataWay:
-    """Return what a choice says beside others, which decide by which form it is executed."""
-    spec = chosen(base, (choice, *beside))
-    form, factors = form_of(spec), choice.factors
-    cut = {
-        state: tuple(f.placement[state].distribution in CUT for f in factors)
-        for state in (_THETA, _OMEGA, _GRADS)
-    }
-    near = {state: tier_of(factors, state) is Tier.DEVICE for state in cut}
-    is_made = has(factors, _THETA, Distribution.MATERIALIZED)
-    is_brought = is_made or any(cut[_THETA]) or not near[_THETA]
-    is_flat = form is Form.FLAT
-    kind = spec.unit.kind
-    return DataWay(
-        choice=choice,
-        form=form,
-        cut=cut,
-        near=near,
-        is_on_file=tier_of(factors, _OMEGA) is Tier.FILE,
-        is_made=is_made,
-        is_brought=is_brought,
-        is_late=spec.sync.gradients is GradientSync.LAST,
-        said_unit=spec.unit,
-        unit=2 if kind is UnitKind.SUB_BLOCK else int(kind is UnitKind.BLOCKS),
-        keeps_forward=is_brought and not spec.sync.reshard_after_forward,
-        keeps_backward=is_brought and not spec.sync.reshard_after_backward,
-        overlaps=spec.overlap is Overlap.BACKWARD if is_flat else spec.overlap is not Overlap.NONE,
-        ahead=(spec.prefetch or 0) if is_flat else int(is_brought),
-        is_copied_back=spec.offload.update is Tier.DEVICE,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormOfTuples:
+    """What tuples say by themselves, whatever the dials are; they have their form beside others."""
+
+    factors: tuple[Factor, ...]
+    form: Form
+    cut: dict[State, tuple[bool, ...]]
+    near: dict[State, bool]
+    is_on_file: bool
+    is_made: bool
+
+    @classmethod
+    def of(cls, spec: Spec, factors: tuple[Factor, ...]) -> FormOfTuples:
+        """Return what those of some factors say that a spec has."""
+        cut = {
+            state: tuple(f.placement[state].distribution in CUT for f in factors)
+            for state in (_THETA, _OMEGA, _GRADS)
+        }
+        return cls(
+            factors=factors,
+            form=form_of(spec),
+            cut=cut,
+            near={state: tier_of(factors, state) is Tier.DEVICE for state in cut},
+            is_on_file=tier_of(factors, _OMEGA) is Tier.FILE,
+            is_made=has(factors, _THETA, Distribution.MATERIALIZED),
+        )
+
+
+def ways_of(
+    base: Spec, choices: Iterable[AxisChoice], beside: Sequence[AxisChoice]
+) -> Iterator[DataWay]:
+    """Yield what choices say beside others, which decide by which form they are executed."""
+    said: FormOfTuples | None = None
+    for choice in choices:
+        spec = chosen(base, (choice, *beside))
+        if said is None or said.factors is not choice.factors:
+            said = FormOfTuples.of(spec, choice.factors)
+        is_brought = said.is_made or any(said.cut[_THETA]) or not said.near[_THETA]
+        is_flat = said.form is Form.FLAT
+        kind = spec.unit.kind
+        yield DataWay(
+            choice=choice,
+            form=said.form,
+            cut=said.cut,
+            near=said.near,
+            is_on_file=said.is_on_file,
+            is_made=said.is_made,
+            is_brought=is_brought,
+            is_late=spec.sync.gradients is GradientSync.LAST,
+            said_unit=spec.unit,
+            unit=2 if kind is UnitKind.SUB_BLOCK else int(kind is UnitKind.BLOCKS),
+            keeps_forward=is_brought and not spec.sync.reshard_after_forward,
+            keeps_backward=is_brought and not spec.sync.reshard_after_backward,
+            overlaps=(
+                spec.overlap is Overlap.BACKWARD if is_flat else spec.overlap is not Overlap.NONE
+            ),
+            ahead=(spec.prefetch or 0) if is_flat else int(is_brought),
+            is_copied_back=spec.offload.update is Tier.DEVICE,
+        )
 
 
 class Ways:
@@ -93,6 +129,7 @@ class Ways:
     def __init__(self, wires: Wires, ways: Sequence[DataWay]) -> None:
         np = numpy()
         self.wires, self.ways = wires, ways
+        self._of_units: dict[frozenset[UnitSize], Array] = {}
         self.layout = wires.base.precision.effective
         self.cut = {
             state: np.array([way.cut[state] for way in ways], dtype=bool)
@@ -123,7 +160,11 @@ class Ways:
 
     def of_units(self, units: frozenset[UnitSize]) -> Array:
         """Return which of them move one of these units."""
-        return numpy().array([way.said_unit in units for way in self.ways], dtype=bool)
+        if units not in self._of_units:
+            said = {id(way.said_unit): way.said_unit in units for way in self.ways}
+            fine = [said[id(way.said_unit)] for way in self.ways]
+            self._of_units[units] = numpy().array(fine, dtype=bool)
+        return self._of_units[units].copy()
 
     def row_shards(self, degrees: Sequence[int]) -> Array:
         """Return over how many ranks parameters are cut by rows; 1 where not tensor by tensor."""
@@ -149,8 +190,8 @@ class Ways:
         layout, base = self.layout, self.wires.base
         held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
         of_experts = inside(degrees, sizes.shared_by)
-        parts = self._parts(degrees)
-        times = {state: part / self._parts(of_experts)[state] for state, part in parts.items()}
+        parts, fewer = self._parts(degrees), self._parts(of_experts)
+        times = {state: part / fewer[state] for state, part in parts.items()}
         state = optimizer_itemsize(base.optimizer, layout)
         is_cut = parts[_GRADS] > 1
         moves = PartedMoves(
@@ -264,10 +305,7 @@ class Ways:
         return self._of_bytes(OperatorKind.COPY, 2 * sizes)
 
     def _of_bytes(self, kind: OperatorKind, sizes: Array) -> Array:
-        np, pace, dtype = numpy(), self.wires.pace, self.layout.parameters
-        values, where = np.unique(sizes, return_inverse=True)
-        seconds = [pace.operator_seconds(Operator(kind, dtype, (int(value),))) for value in values]
-        return np.array(seconds)[where.reshape(-1)]
+        return by_value(sizes, partial(self.wires.operator_seconds, kind))
 
     def _updates(self, parts: Array, times: Array, layers: int, sizes: Sizes) -> Columns:
         """Of a parameter, of which experts have so many times as large a part. Flat units are
@@ -275,7 +313,7 @@ class Ways:
         more = 1 + (times - 1) * sizes.experts / sizes.block
         np, ends = numpy(), sizes.front + sizes.behind
         blocks, tensors = layers * sizes.block, layers * len(sizes.tensors)
-        values, where = np.unique(parts, return_inverse=True)
+        values, where = distinct(parts)
         units = [sizes.block * layers_of_unit for layers_of_unit in _UNITS]
         at_once = self._updated(blocks, tensors, values)
         beside = self._updated(blocks + ends, tensors + 1, values) - at_once
@@ -287,14 +325,10 @@ class Ways:
             "update_end": np.where(self.flat, alone[where], beside[where]) / ends,
         }
 
-    def _updated(self, elements: float, tensors: int, parts: Array) -> Array:
+    def _updated(self, elements: float, tensors: int, parts: Sequence[float]) -> Array:
         """Seconds of one update of so many elements, by the number of slices they are cut into."""
-        base, update = self.wires.base, self.wires.pace.update_seconds
         slices = [max(1, int(elements / part)) for part in parts]
-        name = base.optimizer.name
-        return numpy().array(
-            [update(name, self.layout, elements=number, tensors=tensors) for number in slices]
-        )
+        return numpy().array([self.wires.update_seconds(number, tensors) for number in slices])
 
     def _copied(self, parts: dict[State, Array], state: int, held: int) -> Array:
         """Of a parameter: state that is updated on the device goes there and back. How long a host

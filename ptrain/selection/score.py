@@ -9,8 +9,8 @@ comes to and in the last one, the update.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from ptrain.derivation.tables import Place
@@ -24,7 +24,7 @@ Array = Any
 STAGE_PLACES = (Place.ALONE, Place.FIRST, Place.MIDDLE, Place.LAST)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Places:
     """What ranks of a pipeline have of the model, the last dimension being the ranks that differ:
     `layers` on all of their stages, `front` and `behind` where embedding and head are, `boundaries`
@@ -38,15 +38,6 @@ class Places:
     def root(self, sizes: Sizes) -> Array:
         """Return the parameters around the blocks."""
         return around(sizes, self.front, self.behind, self.boundaries > 0)
-
-    def at(self, indices: Array) -> Places:
-        """Return those of some flows."""
-        return Places(
-            layers=self.layers[indices],
-            front=self.front[indices],
-            behind=self.behind[indices],
-            boundaries=self.boundaries[indices],
-        )
 
     def computing(self, seconds: Seconds) -> tuple[Array, Array]:
         """Return what each computes of one micro-batch, forward and backward."""
@@ -66,7 +57,7 @@ class Places:
         stages = np.maximum(1, self.boundaries)
         between = self.behind * sum(seconds.behind) + (self.layers - stages) * seconds.block[0]
         late = np.maximum(0.0, self.layers * out - between)
-        slower = max(0.0, back - seconds.block[1])
+        slower = np.maximum(0.0, back - seconds.block[1])
         return late + stages * back + (self.layers - stages) * slower
 
 
@@ -108,7 +99,7 @@ class RankMoments:
     is_staged: Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FlowMoments:
     """The moments of several flows, one flow's behind the other's: at which place each flow's
     `starts`, and how many it has (`lengths`)."""
@@ -117,16 +108,37 @@ class FlowMoments:
     starts: Array
     lengths: Array
 
+    @cached_property
+    def stacked(self) -> Array:
+        """Return the fields of `StagePass`, one below the other."""
+        at, last = self.at, self.at.on[..., -1]
+        own = at.own, last, at.is_half, at.is_new, at.over_layers
+        return numpy().stack([*own, at.layers, at.graded_layers])
+
+    @cached_property
+    def chunks(self) -> Array:
+        """Return the chunks by the stage's place, those between two halves included."""
+        return self.at.chunks + self.at.waiting
+
+    @cached_property
+    def stage(self) -> Array:
+        """Return the place of the stage whose pass it is, by its number among `STAGE_PLACES`."""
+        return self.at.on.argmax(axis=-1)
+
+    @cached_property
+    def has_halves(self) -> bool:
+        """Return whether any are between two halves."""
+        return bool(self.at.halved.any() or self.at.waiting.any())
+
     def most(self, values: Array) -> Array:
         """Return the largest of each flow's values."""
         return numpy().maximum.reduceat(values, self.starts)
 
     def fullest(self, values: Array) -> Array:
         """Return the place of the first of each flow's largest values."""
-        np = numpy()
-        is_largest = values == np.repeat(self.most(values), self.lengths)
-        places = np.flatnonzero(is_largest)
-        return places[np.searchsorted(places, self.starts)]
+        parts = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        places = [start + int(values[start : start + length].argmax()) for start, length in parts]
+        return numpy().array(places)
 
     def of_pairs(self, flows: Array) -> tuple[Array, Array, Array]:
         """Return, for flows that are named as often as there are rows with them, the places of
@@ -137,46 +149,85 @@ class FlowMoments:
         return np.arange(len(pairs)) + (self.starts[flows] - begins)[pairs], pairs, begins
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StagePass:
     """The stage that a pass is on: its `own` layers, whether it is the last, and whether the pass
-    is a half (`is_half`) and the stage's first (`is_new`); `over_layers` are its rank's."""
+    is a half (`is_half`) and the stage's first (`is_new`); `over_layers`, `layers` and
+    `graded_layers` are its rank's."""
 
     own: Array
     is_last: Array
     is_half: Array
     is_new: Array
     over_layers: Array
+    layers: Array
+    graded_layers: Array
 
-    @classmethod
-    def of(cls, at: RankMoments) -> StagePass:
-        """Return those of moments."""
-        return cls(
-            own=at.own,
-            is_last=at.on[..., -1],
-            is_half=at.is_half,
-            is_new=at.is_new,
-            over_layers=at.over_layers,
+
+@dataclass(frozen=True)
+class HeldActivities:
+    """Bytes of activations by moment, of a micro-batch with these."""
+
+    moments: FlowMoments
+    act: Activity
+
+    @property
+    def at(self) -> RankMoments:
+        """Return the moments one by one."""
+        return self.moments.at
+
+    @cached_property
+    def saved(self) -> Array:
+        """Return what is kept for backward passes."""
+        at, act = self.at, self.act
+        saved = at.whole * act.block
+        if self.moments.has_halves:
+            saved = saved + at.halved * (act.block + act.half)
+        saved = saved + at.messages * act.hidden
+        saved = saved + self.moments.chunks @ self._by_place("saved")
+        if self.moments.has_halves:
+            saved = saved + at.waiting @ self._by_place("waiting")
+        return saved
+
+    def on_stage(self, name: str) -> Array:
+        """Return what the stage has whose pass it is."""
+        return self._by_place(name).take(self.moments.stage)
+
+    def _by_place(self, name: str) -> Array:
+        ends = [getattr(self.act.ends[place], name) for place in STAGE_PLACES]
+        return numpy().array(ends, dtype=self.at.on.dtype)
+
+    @cached_property
+    def ended(self) -> Array:
+        """Return what is there as the forward pass before a moment has ended."""
+        return self.saved + self.on_stage("forward_rise")
+
+    @cached_property
+    def levels(self) -> ActivityLevels:
+        """Return what is there around it."""
+        np, at, act, on = numpy(), self.at, self.act, self.on_stage
+        is_whole, saved = 1 - at.is_half, self.saved
+        half = at.is_half * (at.own * act.half + on("half_begun"))
+        begins = np.where(at.is_half, on("half_rise"), on("backward_rise"))
+        # behind the half of the inputs, whose last block has risen, comes that of the weights
+        deep = saved + half + is_whole * on("begun") + is_whole * act.backward_rise
+        # in the first block the others of this micro-batch are free again, behind it that one, too
+        ends = deep - is_whole * (act.backward_rise + at.own * act.block)
+        return ActivityLevels(
+            # the forward before it left its last block or its head
+            forward=np.maximum(
+                saved - act.block + act.forward_rise, at.is_half * (saved + half + act.half_rise)
+            ),
+            begins=saved + begins,
+            deep=deep,
+            second=deep - act.block,
+            late=deep - is_whole * (at.own - 1) * act.block,
+            ends=ends,
+            embeds=ends + on("end_rise"),
         )
 
 
-def ended(at: RankMoments, act: Activity) -> Array:
-    """Return the bytes of activations as the forward pass before a moment has ended."""
-    return _saved(at, act) + _of_places(act, "forward_rise", at.on)
-
-
-def _saved(at: RankMoments, act: Activity) -> Array:
-    saved = at.whole * act.block + at.halved * (act.block + act.half) + at.messages * act.hidden
-    saved = saved + _of_places(act, "saved", at.chunks + at.waiting)
-    return saved + _of_places(act, "waiting", at.waiting)
-
-
-def _of_places(act: Activity, name: str, chunks: Array) -> Array:
-    spots = [getattr(act.ends[place], name) for place in STAGE_PLACES]
-    return chunks @ numpy().array(spots, dtype=chunks.dtype)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ActivityLevels:
     """Bytes of activations around a moment, whatever the data axes do: in the `forward` pass before
     it, as the backward pass `begins`, in its first block (`deep`), in its `second` and its last one
@@ -191,32 +242,7 @@ class ActivityLevels:
     embeds: Array
 
 
-def activity_levels(at: RankMoments, act: Activity) -> ActivityLevels:
-    """Return them by moment."""
-    np, is_whole = numpy(), 1 - at.is_half
-    of_places, saved = partial(_of_places, act), _saved(at, act)
-    half = at.is_half * (at.own * act.half + of_places("half_begun", at.on))
-    whole = is_whole * of_places("begun", at.on)
-    begins = np.where(at.is_half, of_places("half_rise", at.on), of_places("backward_rise", at.on))
-    # behind the half of the inputs, whose last block has risen, comes that of the weights
-    deep = saved + half + whole + is_whole * act.backward_rise
-    # in the first block the others of this micro-batch are free again, behind it that one, too
-    ends = deep - is_whole * (act.backward_rise + at.own * act.block)
-    return ActivityLevels(
-        # the forward before it left its last block or its head
-        forward=np.maximum(
-            saved - act.block + act.forward_rise, at.is_half * (saved + half + act.half_rise)
-        ),
-        begins=saved + begins,
-        deep=deep,
-        second=deep - act.block,
-        late=deep - is_whole * (at.own - 1) * act.block,
-        ends=ends,
-        embeds=ends + of_places("end_rise", at.on),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class MomentParameters:
     """Parameters by moment: of all of a rank's `blocks` and of the `root` around them (`held`: of
     both), of what `had` gradients before and of what is `over`, and of the stage that a pass is on:
@@ -229,6 +255,11 @@ class MomentParameters:
     front: Array
     head: Array
     held: Array
+
+    @cached_property
+    def stacked(self) -> Array:
+        """Return them one below the other."""
+        return numpy().stack([getattr(self, part.name) for part in fields(self)])
 
     @property
     def own_root(self) -> Array:
@@ -264,9 +295,11 @@ class Busy:
     longer: Array
 
 
-def busy(rows: Columns, places: Places, sizes: Sizes, seconds: Seconds, micro_batches: int) -> Busy:
+def busy(
+    rows: Columns, places: Places, sizes: Sizes, seconds: Seconds, micro_batches: Array
+) -> Busy:
     """Return what each rank is busy in a step: computation of all micro-batches, and what of the
-    rest is not hidden behind it."""
+    rest is not hidden behind it. Rows, seconds and micro-batches may be those of several blocks."""
     np, number = numpy(), micro_batches
     forward, backward = places.computing(seconds)
     units = places.layers * rows["per_layer"]

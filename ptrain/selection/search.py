@@ -13,21 +13,22 @@ from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.candidates import units_of
-from ptrain.costs import Collective
+from ptrain.derivation.clock import Clock
 from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
 from ptrain.rates.pace import UnknownRate
 from ptrain.selection.activity import Activity
-from ptrain.selection.arrays import numpy
-from ptrain.selection.blocks import CandidateBlock, DataTable
-from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
+from ptrain.selection.arrays import distinct, numpy
+from ptrain.selection.batch import BlockBatch, OpenBlock
+from ptrain.selection.blocks import BoundedPeaks, CandidateBlock, DataTable
+from ptrain.selection.flows import FlowGroup, PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.inner import InnerCut, without_shared
 from ptrain.selection.keeper import Keeper
 from ptrain.selection.peaks import RankPeaks
-from ptrain.selection.profile import Seconds, seconds_of, sizes_of
+from ptrain.selection.profile import Seconds, clock_of, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
-from ptrain.selection.rows import Columns, DataWay, Ways, way_of
-from ptrain.selection.score import MomentParameters, Places, busy
+from ptrain.selection.rows import Columns, DataWay, Ways, ways_of
+from ptrain.selection.score import MomentParameters
 from ptrain.selection.space import (
     THROUGH,
     Legality,
@@ -49,9 +50,6 @@ from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
-from ptrain.spec.spec import Spec
-
-LegalWay = tuple[DataWay, Spec]  # and the base with its choice
 
 
 class Search:
@@ -69,16 +67,17 @@ class Search:
         self.too_large: list[tuple[InnerCut, int, Through, Kept, int]] = []
         # by numbers and identities (of `ways_to_keep`): values of a spec are slow to compare
         self.staged: dict[int, list[PipelineFlow]] = {}
-        self.running: dict[tuple[int, int], dict[Through, list[PipelineFlow]]] = {}
+        self.running: dict[tuple[int, int], dict[Through, FlowGroup]] = {}
         self.cuttable: dict[tuple[int, int, Through, bool], bool] = {}
         self.gathered: dict[tuple[int, int], frozenset[UnitSize]] = {}
         self.ways: dict[tuple[object, ...], Ways] = {}
-        self.legal: dict[tuple[object, ...], list[LegalWay]] = {}
+        self.legal: dict[tuple[object, ...], list[DataWay]] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
         self.columns: dict[tuple[object, ...], Columns] = {}
         self.parts: dict[tuple[object, ...], MomentParameters] = {}
         self.least = float("inf")  # bytes: of all candidates that were scored
         self.activities: dict[tuple[object, ...], Activity] = {}
+        self.clocks: dict[int, Clock] = {}
         self.seconds: dict[tuple[object, ...], Seconds | None] = {}
 
     def run(self, where: Where) -> SearchResult:
@@ -110,15 +109,32 @@ class Search:
 
     def blocks(self) -> Iterator[CandidateBlock]:
         """Yield the space, a block at a time."""
-        task, self.least = self.task, float("inf")
+        self.least = float("inf")
         for inner in self._inners():
-            for left, choices in pipelines(task.base, task.devices // inner.ranks, task.written):
-                stages = task.devices // inner.ranks // left
-                if stages not in self.staged:
-                    self.staged[stages] = self._flows(choices)
-                batches = self._batches(left * inner.sampling) if self.staged[stages] else ()
-                for micro, number in apart(batches):
-                    yield from self._of_batch(inner, left, stages, micro, number)
+            batch = BlockBatch(self.task, self.flows, self.wires, inner)
+            for block in self._of_inner(inner):
+                batch.add(block)
+                # until something fits blocks look for the least of all, each for its own
+                if batch.is_full or self.least > self.task.room:
+                    yield from self._scored(batch)
+            yield from self._scored(batch)
+
+    def _scored(self, batch: BlockBatch) -> Iterator[CandidateBlock]:
+        """The blocks of a batch, which is empty then."""
+        for block in batch.scored():
+            if block.least is not None:
+                self.least = min(self.least, block.least[0])
+            yield block
+
+    def _of_inner(self, inner: InnerCut) -> Iterator[OpenBlock]:
+        task = self.task
+        for left, choices in pipelines(task.base, task.devices // inner.ranks, task.written):
+            stages = task.devices // inner.ranks // left
+            if stages not in self.staged:
+                self.staged[stages] = self._flows(choices)
+            batches = self._batches(left * inner.sampling) if self.staged[stages] else ()
+            for micro, number in apart(batches):
+                yield from self._of_batch(inner, left, stages, micro, number)
 
     def _inners(self) -> Iterator[InnerCut]:
         """The ways to cut blocks that obey constraints."""
@@ -146,29 +162,34 @@ class Search:
 
     def _of_batch(
         self, inner: InnerCut, left: int, stages: int, micro: int, number: int
-    ) -> Iterator[CandidateBlock]:
-        running = self._running(stages, number)
+    ) -> Iterator[OpenBlock]:
+        running, where = self._running(stages, number), self.task.where
+        room = self.task.room * SLACK
         for kept in self.ways_to_keep:
-            if not self.task.where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
+            if where.asks(Aspect.KEPT) and not where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
                 continue
-            for through, flows in running.items():
+            for through, group in running.items():
                 if not self._is_legal(inner, kept, through, several=micro > 1):
                     continue
-                if self._activity(inner, micro, kept).least > self.task.room * SLACK:
+                if self._activity(inner, micro, kept).least > room:
                     self.too_large.append((inner, left, through, kept, number))
                     continue
                 table = self._legal(inner, left, through, kept, number)
                 if len(table):
-                    yield self._block(inner, table, flows, (micro, number, kept))
+                    yield self._open(inner, table, group, micro, kept)
 
-    def _running(self, stages: int, number: int) -> dict[Through, list[PipelineFlow]]:
+    def _running(self, stages: int, number: int) -> dict[Through, FlowGroup]:
         """The flows over so many ranks that take so many micro-batches."""
         key = (stages, number)
         if key not in self.running:
-            by_through = self.running[key] = {}
+            by_through: dict[Through, list[PipelineFlow]] = {}
             for flow in self.staged[stages]:
                 if self.legality.pipeline(flow.choice, number):
                     by_through.setdefault(through_of(flow.choice), []).append(flow)
+            self.running[key] = {
+                through: FlowGroup(self.flows, flows, number)
+                for through, flows in by_through.items()
+            }
         return self.running[key]
 
     def _is_legal(self, inner: InnerCut, kept: Kept, through: Through, *, several: bool) -> bool:
@@ -186,92 +207,29 @@ class Search:
         micro-batch of theirs take more than a device has, whatever their states are."""
         return any(len(self._legal(*where)) for where in self.too_large)
 
-    def _block(
-        self,
-        inner: InnerCut,
-        table: DataTable,
-        flows: Sequence[PipelineFlow],
-        batch: tuple[int, int, Kept],
-    ) -> CandidateBlock:
-        np, task = numpy(), self.task
-        micro, number, kept = batch
-        activity = self._activity(inner, micro, kept)
-        room = task.room * SLACK
-        peak = table.peaks(self._ranks(inner, flows, activity, number), room, self.least)
-        rows, columns = np.nonzero(peak <= room)
-        untimed = 0
-        at = int(peak.argmin())
-        least = float(peak.flat[at])
-        self.least = min(self.least, least)
-        seconds = np.zeros(0)
-        work = self._seconds(inner, micro, kept) if len(rows) else None
-        if work is None:
-            seconds, untimed = np.full(len(rows), float("inf")), len(rows)
-        elif len(rows):
-            places = self.flows.places(flows)
-            idle = self._idle(flows, places, number, work, activity)
-            places = places.at(columns)
-            taken = busy(table.at(rows), places, inner.sizes, work, number)
-            # the rank that computes most is the one that the others wait for
-            forward, backward = places.computing(work)
-            slowest = (forward + backward).argmax(axis=1)
-            longer = taken.longer[np.arange(len(rows)), slowest]
-            seconds = (taken.passes + taken.update).max(axis=1) + idle[columns] * longer
-        return CandidateBlock(
-            within=inner.within,
-            flows=flows,
-            table=table,
-            micro=micro,
-            kept=kept,
-            number=peak.size,
-            untimed=untimed,
-            rows=rows,
-            columns=columns,
-            peaks=peak[rows, columns],
-            seconds=seconds,
-            least=(least, *divmod(at, peak.shape[1])),
-        )
-
-    def _ranks(
-        self, inner: InnerCut, flows: Sequence[PipelineFlow], activity: Activity, number: int
-    ) -> RankPeaks:
-        moments = self.flows.moments(flows, number)
+    def _open(
+        self, inner: InnerCut, table: DataTable, group: FlowGroup, micro: int, kept: Kept
+    ) -> OpenBlock:
+        moments = group.moments
         key = (id(moments), inner.key)  # `flows` keeps them
         if key not in self.parts:
             self.parts[key] = MomentParameters.of(moments.at, inner.sizes)
-        return RankPeaks(
+        activity = self._activity(inner, micro, kept)
+        ranks = RankPeaks(
             moments=moments,
             act=activity,
             parts=self.parts[key],
             block=inner.sizes.block,
-            is_many=number > 1,
+            is_many=group.micro_batches > 1,
             experts=inner.sizes.own_experts,
         )
-
-    def _idle(
-        self,
-        flows: Sequence[PipelineFlow],
-        places: Places,
-        number: int,
-        work: Seconds,
-        activity: Activity,
-    ) -> Any:
-        """What each flow's schedule leaves idle, and what it waits for at its boundaries: while it
-        fills and drains, and where nothing moves beside what is computed, for each micro-batch."""
-        np = numpy()
-        forward, backward = places.computing(work)
-        slowest = (forward + backward).argmax(axis=1)
-        waits = []
-        for at, flow in enumerate(flows):
-            if flow.schedule is None:
-                waits.append(0.0)
-                continue
-            longest = float(forward[at, slowest[at]]), float(backward[at, slowest[at]])
-            stride = self.task.devices // flow.ranks
-            crossing = self.wires.seconds(Collective.SEND, 2, stride, activity.hidden)
-            crossings = 2 * flow.crossings(number, overlaps=self.task.pace.overlaps)
-            waits.append(self.flows.idle(flow, number, work, longest) + crossings * crossing)
-        return np.array(waits)
+        return OpenBlock(
+            group=group,
+            micro=micro,
+            kept=kept,
+            peaks=BoundedPeaks(table, ranks, self.task.room * SLACK, self.least),
+            seconds=partial(self._seconds, inner, micro, kept),
+        )
 
     def _activity(self, inner: InnerCut, micro: int, kept: Kept) -> Activity:
         """Sizes grow with the samples from two on; one alone saves less."""
@@ -290,7 +248,9 @@ class Search:
             spec = kept_so(batched(inner.spec, micro, 1), kept)
             try:
                 work, moved = self.task.work(spec), self._activity(inner, micro, kept).moved
-                seconds = seconds_of(spec, work, self.task.pace, moved)
+                if inner.number not in self.clocks:
+                    self.clocks[inner.number] = clock_of(inner.spec, self.task.pace)
+                seconds = seconds_of(spec, work, self.clocks[inner.number], moved)
                 self.seconds[key] = seconds.after(*inner.waits(micro, kept, self.task))
             except UnknownRate:
                 self.seconds[key] = None
@@ -365,7 +325,7 @@ class Search:
         fine = ways.of_units(units)
         if inner.shape:
             shards = ways.row_shards(degrees)
-            for number in np.unique(shards):
+            for number in distinct(shards)[0]:
                 if not self.legality.shards(inner.within, int(number)):
                     fine &= shards != number
         return np.flatnonzero(fine)
@@ -375,14 +335,20 @@ class Search:
     ) -> Ways:
         key = (axes, inner.axes, through, many)
         if key not in self.ways:
-            admits = partial(self.task.where.admits, Aspect.DATA)
             legal = self._legal_ways(axes, inner, through, many=many)
-            self.ways[key] = Ways(self.wires, [way for way, spec in legal if admits(spec)])
+            self.ways[key] = Ways(self.wires, [way for way in legal if self._is_admitted(way)])
         return self.ways[key]
+
+    def _is_admitted(self, way: DataWay) -> bool:
+        """Whether a choice obeys what is asked of tuples and dials."""
+        where = self.task.where
+        return not where.asks(Aspect.DATA) or where.admits(
+            Aspect.DATA, chosen(self.task.base, (way.choice,))
+        )
 
     def _legal_ways(
         self, axes: tuple[Axis, ...], inner: InnerCut, through: Through, *, many: bool
-    ) -> list[LegalWay]:
+    ) -> list[DataWay]:
         """The legal choices of the data axes, whatever is asked of them."""
         key = (axes, inner.axes, through, many)
         if key not in self.legal:
@@ -390,11 +356,10 @@ class Search:
             # What is legal with several micro-batches is so with one: no rule asks for more of them
             # but those of schedules, which `pipeline` has asked.
             several = () if many else self._legal_ways(axes, inner, through, many=True)
-            known = {id(legal.choice) for legal, _ in several}
-            self.legal[key] = [
-                (way_of(base, choice, beside), chosen(base, (choice,)))
-                for choice in self.choices[axes]
-                if id(choice) in known
-                or self.legality.data(choice, inner.within, through, many=many)
-            ]
+            known = {id(way.choice): way for way in several}
+            others = [choice for choice in self.choices[axes] if id(choice) not in known]
+            legal = self.legality.data(others, inner.within, through, many=many)
+            known |= {id(way.choice): way for way in ways_of(base, legal, beside)}
+            choices = self.choices[axes]
+            self.legal[key] = [known[id(choice)] for choice in choices if id(choice) in known]
         return self.legal[key]

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
+from itertools import groupby
 from math import prod
 
 from ptrain.algebra.legality import check, executed, is_sound
+from ptrain.algebra.open_spec import Memo, OpenSpec, memos
 from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
 from ptrain.axes.context.candidates import SPACE as CONTEXT_SPACE
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
@@ -138,34 +140,67 @@ class Legality:
     written: Written = NOTHING
     scored: Spec | None = None
     known: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    open_specs: dict[tuple[object, ...], OpenSpec] = field(default_factory=dict)
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
         """Of a schedule with so many micro-batches, of whole layers and no copies."""
-        key = ("pipeline", choice.factors, choice.changes, micro_batches)
-        return self._is_legal(
-            key, lambda: chosen(self.base, (choice,), _batch(self.base, micro_batches, 1))
-        )
+        batch = _batch(self.base, micro_batches, 1)
+        kind = ("pipeline", choice.factors, choice.changes)
+        opened = self.open_specs.get(kind)
+        if opened is None:
+            opened = OpenSpec.of(chosen(self.base, (choice,), batch), _NUMBERS)
+            self.open_specs[kind] = opened
+        return opened.is_sound(batch=batch)
 
     def within(
         self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through, *, several: bool
     ) -> bool:
         """Of how blocks are cut and kept, of one sample or `several`; false too where no table
         tells what that allocates on the devices."""
+        kind = ("within", choices, through)
+        if (key := (*kind, kept, several)) not in self.known:
+            if kind not in self.open_specs:
+                tall = self._tall((THROUGH[through], *choices), _ENOUGH)
+                self.open_specs[kind] = OpenSpec.of(tall, ("activations", *_NUMBERS))
+            opened = self.open_specs[kind]
+            spec = kept_so(opened.spec, kept)
+            spec = with_batch(spec, 2) if several else spec
+            is_sound = opened.is_sound(activations=spec.activations, batch=spec.batch)
+            self.known[key] = is_sound and self._is_predicted(spec)
+        return self.known[key]
 
-        def spec() -> Spec:
-            tall = kept_so(self._tall((THROUGH[through], *choices), _ENOUGH), kept)
-            return with_batch(tall, 2) if several else tall
-
-        key = ("within", choices, kept, through, several)
-        return self._is_legal(key, spec, is_predicted=True)
+    def _is_predicted(self, spec: Spec) -> bool:
+        like = self._like(spec.but(cluster=self.base.cluster))
+        return is_tabulated(like) and not (
+            like.is_for_cuda and not takes_peak_of(like, self._facts)
+        )
 
     def data(
-        self, choice: AxisChoice, within: tuple[AxisChoice, ...], through: Through, *, many: bool
-    ) -> bool:
-        """Of tuples and dials, whatever the degrees are: beside axes within a block or none, and of
-        one micro-batch or several. False too of a dial that says what goes without saying."""
-        spec = self._tall((THROUGH[through], choice, *within), _ENOUGH if many else 1, self._even)
-        return not says_the_usual(spec, self.written) and is_sound(spec)
+        self,
+        choices: Iterable[AxisChoice],
+        within: tuple[AxisChoice, ...],
+        through: Through,
+        *,
+        many: bool,
+    ) -> Iterator[AxisChoice]:
+        """Yield which of these tuples and dials are legal, whatever the degrees are: beside axes
+        within a block or none, and of one micro-batch or several. Not those of a dial that says
+        what goes without saying."""
+        number = _ENOUGH if many else 1
+        for (_, names), alike in groupby(choices, _tuples_and_dials):
+            first = next(alike)
+            spec = self._tall((THROUGH[through], first, *within), number, self._even)
+            opened = OpenSpec.of(spec, names)
+            if opened.rules is None:
+                continue
+            claims = [Memo(self._says_more, names), *memos(opened.rules, names)]
+            for choice in (first, *alike):
+                said = opened.spec.but(**dict(choice.changes))
+                if all(claim.holds_of(said) for claim in claims):
+                    yield choice
+
+    def _says_more(self, spec: Spec) -> bool:
+        return not says_the_usual(spec, self.written)
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it
@@ -224,17 +259,9 @@ class Legality:
         ranks = prod(c.degree(axis) for c in choices for axis in SAMPLE_AXES)
         return chosen(base or self._roomy, choices, _batch(self.base, micro_batches, ranks))
 
-    def _is_legal(
-        self, key: tuple[object, ...], spec: Callable[[], Spec], *, is_predicted: bool = False
-    ) -> bool:
+    def _is_legal(self, key: tuple[object, ...], spec: Callable[[], Spec]) -> bool:
         if key not in self.known:
-            probe = spec().but(cluster=None)
-            self.known[key] = is_sound(probe)
-            if is_predicted:
-                like = self._like(probe.but(cluster=self.base.cluster))
-                self.known[key] = self.known[key] and is_tabulated(like)
-                if self.known[key] and like.is_for_cuda:
-                    self.known[key] = takes_peak_of(like, self._facts)
+            self.known[key] = is_sound(spec().but(cluster=None))
         return self.known[key]
 
     def _like(self, spec: Spec) -> Spec:
@@ -258,6 +285,7 @@ def _with_layers(spec: Spec) -> Spec:
 
 
 _LAYERS, _ENOUGH = 8, 4
+_NUMBERS = ("batch.micro", "batch.accumulate", "batch.global_samples")
 _ROWS = 2**12
 _STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _TWO = (Factor(axis=Axis.PP, degree=2, placement=_STAGES),)
@@ -285,6 +313,11 @@ THROUGH = {
 def _batch(base: Spec, micro_batches: int, data_ranks: int) -> Batch:
     samples = micro_batches * data_ranks
     return replace(base.batch, micro=1, accumulate=micro_batches, global_samples=samples)
+
+
+def _tuples_and_dials(choice: AxisChoice) -> tuple[tuple[Factor, ...], list[str]]:
+    """A choice's tuples, and the names of its dials."""
+    return choice.factors, [name for name, _ in choice.changes]
 
 
 def through_of(choice: AxisChoice) -> Through:

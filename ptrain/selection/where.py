@@ -110,6 +110,10 @@ class Where:
         """Return whether a spec obeys those about a part that it has."""
         return all(rule.holds(spec) for rule in self.constraints if rule.part is part)
 
+    def asks(self, part: Aspect) -> bool:
+        """Return whether there is one about a part."""
+        return any(rule.part is part for rule in self.constraints)
+
     def bounds(self, name: str) -> Iterable[Constraint]:
         """Yield those about a figure."""
         return (rule for rule in self.constraints if rule.name == name)

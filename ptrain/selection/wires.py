@@ -7,9 +7,11 @@ from functools import cached_property
 
 from ptrain.costs import Collective
 from ptrain.derivation.activation_moves import COPIES
+from ptrain.facts.operators import Operator
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.selection.profile import nodes_of
 from ptrain.spec.placement import Tier
+from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 
 _COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
@@ -28,6 +30,14 @@ class Wires:
     def _known(self) -> dict[tuple[Collective, int, int, int], float]:
         return {}
 
+    @cached_property
+    def _operators(self) -> dict[tuple[OperatorKind, int], float]:
+        return {}
+
+    @cached_property
+    def _updates(self) -> dict[tuple[int, int], float]:
+        return {}
+
     def seconds(self, collective: Collective, ranks: int, stride: int, payload: float) -> float:
         """Return the seconds of a collective over ranks that are `stride` apart."""
         if ranks == 1 or not payload:
@@ -39,6 +49,25 @@ class Wires:
                 collective, ranks=ranks, nodes=nodes, payload=int(payload)
             )
         return self._known[key]
+
+    def operator_seconds(self, kind: OperatorKind, size: float) -> float:
+        """Return the seconds of an operator on so many bytes of values as they are computed."""
+        key = kind, int(size)
+        if key not in self._operators:
+            dtype = self.base.precision.effective.parameters
+            self._operators[key] = self.pace.operator_seconds(Operator(kind, dtype, key[1:]))
+        return self._operators[key]
+
+    def update_seconds(self, elements: int, tensors: int) -> float:
+        """Return the seconds of an update of so many elements in so many tensors."""
+        key = elements, tensors
+        if key not in self._updates:
+            base = self.base
+            name, layout = base.optimizer.name, base.precision.effective
+            self._updates[key] = self.pace.update_seconds(
+                name, layout, elements=elements, tensors=tensors
+            )
+        return self._updates[key]
 
     def there_and_back(self, tier: Tier) -> float:
         """Return the seconds of a byte that leaves for a tier and comes back: endless where that is

@@ -46,6 +46,8 @@ class ActivationSpec:
 
     def of(self, blocks: int) -> tuple[Kept, ...]:
         """The mode of each of so many blocks."""
+        if not self.by_block and self.every == 1:
+            return (self.default,) * blocks
         modes = [self.default] * blocks
         for first, last, kept in self.by_block:
             for index in range(first, blocks if last is None else last + 1):
@@ -55,6 +57,11 @@ class ActivationSpec:
             if place % self.every:
                 modes[index] = PLAIN
         return tuple(modes)
+
+    def distinct_of(self, blocks: int) -> tuple[Kept, ...]:
+        """Return the modes of so many blocks, those that are one object once: blocks are many, and
+        modes slow to compare."""
+        return tuple({id(kept): kept for kept in self.of(blocks)}.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

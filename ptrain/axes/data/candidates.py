@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Way, Written, divisors
@@ -68,14 +69,13 @@ def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
     for replicas in divisors(ranks):
         degrees = (replicas, ranks // replicas)
         axes = tuple(axis for axis, degree in zip(DATA_AXES, degrees, strict=True) if degree > 1)
-        for placements, changes in _ways(axes, spec, written):
-            yield AxisChoice(
-                factors=tuple(
-                    Factor(axis=axis, degree=degrees[DATA_AXES.index(axis)], placement=placement)
-                    for axis, placement in zip(axes, placements, strict=True)
-                ),
-                changes=changes,
+        for placements, alike in groupby(_ways(axes, spec, written), itemgetter(0)):
+            factors = tuple(
+                Factor(axis=axis, degree=degrees[DATA_AXES.index(axis)], placement=placement)
+                for axis, placement in zip(axes, placements, strict=True)
             )
+            for _, changes in alike:
+                yield AxisChoice(factors=factors, changes=changes)
 
 
 _STOCK: Changes = (("sync", SyncPolicy(gradients=GradientSync.LAST)),)

@@ -9,9 +9,8 @@ are few; which of them is the fullest depends on what the stages hold, which nob
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import sub
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from ptrain.axes.pipeline.cost.chunks import (
     PipelineSize,
@@ -26,8 +25,7 @@ Counts = tuple[int, ...]  # by stage of a rank, in the order of a forward pass
 _NEVER = False, False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlightMoment:
+class FlightMoment(NamedTuple):
     """As a backward pass begins, or its half of the inputs, on the rank's stage `on`: micro-batches
     of each stage that are `whole`, from their forward on, and of which the half of the weights is
     still to come (`halved`). `graded`: whether the stage has summed a gradient before, `over`:
@@ -67,6 +65,8 @@ def _of_loops(size: PipelineSize, rank: int) -> Iterator[FlightMoment]:
     lag = min(rank, total) if is_split else 0
 
     def through(chunks: int) -> list[int]:
+        if places == 1:
+            return [chunks]
         rounds, left = divmod(chunks, period)
         done, begun = divmod(left, height)
         low = rounds * height
@@ -74,7 +74,7 @@ def _of_loops(size: PipelineSize, rank: int) -> Iterator[FlightMoment]:
 
     for done in _fullest(first, total, period, height, lag):
         ahead, back = through(min(first + done, total)), through(done)[::-1]
-        over = through(max(0, done - lag))[::-1]
+        over = through(max(0, done - lag))[::-1] if lag else back
         yield FlightMoment(
             whole=tuple(map(sub, ahead, back)),
             halved=tuple(map(sub, back, over)),

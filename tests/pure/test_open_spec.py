@@ -1,0 +1,87 @@
+"""Rules that are asked once for many specs say of each what they would say of it alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ptrain.algebra.legality import is_sound
+from ptrain.algebra.open_spec import Memo, OpenSpec
+from ptrain.axes.data.candidates import says_the_usual
+from ptrain.selection.job import searched_job
+from ptrain.selection.space import (
+    THROUGH,
+    WITHIN,
+    Legality,
+    Through,
+    data_choices,
+    pipelines,
+)
+from ptrain.spec.dials import Overlap, UnitKind, UnitSize
+from ptrain.spec.spec import Spec
+
+BASE = searched_job("llama3-70b", ["batch.global=64"], cluster="h100-64", devices=64).scored
+WAYS = [(), *((choice,) for choice in WITHIN[0].choices(BASE, 2, Legality(BASE).written))]
+
+
+@pytest.mark.parametrize("through", Through)
+@pytest.mark.parametrize("many", [True, False])
+@pytest.mark.parametrize("within", WAYS[:2], ids=["alone", "beside tp"])
+def test_choices_of_the_data_axes_are_legal_where_each_by_itself_is(through, many, within):
+    legality = Legality(BASE)
+    for choices in data_choices(BASE).values():
+        legal = {id(c) for c in legality.data(choices, within, through, many=many)}
+        assert legal == {id(c) for c in choices if _is_legal(legality, c, within, through, many)}
+
+
+def _is_legal(legality, choice, within, through, many) -> bool:
+    number = 4 if many else 1
+    spec = legality._tall((THROUGH[through], choice, *within), number, legality._even)
+    return is_sound(spec) and not says_the_usual(spec, legality.written)
+
+
+def test_a_schedule_is_legal_with_the_micro_batches_with_which_it_is_by_itself():
+    legality, answers = Legality(BASE), set()
+    for _, choices in pipelines(BASE, 64):
+        for choice in choices:
+            for number in (1, 2, 3, 8, 64):
+                other = Legality(BASE)  # which has nothing from another number
+                answer = legality.pipeline(choice, number)
+                assert answer == other.pipeline(choice, number)
+                answers.add(answer)
+    assert answers == {True, False}
+
+
+def test_a_rule_that_looks_at_an_open_field_is_asked_for_each_value_of_it():
+    batch = replace(BASE.batch, micro=1, accumulate=64, global_samples=64)
+    opened = OpenSpec.of(BASE.but(batch=batch), ("batch.accumulate",))
+    assert opened.is_sound(batch=batch)
+    assert not opened.is_sound(batch=replace(batch, accumulate=63))
+    assert opened.rules is not None and len(opened.rules) < 10
+
+
+def test_what_another_rule_refuses_is_refused_whatever_is_chosen():
+    uneven = BASE.but(model=replace(BASE.model, heads=7))
+    opened = OpenSpec.of(uneven, ("overlap",))
+    assert opened.rules is None
+    assert not opened.is_sound(overlap=None)
+
+
+def test_a_claim_is_checked_once_for_specs_that_are_alike_in_what_it_reads():
+    asked: list[Spec] = []
+
+    def claim(spec: Spec) -> bool:
+        """Of what is gathered block by block nobody asks how it overlaps."""
+        asked.append(spec)
+        return spec.unit == UnitSize() or spec.overlap is None
+
+    memo, two = Memo(claim, ("unit", "overlap")), UnitSize(kind=UnitKind.BLOCKS, count=2)
+    one = UnitSize()
+    backward = Overlap.BACKWARD
+    specs = [
+        BASE.but(unit=unit, overlap=overlap) for unit in (one, two) for overlap in (None, backward)
+    ]
+    for _ in range(2):
+        assert [memo.holds_of(spec) for spec in specs] == [True, True, True, False]
+    assert len(asked) == 3  # of one block whatever the overlap is
