@@ -242,29 +242,19 @@ class Diagnosis:
         if not (is_mean or is_sum):
             return self._product(factor, axes)
         by_micro_batches = products(factor, {"K": micro_batches}, self.tolerance)
-        is_other = not is_mean and abs(right * data - 1) <= self.tolerance  # a sum for a mean
-        is_other = is_other or (is_mean and abs(right - 1) <= self.tolerance and data > 1)
+        if is_sum and data > 1 and abs(right * data - 1) <= self.tolerance:
+            return self._product(factor, axes)
+        if is_mean and data > 1 and abs(right - 1) <= self.tolerance:
+            return self._either(factor) if by_micro_batches else self._product(factor, axes)
         if not by_micro_batches:
-            return (
-                self._product(factor, axes)
-                if is_other
-                else self._product(factor, axes | {"K": micro_batches})
-            )
-        sign, how = (
-            ("×", "are means, and are added up") if factor > 1 else ("÷", "are divided twice")
-        )
-        either = ""
-        if is_other:
-            synchronised = "summed" if factor > 1 else "averaged"
-            instead = "averaged" if factor > 1 else "summed"
-            either = f" Or what is {synchronised} over ranks is to be {instead}."
+            return self._product(factor, axes | {"K": micro_batches})
+        sign = "×" if factor > 1 else "÷"
+        how = "are means, and are added up" if factor > 1 else "are divided twice"
         return self._say(
             "",
-            f"{sign} {micro_batches} (micro-batches)"
-            if not is_other
-            else f"{sign} {micro_batches}",
+            f"{sign} {micro_batches} (micro-batches)",
             f"The losses of {micro_batches} micro-batches {how}: divide each by {micro_batches}, "
-            f"once.{either}",
+            "once.",
             state=Subject.LOSS,
         )
 

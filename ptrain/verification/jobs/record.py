@@ -76,7 +76,11 @@ class StepRecorder:
             autocast = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if autocast else None
             if not self.calls:
-                self.in_use = {name: shard.value().clone() for name, shard in self._holds.items()}
+                self.in_use = {
+                    name: shard.value().clone()
+                    for name, shard in self._holds.items()
+                    if shard.within is None  # FSDP1 has gathered its flat parameter already
+                }
             kept_args, kept_kwargs = tree_map(_kept, (args, kwargs))
             self.calls.append(ForwardCall(kept_args, kept_kwargs, dtype))
 
