@@ -13,13 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.internals.autograd import is_in_backward
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.outputs import Outputs, is_real
+from ptrain.verification.updates.record import UpdateRecorder
 
 
 @dataclass(slots=True)
@@ -44,6 +48,7 @@ class StepRecorder:
         self.gradients: dict[str, Tensor] = {}
         self.optimizers: list[Optimizer] = []
         self.num_updates: dict[int, int] = {}
+        self.updater = UpdateRecorder(holds)
         self._holds = holds
         self._stack = ExitStack()
 
@@ -59,6 +64,7 @@ class StepRecorder:
                 keep(begins.remove)
                 keep(module.register_forward_hook(self._ends).remove)
         keep(register_optimizer_step_pre_hook(self._before_update).remove)
+        keep(register_optimizer_step_post_hook(self._after_update).remove)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -113,7 +119,12 @@ class StepRecorder:
                     self.gradients[name] = gradient / scale if scale is not None else +gradient
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
-        self.num_updates[id(optimizer)] = self.num_updates.get(id(optimizer), 0) + 1
+        if not self.updater.is_within(optimizer):  # its base class's step, which it calls
+            self.num_updates[id(optimizer)] = self.num_updates.get(id(optimizer), 0) + 1
+        self.updater.before(optimizer, self.gradients)
+
+    def _after_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.updater.after(optimizer)
 
 
 def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor) -> None:

@@ -28,7 +28,6 @@ from ptrain.verification.jobs.culprits import (
     explain_precision,
     explain_slices,
     explain_start,
-    explain_update,
     reference_not_finite,
 )
 from ptrain.verification.jobs.evidence import evidence, shared_output
@@ -55,6 +54,7 @@ from ptrain.verification.jobs.verdict import (
     first_of,
 )
 from ptrain.verification.names import canonical_parameters
+from ptrain.verification.updates.explain import explain_update
 
 # Axes whose ranks have pieces of one sequence: a module alone returns something else for a piece.
 _CONTEXT = ("cp", "context", "context_parallel")
@@ -182,7 +182,6 @@ class Examiner:
 
     def _explain(self, step: StepComparison) -> Culprit:
         first = first_of(self.departures)
-        moves = self.ranks.gather(step.moves(self.pair.holds))
         match first[0].moment:
             case Moment.START:
                 return culprit(
@@ -195,7 +194,7 @@ class Examiner:
             case _ if first[0].subject is Subject.LOSS:
                 return explain_loss(first, self.ranks, self.losses[0][-1], self.losses[1][-1])
             case _:
-                return explain_update(first, self.ranks, dict(enumerate(moves)))
+                return explain_update(first, step.case, self.ranks)
 
     def _explain_gradients(self, step: StepComparison, first: Sequence[Departure]) -> Culprit:
         context = next((axis for axis in self.ranks.axes if axis in _CONTEXT), "")

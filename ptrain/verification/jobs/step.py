@@ -19,17 +19,16 @@ from ptrain.verification.jobs.compare import (
     compare_outputs,
     compare_states,
     compare_update,
-    digest,
     digests,
     state_of,
     sure_of,
 )
 from ptrain.verification.jobs.conditions import Alone
-from ptrain.verification.jobs.culprits import Move
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.probe import ProbeResult, probed
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.updates.case import UpdateCase, compare_masters
 
 Rows = dict[str, Tensor]
 
@@ -60,22 +59,7 @@ class StepComparison:
     seen: StepRecorder
     probe: ProbeResult
     losses: tuple[Any, Any]
-
-    def moves(self, holds: Mapping[str, ParameterShard]) -> dict[str, Move]:
-        """Return how each parameter moved, for the ranks to tell each other."""
-        own = {
-            id(parameter)
-            for optimizer in self.seen.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        moves = {}
-        for name, course in self.differences.courses.items():
-            pace = course.pace
-            held = id(course.parameter) in own
-            part = digest(holds[name].at)
-            moves[name] = (course.stood_still, pace.factor, pace.residual, held, part)
-        return moves
+    case: UpdateCase
 
 
 def run_step(
@@ -114,10 +98,13 @@ def run_step(
         compare_update(differences, name, course, usual=usual, is_noise=quiet, limit=limit)
     states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
     compare_states(differences, *states, pair.holds, limit)
+    case = UpdateCase.of(differences, (seen, expected), pair.holds, usual, limit)
+    compare_masters(differences, case)
     compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
-        differences=differences, expected=expected, seen=seen, probe=probe, losses=(right, loss)
-    )
+        differences=differences, expected=expected, seen=seen, probe=probe, losses=(right, loss),
+        case=case,
+    )  # fmt: skip
 
 
 def output_departures(step: StepComparison, limit: Tolerance) -> list[Departure]:
