@@ -54,7 +54,9 @@ from ptrain.verification.jobs.verdict import (
     first_of,
 )
 from ptrain.verification.names import canonical_parameters
+from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
+from ptrain.verification.updates.sums import coarse_sum
 
 # Axes whose ranks have pieces of one sequence: a module alone returns something else for a piece.
 _CONTEXT = ("cp", "context", "context_parallel")
@@ -205,6 +207,9 @@ class Examiner:
             ]
             if outputs:
                 return self._explain_outputs(step, outputs)
+        wholes = step.unclipped, step.expected.gradients
+        if (clipped := clipping(first, step.case, wholes, self.ranks)) is not None:
+            return clipped
         lower = self.ranks.gather([_autocast(step.seen), _autocast(step.expected)])
         for actual, expected in lower:
             if actual != expected:
@@ -218,7 +223,11 @@ class Examiner:
             names = {departure.name for departure in first}
             order = _in_order(step.expected)
             explanation = explain_slices(explanation, names, order, context) or explanation
-        return batch_statistics(explanation, self.pair.reference.model) or explanation
+        return (
+            coarse_sum(explanation, job_evidence.samples, self.limit.gradients)
+            or batch_statistics(explanation, self.pair.reference.model)
+            or explanation
+        )
 
     def _explain_outputs(self, step: StepComparison, outputs: Sequence[Departure]) -> Culprit:
         earliest = first_of(outputs)

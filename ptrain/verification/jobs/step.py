@@ -29,6 +29,7 @@ from ptrain.verification.jobs.probe import ProbeResult, probed
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.updates.case import UpdateCase, compare_masters
+from ptrain.verification.updates.clip import Accumulation
 
 Rows = dict[str, Tensor]
 
@@ -52,7 +53,8 @@ class LoopPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
-    """`losses`: the reference's and this rank's, as the steps returned them."""
+    """`losses`: the reference's and this rank's, as the steps returned them; `unclipped`: squares
+    of the reference's gradients as its backward pass left them."""
 
     differences: Differences
     expected: StepRecorder
@@ -60,6 +62,7 @@ class StepComparison:
     probe: ProbeResult
     losses: tuple[Any, Any]
     case: UpdateCase
+    unclipped: dict[str, float]
 
 
 def run_step(
@@ -71,7 +74,8 @@ def run_step(
     with StepRecorder(pair.loop.model, pair.holds) as seen:
         loss = pair.loop.step(share)
     probe = probed(pair.reference.model, seen.calls)
-    with StepRecorder(pair.reference.model, pair.wholes) as expected, Alone():
+    unclipped = Accumulation(pair.wholes)
+    with StepRecorder(pair.reference.model, pair.wholes) as expected, unclipped, Alone():
         right = pair.reference.step(batch)
     differences = Differences(step=number_, rank=rank)
     if seen.updates != expected.updates:
@@ -103,7 +107,7 @@ def run_step(
     compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
         differences=differences, expected=expected, seen=seen, probe=probe, losses=(right, loss),
-        case=case,
+        case=case, unclipped=unclipped.squares,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ def explain_update(departures: Sequence[Departure], case: UpdateCase, ranks: Ran
     return explainer.replicas(departures)
 
 
+_COARSE = 1e-6  # of what is left: a reader wants to see what it was before
 _UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
 
 
@@ -232,7 +233,8 @@ device's to {left.worst:.2g}"
         result = search(case, self.ranks, departure)
         if not result.cure:
             return self.unexplained(_ruled_out(result))
-        return self._exchanged(result)
+        is_coarse = result.left.worst > _COARSE
+        return self._exchanged(result, f" (it was {departure.worst:.2g} off)" if is_coarse else "")
 
     def _skipped(self, rows: Sequence[tuple[int, str]], left: Remainder) -> Culprit:
         """The step did not do what its optimizer does with what it was given."""
@@ -257,7 +259,7 @@ device's to {left.worst:.2g}"
             f"the step repeated as it was given is one device's to {left.worst:.2g}",
         )  # fmt: skip
 
-    def _exchanged(self, result: SwapSearch) -> Culprit:
+    def _exchanged(self, result: SwapSearch, was: str) -> Culprit:
         mine = [exchange.plain() for exchange in exchanges(self.case, result.cure)]
         rows = [Exchange.of(plain) for rank in self.ranks.gather(mine) for plain in rank]
         said = words(result.cure, rows, self.ranks.degrees, is_first=self.case.step == 0)
@@ -267,7 +269,7 @@ device's to {left.worst:.2g}"
         return self._proven(
             said.state, said.factor, said.sentence, [row.name for row in rows],
             sorted({row.rank for row in rows}),
-            f"the update repeated with {what} is one device's to {result.left.worst:.2g}",
+            f"the update repeated with {what} is one device's to {result.left.worst:.2g}{was}",
         )  # fmt: skip
 
     def _proven(
@@ -324,11 +326,11 @@ def _common(case: UpdateCase, outcomes: dict[str, Outcome]) -> dict[str, Outcome
 
 def _with(swap: Swap, rows: Sequence[Exchange]) -> str:
     alike = [row for row in rows if row.swap == swap]
-    pairs = list(dict.fromkeys((row.other, row.own) for row in alike))
     title = swap.key or str(swap.ingredient)
+    if "off" in alike[0].own or alike[0].other == "values":
+        return f"one device's {title}"
+    pairs = list(dict.fromkeys((row.other, row.own) for row in alike))
     (other, own), more = pairs[0], len(pairs) - 1
-    if alike[0].numbers == (None, None) and "off" in own:
-        return f"one device's {title} ({own})"
     others = f" (and {more} more)" if more else ""
     return f"{title} {other} for {own}{others}"
 

@@ -35,6 +35,7 @@ class UpdateRecorder:
         self.record = UpdateRecord()
         self._holds = holds
         self._running: list[tuple[Optimizer, dict[str, Ingredients]]] = []
+        self._num_groups = 0
         self._depth = 0  # of a step that calls its base class's, which torch's hooks see too
 
     def is_within(self, optimizer: Optimizer) -> bool:
@@ -51,12 +52,13 @@ class UpdateRecorder:
         rule, scale = Rule.of(optimizer), getattr(optimizer, "grad_scale", None)
         taken: dict[str, Ingredients] = {}
         places = {
-            id(tensor): (tensor, group)
-            for group in optimizer.param_groups
+            id(tensor): (tensor, number, group)
+            for number, group in enumerate(optimizer.param_groups, self._num_groups)
             for tensor in group["params"]
         }
-        for name, shard in self._named([tensor for tensor, _ in places.values()]):
-            tensor, group = places[id(shard.parameter)]
+        self._num_groups += len(optimizer.param_groups)
+        for name, shard in self._named([tensor for tensor, _, _ in places.values()]):
+            tensor, number, group = places[id(shard.parameter)]
             if shard is self._holds[name]:
                 gradient = gradients.get(name) if tensor.grad is not None else None
             else:
@@ -72,6 +74,7 @@ class UpdateRecorder:
                 gradient=None if gradient is None else held(gradient).clone(),
                 state=_state(shard, optimizer),
                 settings=settings_of(group),
+                group=number,
             )
         # An optimizer around another one (ZeroRedundancyOptimizer): the inner one's step counts.
         for _, outer in self._running:

@@ -83,7 +83,7 @@ class Ingredients:
 
     `tensor` is what the optimizer itself updates, a parameter or its master copy, and `shape` that
     of this rank's piece of it. `state`: rows of what is kept beside it, and scalars; `settings`:
-    those of its group."""
+    those of its group; `group`: the number of that, over all optimizers."""
 
     rule: Rule
     tensor: Tensor
@@ -92,6 +92,7 @@ class Ingredients:
     gradient: Tensor | None
     state: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    group: int = 0
 
     def with_state(self, **changed: Any) -> Ingredients:
         """Return the same with other state; what is None is not there."""
