@@ -16,7 +16,7 @@ from ptrain.verification.updates.case import BROKEN, Remainder, UpdateCase
 from ptrain.verification.updates.record import piece_shape
 from ptrain.verification.updates.repeat import CannotRepeat, Ingredients, Outcome, repeat
 from ptrain.verification.updates.swaps import Swap, SwapSearch, search
-from ptrain.verification.updates.wording import Exchange, exchanges, words
+from ptrain.verification.updates.wording import IngredientPair, differing_pairs, words
 
 
 def explain_update(departures: Sequence[Departure], case: UpdateCase, ranks: Ranks) -> Culprit:
@@ -40,6 +40,20 @@ class UpdateExplainer:
         self.departures = [departure for departure in departures if not departure.between]
         self.case, self.ranks = case, ranks
         self.obstacle = ""
+
+    def exchanged(self) -> Culprit | None:
+        """Return the culprit where the update repeats as it was, and with some of one device's
+        ingredients is one device's; None otherwise."""
+        case = self.case
+        obstacles = self.ranks.gather(case.seen.obstacle or case.expected.obstacle)
+        departure = self._of_all(case.remainder(_common(case, case.seen.after)))
+        if any(obstacles) or departure.count == 0:
+            return None
+        _, outcomes = self._repeated(dict(case.own))
+        if any(self.ranks.gather(bool(self.obstacle) or bool(case.repeats(outcomes)))):
+            return None
+        result = search(case, self.ranks, departure)
+        return self._exchanged(result, "") if result.cure else None
 
     def culprit(self) -> Culprit:
         """Return the first explanation whose trial holds."""
@@ -260,8 +274,8 @@ device's to {left.worst:.2g}"
         )  # fmt: skip
 
     def _exchanged(self, result: SwapSearch, was: str) -> Culprit:
-        mine = [exchange.plain() for exchange in exchanges(self.case, result.cure)]
-        rows = [Exchange.of(plain) for rank in self.ranks.gather(mine) for plain in rank]
+        mine = [pair.plain() for pair in differing_pairs(self.case, result.cure)]
+        rows = [IngredientPair.of(plain) for rank in self.ranks.gather(mine) for plain in rank]
         said = words(result.cure, rows, self.ranks.degrees, is_first=self.case.step == 0)
         what = " and ".join(_with(swap, rows) for swap in result.cure[:3])
         if len(result.cure) > 3:
@@ -324,7 +338,7 @@ def _common(case: UpdateCase, outcomes: dict[str, Outcome]) -> dict[str, Outcome
     return {name: outcomes[name] for name in case.own}
 
 
-def _with(swap: Swap, rows: Sequence[Exchange]) -> str:
+def _with(swap: Swap, rows: Sequence[IngredientPair]) -> str:
     alike = [row for row in rows if row.swap == swap]
     title = swap.key or str(swap.ingredient)
     if "off" in alike[0].own or alike[0].other == "values":

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import held
@@ -113,6 +118,32 @@ class UpdateRecorder:
                     left.remove(name)
                     yield name, replace(shard, parameter=master)
                     break
+
+
+def wholes(tensors: Mapping[str, Tensor]) -> dict[str, ParameterShard]:
+    """Return tensors as shards that are all of what they stand for."""
+    return {name: ParameterShard(name, tensor, tensor.shape) for name, tensor in tensors.items()}
+
+
+@contextmanager
+def recorded(holds: Mapping[str, ParameterShard]) -> Iterator[UpdateRecord]:
+    """Record the steps of all optimizers that have some of these."""
+    recorder = UpdateRecorder(holds)
+
+    def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        scale = getattr(optimizer, "grad_scale", None)
+        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        rows = {n: shard.gradient() for n, shard in holds.items() if id(shard.parameter) in own}
+        given = {name: row for name, row in rows.items() if row is not None}
+        recorder.before(optimizer, {n: g if scale is None else g / scale for n, g in given.items()})
+
+    def after(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        recorder.after(optimizer)
+
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(before).remove)
+        stack.callback(register_optimizer_step_post_hook(after).remove)
+        yield recorder.record
 
 
 def piece_shape(shard: ParameterShard) -> torch.Size:

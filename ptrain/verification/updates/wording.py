@@ -18,7 +18,7 @@ from ptrain.verification.updates.swaps import Ingredient, Swap, Swaps, differing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class IngredientPair:
     """Of one parameter on one rank an ingredient that is not one device's: both in words, as
     numbers where they are; `kinds` are the optimizers' classes. `is_rounded`: it is
     numbers of bf16, one device's is not."""
@@ -36,7 +36,7 @@ class Exchange:
         return asdict(self) | {"swap": [self.swap.ingredient, self.swap.key]}
 
     @classmethod
-    def of(cls, plain: dict[str, Any]) -> Exchange:
+    def of(cls, plain: dict[str, Any]) -> IngredientPair:
         ingredient, key = plain["swap"]
         pairs = {name: tuple(plain[name]) for name in ("numbers", "kinds")}
         return cls(**plain | pairs | {"swap": Swap(Ingredient(ingredient), key)})
@@ -51,13 +51,13 @@ class Words:
     sentence: str
 
 
-def exchanges(case: UpdateCase, swaps: Swaps) -> list[Exchange]:
+def differing_pairs(case: UpdateCase, swaps: Swaps) -> list[IngredientPair]:
     """Return what the swaps exchange on this rank."""
     names = differing(case)
-    return [_exchange(case, swap, name) for swap in swaps for name in names.get(swap, ())]
+    return [_pair(case, swap, name) for swap in swaps for name in names.get(swap, ())]
 
 
-def _exchange(case: UpdateCase, swap: Swap, name: str) -> Exchange:
+def _pair(case: UpdateCase, swap: Swap, name: str) -> IngredientPair:
     own, other = case.own[name], case.other[name]
     is_rounded = False
     match swap.ingredient:
@@ -74,7 +74,7 @@ def _exchange(case: UpdateCase, swap: Swap, name: str) -> Exchange:
             pair = own.rule.kind.__name__, other.rule.kind.__name__
         case _:
             pair = own.gradient, other.gradient
-    return Exchange(
+    return IngredientPair(
         swap=swap, name=name, rank=case.rank, own=_text(*pair), other=_text(*reversed(pair)),
         numbers=(as_number(pair[0]), as_number(pair[1])), is_rounded=is_rounded,
         kinds=(own.rule.kind.__name__, other.rule.kind.__name__),
@@ -99,7 +99,7 @@ def _text(value: Any, other: Any) -> str:
 
 
 def words(
-    cure: Swaps, rows: Sequence[Exchange], degrees: dict[str, int], *, is_first: bool
+    cure: Swaps, rows: Sequence[IngredientPair], degrees: dict[str, int], *, is_first: bool
 ) -> Words:
     """Say what these swaps are; `rows` are all ranks', `is_first` of the first step."""
     kinds = {swap.ingredient for swap in cure}
@@ -145,11 +145,11 @@ def words(
             )  # fmt: skip
 
 
-def _names(rows: Sequence[Exchange]) -> str:
+def _names(rows: Sequence[IngredientPair]) -> str:
     return families(row.name for row in rows)
 
 
-def _of_setting(key: str, rows: Sequence[Exchange], degrees: dict[str, int]) -> Words:
+def _of_setting(key: str, rows: Sequence[IngredientPair], degrees: dict[str, int]) -> Words:
     more = [row for row in rows if (row.numbers[0] or 0) > (row.numbers[1] or 0)]
     less = [row for row in rows if (row.numbers[0] or 0) < (row.numbers[1] or 0)]
     pairs = {(row.own, row.other) for row in rows}
@@ -182,11 +182,11 @@ the same settings"
     )  # fmt: skip
 
 
-def _pairs(rows: Sequence[Exchange]) -> list[tuple[float | None, float | None]]:
+def _pairs(rows: Sequence[IngredientPair]) -> list[tuple[float | None, float | None]]:
     return [row.numbers for row in rows]
 
 
-def _of_state(keys: set[str], rows: Sequence[Exchange], is_first: bool) -> Words:
+def _of_state(keys: set[str], rows: Sequence[IngredientPair], is_first: bool) -> Words:
     steps = [row for row in rows if row.swap.key == "step"]
     tensors = [row for row in rows if row.swap.key != "step"]
     lost = [row for row in tensors if row.own in ("none", "zeros")]
@@ -223,7 +223,7 @@ def _of_state(keys: set[str], rows: Sequence[Exchange], is_first: bool) -> Words
     )  # fmt: skip
 
 
-def _of_value(rows: Sequence[Exchange]) -> Words:
+def _of_value(rows: Sequence[IngredientPair]) -> Words:
     if all(row.is_rounded for row in rows):
         return Words(
             Subject.OPTIMIZER, "masters rebuilt from bf16",
