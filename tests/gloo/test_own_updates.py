@@ -77,3 +77,25 @@ def test_sound_groups_clipping_and_masters_accuse_nobody(ranks: Ranks, way: str)
     verdicts = ranks.run(2, update_faults.verdicts, way, SOUND)[0]
     assert [verdicts[name]["culprit"] for name in SOUND] == [None, None, None]
     assert verdicts["sound"]["holds"], verdicts["sound"]["text"]
+
+
+@pytest.mark.nightly
+def test_an_update_that_another_rank_makes_is_repeated_there(ranks: Ranks) -> None:
+    verdicts = ranks.run(2, update_faults.verdicts, "ddp", ("zero", "zero of another rate"))[0]
+    assert verdicts["zero"]["holds"], verdicts["zero"]["text"]
+    culprit = verdicts["zero of another rate"]["culprit"]
+    assert (culprit["factor"], culprit["certainty"]) == ("× 2", Certainty.PROVEN)
+
+
+@pytest.mark.nightly
+def test_a_rule_that_a_shard_does_not_tell_is_not_explained(ranks: Ranks) -> None:
+    """On whole tensors it is; on shards what differs is told, and accused of nothing."""
+    names = ("by norm", "by norm of another rate")
+    sharded, replicated = (
+        ranks.run(2, update_faults.verdicts, way, names)[0] for way in ("fsdp2", "ddp")
+    )
+    assert sharded["by norm"]["holds"], sharded["by norm"]["text"]
+    culprit = sharded["by norm of another rate"]["culprit"]
+    assert culprit["certainty"] == Certainty.UNEXPLAINED
+    assert culprit["tried"].endswith("; lr differed from one device's before it")
+    assert replicated["by norm of another rate"]["culprit"]["certainty"] == Certainty.PROVEN

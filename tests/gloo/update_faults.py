@@ -4,13 +4,14 @@ groups, clipping, master copies, gradients that are added up by hand."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ptrain
 from ptrain.verification.jobs.verdict import OwnVerdict
@@ -215,6 +216,53 @@ class RebuiltMasters(Masters):
             master.copy_(parameter)
 
 
+class Plain(Loop):
+    """One group."""
+
+    def built(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+
+class Zero(Loop):
+    """A rank updates some of the parameters, and the others are brought to it."""
+
+    rate = 1e-2
+
+    def built(self) -> torch.optim.Optimizer:
+        parameters = self.model.parameters()
+        return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=self.rate)
+
+
+class ZeroOfOtherRate(Zero):
+    rate = 2e-2
+
+
+class ByNorm(torch.optim.Optimizer):
+    """A step of the same length for every whole tensor: a shard does not tell it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                norm = parameter.grad.norm()
+                norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                parameter.sub_(parameter.grad * (group["lr"] / float(norm + 1e-3)))
+
+
+class Even(Loop):
+    rate = 1e-2
+
+    def built(self) -> torch.optim.Optimizer:
+        return ByNorm(self.model.parameters(), self.rate)
+
+
+class EvenOfOtherRate(Even):
+    rate = 2e-2
+
+
 @dataclass(frozen=True)
 class Case:
     """`sound` on one device, `faulty` on the ranks."""
@@ -243,10 +291,17 @@ CASES = {
     "other rate on one rank": Case(OtherRateOnOneRank),
     "written after": Case(WrittenAfter),
 }
+# Of what a rank's piece does not tell all.
+APART = {
+    "zero": Case(Zero, Plain),
+    "zero of another rate": Case(ZeroOfOtherRate, Plain),
+    "by norm": Case(Even, Even),
+    "by norm of another rate": Case(EvenOfOtherRate, Even),
+}
 
 
 def judged(way: str, name: str) -> OwnVerdict:
-    case = CASES[name]
+    case = (CASES | APART)[name]
     model = built(case.dtype)
     plain = copy.deepcopy(model)
     pair = case.sound(plain), case.faulty(WRAPPERS[way](model))

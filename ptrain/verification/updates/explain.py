@@ -15,7 +15,7 @@ from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.updates.case import BROKEN, Remainder, UpdateCase
 from ptrain.verification.updates.record import piece_shape
 from ptrain.verification.updates.repeat import CannotRepeat, Ingredients, Outcome, repeat
-from ptrain.verification.updates.swaps import Swap, SwapSearch, search
+from ptrain.verification.updates.swaps import Ingredient, Swap, SwapSearch, differing, search
 from ptrain.verification.updates.wording import IngredientPair, differing_pairs, words
 
 
@@ -59,13 +59,14 @@ class UpdateExplainer:
         """Return the first explanation whose trial holds."""
         case = self.case
         departing = self._departing()
-        if any(self.ranks.gather(bool(departing - case.seen.after.keys()))):
-            return self._left_out()
-        if any(self.ranks.gather(bool(departing - case.other.keys()))):
-            return self._not_to_be_stepped(departing - case.other.keys())
+        if any(self.ranks.gather(bool(without := self._without_a_step()))):
+            return self._left_out(without)
+        foreign = (departing & case.seen.after.keys()) - case.other.keys()
+        if any(self.ranks.gather(bool(foreign))):
+            return self._not_to_be_stepped(foreign)
         obstacles = self.ranks.gather(case.seen.obstacle or case.expected.obstacle)
         if obstacle := next(filter(None, obstacles), ""):
-            return self.unexplained(f"the update cannot be repeated: {obstacle}")
+            return self.unexplained(f"the update cannot be repeated: {obstacle}{self._differing()}")
         departure = self._of_all(case.remainder(_common(case, case.seen.after)))
         if departure.count == 0:
             return self._written_after(departure)
@@ -102,7 +103,7 @@ class UpdateExplainer:
             factor="replicas differ",
             place=families(names),
             step=first.step,
-            ranks=tuple(sorted({departure.rank for departure in departures})),
+            ranks=tuple(writers if is_proven else sorted({d.rank for d in departures})),
             sentence=f"Ranks {who} hold the same part and have different bits of it: broadcast it "
             "once, and look at what is computed on each rank.",
             certainty=Certainty.PROVEN if is_proven else Certainty.UNEXPLAINED,
@@ -121,10 +122,22 @@ class UpdateExplainer:
         mine = self.case.remainder(outcomes) if outcomes or not taken else BROKEN
         return self._of_all(mine), outcomes
 
-    def _left_out(self) -> Culprit:
-        """No optimizer that stepped on this rank has what departs here."""
+    def _without_a_step(self) -> set[str]:
+        """Return what departs here and no optimizer of this rank stepped, but for what has the
+        bits of a rank where one did (ZeRO: its update counts there)."""
         case = self.case
         without = self._departing() - case.seen.after.keys()
+        stepped = {name: self._bits(name) for name in case.seen.after if name in case.courses}
+        owners = self.ranks.gather(stepped) if any(self.ranks.gather(bool(without))) else []
+        return {n for n in without if all(its.get(n) != self._bits(n) for its in owners)}
+
+    def _bits(self, name: str) -> list[str]:
+        """Which part of a parameter this rank has, and a checksum of it after the step."""
+        return [self.case.part(name), digest(self.case.courses[name].run_after)]
+
+    def _left_out(self, without: set[str]) -> Culprit:
+        """No optimizer that stepped on this rank has what departs here."""
+        case = self.case
         still = {name for name in without if case.courses[name].stood_still}
         if any(self.ranks.gather(bool(without - still))):
             return self.unexplained(
@@ -232,23 +245,37 @@ device's to {left.worst:.2g}"
     def _in_the_step(self, departure: Remainder) -> Culprit:
         case = self.case
         left, outcomes = self._repeated(dict(case.own))
-        differing = case.repeats(outcomes) if outcomes else sorted(case.own)
-        everyones = self.ranks.gather(differing)
+        others = case.repeats(outcomes) if outcomes else sorted(case.own)
+        everyones = self.ranks.gather(others)
         rows = [(rank, name) for rank, its in enumerate(everyones) for name in its]
         if obstacle := next(filter(None, self.ranks.gather(self.obstacle)), ""):
-            return self.unexplained(obstacle)
+            return self.unexplained(f"{obstacle}{self._differing()}")
         if rows and left.is_cure_of(departure):
             return self._skipped(rows, left)
         if rows:
             return self.unexplained(
                 "the update cannot be repeated element by element: its own gradients, state and "
                 f"settings give {families(name for _, name in rows)} other values than its step did"
+                f"{self._differing()}"
             )
         result = search(case, self.ranks, departure)
         if not result.cure:
             return self.unexplained(_ruled_out(result))
         is_coarse = result.left.worst > _COARSE
         return self._exchanged(result, f" (it was {departure.worst:.2g} off)" if is_coarse else "")
+
+    def _differing(self) -> str:
+        """What is not one device's before an update of which nothing can be tried."""
+        mine = [[swap.ingredient, swap.key] for swap in differing(self.case)]
+        noise = (Ingredient.GRADIENT, Ingredient.VALUE)  # roundings of these alone are no reason
+        titles = {
+            key or kind
+            for rank in self.ranks.gather(mine)
+            for kind, key in rank
+            if kind not in noise
+        }
+        listed = ", ".join(sorted(titles)) or "none of its settings and state"
+        return f"; {listed} differed from one device's before it"
 
     def _skipped(self, rows: Sequence[tuple[int, str]], left: Remainder) -> Culprit:
         """The step did not do what its optimizer does with what it was given."""

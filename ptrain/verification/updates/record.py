@@ -81,10 +81,10 @@ class UpdateRecorder:
                 settings=settings_of(group),
                 group=number,
             )
-        # An optimizer around another one (ZeroRedundancyOptimizer): the inner one's step counts.
+        # An optimizer around another one (ZeroRedundancyOptimizer): the inner one's step counts,
+        # and what that does not have is brought from another rank.
         for _, outer in self._running:
-            for name in taken:
-                outer.pop(name, None)
+            outer.clear()
         self._running.append((optimizer, taken))
 
     @torch.no_grad()
