@@ -233,3 +233,36 @@ def test_a_class_that_adds_to_its_base_is_named_and_counts_one_update() -> None:
     culprit = judged(lambda p: Decaying(p, lr=1e-2), adamw())
     assert culprit is not None
     assert (culprit.factor, culprit.certainty) == ("Decaying for AdamW", Certainty.PROVEN)
+
+
+def test_state_that_is_written_after_the_step_is_told_from_state_before_it() -> None:
+    net = model()
+
+    def job(net: nn.Module, is_faulty: bool) -> ptrain.Job:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+        def step(batch: Tensor) -> Tensor:
+            trained(net, optimizer, batch)
+            if is_faulty:
+                for state in optimizer.state.values():
+                    state["exp_avg"].mul_(2)
+            return net(batch).square().mean().detach()
+
+        return ptrain.Job(model=net, step=step)
+
+    verdict = ptrain.verify(job(copy.deepcopy(net), False), job(net, True), rows(1))
+    assert verdict.culprit is not None
+    assert verdict.culprit.factor == "state written after the update"
+    assert verdict.culprit.certainty is Certainty.PROVEN
+
+
+def test_a_parameter_that_one_device_does_not_train_is_named() -> None:
+    def first_alone(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return adamw()(parameters[:2])
+
+    culprit = judged(adamw(), first_alone)
+    assert culprit is not None
+    assert (culprit.factor, culprit.certainty) == ("frozen parameter updated", Certainty.PROVEN)
+    culprit = judged(first_alone, adamw())
+    assert culprit is not None
+    assert (culprit.factor, culprit.certainty) == ("not updated", Certainty.PROVEN)

@@ -207,9 +207,17 @@ device's to {left.worst:.2g}"
         """What the optimizers left is one device's on every rank."""
         everyones = self.ranks.gather(self.case.written_after())
         rows = [(rank, name) for rank, its in enumerate(everyones) for name in its]
-        departing = {(d.rank, d.name) for d in self.departures}
-        rows = [row for row in rows if row in departing] or rows
+        departing = {(d.rank, d.name) for d in self.departures if d.subject is Subject.PARAMETERS}
+        rows = [row for row in rows if row in departing]
+        states = [] if departing else [(d.rank, d.name) for d in self.departures]
         proof = f"what the optimizers themselves left is one device's to {departure.worst:.2g}"
+        if states:
+            return self._proven(
+                Subject.OPTIMIZER, "state written after the update",
+                "The optimizer's step leaves the right state, and when the loop's step is over it "
+                "is something else: look at what writes to it after optimizer.step().",
+                [name for _, name in states], sorted({rank for rank, _ in states}), proof,
+            )  # fmt: skip
         if not rows:
             return self._not_written_after(proof)
         return self._proven(
@@ -387,7 +395,8 @@ def _ruled_out(result: SwapSearch) -> str:
             "settings, state, values and gradients before it are one device's to the bit, so one "
             "device's step does something else with them (a hook, an attribute of its optimizer)"
         )
+    together = f", and with each of {result.num_combined} combinations" * bool(result.num_combined)
     return (
         "the update repeated with one device's still differs, by relative distance ("
-        f"{', '.join(tried)}), and so it does with two of these"
+        f"{', '.join(tried)}){together}"
     )

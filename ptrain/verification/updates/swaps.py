@@ -102,7 +102,7 @@ def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Sequ
         swaps += [
             Swap(Ingredient.ATTRIBUTE, key)
             for key in sorted(own.rule.attributes.keys() | other.rule.attributes.keys())
-            if own.rule.attribute(key) != other.rule.attribute(key)
+            if not key.startswith("_") and own.rule.attribute(key) != other.rule.attribute(key)
         ]
     if not same(own.value, other.value):
         swaps.append(Swap(Ingredient.VALUE))
@@ -132,11 +132,12 @@ def tried(case: UpdateCase, swaps: Swaps) -> Remainder:
 @dataclass(frozen=True, slots=True)
 class SwapSearch:
     """`cure`: the fewest swaps that make the update one device's, on all ranks, and what is left
-    then; `singles`: what is left with each alone."""
+    then; `singles`: what is left with each alone; `num_combined`: how often several were tried."""
 
     cure: Swaps
     left: Remainder
     singles: dict[Swap, Remainder]
+    num_combined: int = 0
 
 
 def search(case: UpdateCase, ranks: Ranks, departure: Remainder) -> SwapSearch:
@@ -160,7 +161,7 @@ def search(case: UpdateCase, ranks: Ranks, departure: Remainder) -> SwapSearch:
                 (its for its in cures if len(its) == fewest), key=lambda its: cures[its].worst
             )
             return SwapSearch(cure, cures[cure], by_swap)
-    return SwapSearch((), departure, by_swap)
+    return SwapSearch((), departure, by_swap, len(lefts))
 
 
 def _several(swaps: Sequence[Swap]) -> list[Swaps]:

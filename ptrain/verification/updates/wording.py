@@ -21,7 +21,7 @@ from ptrain.verification.updates.swaps import Ingredient, Swap, Swaps, differing
 class IngredientPair:
     """Of one parameter on one rank an ingredient that is not one device's: both in words, as
     numbers where they are; `kinds` are the optimizers' classes. `is_rounded`: it is
-    numbers of bf16, one device's is not."""
+    numbers of bf16, one device's is not; `is_master`: the optimizer has a copy of the parameter."""
 
     swap: Swap
     name: str
@@ -30,6 +30,7 @@ class IngredientPair:
     other: str
     numbers: tuple[float | None, float | None] = (None, None)
     is_rounded: bool = False
+    is_master: bool = False
     kinds: tuple[str, str] = ("", "")
 
     def plain(self) -> dict[str, Any]:
@@ -77,6 +78,7 @@ def _pair(case: UpdateCase, swap: Swap, name: str) -> IngredientPair:
     return IngredientPair(
         swap=swap, name=name, rank=case.rank, own=_text(*pair), other=_text(*reversed(pair)),
         numbers=(as_number(pair[0]), as_number(pair[1])), is_rounded=is_rounded,
+        is_master=name in case.seen.masters,
         kinds=(own.rule.kind.__name__, other.rule.kind.__name__),
     )  # fmt: skip
 
@@ -136,6 +138,13 @@ def words(
                 Subject.GRADIENTS, f"a gradient of {rows[0].own} for none",
                 f"The optimizer steps {_names(rows)} with a gradient of {rows[0].own}, where one "
                 "device's has none and leaves it: a frozen parameter decays so. Set it to None.",
+            )  # fmt: skip
+        case _ if not any(row.is_master for row in rows):
+            return Words(
+                Subject.GRADIENTS, f"gradients {rows[0].own}",
+                f"The gradients of {_names(rows)} are one device's within the tolerance "
+                f"({rows[0].own}), and the update enlarges what is left: sum them in a finer dtype "
+                "or in one order, or give Terms(tolerance=...).",
             )  # fmt: skip
         case _:
             return Words(
@@ -234,5 +243,5 @@ def _of_value(rows: Sequence[IngredientPair]) -> Words:
     return Words(
         Subject.PARAMETERS, f"values before the update {rows[0].own}",
         f"What the optimizer updates of {_names(rows)} is not one device's before the update "
-        f"({rows[0].own}): something writes it between the steps.",
+        f"({rows[0].own}): look at what loads or writes it before.",
     )  # fmt: skip
