@@ -15,6 +15,7 @@ from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.updates.case import BROKEN, Remainder, UpdateCase
 from ptrain.verification.updates.record import piece_shape
 from ptrain.verification.updates.repeat import CannotRepeat, Ingredients, Outcome, repeat
+from ptrain.verification.updates.replicas import explain_replicas
 from ptrain.verification.updates.swaps import Ingredient, Swap, SwapSearch, differing, search
 from ptrain.verification.updates.wording import IngredientPair, differing_pairs, words
 
@@ -26,7 +27,7 @@ def explain_update(departures: Sequence[Departure], case: UpdateCase, ranks: Ran
         return explainer.culprit()
     if explainer.departures:
         return explainer.unexplained("parameters and the optimizer's state are one device's")
-    return explainer.replicas(departures)
+    return explain_replicas(departures, case, ranks)
 
 
 _COARSE = 1e-6  # of what is left: a reader wants to see what it was before
@@ -79,36 +80,6 @@ class UpdateExplainer:
             for departure in self.departures
             if departure.rank == self.case.rank and departure.subject in _UPDATED
         }
-
-    def replicas(self, departures: Sequence[Departure]) -> Culprit:
-        """Ranks have the same part, right to rounding, and not the same bits of it."""
-        first = departures[0]
-        case, names = self.case, [departure.name for departure in departures]
-        after = case.seen.after
-        left = self.ranks.gather(
-            {name: digest(after[name].value) for name in names if name in after}
-        )
-        written = self.ranks.gather(sorted(set(case.written_after()) & set(names)))
-        alike = {left[rank].get(first.name) for rank in first.between}
-        writers = [rank for rank in first.between if first.name in written[rank]]
-        is_proven = len(alike) == 1 and None not in alike and bool(writers)
-        who = ", ".join(map(str, first.between))
-        cure = (
-            f"the optimizers left the same bits on all of them, and rank "
-            f"{', '.join(map(str, writers))} has others when its step is over"
-        )
-        return Culprit(
-            state=first.subject,
-            axis=self.ranks.axis_of(first.between),
-            factor="replicas differ",
-            place=families(names),
-            step=first.step,
-            ranks=tuple(writers if is_proven else sorted({d.rank for d in departures})),
-            sentence=f"Ranks {who} hold the same part and have different bits of it: broadcast it "
-            "once, and look at what is computed on each rank.",
-            certainty=Certainty.PROVEN if is_proven else Certainty.UNEXPLAINED,
-            tried=cure if is_proven else "the difference is rounding beside one device's",
-        )
 
     def _of_all(self, remainder: Remainder) -> Remainder:
         return Remainder.of_all(self.ranks.gather(remainder.plain()))
