@@ -45,7 +45,7 @@ def proven_update(scene: Investigation, one: Departure, program: Program) -> Cau
     if one.moment is not Moment.UPDATE or one.subject not in _UPDATED or not scene.has_evidence:
         return None
     case = _case(scene, program)
-    if case is None:
+    if case is None or not any(scene.exchange.gather(_parameter(one) in case.own)):
         return None
     departures = [
         replace(departure, name=_parameter(departure))

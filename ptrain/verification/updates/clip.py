@@ -22,7 +22,8 @@ from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.updates.case import UpdateCase
 
 _EPSILONS = (1e-6, 0.0)  # that torch adds to a norm, and who clips by hand does not
-_LOOSE = 10.0  # tolerances of a gradient, of which a factor is a ratio
+_LOOSE, _LOOSEST = 10.0, 3e-2  # tolerances of a gradient, of which a factor is a ratio; at most
+_FITS = 4.0  # tolerances of a factor, that elements may be off it
 _SHARE = 0.1  # of what departs, that a way may leave
 _LEAST = 1e-9  # of a factor: what is nearer to 1 is no clipping
 
@@ -122,7 +123,7 @@ def clipping(
 ) -> Culprit | None:
     """Return the culprit of gradients that are clipped in one of these ways; None where they are
     not. `wholes`: one device's squares before clipping, and its gradients. All ranks call it."""
-    tolerance = _LOOSE * case.limit.gradients
+    tolerance = min(_LOOSE * case.limit.gradients, _LOOSEST)
     gradient = ClippedGradient.of(*wholes, tolerance)
     mine = list(_scalings(case, wholes[1], gradient, tolerance)) if gradient else []
     everyones = ranks.gather(
@@ -134,14 +135,15 @@ def clipping(
     departure = max((abs(row.factor - 1.0) for row in rows), default=0.0)
     if departure <= tolerance:
         return None
-    for way in _ways(gradient, rows):
-        errors = [
-            _error(way, gradient, rows, (one, other))
-            for one, other in product(_EPSILONS, _EPSILONS)
-        ]
-        if min(errors) <= min(tolerance, _SHARE * departure):
-            return _culprit(way, departures, ranks, rows, min(errors), tolerance)
-    return None
+    errors = [
+        (_error(way, gradient, rows, (one, other)), way)
+        for way in _ways(gradient, rows)
+        for one, other in product(_EPSILONS, _EPSILONS)
+    ]
+    error, way = min(errors, key=lambda pair: pair[0])
+    if error > min(tolerance, _SHARE * departure):
+        return None
+    return _culprit(way, departures, ranks, rows, error, tolerance)
 
 
 def _scalings(
@@ -155,7 +157,7 @@ def _scalings(
         if case.is_noise(name) or not bool(part.any()):
             continue
         fit = multiple(own, part) if own is not None else None
-        factor = fit.factor if fit is not None and fit.holds(tolerance) else math.nan
+        factor = fit.factor if fit is not None and fit.holds(_FITS * tolerance) else math.nan
         taken = case.seen.before.get(name)
         group = -1 if taken is None else taken.group
         yield Scaling(case.rank, name, group, factor, local / gradient.factor)

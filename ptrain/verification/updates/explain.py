@@ -112,9 +112,11 @@ class UpdateExplainer:
         still = {name for name in without if case.courses[name].stood_still}
         if any(self.ranks.gather(bool(without - still))):
             return self.unexplained(
-                "what departs is written by no optimizer of the rank where it does, and is not "
-                "what it was before the step: it is brought from elsewhere"
+                "what departs is not what it was before the step, and no torch.optim.Optimizer "
+                "that stepped on its rank has it"
             )
+        if any(self.ranks.gather(bool(without - case.other.keys()))):
+            return self.unexplained("no torch.optim.Optimizer of one device has what departs")
         taken = {
             name: replace(
                 case.other[name],
@@ -122,7 +124,7 @@ class UpdateExplainer:
                 value=case.courses[name].run_before,
                 gradient=case.gradients.get(name),
             )
-            for name in still & case.other.keys()
+            for name in still
         }
         left, _ = self._repeated(taken)
         departure = Remainder(1, max(d.difference for d in self.departures), 0.0)
@@ -166,7 +168,7 @@ device's to {left.worst:.2g}"
         everyones = self.ranks.gather([alike, sorted(names)])
         rows = [(rank, name) for rank, (_, its) in enumerate(everyones) for name in its]
         if not all(is_alike for is_alike, _ in everyones):
-            return self.unexplained("no optimizer of one device steps what departs")
+            return self.unexplained("no torch.optim.Optimizer of one device has what departs")
         return self._proven(
             Subject.PARAMETERS, "frozen parameter updated",
             "The optimizer steps it, and none of one device does: leave it out of its parameters.",
