@@ -24,7 +24,7 @@ from ptrain.verification.states import of_program
 from ptrain.verification.updates.case import UpdateCase
 from ptrain.verification.updates.explain import UpdateExplainer
 from ptrain.verification.updates.record import UpdateRecord
-from ptrain.verification.updates.repeat import Ingredients, Outcome, is_row
+from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, is_row
 
 _UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
 
@@ -161,7 +161,7 @@ def _split(
             gradient=_row(gradients[name]) if name in gradients else None,
             state=own,
         )
-        record.after[name] = Outcome(_row(left[name]), its)
+        record.after[name] = UpdateOutcome(_row(left[name]), its)
 
 
 def _row(tensor: Tensor) -> Tensor:

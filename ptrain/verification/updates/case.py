@@ -24,7 +24,7 @@ from ptrain.verification.jobs.compare import (
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.updates.record import UpdateRecord, UpdateRecorder
-from ptrain.verification.updates.repeat import Ingredients, Outcome, is_row
+from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, is_row
 
 _COARSE = 1e-3  # a dtype's rounding above which a skipped update of some elements is no difference
 
@@ -138,13 +138,13 @@ class UpdateCase:
         shard = self.holds[name]
         return {k: shard.of(value) if is_row(value, row) else value for k, value in state.items()}
 
-    def target(self, name: str) -> Outcome:
+    def target(self, name: str) -> UpdateOutcome:
         """This rank's elements of what one device's step left."""
         after, row = self.expected.after[name], self.expected.before[name].value
         value = self.holds[name].of(after.value)
-        return Outcome(value, self._part_of_state(name, after.state, row))
+        return UpdateOutcome(value, self._part_of_state(name, after.state, row))
 
-    def remainder(self, outcomes: Mapping[str, Outcome]) -> Remainder:
+    def remainder(self, outcomes: Mapping[str, UpdateOutcome]) -> Remainder:
         """Return how far these outcomes are from one device's."""
         scratch = self.differences(outcomes)
         values, state = (
@@ -153,7 +153,7 @@ class UpdateCase:
         )
         return Remainder(len(scratch.departures), values, state)
 
-    def differences(self, outcomes: Mapping[str, Outcome]) -> Differences:
+    def differences(self, outcomes: Mapping[str, UpdateOutcome]) -> Differences:
         """Compare outcomes with one device's as the verdict does."""
         scratch = Differences(step=self.step, rank=self.rank)
         rights: dict[str, dict[str, Tensor]] = {}
@@ -180,7 +180,7 @@ class UpdateCase:
         compare_states(scratch, rights, owns, rows, self.limit)
         return scratch
 
-    def repeats(self, outcomes: Mapping[str, Outcome]) -> list[str]:
+    def repeats(self, outcomes: Mapping[str, UpdateOutcome]) -> list[str]:
         """Return the parameters of which the repeated update is not what the loop's step left."""
         return [
             name

@@ -14,7 +14,7 @@ from ptrain.verification.jobs.explain import families
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.updates.case import BROKEN, Remainder, UpdateCase
 from ptrain.verification.updates.record import piece_shape
-from ptrain.verification.updates.repeat import CannotRepeat, Ingredients, Outcome, repeat
+from ptrain.verification.updates.repeat import CannotRepeat, Ingredients, UpdateOutcome, repeat
 from ptrain.verification.updates.replicas import explain_replicas
 from ptrain.verification.updates.swaps import Ingredient, Swap, SwapSearch, differing, search
 from ptrain.verification.updates.wording import IngredientPair, differing_pairs, words
@@ -84,7 +84,9 @@ class UpdateExplainer:
     def _of_all(self, remainder: Remainder) -> Remainder:
         return Remainder.of_all(self.ranks.gather(remainder.plain()))
 
-    def _repeated(self, taken: dict[str, Ingredients]) -> tuple[Remainder, dict[str, Outcome]]:
+    def _repeated(
+        self, taken: dict[str, Ingredients]
+    ) -> tuple[Remainder, dict[str, UpdateOutcome]]:
         """Return what is left of the departure on all ranks, and this rank's outcomes."""
         try:
             outcomes = repeat(taken)
@@ -342,7 +344,7 @@ device's to {left.worst:.2g}"
         )
 
 
-def _common(case: UpdateCase, outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+def _common(case: UpdateCase, outcomes: dict[str, UpdateOutcome]) -> dict[str, UpdateOutcome]:
     return {name: outcomes[name] for name in case.own}
 
 

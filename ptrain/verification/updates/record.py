@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import held
-from ptrain.verification.updates.repeat import Ingredients, Outcome, Rule, copied, settings_of
+from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, Rule, copied, settings_of
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class UpdateRecord:
     steps are not in it."""
 
     before: dict[str, Ingredients] = field(default_factory=dict)
-    after: dict[str, Outcome] = field(default_factory=dict)
+    after: dict[str, UpdateOutcome] = field(default_factory=dict)
     shards: dict[str, ParameterShard] = field(default_factory=dict)
     masters: set[str] = field(default_factory=set)
     obstacle: str = ""
@@ -100,7 +100,7 @@ class UpdateRecorder:
         for name, ingredients in taken.items():
             shard = record.shards[name]
             record.before[name] = ingredients
-            record.after[name] = Outcome(shard.value().clone(), _state(shard, optimizer))
+            record.after[name] = UpdateOutcome(shard.value().clone(), _state(shard, optimizer))
 
     def _named(self, tensors: list[Tensor]) -> Iterator[tuple[str, ParameterShard]]:
         """Yield which parameters these tensors are, or are the master copies of: those have the

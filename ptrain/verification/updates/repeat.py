@@ -101,26 +101,26 @@ class Ingredients:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class UpdateOutcome:
     """What an update leaves: the values in a row [n], and the state."""
 
     value: Tensor
     state: dict[str, Any]
 
 
-def repeat(taken: Mapping[str, Ingredients]) -> dict[str, Outcome]:
+def repeat(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
     """Return what one step of each rule makes of its parameters, by name; of those without a
     gradient what they were. Raises CannotRepeat where the rule's own code does not run on rows."""
     rules: dict[int, dict[str, Ingredients]] = {}
     for name, ingredients in taken.items():
         rules.setdefault(id(ingredients.rule), {})[name] = ingredients
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, UpdateOutcome] = {}
     for of_rule in rules.values():
         outcomes |= _stepped(of_rule)
     return {name: outcomes[name] for name in taken}
 
 
-def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, Outcome]:
+def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
     rule = next(iter(taken.values())).rule
     if rule.obstacle:
         raise CannotRepeat(f"{rule.kind.__name__}: {rule.obstacle}")
@@ -142,7 +142,7 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, Outcome]:
     except CodeRaised as error:
         raise CannotRepeat(f"{rule.kind.__name__} cannot be repeated: {_cause(error)}") from error
     return {
-        name: Outcome(
+        name: UpdateOutcome(
             piece.detach().flatten(),
             {
                 key: value.flatten() if is_alike(value, piece) else value

@@ -44,7 +44,7 @@ class IngredientPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class CureWords:
     """What is said of a cure."""
 
     state: Subject
@@ -102,13 +102,13 @@ def _text(value: Any, other: Any) -> str:
 
 def words(
     cure: Swaps, rows: Sequence[IngredientPair], degrees: dict[str, int], *, is_first: bool
-) -> Words:
+) -> CureWords:
     """Say what these swaps are; `rows` are all ranks', `is_first` of the first step."""
     kinds = {swap.ingredient for swap in cure}
     keys = {swap.key for swap in cure}
     if Ingredient.RULE in kinds or "decoupled_weight_decay" in keys:
         own, right = rows[0].kinds
-        return Words(
+        return CureWords(
             Subject.OPTIMIZER, f"{own} for {right}",
             f"The loop steps {_names(rows)} by {own}, one device by {right}: take one class.",
         )  # fmt: skip
@@ -123,7 +123,7 @@ def words(
             words((swap,), [row for row in rows if row.swap == swap], degrees, is_first=is_first)
             for swap in cure
         ]
-        return Words(
+        return CureWords(
             parts[0].state, " and ".join(part.factor for part in parts),
             " ".join(part.sentence for part in parts),
         )  # fmt: skip
@@ -134,20 +134,20 @@ def words(
         case Ingredient.VALUE:
             return _of_value(rows)
         case _ if rows[0].other == "none":
-            return Words(
+            return CureWords(
                 Subject.GRADIENTS, f"a gradient of {rows[0].own} for none",
                 f"The optimizer steps {_names(rows)} with a gradient of {rows[0].own}, where one "
                 "device's has none and leaves it: a frozen parameter decays so. Set it to None.",
             )  # fmt: skip
         case _ if not any(row.is_master for row in rows):
-            return Words(
+            return CureWords(
                 Subject.GRADIENTS, f"gradients {rows[0].own}",
                 f"The gradients of {_names(rows)} are one device's within the tolerance "
                 f"({rows[0].own}), and the update enlarges what is left: sum them in a finer dtype "
                 "or in one order, or give Terms(tolerance=...).",
             )  # fmt: skip
         case _:
-            return Words(
+            return CureWords(
                 Subject.GRADIENTS, f"gradients of the optimizer {rows[0].own}",
                 f"What the optimizer itself takes of {_names(rows)} is not one device's gradient "
                 f"({rows[0].own}): look at what is copied to it.",
@@ -158,13 +158,13 @@ def _names(rows: Sequence[IngredientPair]) -> str:
     return families(row.name for row in rows)
 
 
-def _of_setting(key: str, rows: Sequence[IngredientPair], degrees: dict[str, int]) -> Words:
+def _of_setting(key: str, rows: Sequence[IngredientPair], degrees: dict[str, int]) -> CureWords:
     more = [row for row in rows if (row.numbers[0] or 0) > (row.numbers[1] or 0)]
     less = [row for row in rows if (row.numbers[0] or 0) < (row.numbers[1] or 0)]
     pairs = {(row.own, row.other) for row in rows}
     if len(pairs) == 2 and pairs == {(other, own) for own, other in pairs}:
         what = "decay" if key == "weight_decay" else key
-        return Words(
+        return CureWords(
             Subject.OPTIMIZER, f"{what} groups swapped",
             f"{_names(more)} have {key} {more[0].own} and on one device {more[0].other}; "
             f"{_names(less)} have {less[0].own} and on one device {less[0].other}: the parameter "
@@ -184,7 +184,7 @@ def _of_setting(key: str, rows: Sequence[IngredientPair], degrees: dict[str, int
         else "give every rank \
 the same settings"
     )
-    return Words(
+    return CureWords(
         state, factor,
         f"The optimizer updates {_names(rows)} with {key} {row.own}, one device with "
         f"{row.other}: {cure}.",
@@ -195,7 +195,7 @@ def _pairs(rows: Sequence[IngredientPair]) -> list[tuple[float | None, float | N
     return [row.numbers for row in rows]
 
 
-def _of_state(keys: set[str], rows: Sequence[IngredientPair], is_first: bool) -> Words:
+def _of_state(keys: set[str], rows: Sequence[IngredientPair], is_first: bool) -> CureWords:
     steps = [row for row in rows if row.swap.key == "step"]
     tensors = [row for row in rows if row.swap.key != "step"]
     lost = [row for row in tensors if row.own in ("none", "zeros")]
@@ -204,7 +204,7 @@ def _of_state(keys: set[str], rows: Sequence[IngredientPair], is_first: bool) ->
         own, right = row.numbers[0] or 0.0, row.numbers[1] or 0.0
         word = "lost" if own < right else "ahead"
         whose = "Adam" if "Adam" in row.kinds[0] else row.kinds[0]
-        return Words(
+        return CureWords(
             Subject.COUNTER, f"{whose}'s step {word}: {own:g} for {right:g}",
             f"The optimizer counts {own:g} steps of {_names(rows)} where one device counts "
             f"{right:g}, so the bias corrections of its moments are others: load the counters "
@@ -212,35 +212,35 @@ def _of_state(keys: set[str], rows: Sequence[IngredientPair], is_first: bool) ->
         )  # fmt: skip
     names = ", ".join(sorted(keys - {"step"}))
     if is_first:
-        return Words(
+        return CureWords(
             Subject.OPTIMIZER, "other state at the start",
             f"Before the first update {names} of {_names(tensors)} are {tensors[0].own}, on one "
             f"device {tensors[0].other}: build both optimizers alike, or load both.",
         )  # fmt: skip
     if len(lost) == len(tensors):
         and_step = f", and its counter {steps[0].own}" if steps else ""
-        return Words(
+        return CureWords(
             Subject.OPTIMIZER, "moments lost",
             f"Before the update {names} of {_names(tensors)} are {lost[0].own}{and_step}, where "
             "one device has those of the steps before: keep the optimizer, or load its state "
             "where it is built anew (a resume).",
         )  # fmt: skip
-    return Words(
+    return CureWords(
         Subject.OPTIMIZER, f"{names} {tensors[0].own}",
         f"Before the update {names} of {_names(tensors)} are not one device's "
         f"({tensors[0].own}): something writes them between the steps.",
     )  # fmt: skip
 
 
-def _of_value(rows: Sequence[IngredientPair]) -> Words:
+def _of_value(rows: Sequence[IngredientPair]) -> CureWords:
     if all(row.is_rounded for row in rows):
-        return Words(
+        return CureWords(
             Subject.OPTIMIZER, "masters rebuilt from bf16",
             f"What the optimizer updates of {_names(rows)} is numbers of bfloat16 before the "
             f"update ({rows[0].own}), one device's is not: keep the master copies from step to "
             "step, and save and load them, not the model's rounded weights.",
         )  # fmt: skip
-    return Words(
+    return CureWords(
         Subject.PARAMETERS, f"values before the update {rows[0].own}",
         f"What the optimizer updates of {_names(rows)} is not one device's before the update "
         f"({rows[0].own}): look at what loads or writes it before.",
