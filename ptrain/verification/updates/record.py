@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import held
-from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, Rule, copied, settings_of
+from ptrain.verification.updates.repeat import Ingredients, Rule, UpdateOutcome, copied, settings_of
 
 
 @dataclass(slots=True)
