@@ -27,7 +27,8 @@ ROOMS = (
     ),
     *("algebra", "plan", "derivation", "selection", "report"),
     *("internals", "models", "data", "interpreter", "traces", "meters", "train"),
-    *("calibration", "simulation", "verification", "charts", "convert", "cli"),
+    *("calibration", "simulation", "verification", "verification/updates"),
+    *("charts", "convert", "cli"),
 )
 STEP = 500  # lines: the nearest multiple, so that a small change leaves the page true
 

@@ -24,6 +24,7 @@ from ptrain.spec.role import Roles
 from ptrain.train.exchange import Exchange
 from ptrain.verification.outputs import Key, Outputs
 from ptrain.verification.own_tokens import TokensOfRank
+from ptrain.verification.updates.record import UpdateRecord, recorded, wholes
 
 
 @contextmanager
@@ -51,7 +52,8 @@ class Capture:
     """One step of a program; `with Capture(program, {0}) as capture:` around it. Outputs are kept
     of these micro-batches.
 
-    `rates` are the learning rates that optimizers used. The gradients by name need collectives
+    `rates` are the learning rates that optimizers used; `updates` what these were given and left,
+    by the number of a leaf. The gradients by name need collectives
     (`gradients()`), which all ranks call."""
 
     def __init__(self, program: Program, micro_batches: Collection[int]) -> None:
@@ -59,6 +61,7 @@ class Capture:
         self.micro_batches = micro_batches
         self.outputs = Outputs()
         self.rates: set[float] = set()
+        self.updates = UpdateRecord()
         self._leaves = [(target, tensor_of(leaf)) for target, leaf in program.update.leaves()]
         self._used: Named = {}  # parameters, as the first pass has them
         self._given: dict[int, torch.Tensor] = {}
@@ -80,6 +83,8 @@ class Capture:
             hook = module.register_forward_pre_hook(partial(self._before, path))
             self._stack.callback(hook.remove)
         self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        leaves = {str(index): leaf for index, (_, leaf) in enumerate(self._leaves)}
+        self.updates = self._stack.enter_context(recorded(wholes(leaves)))
         return self
 
     def __exit__(self, *error: object) -> None:

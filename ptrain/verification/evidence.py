@@ -14,6 +14,7 @@ from ptrain.spec.spec import Spec
 from ptrain.verification.outputs import Outputs
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import States
+from ptrain.verification.updates.record import UpdateRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,7 +22,9 @@ class Evidence:
     """`states` are the reference's at the start of the last steps, this one last. `used` are
     parameters as the first micro-batch's modules had them. `gradients` as the program's optimizer
     had them, without what clipping did by the norm that their rank has; `expected_gradients` the
-    reference's without the loss's scale and before clipping; `scale` is that of the loss."""
+    reference's without the loss's scale and before clipping; `scale` is that of the loss.
+    `updates` by the number of a leaf of the program's optimizers, `expected_updates` by
+    parameter."""
 
     program: Program
     reference: ReferenceTraining
@@ -39,6 +42,8 @@ class Evidence:
     expected_loss: float
     norm: float | None
     expected_norm: float = math.nan
+    updates: UpdateRecord = field(default_factory=UpdateRecord)
+    expected_updates: UpdateRecord = field(default_factory=UpdateRecord)
     scale: float = 1.0
 
     def clipped_by(self) -> float:

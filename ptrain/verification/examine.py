@@ -31,6 +31,7 @@ from ptrain.verification.places import coordinates, data_place
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
 from ptrain.verification.samples import sample_departures
 from ptrain.verification.states import States, of_program, of_reference
+from ptrain.verification.updates.record import recorded, wholes
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 NOISE = 1e-6  # of a state's root mean square: a tensor this small is rounding (compare.NOISE)
@@ -93,7 +94,8 @@ class _Examiner:
             departures = self._of_all_ranks(self._departures(evidence))
             if departures:
                 break
-            evidence.expected_norm = self.reference.update(step, dict(self.sums))
+            with recorded(wholes(self.reference.updater.updated)) as evidence.expected_updates:
+                evidence.expected_norm = self.reference.update(step, dict(self.sums))
             after = [*self._norm(evidence), *self._state(step, Moment.UPDATE)]
             departures = self._of_all_ranks(after)
         sides = self.program, self.reference
@@ -126,6 +128,7 @@ class _Examiner:
             expected_gradients={name: gradient / scale for name, gradient in expected.sums.items()},
             earlier_gradients=before.expected_gradients if before else {},
             rates=capture.rates,
+            updates=capture.updates,
             loss=self.exchange.add([share])[0],
             expected_loss=expected.loss,
             norm=norm,

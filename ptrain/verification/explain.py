@@ -50,6 +50,8 @@ def explain(
         step=one.step,
         ranks=_ranks(scene, one),
         sentence=cause.sentence,
+        certainty=cause.certainty,
+        tried=cause.tried,
     )
 
 

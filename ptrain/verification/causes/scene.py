@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ptrain.axes.context.tokens import Span
-from ptrain.report.finding import Departure, Moment, Subject
+from ptrain.report.finding import Certainty, Departure, Moment, Subject
 from ptrain.spec.axis import REDUCED_AXES, TOKEN_AXES, Axis
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import as_held
@@ -26,12 +26,14 @@ MOST_VALUES = 4096  # of a tensor that ranks tell each other
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What explains a departure: axis ("" for none), factor, and what to do."""
+    """What explains a departure: axis ("" for none), factor, what to do, and how sure it is."""
 
     axis: str
     factor: str
     sentence: str
     place: str = ""  # where it is not the first departure's
+    certainty: Certainty = Certainty.FITS
+    tried: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.spec.placement import Distribution
-from ptrain.train.schedule import learning_rate
 from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.own_experts import copies, is_of_experts
 from ptrain.verification.causes.positions import positions_text
 from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.factors import combination, multiple
+from ptrain.verification.causes.updates import proven_update
+from ptrain.verification.factors import multiple
 from ptrain.verification.own_tokens import own_spans
 from ptrain.verification.parts import TensorBox, held, relative
 from ptrain.verification.states import of_program, of_reference
@@ -39,6 +39,8 @@ class Said(NamedTuple):
 
 def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause:
     """Explain a departure of state. Collective."""
+    if (proven := proven_update(scene, one, program)) is not None:
+        return proven
     if one.moment is Moment.FORWARD:  # as it is used
         own: Tensor | None = scene.evidence.used.get(one.name)
         whole = scene.evidence.states[-1].get((one.subject, one.name))
@@ -171,75 +173,7 @@ def is_frozen(scene: Investigation, name: str) -> bool:
     return name not in known and name.rpartition(".")[0] not in known
 
 
-def _decayed(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
-    """What is wrong is off by a multiple of lr · weight_decay · Theta."""
-    before = scene.evidence.states[-1].get((one.subject, one.name))
-    settings = scene.spec.optimizer
-    once = learning_rate(settings, scene.evidence.step) * settings.weight_decay
-    if one.subject is not Subject.PARAMETERS or before is None or not once:
-        return None
-    wrong = sides.wrong
-    off = (sides.own.double() - sides.expected.double())[wrong]
-    fit = multiple(off, sides.part.of(before).double()[wrong])
-    if not fit.holds(_FITS):
-        return None
-    times = abs(round(1 - fit.factor / once, 3))
-    sentence = (
-        f"{one.name} decays {times:g} times as much as it should: give every rank's optimizer the "
-        f"weight decay {settings.weight_decay:g}, once"
-    )
-    return Said(f"weight decay × {times:g}", sentence)
-
-
-def _update(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
-    """Parameters that moved by another multiple."""
-    before = scene.evidence.states[-1].get((one.subject, one.name))
-    if one.subject is not Subject.PARAMETERS or before is None:
-        return None
-    wrong = sides.wrong
-    start = sides.part.of(before).double()[wrong]
-    moved, right = sides.own.double()[wrong] - start, sides.expected.double()[wrong] - start
-    fit = multiple(moved, right)
-    if not fit.holds(_FITS) or abs(fit.factor - 1.0) <= _FITS:
-        return None
-    sentence = (
-        f"{one.name} moves {fit.factor:.4g} times as far as it should: its learning rate is "
-        "another, or it is updated more than once"
-    )
-    return Said(f"update × {fit.factor:.4g}", sentence)
-
-
-def _moment(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
-    """Explain Adam's moments as a combination of what they were and of the gradient (its square):
-    with other coefficients than the betas."""
-    name, _, key = one.name.rpartition(".")
-    evidence = scene.evidence
-    before = evidence.states[-1].get((one.subject, one.name))
-    gradient = evidence.expected_gradients.get(name)
-    if key not in _POWERS or before is None or gradient is None:
-        return None
-    wrong = sides.wrong
-    clip, norm = scene.spec.optimizer.clip, evidence.expected_norm
-    clipped = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-    addend = (sides.part.of(gradient).double() * clipped) ** _POWERS[key]
-    basis = [sides.part.of(before).double()[wrong], addend[wrong]]
-    if not bool(basis[0].any()):
-        basis = basis[1:]
-    if int(wrong.sum()) <= len(basis):
-        return None
-    fit = combination(sides.own.double()[wrong], basis)
-    if not fit.holds(_FITS):
-        return None
-    beta, right = 1 - fit.coefficients[-1], scene.spec.optimizer.betas[_POWERS[key] - 1]
-    sentence = (
-        f"{one.name} takes {fit.coefficients[-1]:.4g} of the new gradient, as beta {beta:.4g} "
-        f"does, not {right:g}: give every rank's optimizer the same settings"
-    )
-    return Said(f"beta {beta:.4g} for {right:g}", sentence)
-
-
-_CAUSES = (_stale, _frozen, _decayed, _update, _moment)
-_POWERS = {"exp_avg": 1, "exp_avg_sq": 2}
+_CAUSES = (_stale, _frozen)
 
 
 def _of_positions(scene: Investigation, one: Departure, sides: Sides) -> Said | None:

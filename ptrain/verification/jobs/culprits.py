@@ -11,10 +11,6 @@ from ptrain.verification.factors import factor_text
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.words import families
 
-# Of a parameter's move in a step: [it stood still, the multiple of the reference's, what is left of
-# that fit, an optimizer on this rank has it, which part of the whole it is].
-Move = tuple[bool, float, float, bool, str]
-
 
 def culprit(
     departures: Sequence[Departure],
@@ -110,88 +106,8 @@ def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Cu
     )  # fmt: skip
 
 
-def explain_update(
-    departures: Sequence[Departure], ranks: Ranks, moves: Mapping[int, Mapping[str, Move]]
-) -> Culprit:
-    """The gradients were right and the parameters are not."""
-    between = [departure for departure in departures if departure.between]
-    values = [
-        departure
-        for departure in departures
-        if departure.subject is Subject.PARAMETERS and not departure.between
-    ]
-    states = [departure for departure in departures if departure.subject is Subject.OPTIMIZER]
-    if values:
-        return _moved(values, ranks, moves)
-    if states:
-        return culprit(
-            states, ranks, state=Subject.OPTIMIZER, factor=_size(states),
-            sentence="The optimizer's state is not one device's, though its gradients were: it "
-            "belongs to another parameter, rank or step.",
-        )  # fmt: skip
-    if between:
-        axis = ranks.axis_of(between[0].between)
-        return culprit(
-            between, ranks, state=between[0].subject, axis=axis, factor="replicas differ",
-            sentence=f"Ranks {', '.join(map(str, between[0].between))} hold the same part and have "
-            "different bits of it: broadcast it once, and look at what is computed on each rank.",
-        )  # fmt: skip
-    first = departures[0]
-    return culprit(
-        [departure for departure in departures if departure.subject is first.subject], ranks,
-        state=first.subject, factor=_size(departures),
-        sentence="It is not what one device has after the step: it is not synchronised, or is "
-        "updated from other data.",
-    )  # fmt: skip
-
-
 def _size(departures: Sequence[Departure]) -> str:
     return f"differs by {max(departure.difference for departure in departures):.3g}"
-
-
-def _moved(
-    departures: Sequence[Departure], ranks: Ranks, moves: Mapping[int, Mapping[str, Move]]
-) -> Culprit:
-    pairs = [(departure, moves[departure.rank][departure.name]) for departure in departures]
-    still = [(departure, move) for departure, move in pairs if move[0]]
-    moved = {
-        (n, m[4]) for moves_of_rank in moves.values() for n, m in moves_of_rank.items() if not m[0]
-    }
-    if still and all((departure.name, move[4]) in moved for departure, move in still):
-        here = [departure for departure, _ in still]
-        return culprit(
-            here, ranks, state=Subject.PARAMETERS, factor="stale on some ranks",
-            axis=next(iter(ranks.axes), ""),
-            sentence="The parameter is updated on other ranks, and here it is that of before: it "
-            "is not broadcast or gathered from the rank that updates it.",
-        )  # fmt: skip
-    if still:
-        here = [departure for departure, _ in still]
-        held = any(move[3] for _, move in still)
-        why = (
-            "an optimizer of this rank has it: its step is skipped, or what it wrote is overwritten"
-            if held
-            else "no optimizer of this rank has it: it is not among its parameters, or not brought "
-            "back from the rank that updates it"
-        )
-        return culprit(
-            here, ranks, state=Subject.PARAMETERS, factor="not updated",
-            sentence=f"The parameter is the same after the update, though its gradient is right; "
-            f"{why}.",
-        )  # fmt: skip
-    paces = [move[1] for _, move in pairs if move[2] <= 1e-2]
-    if len(paces) == len(pairs) and max(paces) - min(paces) <= 1e-2 * abs(max(paces)):
-        factor = factor_text(paces[0], ranks.degrees, 1e-2)
-        return culprit(
-            departures, ranks, state=Subject.LEARNING_RATE, factor=factor,
-            sentence=f"Every update goes {paces[0]:.4g} times as far as on one device: look at the "
-            "learning rate, and at how often its schedule steps.",
-        )  # fmt: skip
-    return culprit(
-        departures, ranks, state=Subject.PARAMETERS, factor=_size(departures),
-        sentence="The gradients are right and the update is not: look at the optimizer's settings "
-        "and state, and at what is written to the parameters after it.",
-    )  # fmt: skip
 
 
 def reference_not_finite(step: int, ranks: Ranks) -> Culprit:

@@ -22,6 +22,7 @@ from ptrain.verification.jobs.symptoms import (
     symptom,
 )
 from ptrain.verification.jobs.words import families
+from ptrain.verification.updates.sums import coarse_sum
 
 _LOOSE = 100.0  # samples are compared with so many tolerances: a fault is larger
 _LOOSEST = 0.1
@@ -61,7 +62,7 @@ def explain_gradients(
         if culprit.certainty is not Certainty.UNEXPLAINED:
             return culprit
     assert culprit is not None, "something is wrong, so there is a hypothesis"
-    return culprit
+    return coarse_sum(culprit, evidence.samples, limit.gradients) or culprit
 
 
 def _hypotheses(

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.internals.autograd import is_in_backward
@@ -21,6 +24,7 @@ from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.outputs import is_real
 from ptrain.verification.parts import held
+from ptrain.verification.updates.record import UpdateRecorder
 
 
 @dataclass(slots=True)
@@ -50,6 +54,7 @@ class StepRecorder:
         self.in_use: dict[str, Tensor] = {}
         self.has_closure = False
         self.without_state: set[str] = set()
+        self.updater = UpdateRecorder(holds)
         self._holds = holds
         self._stack = ExitStack()
 
@@ -60,6 +65,7 @@ class StepRecorder:
         keep(begins.remove)
         keep(model.register_forward_hook(self._ends).remove)
         keep(register_optimizer_step_pre_hook(self._before_update).remove)
+        keep(register_optimizer_step_post_hook(self._after_update).remove)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -126,7 +132,12 @@ class StepRecorder:
                     self.gradients[name] = taken if scale is None else taken / scale
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
-        self.num_updates[id(optimizer)] = self.num_updates.get(id(optimizer), 0) + 1
+        if not self.updater.is_within(optimizer):  # its base class's step, which it calls
+            self.num_updates[id(optimizer)] = self.num_updates.get(id(optimizer), 0) + 1
+        self.updater.before(optimizer, self.gradients)
+
+    def _after_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.updater.after(optimizer)
 
 
 def _has_state(optimizer: Optimizer, shard: ParameterShard) -> bool:

@@ -27,7 +27,6 @@ from ptrain.verification.jobs.culprits import (
     explain_loss,
     explain_precision,
     explain_start,
-    explain_update,
     reference_not_finite,
 )
 from ptrain.verification.jobs.history import History
@@ -57,6 +56,8 @@ from ptrain.verification.jobs.verdict import (
 )
 from ptrain.verification.jobs.watched import Watched
 from ptrain.verification.names import canonical_parameters
+from ptrain.verification.updates.clip import clipping
+from ptrain.verification.updates.explain import explain_update
 
 _OF_CLOSURES = 1e4  # LBFGS' line search: what a rounding becomes in some steps
 _REPEATED = 3  # steps that the loop must do alike when it is run again from its start
@@ -223,7 +224,6 @@ class Examiner:
 
     def _explain(self, step: StepComparison) -> Culprit:
         first = first_of(self.departures)
-        moves = self.ranks.gather(step.moves(self.pair.holds))
         match first[0].moment:
             case Moment.START:
                 return culprit(
@@ -239,9 +239,12 @@ class Examiner:
             case _ if first[0].subject is Subject.LOSS:
                 return self._explain_loss(first, number(step.losses[1]))
             case _:
-                return explain_update(first, self.ranks, dict(enumerate(moves)))
+                return explain_update(first, step.case, self.ranks)
 
     def _explain_gradients(self, step: StepComparison, first: Sequence[Departure]) -> Culprit:
+        wholes = step.unclipped, step.expected.gradients
+        if (clipped := clipping(first, step.case, wholes, self.ranks)) is not None:
+            return clipped
         lower = self.ranks.gather([_autocast(step.seen), _autocast(step.expected)])
         for actual, expected in lower:
             if actual != expected:

@@ -20,16 +20,16 @@ from ptrain.verification.jobs.compare import (
     compare_in_use,
     compare_states,
     compare_update,
-    digest,
     digests,
     state_of,
     sure_of,
 )
 from ptrain.verification.jobs.conditions import Alone
-from ptrain.verification.jobs.culprits import Move
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.updates.case import UpdateCase, compare_masters
+from ptrain.verification.updates.clip import Accumulation
 
 Rows = dict[str, Tensor]
 
@@ -54,7 +54,8 @@ class LoopPair:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
-    `loop_state`: what both models had before."""
+    `loop_state`: what both models had before; `unclipped`: squares of the reference's gradients as
+    its backward pass left them."""
 
     differences: Differences
     expected: StepRecorder
@@ -62,22 +63,8 @@ class StepComparison:
     losses: tuple[Any, Any]
     reference_state: ModelState
     loop_state: ModelState
-
-    def moves(self, holds: Mapping[str, ParameterShard]) -> dict[str, Move]:
-        """Return how each parameter moved, for the ranks to tell each other."""
-        own = {
-            id(parameter)
-            for optimizer in self.seen.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        moves = {}
-        for name, course in self.differences.courses.items():
-            pace = course.pace
-            held = id(course.parameter) in own
-            part = digest(holds[name].at)
-            moves[name] = (course.stood_still, pace.factor, pace.residual, held, part)
-        return moves
+    case: UpdateCase
+    unclipped: dict[str, float]
 
 
 def run_step(
@@ -88,7 +75,8 @@ def run_step(
     before, run_before = _values(pair.wholes), _values(pair.holds)
     with StepRecorder(pair.loop.model, pair.holds) as seen:
         loss = pair.loop.step(share)
-    with StepRecorder(pair.reference.model, pair.wholes) as expected, Alone():
+    unclipped = Accumulation(pair.wholes)
+    with StepRecorder(pair.reference.model, pair.wholes) as expected, unclipped, Alone():
         right = pair.reference.step(batch)
     differences = Differences(step=number_, rank=rank)
     if seen.updates != expected.updates:
@@ -117,10 +105,12 @@ def run_step(
         compare_update(differences, name, course, is_noise=quiet, limit=limit)
     states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
     compare_states(differences, *states, pair.holds, limit)
+    case = UpdateCase.of(differences, (seen, expected), pair.holds, limit)
+    compare_masters(differences, case)
     compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
         differences=differences, expected=expected, seen=seen, losses=(right, loss),
-        reference_state=began[0], loop_state=began[1],
+        reference_state=began[0], loop_state=began[1], case=case, unclipped=unclipped.squares,
     )  # fmt: skip
 
 

@@ -1,0 +1,377 @@
+"""Why an update departs whose gradients are right: what was tried on the evidence, and the culprit
+that this proves; without a proof what departs first, and what was ruled out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ptrain.report.finding import Certainty, Culprit, Departure, Subject
+from ptrain.verification.jobs.compare import digest
+from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.words import families
+from ptrain.verification.updates.case import BROKEN, Remainder, UpdateCase
+from ptrain.verification.updates.record import piece_shape
+from ptrain.verification.updates.repeat import CannotRepeat, Ingredients, UpdateOutcome, repeat
+from ptrain.verification.updates.replicas import explain_replicas
+from ptrain.verification.updates.swaps import Ingredient, Swap, SwapSearch, differing, search
+from ptrain.verification.updates.wording import IngredientPair, differing_pairs, words
+
+
+def explain_update(departures: Sequence[Departure], case: UpdateCase, ranks: Ranks) -> Culprit:
+    """Explain departures at the moment of the update. All ranks call it with the same."""
+    explainer = UpdateExplainer(departures, case, ranks)
+    if any(departure.subject in _UPDATED for departure in explainer.departures):
+        return explainer.culprit()
+    if explainer.departures:
+        return explainer.unexplained("parameters and the optimizer's state are one device's")
+    return explain_replicas(departures, case, ranks)
+
+
+_COARSE = 1e-6  # of what is left: a reader wants to see what it was before
+_UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
+
+
+class UpdateExplainer:
+    """All ranks call `culprit`, with the same departures of the moment of the update."""
+
+    def __init__(self, departures: Sequence[Departure], case: UpdateCase, ranks: Ranks) -> None:
+        self.departures = [departure for departure in departures if not departure.between]
+        self.case, self.ranks = case, ranks
+        self.obstacle = ""
+
+    def exchanged(self) -> Culprit | None:
+        """Return the culprit where the update repeats as it was, and with some of one device's
+        ingredients is one device's; None otherwise."""
+        case = self.case
+        obstacles = self.ranks.gather(case.seen.obstacle or case.expected.obstacle)
+        departure = self._of_all(case.remainder(_common(case, case.seen.after)))
+        if any(obstacles) or departure.count == 0:
+            return None
+        _, outcomes = self._repeated(dict(case.own))
+        if any(self.ranks.gather(bool(self.obstacle) or bool(case.repeats(outcomes)))):
+            return None
+        result = search(case, self.ranks, departure)
+        return self._exchanged(result, "") if result.cure else None
+
+    def culprit(self) -> Culprit:
+        """Return the first explanation whose trial holds."""
+        case = self.case
+        departing = self._departing()
+        if any(self.ranks.gather(bool(without := self._without_a_step()))):
+            return self._left_out(without)
+        foreign = (departing & case.seen.after.keys()) - case.other.keys()
+        if any(self.ranks.gather(bool(foreign))):
+            return self._not_to_be_stepped(foreign)
+        obstacles = self.ranks.gather(case.seen.obstacle or case.expected.obstacle)
+        if obstacle := next(filter(None, obstacles), ""):
+            return self.unexplained(f"the update cannot be repeated: {obstacle}{self._differing()}")
+        departure = self._of_all(case.remainder(_common(case, case.seen.after)))
+        if departure.count == 0:
+            return self._written_after(departure)
+        return self._in_the_step(departure)
+
+    def _departing(self) -> set[str]:
+        """Return the parameters that depart on this rank, or whose state does."""
+        return {
+            departure.name.partition(" · ")[0]
+            for departure in self.departures
+            if departure.rank == self.case.rank and departure.subject in _UPDATED
+        }
+
+    def _of_all(self, remainder: Remainder) -> Remainder:
+        return Remainder.of_all(self.ranks.gather(remainder.plain()))
+
+    def _repeated(
+        self, taken: dict[str, Ingredients]
+    ) -> tuple[Remainder, dict[str, UpdateOutcome]]:
+        """Return what is left of the departure on all ranks, and this rank's outcomes."""
+        try:
+            outcomes = repeat(taken)
+        except CannotRepeat as error:
+            outcomes, self.obstacle = {}, str(error)
+        mine = self.case.remainder(outcomes) if outcomes or not taken else BROKEN
+        return self._of_all(mine), outcomes
+
+    def _without_a_step(self) -> set[str]:
+        """Return what departs here and no optimizer of this rank stepped, but for what has the
+        bits of a rank where one did (ZeRO: its update counts there)."""
+        case = self.case
+        without = self._departing() - case.seen.after.keys()
+        stepped = {name: self._bits(name) for name in case.seen.after if name in case.courses}
+        owners = self.ranks.gather(stepped) if any(self.ranks.gather(bool(without))) else []
+        return {n for n in without if all(its.get(n) != self._bits(n) for its in owners)}
+
+    def _bits(self, name: str) -> list[str]:
+        """Which part of a parameter this rank has, and a checksum of it after the step."""
+        return [self.case.part(name), digest(self.case.courses[name].run_after)]
+
+    def _left_out(self, without: set[str]) -> Culprit:
+        """No optimizer that stepped on this rank has what departs here."""
+        case = self.case
+        still = {name for name in without if case.courses[name].stood_still}
+        if any(self.ranks.gather(bool(without - still))):
+            return self.unexplained(
+                "what departs is not what it was before the step, and no torch.optim.Optimizer "
+                "that stepped on its rank has it"
+            )
+        if any(self.ranks.gather(bool(without - case.other.keys()))):
+            return self.unexplained("no torch.optim.Optimizer of one device has what departs")
+        taken = {
+            name: replace(
+                case.other[name],
+                shape=piece_shape(case.holds[name]),
+                value=case.courses[name].run_before,
+                gradient=case.gradients.get(name),
+            )
+            for name in still
+        }
+        left, _ = self._repeated(taken)
+        departure = Remainder(1, max(d.difference for d in self.departures), 0.0)
+        everyones = self.ranks.gather(sorted([name, case.part(name)] for name in still))
+        moved = {
+            (name, part)
+            for rank in self.ranks.gather(
+                [[name, case.part(name)] for name in case.seen.after if name in case.courses]
+            )
+            for name, part in rank
+        }
+        rows = [(rank, name, part) for rank, its in enumerate(everyones) for name, part in its]
+        is_stale = all((name, part) in moved for _, name, part in rows)
+        if not left.is_cure_of(departure):
+            return self.unexplained(
+                "no optimizer that steps has what departs, and with one device's optimizer and "
+                f"the gradient that is there it would still differ by {left.worst:.2g}"
+            )
+        names, ranks = [name for _, name, _ in rows], sorted({rank for rank, _, _ in rows})
+        proof = f"updated by one device's optimizer with the gradient that is there it is one \
+device's to {left.worst:.2g}"
+        if is_stale:
+            return self._proven(
+                Subject.PARAMETERS, "stale on some ranks",
+                "The parameter is updated on other ranks, and here it is that of before: it is not "
+                "broadcast or gathered from the rank that updates it.",
+                names, ranks, proof, axis=next(iter(self.ranks.axes), ""),
+            )  # fmt: skip
+        return self._proven(
+            Subject.PARAMETERS, "not updated",
+            "The parameter is the same after the update, though its gradient is right; no "
+            "optimizer that steps on these ranks has it: give it to one, or bring it back from the "
+            "rank that updates it.",
+            names, ranks, proof,
+        )  # fmt: skip
+
+    def _not_to_be_stepped(self, names: set[str]) -> Culprit:
+        """One device's optimizers do not have these."""
+        courses = self.case.courses
+        alike = all(torch.equal(courses[n].run_before, courses[n].after) for n in names)
+        everyones = self.ranks.gather([alike, sorted(names)])
+        rows = [(rank, name) for rank, (_, its) in enumerate(everyones) for name in its]
+        if not all(is_alike for is_alike, _ in everyones):
+            return self.unexplained("no torch.optim.Optimizer of one device has what departs")
+        return self._proven(
+            Subject.PARAMETERS, "frozen parameter updated",
+            "The optimizer steps it, and none of one device does: leave it out of its parameters.",
+            [name for _, name in rows], sorted({rank for rank, _ in rows}),
+            "what it was before the step is what one device has after it",
+        )  # fmt: skip
+
+    def _written_after(self, departure: Remainder) -> Culprit:
+        """What the optimizers left is one device's on every rank."""
+        everyones = self.ranks.gather(self.case.written_after())
+        rows = [(rank, name) for rank, its in enumerate(everyones) for name in its]
+        departing = {(d.rank, d.name) for d in self.departures if d.subject is Subject.PARAMETERS}
+        rows = [row for row in rows if row in departing]
+        states = [] if departing else [(d.rank, d.name) for d in self.departures]
+        proof = f"what the optimizers themselves left is one device's to {departure.worst:.2g}"
+        if states:
+            return self._proven(
+                Subject.OPTIMIZER, "state written after the update",
+                "The optimizer's step leaves the right state, and when the loop's step is over it "
+                "is something else: look at what writes to it after optimizer.step().",
+                [name for _, name in states], sorted({rank for rank, _ in states}), proof,
+            )  # fmt: skip
+        if not rows:
+            return self._not_written_after(proof)
+        return self._proven(
+            Subject.PARAMETERS, "written after the update",
+            "The optimizer's step is right, and when the loop's step is over the parameter is "
+            "something else: look at what writes to it after optimizer.step() (a broadcast, a "
+            "copy, an average, a clamp).",
+            [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
+        )  # fmt: skip
+
+    def _not_written_after(self, proof: str) -> Culprit:
+        """One device's parameters are not what its own optimizer left."""
+        case = self.case
+        names = [
+            name
+            for name in self._departing() & case.own.keys()
+            if not torch.equal(
+                case.target(name).value.to(case.courses[name].after), case.courses[name].after
+            )
+        ]
+        everyones = self.ranks.gather(sorted(names))
+        rows = [(rank, name) for rank, its in enumerate(everyones) for name in its]
+        if not rows:
+            return self.unexplained(f"{proof}, and nothing is written after the update")
+        return self._proven(
+            Subject.PARAMETERS, "not written after the update",
+            "One device writes its parameters once more after optimizer.step() (a clamp, an "
+            "average), and the loop does not: do the same in it.",
+            [name for _, name in rows], sorted({rank for rank, _ in rows}),
+            f"{proof}, and one device has others when its step is over",
+        )  # fmt: skip
+
+    def _in_the_step(self, departure: Remainder) -> Culprit:
+        case = self.case
+        left, outcomes = self._repeated(dict(case.own))
+        others = case.repeats(outcomes) if outcomes else sorted(case.own)
+        everyones = self.ranks.gather(others)
+        rows = [(rank, name) for rank, its in enumerate(everyones) for name in its]
+        if obstacle := next(filter(None, self.ranks.gather(self.obstacle)), ""):
+            return self.unexplained(f"{obstacle}{self._differing()}")
+        if rows and left.is_cure_of(departure):
+            return self._skipped(rows, left)
+        if rows:
+            return self.unexplained(
+                "the update cannot be repeated element by element: its own gradients, state and "
+                f"settings give {families(name for _, name in rows)} other values than its step did"
+                f"{self._differing()}"
+            )
+        result = search(case, self.ranks, departure)
+        if not result.cure:
+            return self.unexplained(_ruled_out(result))
+        is_coarse = result.left.worst > _COARSE
+        return self._exchanged(result, f" (it was {departure.worst:.2g} off)" if is_coarse else "")
+
+    def _differing(self) -> str:
+        """What is not one device's before an update of which nothing can be tried."""
+        mine = [[swap.ingredient, swap.key] for swap in differing(self.case)]
+        noise = (Ingredient.GRADIENT, Ingredient.VALUE)  # roundings of these alone are no reason
+        titles = {
+            key or kind
+            for rank in self.ranks.gather(mine)
+            for kind, key in rank
+            if kind not in noise
+        }
+        listed = ", ".join(sorted(titles)) or "none of its settings and state"
+        return f"; {listed} differed from one device's before it"
+
+    def _skipped(self, rows: Sequence[tuple[int, str]], left: Remainder) -> Culprit:
+        """The step did not do what its optimizer does with what it was given."""
+        seen = self.case.seen
+        stood = all(
+            torch.equal(seen.after[name].value, seen.before[name].value)
+            for rank, name in rows
+            if rank == self.case.rank
+        )
+        still = all(self.ranks.gather(stood))
+        factor = "step skipped" if still else "written within the step"
+        sentence = (
+            "optimizer.step() runs and changes nothing of it: it is skipped inside (an overflow's "
+            "flag, a condition)."
+            if still
+            else "optimizer.step() leaves something else than its class makes of these gradients, "
+            "state and settings: look at hooks and at what is wrapped around it."
+        )
+        return self._proven(
+            Subject.PARAMETERS, factor, sentence, [name for _, name in rows],
+            sorted({rank for rank, _ in rows}),
+            f"the step repeated as it was given is one device's to {left.worst:.2g}",
+        )  # fmt: skip
+
+    def _exchanged(self, result: SwapSearch, was: str) -> Culprit:
+        mine = [pair.plain() for pair in differing_pairs(self.case, result.cure)]
+        rows = [IngredientPair.of(plain) for rank in self.ranks.gather(mine) for plain in rank]
+        said = words(result.cure, rows, self.ranks.degrees, is_first=self.case.step == 0)
+        what = " and ".join(_with(swap, rows) for swap in result.cure[:3])
+        if len(result.cure) > 3:
+            what = "one device's " + ", ".join(swap.key or "rule" for swap in result.cure)
+        return self._proven(
+            said.state, said.factor, said.sentence, [row.name for row in rows],
+            sorted({row.rank for row in rows}),
+            f"the update repeated with {what} is one device's to {result.left.worst:.2g}{was}",
+        )  # fmt: skip
+
+    def _proven(
+        self,
+        state: Subject,
+        factor: str,
+        sentence: str,
+        names: Sequence[str],
+        ranks: Sequence[int],
+        proof: str,
+        *,
+        axis: str | None = None,
+    ) -> Culprit:
+        return Culprit(
+            state=state,
+            axis=self._axis(ranks) if axis is None else axis,
+            factor=factor,
+            place=families(names),
+            step=self.departures[0].step,
+            ranks=tuple(ranks),
+            sentence=sentence,
+            certainty=Certainty.PROVEN,
+            tried=proof,
+        )
+
+    def _axis(self, ranks: Sequence[int]) -> str:
+        """Return the axis on which these ranks differ from the others, if only some are meant."""
+        chosen = set(ranks)
+        for axis, groups in self.ranks.axes.items():
+            if any(set(group) & chosen and set(group) - chosen for group in groups):
+                return axis
+        return ""
+
+    def unexplained(self, ruled_out: str) -> Culprit:
+        first = max(self.departures, key=lambda departure: departure.difference)
+        alike = [d for d in self.departures if d.subject is first.subject]
+        ranks = sorted({departure.rank for departure in alike})
+        return Culprit(
+            state=first.subject,
+            axis=self._axis(ranks),
+            factor=f"differs by {first.difference:.3g}",
+            place=families(departure.name for departure in alike),
+            step=first.step,
+            ranks=tuple(ranks),
+            sentence="The gradients are one device's, and this is not when the step is over.",
+            certainty=Certainty.UNEXPLAINED,
+            tried=ruled_out,
+        )
+
+
+def _common(case: UpdateCase, outcomes: dict[str, UpdateOutcome]) -> dict[str, UpdateOutcome]:
+    return {name: outcomes[name] for name in case.own}
+
+
+def _with(swap: Swap, rows: Sequence[IngredientPair]) -> str:
+    alike = [row for row in rows if row.swap == swap]
+    title = swap.key or str(swap.ingredient)
+    if "off" in alike[0].own or alike[0].other == "values":
+        return f"one device's {title}"
+    pairs = list(dict.fromkeys((row.other, row.own) for row in alike))
+    (other, own), more = pairs[0], len(pairs) - 1
+    others = f" (and {more} more)" if more else ""
+    return f"{title} {other} for {own}{others}"
+
+
+def _ruled_out(result: SwapSearch) -> str:
+    """What is not one device's, and how far the update with one device's is from it still."""
+    tried = [
+        f"{swap.key or swap.ingredient}: {left.worst:.2g}"
+        for swap, left in sorted(result.singles.items(), key=lambda pair: pair[1].worst)
+    ]
+    if not tried:
+        return (
+            "settings, state, values and gradients before it are one device's to the bit, so one "
+            "device's step does something else with them (a hook, an attribute of its optimizer)"
+        )
+    together = f", and with each of {result.num_combined} combinations" * bool(result.num_combined)
+    return (
+        "the update repeated with one device's still differs, by relative distance ("
+        f"{', '.join(tried)}){together}"
+    )

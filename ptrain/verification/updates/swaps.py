@@ -1,0 +1,187 @@
+"""What of an update's ingredients can be one device's, one after the other, and which of these
+exchanges makes the update one device's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import combinations
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from ptrain.verification.jobs.compare import difference
+from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.updates.case import BROKEN, Remainder, UpdateCase
+from ptrain.verification.updates.repeat import (
+    CannotRepeat,
+    Ingredients,
+    is_row,
+    repeat,
+    same,
+)
+
+# How torch computes an update, and what a schedule began with: nothing of what it is.
+_OF_COMPUTATION = {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
+_MOST = 48  # updates that are tried of several ingredients at once
+
+
+class Ingredient(StrEnum):
+    """What an update is made of, in the order in which it is suspected."""
+
+    SETTING = "setting"
+    STATE = "state"
+    ATTRIBUTE = "attribute"
+    VALUE = "value"
+    RULE = "rule"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Swap:
+    """One device's ingredient in the place of the loop's; `key` of a setting or of state."""
+
+    ingredient: Ingredient
+    key: str = ""
+
+    def of(self, own: Ingredients, other: Ingredients) -> Ingredients:
+        """Return the loop's ingredients with this one of one device."""
+        match self.ingredient:
+            case Ingredient.SETTING:
+                settings = {k: v for k, v in own.settings.items() if k != self.key}
+                if self.key in other.settings:
+                    settings[self.key] = other.settings[self.key]
+                return replace(own, settings=settings)
+            case Ingredient.STATE:
+                return own.with_state(**{self.key: other.state.get(self.key)})
+            case Ingredient.ATTRIBUTE:
+                value = other.rule.attribute(self.key)
+                return replace(own, rule=own.rule.with_attribute(self.key, value))
+            case Ingredient.VALUE:
+                return replace(own, value=other.value)
+            case Ingredient.RULE:
+                settings = other.settings | own.settings
+                return replace(own, rule=other.rule, tensor=other.tensor, settings=settings)
+            case Ingredient.GRADIENT:
+                return replace(own, gradient=other.gradient)
+            case _:
+                assert_never(self.ingredient)
+
+
+Swaps = tuple[Swap, ...]
+
+
+def differing(case: UpdateCase) -> dict[Swap, list[str]]:
+    """Return what is not one device's on this rank, with the parameters of which."""
+    names: dict[Swap, list[str]] = {}
+    for name, own in case.own.items():
+        other = case.other[name]
+        for swap in _differences(own, other, max(case.limit.updates, 10 * case.limit.gradients)):
+            names.setdefault(swap, []).append(name)
+    return names
+
+
+def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Sequence[Swap]:
+    absent = object()
+    keys = (own.settings.keys() | other.settings.keys()) - _OF_COMPUTATION
+    swaps = [
+        Swap(Ingredient.SETTING, key)
+        for key in sorted(keys)
+        if not same(own.settings.get(key, absent), other.settings.get(key, absent))
+    ]
+    for key in sorted(own.state.keys() | other.state.keys()):
+        mine, right = own.state.get(key), other.state.get(key)
+        if is_row(mine, own.value) and is_row(right, other.value):
+            if distance(mine, right) > tolerance:
+                swaps.append(Swap(Ingredient.STATE, key))
+        elif not same(mine, right):
+            swaps.append(Swap(Ingredient.STATE, key))
+    if own.rule.kind is other.rule.kind:
+        swaps += [
+            Swap(Ingredient.ATTRIBUTE, key)
+            for key in sorted(own.rule.attributes.keys() | other.rule.attributes.keys())
+            if not key.startswith("_") and own.rule.attribute(key) != other.rule.attribute(key)
+        ]
+    if not same(own.value, other.value):
+        swaps.append(Swap(Ingredient.VALUE))
+    if own.rule.kind is not other.rule.kind:
+        swaps.append(Swap(Ingredient.RULE))
+    if not same(own.gradient, other.gradient):
+        swaps.append(Swap(Ingredient.GRADIENT))
+    return swaps
+
+
+def distance(own: Tensor, other: Tensor) -> float:
+    """Return how far a row is from one device's, relative to that."""
+    return difference(own, other, float(torch.linalg.vector_norm(other.double())))
+
+
+def tried(case: UpdateCase, swaps: Swaps) -> Remainder:
+    """Return how far the update repeated with these swaps is from one device's, on this rank."""
+    taken = dict(case.own)
+    for swap in swaps:
+        taken = {name: swap.of(own, case.other[name]) for name, own in taken.items()}
+    try:
+        return case.remainder(repeat(taken))
+    except CannotRepeat:
+        return BROKEN
+
+
+@dataclass(frozen=True, slots=True)
+class SwapSearch:
+    """`cure`: the fewest swaps that make the update one device's, on all ranks, and what is left
+    then; `singles`: what is left with each alone; `num_combined`: how often several were tried."""
+
+    cure: Swaps
+    left: Remainder
+    singles: dict[Swap, Remainder]
+    num_combined: int = 0
+
+
+def search(case: UpdateCase, ranks: Ranks, departure: Remainder) -> SwapSearch:
+    """Try one ingredient, then all of a kind, then pairs. All ranks call it with the same
+    `departure`, which is that of the update as it was."""
+    mine = [[swap.ingredient, swap.key] for swap in differing(case)]
+    everyones = {(kind, key) for rank in ranks.gather(mine) for kind, key in rank}
+    order = list(Ingredient)
+    swaps = sorted(
+        (Swap(Ingredient(kind), key) for kind, key in everyones),
+        key=lambda swap: (order.index(swap.ingredient), swap.key),
+    )
+    singles = _all_ranks(case, ranks, [(swap,) for swap in swaps])
+    by_swap = {swap: left for (swap,), left in singles.items()}
+    for stage in (singles, None):
+        lefts = stage or _all_ranks(case, ranks, _several(swaps))
+        cures = {its: left for its, left in lefts.items() if left.is_cure_of(departure)}
+        if cures:
+            fewest = min(map(len, cures)) if stage is None else 1
+            cure = min(
+                (its for its in cures if len(its) == fewest), key=lambda its: cures[its].worst
+            )
+            return SwapSearch(cure, cures[cure], by_swap)
+    return SwapSearch((), departure, by_swap, len(lefts))
+
+
+def _several(swaps: Sequence[Swap]) -> list[Swaps]:
+    """Pairs, and all of a kind together: what is lost with an optimizer is all of its state."""
+    state, settings, rule = (
+        tuple(swap for swap in swaps if swap.ingredient is kind)
+        for kind in (Ingredient.STATE, Ingredient.SETTING, Ingredient.RULE)
+    )
+    kinds = [its for its in (state, settings, state + settings) if len(its) > 2]
+    rows = tuple(swap for swap in state if swap.key != "step")
+    kinds += [rows] if len(rows) > 2 else []
+    kinds += [(*rule, *settings, *state)] if rule else []
+    pairs = combinations([swap for swap in swaps if swap.ingredient is not Ingredient.RULE], 2)
+    return list(dict.fromkeys([*kinds, *pairs]))[:_MOST]
+
+
+def _all_ranks(case: UpdateCase, ranks: Ranks, trials: Sequence[Swaps]) -> dict[Swaps, Remainder]:
+    mine = [tried(case, swaps).plain() for swaps in trials]
+    everyones = ranks.gather(mine)
+    return {
+        swaps: Remainder.of_all([rank[number] for rank in everyones])
+        for number, swaps in enumerate(trials)
+    }

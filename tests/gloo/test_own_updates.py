@@ -1,0 +1,101 @@
+"""Faults of the update in somebody's own loop: each gets a sentence that was proven by repeating
+the update with one device's ingredients, in the first step and late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ptrain.report.finding import Certainty
+from tests.gloo import update_faults
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+# What is named: state, axis (ranks of DDP, dp of FSDP2), factor, step, ranks, and what was tried.
+ALL, ONE = (0, 1), (1,)
+NAMED = {
+    "resumed": ("optimizer", False, "moments lost", 3, ALL, "exp_avg_sq and step 3 for none"),
+    "moments of zeros": ("optimizer", True, "moments lost", 3, ONE, "one device's exp_avg is"),
+    "step lost": ("step counter", False, "Adam's step lost: 0 for 3", 3, ALL, "with step 3 for 0"),
+    "swapped": ("optimizer", False, "decay groups swapped", 0, ALL, "with weight_decay 0.1 for 0"),
+    "swapped late": ("optimizer", False, "decay groups swapped", 3, ALL, "weight_decay 0.1 for 0"),
+    "clip per group": (
+        "gradient norm", False, "clip per group", 0, ALL, "each group clipped by its own norm",
+    ),
+    "clip per group late": (
+        "gradient norm", False, "clip per group", 3, ALL, "each group clipped by its own norm",
+    ),
+    "clip on one rank": (
+        "gradient norm", True, "clip on one rank only", 0, ONE, "take on rank 1",
+    ),
+    "clip on one rank late": (
+        "gradient norm", True, "clip on one rank only", 3, ONE, "take on rank 1",
+    ),
+    "not clipped": (
+        "gradient norm", False, "not clipped", 0, ALL, "before clipping is what the optimizers",
+    ),
+    "rebuilt masters": (
+        "optimizer", False, "masters rebuilt from bf16", 3, ALL, "with one device's value",
+    ),
+    "added in bf16": (
+        "gradients", False, "accumulated in bfloat16", 0, ALL, "without roundings",
+    ),
+    "other rate on one rank": (
+        "learning rate", True, "× 2", 0, ONE, "with lr 0.01 for 0.02 is one device's",
+    ),
+    "written after": (
+        "parameters", True, "written after the update", 3, ONE, "the optimizers themselves left",
+    ),
+}  # fmt: skip
+AXES = {"ddp": "ranks", "fsdp2": "dp"}
+SOUND = ("sound", "sound clipped", "sound masters")
+
+
+def test_every_fault_has_a_sentence() -> None:
+    assert {*NAMED, *SOUND} == set(update_faults.CASES)
+
+
+@pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+def test_each_fault_of_the_update_has_its_proven_sentence(ranks: Ranks, way: str) -> None:
+    everyones = ranks.run(2, update_faults.verdicts, way, tuple(NAMED))
+    assert everyones[0] == everyones[1], "the ranks tell the same"
+    wrong = {}
+    for name, (state, has_axis, factor, step, who, proof) in NAMED.items():
+        verdict = everyones[0][name]
+        culprit: dict[str, Any] = verdict["culprit"] or {}
+        expected = (state, AXES[way] if has_axis else "", factor, step, who, Certainty.PROVEN)
+        keys = ("state", "axis", "factor", "step", "ranks", "certainty")
+        if tuple(culprit.get(key) for key in keys) != expected or proof not in culprit["tried"]:
+            wrong[name] = verdict["text"]
+    assert not wrong, "\n".join(wrong.values())
+
+
+@pytest.mark.parametrize("way", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
+def test_sound_groups_clipping_and_masters_accuse_nobody(ranks: Ranks, way: str) -> None:
+    verdicts = ranks.run(2, update_faults.verdicts, way, SOUND)[0]
+    assert [verdicts[name]["culprit"] for name in SOUND] == [None, None, None]
+    assert verdicts["sound"]["holds"], verdicts["sound"]["text"]
+
+
+@pytest.mark.nightly
+def test_an_update_that_another_rank_makes_is_repeated_there(ranks: Ranks) -> None:
+    verdicts = ranks.run(2, update_faults.verdicts, "ddp", ("zero", "zero of another rate"))[0]
+    assert verdicts["zero"]["holds"], verdicts["zero"]["text"]
+    culprit = verdicts["zero of another rate"]["culprit"]
+    assert (culprit["factor"], culprit["certainty"]) == ("× 2", Certainty.PROVEN)
+
+
+@pytest.mark.nightly
+def test_a_rule_that_a_shard_does_not_tell_is_not_explained(ranks: Ranks) -> None:
+    """On whole tensors it is; on shards what differs is told, and accused of nothing."""
+    names = ("by norm", "by norm of another rate")
+    sharded, replicated = (
+        ranks.run(2, update_faults.verdicts, way, names)[0] for way in ("fsdp2", "ddp")
+    )
+    assert sharded["by norm"]["holds"], sharded["by norm"]["text"]
+    culprit = sharded["by norm of another rate"]["culprit"]
+    assert culprit["certainty"] == Certainty.UNEXPLAINED
+    assert culprit["tried"].endswith("; lr differed from one device's before it")
+    assert replicated["by norm of another rate"]["culprit"]["certainty"] == Certainty.PROVEN
