@@ -6,7 +6,8 @@ committed by someone who knew the user's documentation alone, before any of them
 is run once, on gloo ranks; what it printed is kept in --work as soon as it is done, so that a run
 that was broken off goes on, and --only takes some. Of a fault
   caught     the verdict fails
-  localised  state, axis and place of the printed culprit agree with the truth
+  localised  state, axis and place of the printed culprit agree with the truth; where the mesh has
+             one axis alone, none need be named
   named      what is printed has a keyword of each entry of the truth's `right`, none of `wrong_if`
   WRONG      a cause is printed, and does not name the fault; "not explained" says what departs
              first, and claims no cause
@@ -44,7 +45,7 @@ STATES = {
     "loss": ("loss",),
     "activations": ("activation", "output"),
     "gradients": ("gradient",),
-    "parameters": ("parameter", "update"),
+    "parameters": ("parameter", "update", "learning rate", "step counter", "optimizer"),
     "optimizer state": ("optimizer",),
 }
 # As a culprit calls it where nobody said which axes the ranks are.
@@ -146,6 +147,7 @@ def is_localised(fault: FieldFault, given: Outcome) -> bool:
     state = any(has(given.state, word) for kind in fault.wrong for word in STATES[kind])
     axes = AXES.get(fault.axis, (fault.axis, "ranks"))
     axis = any(given.axis == name or (name and given.axis.startswith(name)) for name in axes)
+    axis = axis or (not given.axis and fault.ranks <= 2)  # which has room for one axis
     return state and axis and _is_place(fault.place, given)
 
 
@@ -158,7 +160,12 @@ def _is_place(place: str, given: Outcome) -> bool:
     listed = re.sub(r" and \d+ more$", "", given.place).split(", ")
     names = [name.split(" · ")[0].removeprefix("module.") for name in listed if name]
     return bool(names) and all(
-        any(fnmatchcase(name, glob) or name.startswith(f"{glob}.") for glob in globs)
+        any(
+            fnmatchcase(name, glob)
+            or name == glob.removesuffix(".*")
+            or name.startswith(f"{glob}.")
+            for glob in globs
+        )
         for name in names
     )
 

@@ -113,7 +113,6 @@ def _case(scene: Investigation, program: Program) -> UpdateCase | None:
         gradients={},
         holds={name: holds[name] for name in courses},
         courses=courses,
-        usual=Magnitude.of(scene.reference.parameters).usual,
         is_noise=lambda name: (
             name in evidence.expected_gradients
             and scale.is_noise(evidence.expected_gradients[name])

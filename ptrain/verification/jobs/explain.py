@@ -102,9 +102,14 @@ def of_own_samples(
         return None  # pieces of samples: by themselves they are no samples
     names = [name for name in evidence.samples if any(d.name == name for d in departures)]
     state, factor, place, sentence = _why(evidence, families(names))
+    odd = [
+        rank
+        for rank, report in enumerate(reports)
+        if report.unknown or report.otherwise or not report.asks_alike
+    ]
     culprit = Culprit(
         state=state, axis="", factor=factor, place=place, step=departures[0].step,
-        ranks=tuple(range(ranks.size)), sentence=sentence,
+        ranks=tuple(odd or range(ranks.size)), sentence=sentence,
     )  # fmt: skip
     return _proven(culprit, cure, evidence, ranks, limit)
 

@@ -124,10 +124,13 @@ class Inquiry:
                     f"with the plain module in the place of {places} the loss{others} {be} one "
                     f"device's to {left:.1e}"
                 )
+                blamed = self._blamed(chosen[0], mine.list, tested)
                 return replace(
-                    self._blamed(chosen[0], mine.list, tested),
-                    certainty=Certainty.PROVEN, tried=tried, place=places,
-                )  # fmt: skip
+                    blamed,
+                    certainty=Certainty.PROVEN,
+                    tried=tried,
+                    place=places if len(chosen) > 1 else blamed.place,
+                )
             self._ruled_out.append(f"the plain module in the place of {places}")
         return None
 
@@ -229,8 +232,8 @@ class Inquiry:
         return Culprit(
             state=Subject.ACTIVATIONS, axis=axis,
             factor=factor or f"differs by {suspect.difference:.3g}",
-            place=suspect.place, step=self.step.differences.step, ranks=suspect.ranks,
-            sentence=what + cure,
+            place=families(closed) if closed and not path else suspect.place,
+            step=self.step.differences.step, ranks=suspect.ranks, sentence=what + cure,
         )  # fmt: skip
 
     def _shared(self, suspect: Suspect, mine: Sequence[Violation]) -> tuple[str, str]:
@@ -272,15 +275,20 @@ class Inquiry:
             where = ""
         if not again:
             out += "; the step does not give the same bits again, so that no module could be tried"
+        right, own = (number(loss) for loss in self.step.losses)
+        measured = self._loss.of(right, own)
+        is_forward = right is not None and measured is not None
+        is_forward = is_forward and apart(right or 0.0, measured or 0.0) > self.limit.losses
         return Culprit(
-            state=first[0].subject,
+            state=Subject.LOSS if is_forward else first[0].subject,
             axis="",
             factor=f"differs by {largest:.3g}",
             place=place,
             step=first[0].step,
             ranks=tuple(sorted({departure.rank for departure in first})),
             sentence=f"The gradient of {len(names)} of {len(job_evidence.samples)} parameters is "
-            "not one device's when the optimizer steps; that is what departs first."
+            "not one device's when the optimizer steps"
+            f"{', and neither is the loss' if is_forward else ''}; that is what departs first."
             f"{where}",
             certainty=Certainty.UNEXPLAINED,
             tried=f"ruled out: {out}",
