@@ -34,7 +34,7 @@ def explain_gradients(
 ) -> Culprit:
     """Explain departures at the moment of gradients by what the optimizer was given, and try the
     cure on all of it. All ranks call it."""
-    loose = min(max(_LOOSE * limit.gradients, _FEWEST), _LOOSEST)
+    loose = _loose(limit)
     names = [
         name for name in evidence.samples if any(departure.name == name for departure in departures)
     ]
@@ -63,6 +63,11 @@ def explain_gradients(
             return culprit
     assert culprit is not None, "something is wrong, so there is a hypothesis"
     return coarse_sum(culprit, evidence.samples, limit.gradients) or culprit
+
+
+def _loose(limit: Tolerance) -> float:
+    """Return how near a sum must come to be one: a fault is a factor."""
+    return min(max(_LOOSE * limit.gradients, _FEWEST), _LOOSEST)
 
 
 def _hypotheses(
@@ -96,7 +101,9 @@ def of_own_samples(
     themselves, where one device's are not: the samples are others, or the loss asks something else
     of them, or something ties them together. All ranks call it."""
     cure, reports = _given(evidence), evidence.rows
-    if cure is None or cure.contributed is None or cure.contributed.of_truth.holds(_LOOSEST):
+    if cure is None or cure.contributed is None:
+        return None
+    if cure.contributed.of_truth.holds(_loose(limit)):
         return None
     if any(report.sliced for report in reports) or not all(report.count for report in reports):
         return None  # pieces of samples: by themselves they are no samples
@@ -132,7 +139,7 @@ def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
     returned = sum(report.returned for report in reports)
     asked = sum(report.compared for report in reports if not report.asks_alike)
     if asked and not returned:
-        return Subject.LOSS, "the loss asks something else", "labels", (
+        return Subject.BATCH, "the loss asks something else", "labels", (
             f"Of {asked} of {count} samples the model returns what it does on one device, and the "
             "gradient of the loss by that is no multiple of one device's: the labels, or the masks "
             "or weights of the loss, are not those of the same samples."
@@ -202,7 +209,7 @@ def _batch(ledger: Samples, departures: Sequence[Departure], ranks: Ranks) -> Cu
     ]
     return Culprit(
         state=Subject.BATCH,
-        axis=next(iter(ranks.axes), ""),
+        axis=next(iter(ranks.axes), "") if ledger.doubled else "",
         factor=" and ".join(word for word, rows in lists.items() if rows),
         place="samples",
         step=departures[0].step,

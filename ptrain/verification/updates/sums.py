@@ -70,6 +70,7 @@ def coarse_sum(unclear: Culprit, samples: Mapping[str, Sample], tolerance: float
             return replace(
                 unclear,
                 state=Subject.GRADIENTS,
+                axis="",
                 factor=what,
                 sentence=f"The gradients of {count} micro-batch{'es' * (count > 1)} are {what}: "
                 "add them up, and reduce them, in a dtype as fine as one device's.",
