@@ -68,10 +68,11 @@ class Diagnosis:
                 factors = own_factors([sample.scaled(scale) for sample in self.samples])
                 words = "divided by a factor of each rank's own"
             case SymptomKind.EMPTY:
-                words = "with one device's where there is none"
+                words = "none is there when the optimizer steps; with one device's instead"
             case _:
                 return None
-        both = "" if scale == 1.0 else f"divided by {scale:.4g} and "
+        is_scaled = abs(scale - 1) > self.tolerance
+        both = f"divided by {scale:.4g} and " if is_scaled else ""
         return Cure(
             symptom=symptom, names=set(self.names), scale=scale, contributed=contributed,
             factors=factors, words=both + words,

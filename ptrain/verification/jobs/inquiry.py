@@ -124,7 +124,7 @@ class Inquiry:
                     f"with the plain module in the place of {places} the loss{others} {be} one "
                     f"device's to {left:.1e}"
                 )
-                blamed = self._blamed(chosen[0], mine.list, tested)
+                blamed = self._blamed(chosen[0], mine.list, tested, probe.modules)
                 return replace(
                     blamed,
                     certainty=Certainty.PROVEN,
@@ -192,7 +192,9 @@ class Inquiry:
         worst = [size for size in self.ranks.gather(max(sizes, default=None)) if size is not None]
         return (max(worst) if worst else None), len(names)
 
-    def _blamed(self, suspect: Suspect, mine: Sequence[Violation], tested: set[str]) -> Culprit:
+    def _blamed(
+        self, suspect: Suspect, mine: Sequence[Violation], tested: set[str], order: Calls
+    ) -> Culprit:
         """Say what the modules do, and over which axis a sum is missing."""
         axis, factor = self._shared(suspect, mine)
         if suspect.rewritten:
@@ -206,8 +208,8 @@ class Inquiry:
         path = suspect.paths[0]
         inside = [
             other
-            for other, module in self.pair.reference.model.named_modules()
-            if other != path and is_within(other, path) and not isinstance(module, nn.Identity)
+            for other in dict.fromkeys(name for name, _ in order)  # those that run at all
+            if other != path and is_within(other, path)
         ]
         inner = sorted(other for other in inside if other in tested)
         closed = innermost([other for other in inside if other not in tested])
