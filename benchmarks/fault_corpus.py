@@ -1,10 +1,11 @@
 """What does `ptrain.verify` say of loops with faults that the field has reported?
 
 Claim: of the faults of tests/corpus 95 % are caught, 90 % localised, 75 % named by a sentence whose
-cure was tried, none is named wrongly, and neither a cure nor a sound program raises an alarm. The faults, their cures and the truth about each were written and
-committed by someone who knew the user's documentation alone, before any of them was judged. A case
-is run once, on gloo ranks; what it printed is kept in --work as soon as it is done, so that a run
-that was broken off goes on, and --only takes some. Of a fault
+cure was tried, none is named wrongly, and neither a cure nor a sound program raises an alarm. The
+faults, their cures and the truth about each were written and committed by someone who knew the
+user's documentation alone, before any of them was judged. A case is run once, on gloo ranks; what
+it printed is kept in --work as soon as it is done, so that a run that was broken off goes on, and
+--only takes some. Of a fault
   caught     the verdict fails
   localised  state, axis and place of the printed culprit agree with the truth; where the mesh has
              one axis alone, none need be named
@@ -276,8 +277,8 @@ def first_try(page: Path) -> Iterator[str]:
     lines = page.read_text(encoding="utf-8").splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("| – | faults"))
     yield (
-        f"At the first try, before any of it was used to mend a verdict ([page]({page.name})). There "
-        "a culprit that claimed no cause did not exist, and an axis had to be named where the mesh "
+        f"At the first try, before any of it was used to mend a verdict ([page]({page.name})). "
+        "There a culprit that claimed no cause did not exist, and an axis had to be named where the mesh "
         "has one alone:"
     )
     yield ""
