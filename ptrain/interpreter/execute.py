@@ -198,10 +198,14 @@ def _balance(step: BalanceExperts, rank: Construction) -> None:
 
 
 def _matrices(rank: Construction) -> list[list[bool]]:
-    """Which parameters are matrices within the model, unit by unit in the targets' order: what
-    belongs to no unit but the root (embeddings, the head) is none."""
+    """Which trained parameters are matrices within the model, unit by unit in the targets' order:
+    what belongs to no unit but the root (embeddings, the head) is none."""
     return [
-        [modules != (ROOT,) and parameter.dim() == 2 for _, parameter in named]
+        [
+            modules != (ROOT,) and parameter.dim() == 2
+            for _, parameter in named
+            if parameter.requires_grad
+        ]
         for piece in rank.pieces
         for modules, named in parameters_by_unit(piece.module, piece.plan.units)
     ]

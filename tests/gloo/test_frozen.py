@@ -26,8 +26,17 @@ pytestmark = pytest.mark.gloo
 nightly = pytest.mark.nightly
 
 STEPS = 3
-STRATEGIES = ["ddp", "zero3", "pp-1f1b", "tp"]
-OTHERS = ["hsdp", "fsdp-mixed", "ddp-zero-redundancy", "pp-zero3", "tp-zero3", "checkpoint-full"]
+STRATEGIES = ["ddp", "zero3", "zero1", "pp-1f1b", "tp"]
+OTHERS = [
+    "zero2",
+    "zero-offload",
+    "hsdp",
+    "fsdp-mixed",
+    "ddp-zero-redundancy",
+    "pp-zero3",
+    "tp-zero3",
+    "checkpoint-full",
+]
 
 
 BATCH = "batch={global: 8, micro: 1, sequence: 16}"
@@ -62,14 +71,18 @@ def _trained(strategy: str, model: str, *more: str) -> dict[str, Any]:
     program = ptrain.interpret(spec, world=World.join(spec.timeout), allow_import=True)
     for step in range(STEPS):
         with ptrain.measure(program) as measurement:
-            program.forward_backward(program.samples(step))
-            program.step(spec.optimizer.lr)
+            lr = spec.optimizer.lr
+            program.forward_backward(
+                program.samples(step), lr if program.updates_in_backward else None
+            )
+            program.step(lr)
     comparison = ptrain.compare(spec, measurement, facts)
     state = program.state_dict()
     whole = {name: _whole(tensor) for name, tensor in state["model"].items()}
     return {
         "failing": [str(check) for check in comparison if not check.holds],
         "checks": len(comparison),
+        "off": [str(check) for check in comparison if check.predicted != check.measured],
         "model": whole,
         "with state": {name.rpartition(".")[0] for name in state["optimizer"]},
     }
@@ -86,14 +99,21 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def test_what_is_frozen_costs_its_parameters_alone(ranks: Ranks, strategy: str, model: str) -> None:
     if model == "lora":
         pytest.importorskip("peft")
-    spec = spec_of(strategy, model)
+    _require_the_same_training(ranks, strategy, model)
+
+
+def _require_the_same_training(ranks: Ranks, strategy: str, model: str, *more: str) -> None:
+    """On all ranks every byte is predicted, and what becomes of the model is what one device makes
+    of it."""
+    spec = spec_of(strategy, model, *more)
     device = ReferenceTraining(spec)
     initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
     trained = {name for name, tensor in device.module.named_parameters() if tensor.requires_grad}
     for step in range(STEPS):
         device.updater.update(device.accumulate(step).sums, spec.optimizer.lr)
-    for report in ranks.run(spec.world_size, _trained, strategy, model):
+    for report in ranks.run(spec.world_size, _trained, strategy, model, *more):
         assert not report["failing"] and report["checks"] >= 9
+        assert not report["off"]
         assert report["with state"] == {name for name in report["model"] if name in trained}
         for name, tensor in report["model"].items():
             if tensor.dtype is torch.float32:  # coarser ones round what two ranks sum otherwise
@@ -101,8 +121,35 @@ def test_what_is_frozen_costs_its_parameters_alone(ranks: Ranks, strategy: str, 
             assert torch.equal(tensor, initial[name].to(tensor.dtype)) is (name not in trained)
 
 
+FLAT = {  # what one flat buffer of a unit knows and the other does not, by what reaches it
+    "gathered alone": ("zero3", "placement.dp_shard=S*,R,R,R"),
+    "ahead": ("zero3", "placement.dp_shard=S*,R,S,R", "prefetch=1", "overlap=backward"),
+    "kept": ("zero3", "placement.dp_shard=S*,R,S,R", "sync.reshard_after_backward=false"),
+    "made of masters": ("zero3", "placement.dp_shard=M,S,R,R", "precision.layout=zero16"),
+    "in files": ("zero3", "placement.dp_shard=S*@file,O,O,R"),
+    "in front": ("zero3", "placement.dp_shard=S*,R,S,R", "model.arguments.without=1"),
+    "used up": ("optimizer-in-backward", "batch.micro=4", "optimizer.clip=null"),
+    "matrices": ("zero3", "placement.dp_shard=S*,S*,S*,R", "optimizer.name=muon"),
+    "gathered late": ("zero1", "gather_after_update=next-forward"),
+    "recomputed": ("zero3", "placement.dp_shard=S*,R,S,R", "activations=M"),
+    "model": ("zero1", "unit=model"),
+    "stages": ("pp-zero2",),
+    "operators": ("tp-zero3", "placement.dp_shard=S*,R,S,R"),
+}
+
+
+DAILY = ["ahead", "in front"]
+
+
+@pytest.mark.parametrize(
+    "how", [*DAILY, *(pytest.param(how, marks=nightly) for how in FLAT if how not in DAILY)]
+)
+def test_of_a_flat_unit_what_is_frozen_has_a_buffer_of_its_own(ranks: Ranks, how: str) -> None:
+    strategy, *words = FLAT[how]
+    _require_the_same_training(ranks, strategy, "adapted", *words)
+
+
 REFUSED = {
-    "in a flat unit": ("zero1",),
     "where tp slices the tokens": ("tp-sp",),
     "where backward goes in halves": ("pp-zero-bubble",),
     "of two stages": ("pp-1f1b", "model.arguments.is_tied=true"),

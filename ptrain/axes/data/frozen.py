@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ptrain.errors import SpecError, refused
-from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Stage
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.steps.wraps import FlatUnits, FullyShard, Wrap
+from ptrain.steps.wraps import FullyShard
 
 
 def require_executed(
@@ -20,16 +20,8 @@ def require_executed(
     frozen = [tensor.name for tensor in facts.tensors if tensor.is_frozen]
     if not frozen:
         return
-    require_unfrozen(plan.wrap, frozen)
     for where, names, remedy in (*_cut(spec, plan, frozen), *_idle(plan, facts, stages or ())):
         raise _not_yet(where, names, remedy)
-
-
-def require_unfrozen(wrap: Wrap, frozen: Sequence[str]) -> None:
-    """Raises SpecError for frozen parameters in a flat unit: its tensors are views of one buffer,
-    and their gradients of another."""
-    if isinstance(wrap, FlatUnits) and frozen:
-        raise _not_yet("in a flat unit", frozen, "take ddp's tuple of modes, or zero3's")
 
 
 _Refusal = tuple[str, Sequence[str], str]  # where, which of them, and the remedy
@@ -59,16 +51,10 @@ def _idle(plan: Plan, facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[_R
         if own and not trained & {*own}:
             yield "of a stage of which nothing is trained", own, "leave pp out"
     if isinstance(plan.wrap, FullyShard):
-        for unit in filter(lambda unit: _is_passed_by(unit, facts), facts.units):
+        for unit in filter(facts.is_passed_by, facts.units):
             names = [tensor.name for tensor in unit.tensors]
             where = "of a unit in front of all that is trained, which fully_shard passes by"
             yield where, names, "take ddp's tuple of modes"
-
-
-def _is_passed_by(unit: UnitFacts, facts: ModelFacts) -> bool:
-    """Return whether no gradient comes to what a unit gives; what is trained is within the root."""
-    is_idle = bool(unit.tensors) and not unit.trained and not unit.is_root
-    return is_idle and unit.modules[0] in facts.stops
 
 
 def _not_yet(where: str, frozen: Sequence[str], remedy: str) -> SpecError:
