@@ -14,6 +14,7 @@ from typing import Any
 from ptrain.activations.run.apply import keep
 from ptrain.axes.context.run.apply import ContextGroups, own_tokens, parallelize_context
 from ptrain.axes.context.run.randomness import MicroBatchCut
+from ptrain.axes.data.frozen import require_any
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.axes.expert.run.apply import parallelize_experts
@@ -59,6 +60,7 @@ def execute(rank: Construction) -> None:
     """Run the steps of the rank's plan. Those that are done to a model are done, in their order, to
     each of its pieces before the next one is cut. Raises BrokenPlan at the first step that cannot
     run where it stands, and SpecError where a room refuses what it is given."""
+    require_any(rank.spec, not all(p.requires_grad for p in rank.module.parameters()))
     steps = rank.plan.steps
     by_kind = groupby(range(len(steps)), key=lambda number: type(steps[number]) in OF_PIECES)
     for is_of_pieces, numbers in [(kind, list(group)) for kind, group in by_kind]:

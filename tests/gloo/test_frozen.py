@@ -149,6 +149,43 @@ def test_of_a_flat_unit_what_is_frozen_has_a_buffer_of_its_own(ranks: Ranks, how
     _require_the_same_training(ranks, strategy, "adapted", *words)
 
 
+PLACED = {  # frozen parameters in a place of their own
+    "whole": ("zero3", "frozen=R"),
+    "gathered": ("ddp", "frozen=S*"),
+    "gathered ahead": ("ddp", "frozen=S*", "prefetch=1", "overlap=backward"),
+    "gathered once": ("ddp", "frozen=S*", "sync.reshard_after_forward=false"),
+    "gathered in front": ("ddp", "frozen=S*", "model.arguments.without=1"),
+    "gathered again": ("ddp", "frozen=S*", "activations=M"),
+    "gathered in part": ("hsdp", "frozen.dp_shard=R", "frozen.dp_replicate=S*"),
+    "gathered as tp cuts": ("tp-dp", "frozen=S*"),
+    "gathered of stages": ("pp-dp", "frozen=S*"),
+    "on the host": ("ddp", "frozen=R@host"),
+    "in slices on the host": ("ddp", "frozen=O"),
+    "in slices in files": ("zero1", "frozen=S*@file", "prefetch=1"),
+    "beside masters": ("fsdp-mixed", "frozen=R"),
+    "beside shards of matrices": ("ddp", "frozen=S*", "optimizer.name=muon"),
+    "beside what is used up": (
+        "optimizer-in-backward",
+        "frozen=S*",
+        "batch.micro=4",
+        "optimizer.clip=null",
+    ),
+}
+PLACED_DAILY = ["whole", "gathered ahead", "in slices on the host"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *PLACED_DAILY,
+        *(pytest.param(how, marks=nightly) for how in PLACED if how not in PLACED_DAILY),
+    ],
+)
+def test_what_is_frozen_has_a_place_of_its_own(ranks: Ranks, how: str) -> None:
+    strategy, *words = PLACED[how]
+    _require_the_same_training(ranks, strategy, "adapted", *words)
+
+
 REFUSED = {
     "where tp slices the tokens": ("tp-sp",),
     "where backward goes in halves": ("pp-zero-bubble",),
@@ -166,9 +203,17 @@ def test_what_takes_no_frozen_parameters_yet_says_so(where: str) -> None:
         ptrain.derive(spec, ptrain.read_facts(spec, allow_import=True))
 
 
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("tp", marks=nightly)])
-def test_fake_ranks_hold_and_send_what_was_derived(strategy: str) -> None:
-    spec = spec_of(strategy, "adapted")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["zero3"],
+        ["ddp", "frozen=S*"],
+        *(pytest.param(words, marks=nightly) for words in (["tp"], ["zero1", "frozen=O"])),
+    ],
+)
+def test_fake_ranks_hold_and_send_what_was_derived(words: list[str]) -> None:
+    strategy, *more = words
+    spec = spec_of(strategy, "adapted", *more)
     exact = ptrain.derive(spec, ptrain.read_facts(spec, allow_import=True)).exact.of_rank(0)
     simulated = simulate(spec, allow_import=True).estimate
     for kind in ("memory", "peak", "traffic"):
@@ -185,6 +230,7 @@ def test_units_that_gradients_pass_by_are_exact_under_ddp(ranks: Ranks) -> None:
     [
         ("zero3", "ddp", "fp32"),
         pytest.param("fsdp-mixed", "fsdp-mixed", "fsdp-mixed", marks=nightly),
+        pytest.param("zero3 frozen=R", "ddp frozen=O", "fp32", marks=nightly),
     ],
 )
 def test_a_checkpoint_has_them_too_and_another_placement_continues_it(
@@ -195,7 +241,8 @@ def test_a_checkpoint_has_them_too_and_another_placement_continues_it(
 
     def trained(strategy: str, name: str, *more: str) -> dict[int, float]:
         code, job = jobs.run(
-            ["train", strategy, *words, *more, "log.every=1", "--run-dir", name], cwd=tmp_path
+            ["train", *strategy.split(), *words, *more, "log.every=1", "--run-dir", name],
+            cwd=tmp_path,
         )
         assert code == 0, job.error
         return jobs.losses(tmp_path / name)

@@ -17,11 +17,23 @@ def require_executed(
 ) -> None:
     """Raises SpecError for frozen parameters where nothing executes them, or where what is held and
     sent for them is not derived."""
+    require_any(spec, any(tensor.is_frozen for tensor in facts.tensors))
     frozen = [tensor.name for tensor in facts.tensors if tensor.is_frozen]
     if not frozen:
         return
     for where, names, remedy in (*_cut(spec, plan, frozen), *_idle(plan, facts, stages or ())):
         raise _not_yet(where, names, remedy)
+
+
+def require_any(spec: Spec, is_any: bool) -> None:
+    """Raises SpecError where a spec says where frozen parameters are, unless there is one."""
+    if spec.frozen.is_written and not is_any:
+        finding = "every parameter of the model is trained: none is frozen (requires_grad=False)"
+        raise refused(
+            "frozen",
+            finding,
+            "remove frozen, or freeze parameters in the function that model.target names",
+        )
 
 
 _Refusal = tuple[str, Sequence[str], str]  # where, which of them, and the remedy
