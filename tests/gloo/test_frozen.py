@@ -50,6 +50,7 @@ REST_OF_LLAMA = {
     **dict.fromkeys(("self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj"), "column"),
     **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "row"),
 }
+OVER_TP = ("mesh.tp=2", "placement.tp=tp")
 PLANS = {  # over tp, by model: where its layers are, and their operators
     "adapted": ("layers.*", ADAPTED),
     "lora": ("model.model.layers.*", QUERIES_AND_VALUES | REST_OF_LLAMA),
@@ -58,7 +59,7 @@ PLANS = {  # over tp, by model: where its layers are, and their operators
 
 def spec_of(strategy: str, model: str, *more: str) -> Spec:
     words = [f"model={{target: tests.models_frozen:{model}}}", BATCH, *more]
-    if strategy.startswith("tp"):
+    if strategy.startswith("tp") or "mesh.tp=2" in more:
         layers, roles = PLANS[model]
         plan = {f"{layers}.{name}": role for name, role in roles.items()}
         words.append(f"tensor.plan={json.dumps(plan)}")
@@ -186,8 +187,22 @@ def test_what_is_frozen_has_a_place_of_its_own(ranks: Ranks, how: str) -> None:
     _require_the_same_training(ranks, strategy, "adapted", *words)
 
 
+@pytest.mark.parametrize("without", [0, pytest.param(1, marks=nightly)])
+def test_slices_of_the_tokens_are_whole_where_backward_goes(ranks: Ranks, without: int) -> None:
+    in_front = f"model.arguments.without={without}"
+    _require_the_same_training(ranks, "tp-sp", "adapted", in_front)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["adapted", "lora"])
+def test_operators_of_stages_are_cut_beside_what_is_frozen(ranks: Ranks, model: str) -> None:
+    if model == "lora":
+        pytest.importorskip("peft")
+    _require_the_same_training(ranks, "pp-1f1b", model, *OVER_TP)
+
+
 REFUSED = {
-    "where tp slices the tokens": ("tp-sp",),
+    "where tp saves slices of the tokens": ("tp-saved",),
     "where backward goes in halves": ("pp-zero-bubble",),
     "of two stages": ("pp-1f1b", "model.arguments.is_tied=true"),
     "of a stage of which nothing is trained": ("pp-1f1b", "model.arguments.without=2"),
@@ -208,6 +223,7 @@ def test_what_takes_no_frozen_parameters_yet_says_so(where: str) -> None:
     [
         ["zero3"],
         ["ddp", "frozen=S*"],
+        ["pp-1f1b", *OVER_TP],
         *(pytest.param(words, marks=nightly) for words in (["tp"], ["zero1", "frozen=O"])),
     ],
 )

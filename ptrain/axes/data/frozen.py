@@ -41,10 +41,8 @@ _Refusal = tuple[str, Sequence[str], str]  # where, which of them, and the remed
 
 def _cut(spec: Spec, plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
     """Yield axes on which nobody has tried them."""
-    if plan.tensor is not None and plan.tensor.is_sequence:
-        yield "where tp slices the tokens", frozen, "write placement.tp=S,S,S,R"
-    if plan.tensor is not None and plan.pipeline is not None:
-        yield "over tp and pp at once", frozen, "leave one of them out"
+    if plan.tensor is not None and plan.tensor.is_saved_cut:
+        yield "where tp saves slices of the tokens", frozen, "write placement.tp=S,S,S,S"
     if plan.context is not None:
         yield "over cp", frozen, "leave cp out"
     if plan.experts is not None:
