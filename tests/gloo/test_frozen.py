@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gloo
 nightly = pytest.mark.nightly
 
 STEPS = 3
-STRATEGIES = ["ddp", "zero3", "zero1", "pp-1f1b", "tp"]
+STRATEGIES = ["ddp", "zero3", "zero1", "pp-1f1b", "pp-zero-bubble", "tp"]
 OTHERS = [
     "zero2",
     "zero-offload",
@@ -160,6 +160,7 @@ PLACED = {  # frozen parameters in a place of their own
     "gathered in part": ("hsdp", "frozen.dp_shard=R", "frozen.dp_replicate=S*"),
     "gathered as tp cuts": ("tp-dp", "frozen=S*"),
     "gathered of stages": ("pp-dp", "frozen=S*"),
+    "gathered for halves": ("pp-dp", "frozen=S*", "pipeline.schedule=zero-bubble"),
     "on the host": ("ddp", "frozen=R@host"),
     "in slices on the host": ("ddp", "frozen=O"),
     "in slices in files": ("zero1", "frozen=S*@file", "prefetch=1"),
@@ -203,7 +204,6 @@ def test_operators_of_stages_are_cut_beside_what_is_frozen(ranks: Ranks, model: 
 
 REFUSED = {
     "where tp saves slices of the tokens": ("tp-saved",),
-    "where backward goes in halves": ("pp-zero-bubble",),
     "of two stages": ("pp-1f1b", "model.arguments.is_tied=true"),
     "of a stage of which nothing is trained": ("pp-1f1b", "model.arguments.without=2"),
     "of a unit in front of all that is trained": ("zero3", "model.arguments.without=1"),

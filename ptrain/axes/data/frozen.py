@@ -21,7 +21,7 @@ def require_executed(
     frozen = [tensor.name for tensor in facts.tensors if tensor.is_frozen]
     if not frozen:
         return
-    for where, names, remedy in (*_cut(spec, plan, frozen), *_idle(plan, facts, stages or ())):
+    for where, names, remedy in (*_cut(plan, frozen), *_idle(plan, facts, stages or ())):
         raise _not_yet(where, names, remedy)
 
 
@@ -39,7 +39,7 @@ def require_any(spec: Spec, is_any: bool) -> None:
 _Refusal = tuple[str, Sequence[str], str]  # where, which of them, and the remedy
 
 
-def _cut(spec: Spec, plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
+def _cut(plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
     """Yield axes on which nobody has tried them."""
     if plan.tensor is not None and plan.tensor.is_saved_cut:
         yield "where tp saves slices of the tokens", frozen, "write placement.tp=S,S,S,S"
@@ -47,8 +47,6 @@ def _cut(spec: Spec, plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
         yield "over cp", frozen, "leave cp out"
     if plan.experts is not None:
         yield "over ep", frozen, "leave ep out"
-    if plan.pipeline is not None and spec.pipeline.is_in_halves:
-        yield "where backward goes in halves", frozen, "write pipeline.schedule=1f1b"
 
 
 def _idle(plan: Plan, facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[_Refusal]:

@@ -236,8 +236,8 @@ class ModelLife(Generic[T]):
 
     def begin_half(self, kind: Kind, *, is_last: bool) -> None:
         """A half of a backward pass: of the gradients of inputs, or of weights."""
+        self.begin_pass(is_last=is_last and kind is Kind.WEIGHT)
         if kind is Kind.WEIGHT:
-            self.begin_pass(is_last=is_last)
             self.do(self.trained, UnitLife.begin_weights)
 
     def end_half(self, kind: Kind, *, is_last: bool) -> None:
