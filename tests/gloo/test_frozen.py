@@ -188,6 +188,22 @@ def test_what_is_frozen_has_a_place_of_its_own(ranks: Ranks, how: str) -> None:
     _require_the_same_training(ranks, strategy, "adapted", *words)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        *(
+            pytest.param((words,), marks=nightly)
+            for words in ("prefetch=0", "prefetch=2", "sync.reshard_after_backward=false")
+        ),
+    ],
+)
+def test_fully_shard_may_gather_for_nobody_what_backward_passes_by(
+    ranks: Ranks, more: tuple[str, ...]
+) -> None:
+    _require_the_same_training(ranks, "zero3", "adapted", "model.arguments.without=2", *more)
+
+
 @pytest.mark.parametrize("without", [0, pytest.param(1, marks=nightly)])
 def test_slices_of_the_tokens_are_whole_where_backward_goes(ranks: Ranks, without: int) -> None:
     in_front = f"model.arguments.without={without}"
@@ -206,7 +222,11 @@ REFUSED = {
     "where tp saves slices of the tokens": ("tp-saved",),
     "of two stages": ("pp-1f1b", "model.arguments.is_tied=true"),
     "of a stage of which nothing is trained": ("pp-1f1b", "model.arguments.without=2"),
-    "of a unit in front of all that is trained": ("zero3", "model.arguments.without=1"),
+    "of a unit in front of all that is trained, .* after each pass of a stage": (
+        "pp-zero3",
+        "model.arguments={without: 1, layers: 4}",
+        "sync={reshard_after_forward: true, reshard_after_backward: true}",
+    ),
 }
 
 

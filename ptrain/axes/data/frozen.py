@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Stage
+from ptrain.spec.dials import Reshard
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FullyShard
@@ -58,11 +59,13 @@ def _idle(plan: Plan, facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[_R
         own = [*stage.tensors, *(name for name, _ in stage.copied)]
         if own and not trained & {*own}:
             yield "of a stage of which nothing is trained", own, "leave pp out"
-    if isinstance(plan.wrap, FullyShard):
-        for unit in filter(facts.is_passed_by, facts.units):
-            names = [tensor.name for tensor in unit.tensors]
-            where = "of a unit in front of all that is trained, which fully_shard passes by"
-            yield where, names, "take ddp's tuple of modes"
+    passed = [t.name for unit in facts.units if facts.is_passed_by(unit) for t in unit.tensors]
+    if passed and isinstance(plan.wrap, FullyShard):
+        where = "of a unit in front of all that is trained, which fully_shard passes by"
+        if not isinstance(plan.wrap.sync.reshard_after_forward, bool | Reshard):
+            yield f"{where} in smaller shards", passed, "write sync.reshard_after_forward=true"
+        if plan.pipeline is not None and plan.wrap.sync.reshard_after_backward:
+            yield f"{where} after each pass of a stage", passed, "leave sync out"
 
 
 def _not_yet(where: str, frozen: Sequence[str], remedy: str) -> SpecError:
