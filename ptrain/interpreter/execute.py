@@ -31,6 +31,7 @@ from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.stages import cut_into_stages
 from ptrain.interpreter.workpiece import Workpiece
 from ptrain.models.balance import scale_losses
+from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
 from ptrain.optimizers.build import has_own_rule_for_matrices
 from ptrain.optimizers.torch import TorchRules
@@ -176,7 +177,8 @@ def _in_turn(step: Accumulate, rank: Construction, loss: StepLoss, enter: Enter)
 def _clip(step: Clip, rank: Construction) -> None:
     _require(rank.passes_of is not None, step, "there are no gradients yet")
     _require(rank.update is None, step, "the update has used up the gradients")
-    rank.clipping = Clipping(step, rank.mesh)
+    dtype = TORCH_DTYPES[rank.plan.update.layout.gradients]
+    rank.clipping = Clipping(step, rank.mesh, dtype)
 
 
 def _update(step: Update, rank: Construction) -> None:

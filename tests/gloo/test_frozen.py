@@ -204,6 +204,11 @@ def test_fully_shard_may_gather_for_nobody_what_backward_passes_by(
     _require_the_same_training(ranks, "zero3", "adapted", "model.arguments.without=2", *more)
 
 
+def test_a_stage_of_which_nothing_is_trained_has_a_part_in_the_norm(ranks: Ranks) -> None:
+    words = ["optimizer.clip=0.1", "model.arguments.without=2"]
+    _require_the_same_training(ranks, "pp-1f1b", "adapted", *words)
+
+
 @pytest.mark.parametrize("without", [0, pytest.param(1, marks=nightly)])
 def test_slices_of_the_tokens_are_whole_where_backward_goes(ranks: Ranks, without: int) -> None:
     in_front = f"model.arguments.without={without}"
@@ -221,7 +226,7 @@ def test_operators_of_stages_are_cut_beside_what_is_frozen(ranks: Ranks, model: 
 REFUSED = {
     "where tp saves slices of the tokens": ("tp-saved",),
     "of two stages": ("pp-1f1b", "model.arguments.is_tied=true"),
-    "of a stage of which nothing is trained": ("pp-1f1b", "model.arguments.without=2"),
+    "of a stage of which nothing is trained": ("pp-zero3", "model.arguments.without=2"),
     "of a unit in front of all that is trained, .* after each pass of a stage": (
         "pp-zero3",
         "model.arguments={without: 1, layers: 4}",

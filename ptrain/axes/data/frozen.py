@@ -10,7 +10,7 @@ from ptrain.facts.stages import Stage
 from ptrain.spec.dials import Reshard
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.steps.wraps import FullyShard
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Wrap
 
 
 def require_executed(
@@ -57,8 +57,9 @@ def _idle(plan: Plan, facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[_R
         if shared := [name for name in stage.shared if name not in trained]:
             yield "of two stages", shared, "leave pp out"
         own = [*stage.tensors, *(name for name, _ in stage.copied)]
-        if own and not trained & {*own}:
-            yield "of a stage of which nothing is trained", own, "leave pp out"
+        if own and not trained & {*own} and (plan.tensor or not _takes_idle(plan.wrap)):
+            remedy = "leave pp out, or take a tuple of flat units, as zero2's, without tp"
+            yield "of a stage of which nothing is trained", own, remedy
     passed = [t.name for unit in facts.units if facts.is_passed_by(unit) for t in unit.tensors]
     if passed and isinstance(plan.wrap, FullyShard):
         where = "of a unit in front of all that is trained, which fully_shard passes by"
@@ -66,6 +67,11 @@ def _idle(plan: Plan, facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[_R
             yield f"{where} in smaller shards", passed, "write sync.reshard_after_forward=true"
         if plan.pipeline is not None and plan.wrap.sync.reshard_after_backward:
             yield f"{where} after each pass of a stage", passed, "leave sync out"
+
+
+def _takes_idle(wrap: Wrap) -> bool:
+    """Return whether a whole stage may have no gradient: torch's wrappers expect one."""
+    return isinstance(wrap, LocalGradients | FlatUnits)
 
 
 def _not_yet(where: str, frozen: Sequence[str], remedy: str) -> SpecError:
