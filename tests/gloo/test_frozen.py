@@ -204,6 +204,11 @@ def test_fully_shard_may_gather_for_nobody_what_backward_passes_by(
     _require_the_same_training(ranks, "zero3", "adapted", "model.arguments.without=2", *more)
 
 
+@pytest.mark.parametrize("strategy", ["pp-1f1b", pytest.param("pp-zero2", marks=nightly)])
+def test_a_head_that_is_a_frozen_table_is_summed_by_nobody(ranks: Ranks, strategy: str) -> None:
+    _require_the_same_training(ranks, strategy, "adapted", "model.arguments.is_tied=true")
+
+
 def test_a_stage_of_which_nothing_is_trained_has_a_part_in_the_norm(ranks: Ranks) -> None:
     words = ["optimizer.clip=0.1", "model.arguments.without=2"]
     _require_the_same_training(ranks, "pp-1f1b", "adapted", *words)
@@ -225,7 +230,6 @@ def test_operators_of_stages_are_cut_beside_what_is_frozen(ranks: Ranks, model: 
 
 REFUSED = {
     "where tp saves slices of the tokens": ("tp-saved",),
-    "of two stages": ("pp-1f1b", "model.arguments.is_tied=true"),
     "of a stage of which nothing is trained": ("pp-zero3", "model.arguments.without=2"),
     "of a unit in front of all that is trained, .* after each pass of a stage": (
         "pp-zero3",

@@ -51,14 +51,12 @@ def _cut(plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
 
 
 def _idle(plan: Plan, facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[_Refusal]:
-    """Yield units and stages of which nothing is trained, and tensors that two stages have."""
+    """Yield units and stages of which nothing is trained."""
     trained = {tensor.name for tensor in facts.trained}
     for stage in stages:
-        if shared := [name for name in stage.shared if name not in trained]:
-            yield "of two stages", shared, "leave pp out"
         own = [*stage.tensors, *(name for name, _ in stage.copied)]
-        if own and not trained & {*own} and (plan.tensor or not _takes_idle(plan.wrap)):
-            remedy = "leave pp out, or take a tuple of flat units, as zero2's, without tp"
+        if own and not trained & {*own} and not _takes_idle(plan.wrap):
+            remedy = "leave pp out, or take a tuple of flat units, as zero2's"
             yield "of a stage of which nothing is trained", own, remedy
     passed = [t.name for unit in facts.units if facts.is_passed_by(unit) for t in unit.tensors]
     if passed and isinstance(plan.wrap, FullyShard):
