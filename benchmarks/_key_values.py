@@ -117,6 +117,7 @@ def texts() -> Mapping[str, tuple[str, ...]]:
         "batch.global": ("1k tokens", "0.5k tokens", "300 tokens"),
         "unit": ("1 blocks", "2 blocks", "3 blocks"),
         "offload.path": ("/nvme",),
+        "frozen": ("R", "S*", "O"),
         "cluster.preset": tuple(sorted(listing("clusters"))),
         "cluster.name": ("drawn",),
         "activations": ("0", "1-", "0-1", "2-3"),

@@ -278,8 +278,8 @@ def first_try(page: Path) -> Iterator[str]:
     start = next(n for n, line in enumerate(lines) if line.startswith("| – | faults"))
     yield (
         f"At the first try, before any of it was used to mend a verdict ([page]({page.name})). "
-        "There a culprit that claimed no cause did not exist, and an axis had to be named where the mesh "
-        "has one alone:"
+        "There a culprit that claimed no cause did not exist, and an axis had to be named where "
+        "the mesh has one alone:"
     )
     yield ""
     yield from (*lines[start : start + 5], "")

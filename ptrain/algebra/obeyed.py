@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptrain.algebra.legality import check
-from ptrain.axes.data.form import data_factors, tier_of
-from ptrain.costs import PLACED
+from ptrain.axes.data.form import data_factors, frozen_factors, tier_of
+from ptrain.costs import PLACED, State
 from ptrain.spec.keys import dials
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
@@ -64,6 +64,7 @@ def _left_out(spec: Spec, unheard: list[str]) -> Iterator[str]:
     if not has_wrapper:
         unheard = ["sync.gradients", *by_itself, *unheard]
     tiers = {tier_of(factors, state) for state in PLACED} | spec.activations.tiers
+    tiers.add(tier_of(frozen_factors(spec), State.PARAMETERS))
     if spec.offload.path is None and Tier.FILE in tiers:
         yield "offload.path: the system's temporary folder"
     if unheard:

@@ -13,7 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from ptrain.axes.data.cuts import Cuts
-from ptrain.axes.data.units import ModelLife, UnitLife
+from ptrain.axes.data.theta import Parameters
+from ptrain.axes.data.units import ModelLife, U, UnitLife, UnitParts
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import Collective, State
 from ptrain.derivation.differing import differing_axes, within_tp
@@ -21,7 +22,7 @@ from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.normed_views import NormedViews
 from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
 from ptrain.derivation.tape import Scene
-from ptrain.facts.model import UnitFacts
+from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
@@ -45,13 +46,14 @@ _HOOKS = {
 
 
 class GhostMembers:
-    """A unit's tensors, and what autograd does with their gradients."""
+    """Tensors of a unit that have a buffer together, and what autograd does with their
+    gradients."""
 
-    def __init__(self, facts: UnitFacts, reader: Reader) -> None:
-        self.names = [tensor.name for tensor in facts.tensors]
-        self.shapes = [tensor.shape for tensor in facts.tensors]
-        self.are_cut = [tensor.is_cut for tensor in facts.tensors]
-        self.cutting_axes = next((t.cut_over for t in facts.tensors if t.is_cut), ())
+    def __init__(self, tensors: Sequence[TensorFacts], reader: Reader) -> None:
+        self.names = [tensor.name for tensor in tensors]
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.are_cut = [tensor.is_cut for tensor in tensors]
+        self.cutting_axes = next((t.cut_over for t in tensors if t.is_cut), ())
         self._reader = reader
         self._values: Ghost | None = None  # what parameters are views of
         self._bound: dict[int, Ghost] = {}  # what their gradients are views of
@@ -101,16 +103,15 @@ class RepeatedLife(ModelLife[Ghost]):
 
     def __init__(
         self,
-        states: Sequence[UnitState[Ghost]],
-        is_root: Sequence[bool],
+        units: Sequence[UnitParts[Ghost]],
         step: FlatUnits,
         repeat: Repeat,
     ) -> None:
-        super().__init__(states, is_root, step)
+        super().__init__(units, step)
         self._repeat = repeat
-        self._place = {unit: place for place, unit in enumerate(self.all)}
+        self._place: dict[object, int] = {unit: place for place, unit in enumerate(self.all)}
 
-    def do(self, units: Iterable[UnitLife[Ghost]], act: Callable[[UnitLife[Ghost]], None]) -> None:
+    def do(self, units: Iterable[U], act: Callable[[U], None]) -> None:
         self._repeat(((self._place[unit], unit) for unit in units), act)
 
 
@@ -145,11 +146,10 @@ class Flat:
         self.room = GhostRoom(scene.tape, degrees, {})
         played = [(unit, number) for unit, number in zip(facts, times, strict=True) if unit.numel]
         self.used, self.times = [unit for unit, _ in played], [number for _, number in played]
-        self.members = [GhostMembers(unit, scene.tape) for unit in self.used]
-        self.states = self._states()
-        self.units = RepeatedLife(
-            self.states, [unit.is_root for unit in self.used], step, self._repeat
-        )
+        self.members = [GhostMembers(unit.trained, scene.tape) for unit in self.used]
+        self._cuts: dict[tuple[int, tuple[Axis, ...]], Cuts[Ghost]] = {}
+        self.parts = [self._parts(*pair) for pair in zip(self.used, self.members, strict=True)]
+        self.units = RepeatedLife(self.parts, step, self._repeat)
         self.update_of = self._update()
         numbers = {id(unit): number for number, unit in enumerate(self.used)}
         self._played = [numbers.get(id(unit)) for unit in facts]
@@ -172,30 +172,42 @@ class Flat:
             turn = partial(_do, act, [item for _, item in of_block])
             self.tape.repeat(times if self.tape.is_reading else 1, turn)
 
-    def _states(self) -> list[UnitState[Ghost]]:
-        layout = self.scene.plan.update.layout
-        steps = [flat_step_of(self.scene.plan, unit) for unit in self.used]
-        kinds = [(unit.numel, cut_axes(step)) for unit, step in zip(self.used, steps, strict=True)]
-        cuts = {
-            (numel, axes): Cuts(self.room, numel, axes, self.step.reduce_scatter)
-            for numel, axes in dict.fromkeys(kinds)
-        }
-        return [
-            UnitState(members, cuts[kind], step, layout)
-            for members, kind, step in zip(self.members, kinds, steps, strict=True)
-        ]
+    def _parts(self, unit: UnitFacts, members: GhostMembers) -> UnitParts[Ghost]:
+        step, layout = flat_step_of(self.scene.plan, unit), self.scene.plan.update.layout
+        trained = frozen = None
+        if unit.trained:
+            trained = UnitState(members, self._cuts_of(unit.trained_numel, step), step, layout)
+        if unit.frozen:
+            kept = GhostMembers(unit.frozen, self.tape)
+            cuts = self._cuts_of(unit.numel - unit.trained_numel, step.of_frozen)
+            frozen = Parameters(kept, cuts, step.of_frozen, layout)
+        return UnitParts(trained=trained, frozen=frozen, step=step, is_root=unit.is_root)
+
+    def _cuts_of(self, numel: int, step: FlatUnits) -> Cuts[Ghost]:
+        """Return the cuts of a buffer, which equal units have the same of."""
+        kind = numel, cut_axes(step)
+        if kind not in self._cuts:
+            self._cuts[kind] = Cuts(self.room, *kind, self.step.reduce_scatter)
+        return self._cuts[kind]
 
     def _update(self) -> RepeatedUpdate:
         optimizer, layout = self.scene.spec.optimizer, self.scene.plan.update.layout
-        groups: list[list[Target[Ghost]]] = [[ShardTarget(state)] for state in self.states]
-        hidden = [[False] for _ in self.states]
+        states = [[] if parts.trained is None else [parts.trained] for parts in self.parts]
+        groups: list[list[Target[Ghost]]] = [
+            [ShardTarget(state) for state in own] for own in states
+        ]
+        hidden = [[False] * len(own) for own in states]
         if needs_whole_tensors(optimizer):
-            updates = [TensorsUpdate(state) for state in self.states]
+            updates = [[TensorsUpdate(state) for state in own] for own in states]
             groups = [
-                [TensorTarget(update, index) for index in range(len(update.shapes))]
-                for update in updates
+                [
+                    TensorTarget(update, index)
+                    for update in own
+                    for index in range(len(update.shapes))
+                ]
+                for own in updates
             ]
-            hidden = [[is_hidden(unit, tensor) for tensor in unit.tensors] for unit in self.used]
+            hidden = [[is_hidden(unit, tensor) for tensor in unit.trained] for unit in self.used]
         rules = GhostRules(self.scene.tape, is_cpu=not self.scene.spec.is_for_cuda)
         update = RepeatedUpdate(groups, optimizer, layout, self.room, rules, hidden)
         update.repeat = self._repeat
@@ -248,11 +260,15 @@ class Flat:
     def complete(self, gradient: Complete) -> None:
         number, index = self._place[gradient.parameter]
         self.members[number].arrive(index, gradient)
-        if self.half is not Kind.WEIGHT:
-            self.units.all[number].accumulated(index)
+        unit = self.units.all[number]
+        if self.half is not Kind.WEIGHT and isinstance(unit, UnitLife):
+            unit.accumulated(index)
 
     def after_backward(self, unit: int) -> None:
         """End the micro-batch when the root's backward is over, unless it is one in halves."""
+        number = self._played[unit]
+        if number is not None:
+            self.units.all[number].after_backward()
         if unit == self._root and self.half is None:
             self.end()
 
@@ -267,9 +283,10 @@ class Flat:
 
     def gathered(self) -> int:
         return sum(
-            times * unit.parameters.whole.nbytes
+            times * part.whole.nbytes
             for unit, times in zip(self.units.all, self.times, strict=True)
-            if unit.parameters.is_transient and unit.parameters.is_gathered
+            for part in unit.theta.parts
+            if part.is_transient and part.is_gathered
         )
 
     def lingering(self) -> int:
@@ -317,9 +334,9 @@ class Flat:
     def _counted(self) -> Iterator[tuple[UnitState[Ghost], int]]:
         """Yield the units of which this rank has norms, with how many each stands for: what it has
         a copy of, in a unit of its own, is counted on another stage."""
-        for unit, state, times in zip(self.used, self.states, self.times, strict=True):
-            if not all(tensor.is_copy for tensor in unit.tensors):
-                yield state, times
+        for unit, parts, times in zip(self.used, self.parts, self.times, strict=True):
+            if parts.trained and not all(tensor.is_copy for tensor in unit.trained):
+                yield parts.trained, times
 
     @property
     def _is_by_view(self) -> bool:

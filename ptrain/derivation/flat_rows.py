@@ -65,15 +65,15 @@ def _kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFact
     kinds: dict[Hashable, list[UnitFacts]] = {}
     for unit in facts.units:
         if unit.numel:
-            kind = _kind(spec, unit), plan.is_apart(unit.modules)
+            kind = _kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)
             kinds.setdefault(kind, []).append(unit)
     return ((units[0], len(units)) for units in kinds.values())
 
 
 def _kind(spec: Spec, unit: UnitFacts) -> Hashable:
     if not needs_whole_tensors(spec.optimizer):
-        return (unit.is_root, unit.numel)
-    return (unit.is_root, unit.shapes)
+        return (unit.is_root, unit.numel, unit.trained_numel)
+    return (unit.is_root, unit.trained_shapes, unit.numel)
 
 
 def _play(
@@ -96,7 +96,8 @@ def _play(
         flat.enter(0)
         flat.leave(0)
         tape.enter(Phase.BACKWARD)
-        flat.before_backward(0)
+        if not facts.is_passed_by(unit):
+            flat.before_backward(0)
         flat.end()
     account.times = times
     gradients = _sizes(pair for pair in flat.storages() if pair[0] is State.GRADIENTS)
@@ -118,11 +119,13 @@ def _sizes(held: Iterable[tuple[State, Ghost]]) -> Sizes:
 
 def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
     """Elements of the units' flat buffers, padded for all the axes that cut any state."""
-    return Counter(
-        padded_flat(unit.numel, ranks_over(spec, cut_axes(flat_step_of(plan, unit))))
-        for unit in facts.units
-        if unit.numel
-    )
+    buffers = Counter[int]()
+    for unit in facts.units:
+        step = flat_step_of(plan, unit)
+        trained, frozen = unit.trained_numel, unit.numel - unit.trained_numel
+        for numel, own in ((trained, step), (frozen, step.of_frozen)):
+            buffers[padded_flat(numel, ranks_over(spec, cut_axes(own)))] += bool(numel)
+    return +buffers
 
 
 def scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:

@@ -7,17 +7,20 @@ Nothing here is corrected: what a rank must send besides is in the `exact` colum
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import assert_never
 
 from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
 from ptrain.axes.context.form import left_to_others
+from ptrain.axes.data.form import frozen_factors, places_frozen
 from ptrain.axes.ring import Calls, Group
 from ptrain.by_rank import ByRank
 from ptrain.costs import Collective, Column, Estimate, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation.optimizer_state import optimizer_itemsize
-from ptrain.facts.model import ModelFacts
+from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec
@@ -31,8 +34,7 @@ _NO_PEAK = "Theorem 1 adds the states up; it does not say which of them live at 
 
 def paper(spec: Spec, facts: ModelFacts) -> Estimate:
     """Return what the paper says of `spec`, the same for every rank."""
-    sizes = state_sizes(spec, facts)
-    placed = product(spec.factors)
+    placed = tuple(_placed(spec, facts))
     undefined = {"activations": _NO_ACTIVATIONS, "peak": _NO_PEAK}
     homeless, reason, beyond = (
         _memory_is_undefined(spec),
@@ -46,10 +48,55 @@ def paper(spec: Spec, facts: ModelFacts) -> Estimate:
     return Estimate(
         column=Column.PAPER,
         world_size=spec.world_size,
-        memory=() if homeless else _memory(spec, placed, sizes, facts),
-        traffic=() if reason else add_traffic(_traffic(spec, sizes)),
+        memory=() if homeless else _memory(spec, placed, facts),
+        traffic=()
+        if reason
+        else add_traffic(row for part in placed for row in _traffic(part.factors, part.sizes)),
         undefined=undefined,
     )
+
+
+NumelOf = Callable[[UnitFacts | ModelFacts], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Tensors that are placed alike: the tuples by axis, bytes by state, and how many elements of
+    some units they are."""
+
+    factors: tuple[Factor, ...]
+    sizes: dict[State, int]
+    numel_of: NumelOf
+
+
+def _placed(spec: Spec, facts: ModelFacts) -> Iterator[Placed]:
+    """Yield all that is trained, with what is frozen beside it; or that by itself, of which there
+    is Theta alone, where it has other modes."""
+    sizes, theta = state_sizes(spec, facts), State.PARAMETERS
+    if not places_frozen(spec):
+        yield Placed(spec.factors, sizes, _numel)
+        return
+    frozen = _frozen_numel(facts) * itemsizes(spec)[theta]
+    yield Placed(spec.factors, {**sizes, theta: sizes[theta] - frozen}, _trained_numel)
+    own = {factor.axis: factor for factor in frozen_factors(spec)}
+    yield Placed(tuple(own.get(f.axis, f) for f in spec.factors), {theta: frozen}, _frozen_numel)
+
+
+def _numel(units: UnitFacts | ModelFacts) -> int:
+    return units.numel
+
+
+def _trained_numel(units: UnitFacts | ModelFacts) -> int:
+    return units.trained_numel
+
+
+def _frozen_numel(units: UnitFacts | ModelFacts) -> int:
+    return units.numel - units.trained_numel
+
+
+def _factors(spec: Spec) -> tuple[Factor, ...]:
+    """Return the tuples of all that is placed, what is frozen in a place of its own included."""
+    return (*spec.factors, *(frozen_factors(spec) if places_frozen(spec) else ()))
 
 
 def itemsizes(spec: Spec) -> dict[State, int]:
@@ -71,26 +118,29 @@ def state_sizes(spec: Spec, facts: ModelFacts) -> dict[State, int]:
     }
 
 
-def reconstruction_unit(facts: ModelFacts) -> int:
-    """Definition 3: parameters of the largest layer (of the whole model where it has none)."""
-    layers = [unit.numel for unit in facts.units if unit.name] or [facts.numel]
+def reconstruction_unit(facts: ModelFacts, numel_of: NumelOf = _numel) -> int:
+    """Definition 3: parameters of the largest layer (of the whole model where it has none), or
+    those that `numel_of` counts."""
+    layers = [numel_of(unit) for unit in facts.units if unit.name] or [numel_of(facts)]
     return max(layers)
 
 
-def _memory(
-    spec: Spec, placed: Product, sizes: dict[State, int], facts: ModelFacts
-) -> ByRank[Footprint]:
+def _memory(spec: Spec, placed: Sequence[Placed], facts: ModelFacts) -> ByRank[Footprint]:
     """Theorem 1, equations (7) to (11); the share on the host is what (11) leaves out. A unit that
     a data axis gathers is what the other axes leave of it (Definition 5), and pp leaves layers
     whole."""
     apart = (*DATA_AXES, Axis.PP)
     other = (f for f in spec.factors if f.axis not in apart and f.placement.parameters == S)
-    unit = ceil_div(reconstruction_unit(facts), prod(factor.degree for factor in other))
-    whole_units = sum(
-        unit * itemsize for state, itemsize in itemsizes(spec).items() if placed[state].needs_unit
-    )
-    rows = [(state, _tiers(placed, state, sizes[state])) for state in MODEL_STATES]
-    rows.append((State.TRANSIENT, {"device_bytes": whole_units}))
+    ranks, whole_units = prod(factor.degree for factor in other), 0
+    held = {state: Counter[str]() for state in MODEL_STATES}
+    for part in placed:
+        shares = product(part.factors)
+        for state, size in part.sizes.items():
+            held[state].update(_tiers(shares, state, size))
+            if shares[state].needs_unit:
+                unit = ceil_div(reconstruction_unit(facts, part.numel_of), ranks)
+                whole_units += unit * itemsizes(spec)[state]
+    rows = [*held.items(), (State.TRANSIENT, Counter({"device_bytes": whole_units}))]
     alike = [Footprint(state=state, rank=0, **tiers) for state, tiers in rows]
     return ByRank(([alike], [0] * spec.world_size))
 
@@ -99,11 +149,11 @@ def _tiers(placed: Product, state: State, size: int) -> dict[str, int]:
     return {f"{tier}_bytes": placed[state].on(tier, size) for tier in Tier}
 
 
-def _traffic(spec: Spec, sizes: dict[State, int]) -> Iterator[Traffic]:
+def _traffic(factors: Sequence[Factor], sizes: dict[State, int]) -> Iterator[Traffic]:
     """Theorem 2 data axis by data axis, innermost first; an outer axis finds what the inner ones
     leave, those of which it gives no volume included (Definition 5)."""
     inner = IDENTITY
-    for factor in reversed(spec.factors):
+    for factor in reversed(factors):
         if factor.axis in DATA_AXES:
             yield from _of_axis(
                 factor, {state: inner[state].at_rest(sizes[state]) for state in sizes}
@@ -114,7 +164,8 @@ def _traffic(spec: Spec, sizes: dict[State, int]) -> Iterator[Traffic]:
 def _of_axis(factor: Factor, sizes: dict[State, int]) -> Iterator[Traffic]:
     """What one data axis sends, of states of these sizes."""
     group = Group((factor.axis,), factor.degree)
-    yield _synchronization(factor, sizes[State.GRADIENTS], group)
+    if State.GRADIENTS in sizes:
+        yield _synchronization(factor, sizes[State.GRADIENTS], group)
     if factor.placement.parameters.distribution is Distribution.GATHERED:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             calls = Calls(Collective.ALL_GATHER, State.PARAMETERS, phase)
@@ -138,7 +189,7 @@ def _synchronization(factor: Factor, size: int, group: Group) -> Traffic:
 
 def _traffic_is_undefined(spec: Spec) -> str:
     """Why Theorem 2 says nothing about this spec's data axes, or nothing at all."""
-    for factor in spec.factors:
+    for factor in _factors(spec):
         for state, known in _SYNCHRONIZED.items():
             mode = factor.placement[state]
             if factor.axis in DATA_AXES and mode not in known:
@@ -164,7 +215,7 @@ _SYNCHRONIZED = {
 
 def _memory_is_undefined(spec: Spec) -> str:
     """Definition 2 has five modes; O is a slice in the host's memory or NVMe."""
-    for factor in spec.factors:
+    for factor in _factors(spec):
         for state in MODEL_STATES:
             mode = factor.placement[state]
             if mode.tier is not Tier.DEVICE and mode.distribution is not Distribution.SHARDED:

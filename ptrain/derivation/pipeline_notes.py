@@ -41,11 +41,10 @@ def _unequal(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> 
 
 def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
     for name in stages[0].shared:
-        numel = next(tensor.numel for tensor in facts.tensors if tensor.name == name)
-        yield (
-            f"{name} is on the first stage and on the last, {numel:,} parameters twice, and its "
-            "gradients are summed over the two"
-        )
+        tensor = next(tensor for tensor in facts.tensors if tensor.name == name)
+        where = f"{name} is on the first stage and on the last, {tensor.numel:,} parameters twice"
+        summed = ", and its gradients are summed over the two"
+        yield where if tensor.is_frozen else f"{where}{summed}"
 
 
 def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:

@@ -207,14 +207,14 @@ def _calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iter
     itemsize = spec.precision.effective.parameters.itemsize
     tokens = spec.batch.micro * plan.tokens
     cut = _operators(step, facts)
-    for phase, sums, copies, alike in (
-        (Phase.FORWARD, cut.joins, cut.opens, cut.whole_joins),
-        (Phase.BACKWARD, cut.opens, cut.joins, cut.whole_opens),
+    for phase, sums, copies, alike, ends in (
+        (Phase.FORWARD, cut.joins, cut.inputs, cut.whole_joins, cut.ends),
+        (Phase.BACKWARD, cut.opens, cut.joined, cut.whole_opens, cut.begins),
     ):
         if step.is_sequence:
             yield from _moved(Collective.REDUCE_SCATTER, phase, sums, tokens * itemsize)
             yield from _moved(Collective.ALL_GATHER, phase, copies, tokens * itemsize)
-            yield from _moved(Collective.ALL_GATHER, phase, cut.ends, tokens * itemsize)
+            yield from _moved(Collective.ALL_GATHER, phase, ends, tokens * itemsize)
         else:
             yield from _moved(Collective.ALL_REDUCE, phase, sums, tokens * itemsize)
             # slices of the tokens are routed, and what they become is made whole; so are gradients
@@ -268,9 +268,11 @@ def _operators(step: Parallelize, facts: ModelFacts) -> _Operators:
 
 class _Operators:
     """The operators of a model by what they send of each token, in features. `joins` are sums of
-    parts, into the residual stream, `opens` where a gradient is a sum of parts; `whole_joins` and
-    `whole_opens` those where ranks have all tokens, whatever they have between the blocks, and
-    `ends` what is cut in front of these and made whole behind them. `routed` are sub-blocks that
+    parts, into the residual stream, and `joined` those of them that have a gradient; `inputs` are
+    what parts begin with, `opens` those whose gradient is a sum of parts; `whole_joins` and
+    `whole_opens` those where ranks have all tokens, whatever they have between the blocks, `ends`
+    what is made whole behind these, and `begins` what is cut in front of them and has a
+    gradient. `routed` are sub-blocks that
     take slices of the tokens, and `of_slices` operators within them, in pairs. `vocab` is the whole
     vocabulary that logits are cut over, None where they are not. `summed`: of the tensors that
     every rank has whole and uses on its tokens, or on its features, by elements how many there are;
@@ -278,53 +280,54 @@ class _Operators:
 
     def __init__(self, step: Parallelize, facts: ModelFacts) -> None:
         self._roles, self._modules = step.roles, ModuleRoles(step.roles)
-        self._weights: dict[Role, dict[str, tuple[int, ...]]] = {role: {} for role in Role}
-        for tensor in facts.tensors:
-            module, _, name = tensor.name.rpartition(".")
-            if name == "weight":
-                for role in self._modules.roles(module):
-                    stored = _STORED.get(role, role)
-                    shape = tensor.shape if stored is role else tensor.shape[::-1]
-                    self._weights[stored][module] = shape
+        self._weights = self._by_role(facts)
         # what is cut for slices of the tokens, whatever ranks have between the sub-blocks
         self.of_slices = [
             shape[0] for name, shape in self._of(Role.ROW).items() if self._is_of_slices(name)
         ]
-        rows = [
-            shape[0] for name, shape in self._of(Role.ROW).items() if not self._is_of_slices(name)
-        ]
-        tables = list(self._of(Role.VOCABULARY).values())
+        stopped = self._stopped(facts)
+        of_rows = {
+            name: shape[0]
+            for name, shape in self._of(Role.ROW).items()
+            if not self._is_of_slices(name)
+        }
+        rows = [*of_rows.values()]
+        has_gradient = [width for name, width in of_rows.items() if name not in stopped]
+        of_tables = self._of(Role.VOCABULARY)
+        tables = list(of_tables.values())
         columns = {name: shape[1] for name, shape in self._of(Role.COLUMN).items()}
         latents = {name: of[1] for name, of in self._of(Role.LATENT).items() if len(of) > 1}
         inner = self._of(Role.INNER_ROW)
         experts = self._inputs({name: shape[-2] for name, shape in inner.items()}, Role.EXPERTS)
         rows += experts.values()
+        has_gradient += experts.values()
         inputs = {} if step.is_naive else self._inputs(columns, Role.WHOLE_INPUT)
         inputs |= self._inputs(latents, Role.LATENT_INPUT) | experts
-        alone = [
-            width
-            for name, width in columns.items()
-            if not any(parent in inputs for parent in prefixes(name.rpartition(".")[0]))
-            and name not in facts.stops
-        ]
+        alone = self._alone(columns, inputs)
         heads = [shape[::-1] for shape in self._of(Role.HEAD).values()]
         if self._has(Role.HEAD) and not heads:  # its weight is the embedding's
             heads = [shape[::-1] for shape in tables]
         last = [shape[0] for shape in self._of(Role.LAST_NORM).values()]
         self.whole_inputs = list(inputs.values())
-        inputs = {name: width for name, width in inputs.items() if name not in facts.stops}
         inputs = {name: width for name, width in inputs.items() if not self._is_of_slices(name)}
         self.routed = [
             shape[1] for name, shape in self._of(Role.SHARED).items() if self._is_of_slices(name)
         ]
         self.positions = [shape[1] for shape in self._of(Role.POSITIONS).values()]
         joins = [shape[1] for shape in tables]
+        inputs |= alone
+        begun = [width for name, width in inputs.items() if name not in facts.stops]
         opens = last or [hidden for hidden, _ in heads]
         is_whole = step.has_whole_ends
         self.joins = [*rows, *([] if is_whole else joins)]
-        self.opens = [*inputs.values(), *alone, *([] if is_whole else opens)]
+        learned = [shape[1] for name, shape in of_tables.items() if name not in stopped]
+        self.joined = [*has_gradient, *([] if is_whole else learned)]
+        self.inputs = [*inputs.values(), *([] if is_whole else opens)]
+        self.opens = [*begun, *([] if is_whole else opens)]
         self.whole_joins, self.whole_opens = (joins, opens) if is_whole else ([], [])
         self.ends = rows[-1:] if is_whole else []
+        is_stopped = any(Role.FIRST_BLOCK in self._modules.roles(name) for name in facts.stops)
+        self.begins = [] if is_stopped else self.ends
         is_cut = self._has(Role.HEAD) or self._has(Role.LAST_NORM)
         vocabularies = [size for _, size in heads] or [shape[0] for shape in tables]
         self.vocab = vocabularies[0] if is_cut and vocabularies else None
@@ -335,6 +338,32 @@ class _Operators:
         }
         of_tensor = self._modules.of_tensor
         self.summed = Counter(t.numel for t in facts.trained if of_tensor(t.name) in shared)
+
+    def _by_role(self, facts: ModelFacts) -> dict[Role, dict[str, tuple[int, ...]]]:
+        """Return the shapes of weights, by role and module."""
+        weights: dict[Role, dict[str, tuple[int, ...]]] = {role: {} for role in Role}
+        for tensor in facts.tensors:
+            module, _, name = tensor.name.rpartition(".")
+            if name == "weight":
+                for role in self._modules.roles(module):
+                    stored = _STORED.get(role, role)
+                    shape = tensor.shape if stored is role else tensor.shape[::-1]
+                    weights[stored][module] = shape
+        return weights
+
+    def _alone(self, columns: dict[str, int], inputs: dict[str, int]) -> dict[str, int]:
+        """Return the column operators that share their input with no other."""
+        return {
+            name: width
+            for name, width in columns.items()
+            if not any(parent in inputs for parent in prefixes(name.rpartition(".")[0]))
+        }
+
+    @staticmethod
+    def _stopped(facts: ModelFacts) -> set[str]:
+        """Return the modules to whose outputs no gradient comes."""
+        trained = {tensor.name.rpartition(".")[0] for tensor in facts.trained}
+        return {name for name in facts.stops if name not in trained}
 
     def _is_of_slices(self, name: str) -> bool:
         """Return whether a module is of a sub-block that routes a rank's slice of the tokens."""

@@ -21,7 +21,9 @@ def tied_sums(ghost: Wrapping, stage: Stage) -> tuple[Rows, ...]:
     assert step is not None
     if not stage.shared or step.rank_of[0] == step.rank_of[-1]:
         return ((),)
-    units = [unit for unit in part.units if {t.name for t in unit.tensors} & {*stage.shared}]
+    units = [unit for unit in part.units if {t.name for t in unit.trained} & {*stage.shared}]
+    if not units:  # what is frozen has no gradient
+        return ((),)
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
     group, itemsize = Group((step.axis,), _ENDS), plan.update.layout.gradients.itemsize
     sums = tuple(

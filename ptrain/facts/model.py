@@ -73,6 +73,11 @@ class UnitFacts:
         return sum(map(math.prod, self.trained_shapes))
 
     @property
+    def frozen(self) -> tuple[TensorFacts, ...]:
+        """Its tensors that nobody trains."""
+        return tuple([tensor for tensor in self.tensors if tensor.is_frozen])
+
+    @property
     def name(self) -> str:
         """What the unit is called; "" for the root."""
         first, *others = self.modules
@@ -166,6 +171,12 @@ class ModelFacts:
     def trained_numel(self) -> int:
         """Elements of what has gradients and optimizer state: P where nothing is frozen."""
         return sum(unit.trained_numel for unit in self.units)
+
+    def is_passed_by(self, unit: UnitFacts) -> bool:
+        """Return whether no gradient comes to what a unit gives; what is trained is within the
+        root."""
+        is_idle = bool(unit.tensors) and not unit.trained and not unit.is_root
+        return is_idle and unit.modules[0] in self.stops
 
     @property
     def unit_modules(self) -> tuple[tuple[str, ...], ...]:

@@ -26,10 +26,11 @@ ByOperator: TypeAlias = Mapping[tuple[Axis, ...], Sequence[torch.Tensor]]
 
 
 class Clipping:
-    """The clipping of a plan, on this rank."""
+    """The clipping of a plan, on this rank. `dtype` is that of gradients, where it has none."""
 
-    def __init__(self, step: Clip, mesh: Mesh) -> None:
+    def __init__(self, step: Clip, mesh: Mesh, dtype: torch.dtype) -> None:
         self.step, self.mesh = step, mesh
+        self._none = torch.empty(0, dtype=dtype, device=mesh.world.device)
 
     def norm(
         self,
@@ -45,7 +46,8 @@ class Clipping:
             own = [target for target in targets if not wrapped.is_copy(target)]
             by_operator = _by_operator(own, self.step.operator_axes)
         copied = [id(target.gradient) for target in targets if wrapped.is_copy(target)]
-        return global_norm(gradients, self.step, self.mesh, scaling, by_operator, copied)
+        like = gradients[0] if gradients else self._none
+        return global_norm(gradients, self.step, self.mesh, scaling, by_operator, copied, like)
 
     def scale_down(self, gradients: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
         """Scale `gradients` in place, whose global norm is `norm`, to at most the plan's."""
@@ -59,20 +61,23 @@ def global_norm(
     scaling: LossScale | None = None,
     by_operator: ByOperator | None = None,
     copied: Collection[int] = (),
+    like: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the norm of all gradients of all ranks (0-d, at least fp32, on all ranks alike). It is
     not finite where any gradient is not, or where the sum of squares exceeds its dtype. It takes
     one scalar all-reduce per axis along which they are shards; what is replicated is counted once.
 
     Of a scaled loss, the norm is that of the gradients without the scale. `copied` are the ids of
-    gradients that another rank counts; in `by_operator` they are not.
+    gradients that another rank counts; in `by_operator` they are not. `like` is what gradients are
+    like, of which a rank may have none.
     """
+    like = gradients[0] if like is None else like
     by_row = not mesh.world.stands_in
     if by_operator is not None:
         (_, cut), *others = by_operator.items()
-        square = _square(cut, gradients[0], by_row=by_row)
+        square = _square(cut, like, by_row=by_row)
         for axes, views in others:
-            shared = _square(views, gradients[0], by_row=by_row)
+            shared = _square(views, like, by_row=by_row)
             # One rank's account for all: sharded over other axes the ranks may add it up in other
             # orders, and what a scale of an ulp more does to their copies would stay there.
             if not any(mesh.coordinate(axis) for axis in without(step.operator_axes, axes)):
@@ -80,14 +85,14 @@ def global_norm(
     else:
         square = _square(
             [gradient for gradient in gradients if id(gradient) not in copied],
-            gradients[0],
+            like,
             by_row=by_row,
         )
     if axes := step.reduced_axes:
-        square = _all_reduced(square, gradients[0], axes, mesh)
+        square = _all_reduced(square, like, axes, mesh)
     norm = square.sqrt_()
     if scaling is not None:
-        norm.div_(scaling.beside(gradients[0])[0])
+        norm.div_(scaling.beside(like)[0])
     return norm
 
 
@@ -106,6 +111,8 @@ def scale_down(gradients: Sequence[torch.Tensor], norm: torch.Tensor, step: Clip
     """Scale `gradients` in place, whose global norm is `norm`, to at most `step.max_norm`. The
     formula is torch's `clip_grad_norm_`, its 1e-6 included: a norm that is not finite spoils all of
     them."""
+    if not gradients:
+        return
     scale = alike(norm + 1e-6, gradients[0]).reciprocal_().mul_(step.max_norm).clamp_(max=1.0)
     torch._foreach_mul_(list(gradients), scale)
 

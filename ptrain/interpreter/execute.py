@@ -14,6 +14,7 @@ from typing import Any
 from ptrain.activations.run.apply import keep
 from ptrain.axes.context.run.apply import ContextGroups, own_tokens, parallelize_context
 from ptrain.axes.context.run.randomness import MicroBatchCut
+from ptrain.axes.data.frozen import require_any
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.axes.expert.run.apply import parallelize_experts
@@ -30,6 +31,7 @@ from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.stages import cut_into_stages
 from ptrain.interpreter.workpiece import Workpiece
 from ptrain.models.balance import scale_losses
+from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
 from ptrain.optimizers.build import has_own_rule_for_matrices
 from ptrain.optimizers.torch import TorchRules
@@ -59,6 +61,7 @@ def execute(rank: Construction) -> None:
     """Run the steps of the rank's plan. Those that are done to a model are done, in their order, to
     each of its pieces before the next one is cut. Raises BrokenPlan at the first step that cannot
     run where it stands, and SpecError where a room refuses what it is given."""
+    require_any(rank.spec, not all(p.requires_grad for p in rank.module.parameters()))
     steps = rank.plan.steps
     by_kind = groupby(range(len(steps)), key=lambda number: type(steps[number]) in OF_PIECES)
     for is_of_pieces, numbers in [(kind, list(group)) for kind, group in by_kind]:
@@ -174,7 +177,8 @@ def _in_turn(step: Accumulate, rank: Construction, loss: StepLoss, enter: Enter)
 def _clip(step: Clip, rank: Construction) -> None:
     _require(rank.passes_of is not None, step, "there are no gradients yet")
     _require(rank.update is None, step, "the update has used up the gradients")
-    rank.clipping = Clipping(step, rank.mesh)
+    dtype = TORCH_DTYPES[rank.plan.update.layout.gradients]
+    rank.clipping = Clipping(step, rank.mesh, dtype)
 
 
 def _update(step: Update, rank: Construction) -> None:
@@ -198,10 +202,14 @@ def _balance(step: BalanceExperts, rank: Construction) -> None:
 
 
 def _matrices(rank: Construction) -> list[list[bool]]:
-    """Which parameters are matrices within the model, unit by unit in the targets' order: what
-    belongs to no unit but the root (embeddings, the head) is none."""
+    """Which trained parameters are matrices within the model, unit by unit in the targets' order:
+    what belongs to no unit but the root (embeddings, the head) is none."""
     return [
-        [modules != (ROOT,) and parameter.dim() == 2 for _, parameter in named]
+        [
+            modules != (ROOT,) and parameter.dim() == 2
+            for _, parameter in named
+            if parameter.requires_grad
+        ]
         for piece in rank.pieces
         for modules, named in parameters_by_unit(piece.module, piece.plan.units)
     ]

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.cuts import Cuts
-from ptrain.axes.data.run.flat_target import FlatTarget, FlatTensorTarget
+from ptrain.axes.data.run.flat_target import FlatTarget, FlatTensorTarget, FrozenTarget
 from ptrain.axes.data.run.local_part import LocalPart, Parameter
 from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
 from ptrain.axes.data.run.target import NamedTarget, ParameterTarget
@@ -140,7 +140,7 @@ _Pieces = Iterator[tuple[str, str, torch.Tensor]]  # name, part, tensor
 
 def _parameter(target: NamedTarget) -> _Pieces:
     match target:
-        case FlatTarget() | FlatTensorTarget():
+        case FlatTarget() | FlatTensorTarget() | FrozenTarget():
             if isinstance(target, FlatTensorTarget) and target.index:
                 return  # the first one of a unit tells all
             held = target.unit.parameters
@@ -159,6 +159,8 @@ def _parameter(target: NamedTarget) -> _Pieces:
 
 def _gradient(target: NamedTarget) -> _Pieces:
     match target:
+        case FrozenTarget():
+            return
         case FlatTarget() | FlatTensorTarget():
             kept = target.unit.gradients
             whole = kept.kept
@@ -241,7 +243,7 @@ def _cut(tensor: torch.Tensor) -> str | None:
 def names_of(target: NamedTarget) -> list[str]:
     """Return the names of the tensors that a target stands for, as its stage has them."""
     match target:
-        case FlatTarget():
+        case FlatTarget() | FrozenTarget():
             return [name for name, _ in target.unit.named]
         case FlatTensorTarget() | ParameterTarget():
             return [target.name]
@@ -275,6 +277,8 @@ def storages_by_name(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
             case FlatTarget() | FlatTensorTarget():
                 unit = target.unit
                 held += [unit.parameters.stored, unit.parameters.whole, *unit.gradients.held()]
+            case FrozenTarget():
+                held += [target.unit.parameters.stored, target.unit.parameters.whole]
             case ParameterTarget():
                 own = (target.parameter.detach(), target.parameter.grad)
                 held += [local(tensor) for tensor in own if tensor is not None]

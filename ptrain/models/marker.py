@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ptrain.models.leaving import has_gradient, when_left
 from ptrain.models.recomputing import runs_again
 from ptrain.timeline import Boundary, Mark
 
@@ -20,21 +21,6 @@ class Notes(Protocol):
 
     def complete(self, name: str, gradient: Tensor) -> None:
         """A gradient is in place."""
-
-
-class _LeaveBackward(torch.autograd.Function):
-    """The identity; its backward runs when the gradients of a unit's inputs are complete. FSDP2
-    places its own hook in the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.notify = notify
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.notify()
-        return (None, *gradients)
 
 
 class Marker:
@@ -76,17 +62,9 @@ class Marker:
             if runs_again():
                 return None
             self._mark(Mark.ENTER, unit)
-            return self._watch_inputs(unit, (args, kwargs))
+            return when_left((args, kwargs), lambda: self._end(unit))
 
         return hook
-
-    def _watch_inputs(self, unit: int, inputs: Any) -> Any:
-        tensors: list[Tensor] = []
-        tree_map(lambda x: tensors.append(x) if _differentiable(x) else None, inputs)
-        if not tensors:
-            return inputs
-        marked = iter(_LeaveBackward.apply(lambda: self._end(unit), *tensors))
-        return tree_map(lambda x: next(marked) if _differentiable(x) else x, inputs)
 
     def _leave(self, unit: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -97,7 +75,7 @@ class Marker:
         return hook
 
     def _watch_output(self, unit: int, output: Any) -> None:
-        if _differentiable(output):
+        if has_gradient(output):
             output.register_hook(lambda _: self._begin(unit))
 
     def _begin(self, unit: int) -> None:
@@ -123,7 +101,3 @@ class Marker:
             self._recorder.complete(name, parameter.grad)
 
         return hook
-
-
-def _differentiable(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad

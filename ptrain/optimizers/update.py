@@ -103,8 +103,8 @@ class Scale(Protocol[T]):
 
 
 class TargetsUpdate(Generic[T, X]):
-    """The update of all targets, given a group per unit. `hidden` says which of them are matrices
-    within the model, in the same order (None: nobody asks)."""
+    """The update of all targets, given a group per unit. `hidden` says which of those that are not
+    frozen are matrices within the model, in the same order (None: nobody asks)."""
 
     def __init__(
         self,
@@ -115,19 +115,19 @@ class TargetsUpdate(Generic[T, X]):
         rules: Rules[T],
         hidden: Sequence[Sequence[bool]] | None = None,
     ) -> None:
+        trained = [[target for target in group if not target.is_frozen] for group in groups]
         members = [
             [
                 Member(target, rule_of(spec, is_hidden), spec, layout, room, rules)
                 for target, is_hidden in zip(targets, flags, strict=True)
-                if not target.is_frozen
             ]
-            for targets, flags in zip(groups, hidden or _nobody(groups), strict=True)
+            for targets, flags in zip(trained, hidden or _nobody(trained), strict=True)
         ]
         self.frozen = [target for group in groups for target in group if target.is_frozen]
         self.is_by_unit = not _stays_in_place(groups, layout)
         if not self.is_by_unit:
             members = [[member for group in members for member in group]]
-        self.groups = [UpdateGroup(group, spec, rules) for group in members if group]
+        self.groups = [UpdateGroup(group, spec, rules) for group in members]
 
     def step(self, lr: float, scaling: Scale[T] | None = None) -> None:
         """One update with this learning rate, from the targets' gradients; none where they
@@ -295,8 +295,10 @@ def _nobody(groups: Sequence[Sequence[X]]) -> list[list[bool]]:
 
 
 def _stays_in_place(groups: Sequence[Sequence[X]], layout: Layout) -> bool:
-    """Whether nothing is gathered, moved or cast for the update, so that one call updates all."""
-    is_whole = all(target.is_in_place for group in groups for target in group)
+    """Whether nothing is gathered, moved or cast for the update, so that one call updates all. Of
+    a unit without targets, of which all is frozen, nobody says so."""
+    targets = [target for group in groups for target in group]
+    is_whole = bool(targets) and all(target.is_in_place for target in targets)
     return is_whole and layout.updated is layout.gradients is layout.moments
 
 

@@ -12,7 +12,15 @@ from typing import assert_never
 
 from ptrain.activations.rules import blocks_outside
 from ptrain.axes.context.attention import context_of
-from ptrain.axes.data.form import Form, data_factors, form_of, tier_of, whole_axes
+from ptrain.axes.data.form import (
+    Form,
+    data_factors,
+    form_of,
+    frozen_factors,
+    places_frozen,
+    tier_of,
+    whole_axes,
+)
 from ptrain.axes.expert.form import experts_of
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of
@@ -41,7 +49,7 @@ from ptrain.steps.step import (
     Update,
     chunked_loss,
 )
-from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
+from ptrain.steps.wraps import FlatUnits, FrozenPlace, FullyShard, LocalGradients, Replicate, Wrap
 
 
 def lower(
@@ -154,7 +162,13 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
         prefetch=spec.prefetch or 0,
         gather_after_update=spec.gather_after_update,
         path=spec.offload.path,
+        frozen=_frozen(frozen_factors(spec)) if places_frozen(spec) else None,
     )
+
+
+def _frozen(factors: tuple[Factor, ...]) -> FrozenPlace:
+    cut = (f.axis for f in factors if f.placement.parameters.distribution in CUT)
+    return FrozenPlace(axes=tuple(cut), tier=tier_of(factors, State.PARAMETERS))
 
 
 def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:

@@ -233,6 +233,8 @@ def _flat(step: FlatUnits, *, stateless: bool) -> str:
     over = f" over {_names(step.axes)}" if step.axes else ""
     optimizer = "Ω none" if stateless else _flat_optimizer(step)
     states = ", ".join((_flat_parameters(step), optimizer, _flat_gradients(step)))
+    if step.frozen is not None:
+        states += f"; of what is frozen {_flat_parameters(step.of_frozen)}"
     return "; ".join([f"keep each unit in a flat buffer{over}: {states}", *_flat_dials(step)]) + (
         _via(step.reduce_scatter)
     )

@@ -49,12 +49,15 @@ def model_name(spec: Spec) -> str:
 
 
 def placement(spec: Spec) -> str:
-    """`dp_replicate 2 (R,R,R,R) ⊗ dp_shard 2 (S*,S,S,R)`, and how the blocks' activations are kept
-    where the spec says it apart: `A M, selective`, `A {0: M, 2-: O}`."""
+    """`dp_replicate 2 (R,R,R,R) ⊗ dp_shard 2 (S*,S,S,R)`, where frozen parameters are if that is
+    elsewhere, and how the blocks' activations are kept where the spec says it apart: `A M,
+    selective`, `A {0: M, 2-: O}`."""
     tuples = " ⊗ ".join(
         f"{factor.axis} {factor.degree} ({factor.placement})" for factor in spec.factors
     )
-    return " · ".join([tuples or "one device", *_kept(spec)])
+    frozen = ", ".join(f"{mode} on {axis}" for axis, mode in spec.frozen.written().items())
+    apart = [f"frozen {frozen}"] if frozen else []
+    return " · ".join([tuples or "one device", *apart, *_kept(spec)])
 
 
 def _kept(spec: Spec) -> Iterator[str]:

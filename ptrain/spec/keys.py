@@ -19,6 +19,7 @@ from ptrain.spec.dials import (
     UnitKind,
     UnitSize,
 )
+from ptrain.spec.frozen import FrozenSpec
 from ptrain.spec.job import (
     CheckpointSpec,
     DataSpec,
@@ -230,6 +231,15 @@ class Keys:
     offload: Annotated[Offload, Section(Offload, "states that are not on the device")] = field(
         default_factory=Offload
     )
+    frozen: Annotated[
+        FrozenSpec,
+        Section(
+            FrozenSpec,
+            "where frozen parameters are, of which there is Θ alone: a mode by data axis, or one "
+            "for all of them",
+            also=({"type": "string", "description": "the mode on all data axes"},),
+        ),
+    ] = field(default_factory=FrozenSpec)
     consistency_every: Annotated[
         int,
         Whole(

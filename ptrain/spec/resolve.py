@@ -21,6 +21,7 @@ from ptrain.spec.dials import (
     GradientSync,
     SyncPolicy,
 )
+from ptrain.spec.frozen import FrozenSpec
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
 from ptrain.spec.keys import Keys
 from ptrain.spec.names import root
@@ -114,9 +115,19 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
         tensor=tensor,
         sync=_sync(raw, factors, tree),
         offload=replace(raw.offload, tier=None),  # every mode has its own by now
+        frozen=_frozen(raw, tree),
     )
     resolved = to_mapping(spec, sync_is_written=tree.has("sync", "gradients"))
     return replace(spec, resolved=resolved)
+
+
+def _frozen(raw: SpecRaw, tree: Tree) -> FrozenSpec:
+    """The modes of frozen parameters, each on its tier."""
+    modes = {
+        axis.value: on_tier(mode, tree.at(("frozen", axis.value)), raw)
+        for axis, mode in raw.frozen.written().items()
+    }
+    return replace(raw.frozen, **modes)
 
 
 def _sync(raw: SpecRaw, factors: Sequence[Factor], tree: Tree) -> SyncPolicy:
@@ -213,6 +224,7 @@ def _obeys_offload(raw: SpecRaw, factors: Sequence[Factor], findings: Findings) 
     if raw.offload.tier is None or not factors:  # one rank may be any mesh
         return
     short = any(_is_short(findings.tree, f.axis, state) for f in factors for state in PLACED)
+    short |= any(findings.tree.at(("frozen", f.axis.value)) == "O" for f in factors)
     if not short and not says_offloaded(findings.tree):
         finding = f"tier {raw.offload.tier} says where O is, and no state is O"
         findings.add("offload.tier", finding, "write O for a state, or remove tier")

@@ -45,6 +45,7 @@ def expand_shorthands(tree: Tree) -> list[Fault]:
     if not named:
         expand_tuples(tree, root.get("placement"), fault)
     _data_degree(root, fault)
+    _frozen_mode(tree, root)
     _small_forms(root)
     _schedule_file(tree, root, fault)
     _routing_file(tree, root, fault)
@@ -270,6 +271,18 @@ def _words(tree: Tree, root: Mapping) -> None:
             for table in (tree.keys, tree.values):
                 if (section,) in table:
                     table[(section, key)] = table[(section,)]
+
+
+def _frozen_mode(tree: Tree, root: Mapping) -> None:
+    """`frozen: R` is a mode on every data axis of the mesh, on which `frozen` stands for none."""
+    mode, mesh, section = root.get("frozen"), root.get("mesh"), "frozen"
+    if not isinstance(mode, str) or not isinstance(mesh, dict):
+        return
+    axes = [axis for axis in _DATA if mesh.get(axis, 1) != 1] or [_DATA[1]]
+    root[section] = dict.fromkeys(axes, mode)
+    for table in (tree.keys, tree.values):
+        if (section,) in table:
+            table.update({(section, axis): table[(section,)] for axis in axes})
 
 
 def _says_what(recompute: Mapping) -> bool:

@@ -11,6 +11,7 @@ from ptrain.costs import PLACED
 from ptrain.spec.axis import EXPERT_AXES, Axis, Factor
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
+from ptrain.spec.frozen import FrozenSpec
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.model import FAMILIES, ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.names import listing
@@ -35,6 +36,7 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
         del sync["gradients"]
     for name, is_said in (
         ("offload", _says_offload(spec)),
+        ("frozen", spec.frozen.is_written),
         ("tensor", _says_tensor(spec)),
         ("pipeline", _says_pipeline(spec)),
     ):
@@ -172,6 +174,7 @@ def unwritten() -> dict[str, object]:
     """Return the sections that `to_mapping` leaves out, with what is meant by leaving them out."""
     return {
         "offload": section(Offload()),
+        "frozen": section(FrozenSpec()),
         "tensor": section(TensorSpec()),
         "pipeline": section(PipelineSpec()),
         **UNWRITTEN,

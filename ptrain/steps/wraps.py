@@ -122,6 +122,14 @@ class FullyShard(WrapStep):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenPlace:
+    """Where frozen parameters are, of which there is Theta alone: cut over `axes`, on `tier`."""
+
+    axes: tuple[Axis, ...]
+    tier: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlatUnits(WrapStep):
     """Any other tuple: each unit's tensors in one flat padded buffer, a handler per state.
 
@@ -132,6 +140,8 @@ class FlatUnits(WrapStep):
     made whole again by unit for the update; `consumed`: it is M, and a unit is reduced and updated
     as soon as its gradients are complete. The update works on shards over `updated` (where Omega
     is S), on `update_tier`; along `optimizer` without `updated` (S*) Omega is gathered for it.
+    Frozen parameters of a unit are in a buffer of their own, in the place that `frozen` gives them;
+    None for that of the others.
     """
 
     axes: tuple[Axis, ...]
@@ -152,6 +162,28 @@ class FlatUnits(WrapStep):
     prefetch: int = 0
     gather_after_update: GatherAfterUpdate = GatherAfterUpdate.BLOCKING
     path: str | None = None
+    frozen: FrozenPlace | None = None
+
+    @property
+    def of_frozen(self) -> FlatUnits:
+        """Return how a unit is kept of which all is frozen: Theta is all that there is. Where that
+        of others is made of masters, which it has none of, it is where these would be."""
+        place = self.frozen or FrozenPlace(axes=self.parameters, tier=self.parameters_tier)
+        return replace(
+            self,
+            parameters=place.axes,
+            parameters_tier=place.tier,
+            optimizer=(),
+            gradients=(),
+            updated=(),
+            gathered_gradients=(),
+            materialized=False,
+        )
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether parameters come out of files for their use."""
+        return Tier.FILE in (self.parameters_tier, self.of_frozen.parameters_tier)
 
     @property
     def summed_axes(self) -> tuple[Axis, ...]:
@@ -178,6 +210,7 @@ class FlatUnits(WrapStep):
             gradients=without(self.gradients, (axis,)),
             updated=without(self.updated, (axis,)),
             gathered_gradients=without(self.gathered_gradients, (axis,)),
+            frozen=self.frozen and replace(self.frozen, axes=without(self.frozen.axes, (axis,))),
         )
 
     @property
@@ -209,8 +242,10 @@ class FlatUnits(WrapStep):
 
     @property
     def gathers_parameters(self) -> bool:
-        off_device = self.parameters_tier is not Tier.DEVICE
-        return bool(self.parameters) or self.materialized or off_device
+        return any(
+            step.parameters or step.materialized or step.parameters_tier is not Tier.DEVICE
+            for step in (self, self.of_frozen)
+        )
 
 
 Wrap = LocalGradients | Replicate | FullyShard | FlatUnits

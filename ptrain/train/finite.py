@@ -123,7 +123,9 @@ class Guard:
         """Which step they are of, on all ranks alike."""
         if not self._program.updates_in_backward:
             return f"the parameters are those of step {step}"
-        units, counts = len(self._program.wrapped.targets()), self._exchange.gather(self._updated)
+        groups = self._program.wrapped.targets()
+        units = sum(not all(target.is_frozen for target in group) for group in groups)
+        counts = self._exchange.gather(self._updated)
         if not any(counts) or min(counts) == units:
             return f"the parameters are those of step {step + 1 if any(counts) else step}"
         fewest, most = min(counts), max(counts)

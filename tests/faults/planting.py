@@ -107,7 +107,7 @@ def parameter(program: Program, name: str) -> torch.Tensor:
 def units(program: Program) -> list[UnitLife]:
     """The flat units of a program that has some."""
     wraps = [piece.wrapped for piece in program.pieces]
-    return [unit for wrap in wraps if isinstance(wrap, FlatWrap) for unit in wrap.units.all]
+    return [unit for wrap in wraps if isinstance(wrap, FlatWrap) for unit in wrap.units.trained]
 
 
 def unit(program: Program, module: str) -> UnitLife:

@@ -26,8 +26,17 @@ pytestmark = pytest.mark.gloo
 nightly = pytest.mark.nightly
 
 STEPS = 3
-STRATEGIES = ["ddp", "zero3", "pp-1f1b", "tp"]
-OTHERS = ["hsdp", "fsdp-mixed", "ddp-zero-redundancy", "pp-zero3", "tp-zero3", "checkpoint-full"]
+STRATEGIES = ["ddp", "zero3", "zero1", "pp-1f1b", "pp-zero-bubble", "tp"]
+OTHERS = [
+    "zero2",
+    "zero-offload",
+    "hsdp",
+    "fsdp-mixed",
+    "ddp-zero-redundancy",
+    "pp-zero3",
+    "tp-zero3",
+    "checkpoint-full",
+]
 
 
 BATCH = "batch={global: 8, micro: 1, sequence: 16}"
@@ -41,6 +50,7 @@ REST_OF_LLAMA = {
     **dict.fromkeys(("self_attn.k_proj", "mlp.gate_proj", "mlp.up_proj"), "column"),
     **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "row"),
 }
+OVER_TP = ("mesh.tp=2", "placement.tp=tp")
 PLANS = {  # over tp, by model: where its layers are, and their operators
     "adapted": ("layers.*", ADAPTED),
     "lora": ("model.model.layers.*", QUERIES_AND_VALUES | REST_OF_LLAMA),
@@ -49,7 +59,7 @@ PLANS = {  # over tp, by model: where its layers are, and their operators
 
 def spec_of(strategy: str, model: str, *more: str) -> Spec:
     words = [f"model={{target: tests.models_frozen:{model}}}", BATCH, *more]
-    if strategy.startswith("tp"):
+    if strategy.startswith("tp") or "mesh.tp=2" in more:
         layers, roles = PLANS[model]
         plan = {f"{layers}.{name}": role for name, role in roles.items()}
         words.append(f"tensor.plan={json.dumps(plan)}")
@@ -62,14 +72,18 @@ def _trained(strategy: str, model: str, *more: str) -> dict[str, Any]:
     program = ptrain.interpret(spec, world=World.join(spec.timeout), allow_import=True)
     for step in range(STEPS):
         with ptrain.measure(program) as measurement:
-            program.forward_backward(program.samples(step))
-            program.step(spec.optimizer.lr)
+            lr = spec.optimizer.lr
+            program.forward_backward(
+                program.samples(step), lr if program.updates_in_backward else None
+            )
+            program.step(lr)
     comparison = ptrain.compare(spec, measurement, facts)
     state = program.state_dict()
     whole = {name: _whole(tensor) for name, tensor in state["model"].items()}
     return {
         "failing": [str(check) for check in comparison if not check.holds],
         "checks": len(comparison),
+        "off": [str(check) for check in comparison if check.predicted != check.measured],
         "model": whole,
         "with state": {name.rpartition(".")[0] for name in state["optimizer"]},
     }
@@ -86,14 +100,21 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def test_what_is_frozen_costs_its_parameters_alone(ranks: Ranks, strategy: str, model: str) -> None:
     if model == "lora":
         pytest.importorskip("peft")
-    spec = spec_of(strategy, model)
+    _require_the_same_training(ranks, strategy, model)
+
+
+def _require_the_same_training(ranks: Ranks, strategy: str, model: str, *more: str) -> None:
+    """On all ranks every byte is predicted, and what becomes of the model is what one device makes
+    of it."""
+    spec = spec_of(strategy, model, *more)
     device = ReferenceTraining(spec)
     initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
     trained = {name for name, tensor in device.module.named_parameters() if tensor.requires_grad}
     for step in range(STEPS):
         device.updater.update(device.accumulate(step).sums, spec.optimizer.lr)
-    for report in ranks.run(spec.world_size, _trained, strategy, model):
+    for report in ranks.run(spec.world_size, _trained, strategy, model, *more):
         assert not report["failing"] and report["checks"] >= 9
+        assert not report["off"]
         assert report["with state"] == {name for name in report["model"] if name in trained}
         for name, tensor in report["model"].items():
             if tensor.dtype is torch.float32:  # coarser ones round what two ranks sum otherwise
@@ -101,13 +122,120 @@ def test_what_is_frozen_costs_its_parameters_alone(ranks: Ranks, strategy: str, 
             assert torch.equal(tensor, initial[name].to(tensor.dtype)) is (name not in trained)
 
 
+FLAT = {  # what one flat buffer of a unit knows and the other does not, by what reaches it
+    "gathered alone": ("zero3", "placement.dp_shard=S*,R,R,R"),
+    "ahead": ("zero3", "placement.dp_shard=S*,R,S,R", "prefetch=1", "overlap=backward"),
+    "kept": ("zero3", "placement.dp_shard=S*,R,S,R", "sync.reshard_after_backward=false"),
+    "made of masters": ("zero3", "placement.dp_shard=M,S,R,R", "precision.layout=zero16"),
+    "in files": ("zero3", "placement.dp_shard=S*@file,O,O,R"),
+    "in front": ("zero3", "placement.dp_shard=S*,R,S,R", "model.arguments.without=1"),
+    "used up": ("optimizer-in-backward", "batch.micro=4", "optimizer.clip=null"),
+    "matrices": ("zero3", "placement.dp_shard=S*,S*,S*,R", "optimizer.name=muon"),
+    "gathered late": ("zero1", "gather_after_update=next-forward"),
+    "recomputed": ("zero3", "placement.dp_shard=S*,R,S,R", "activations=M"),
+    "model": ("zero1", "unit=model"),
+    "stages": ("pp-zero2",),
+    "operators": ("tp-zero3", "placement.dp_shard=S*,R,S,R"),
+}
+
+
+DAILY = ["ahead", "in front"]
+
+
+@pytest.mark.parametrize(
+    "how", [*DAILY, *(pytest.param(how, marks=nightly) for how in FLAT if how not in DAILY)]
+)
+def test_of_a_flat_unit_what_is_frozen_has_a_buffer_of_its_own(ranks: Ranks, how: str) -> None:
+    strategy, *words = FLAT[how]
+    _require_the_same_training(ranks, strategy, "adapted", *words)
+
+
+PLACED = {  # frozen parameters in a place of their own
+    "whole": ("zero3", "frozen=R"),
+    "gathered": ("ddp", "frozen=S*"),
+    "gathered ahead": ("ddp", "frozen=S*", "prefetch=1", "overlap=backward"),
+    "gathered once": ("ddp", "frozen=S*", "sync.reshard_after_forward=false"),
+    "gathered in front": ("ddp", "frozen=S*", "model.arguments.without=1"),
+    "gathered again": ("ddp", "frozen=S*", "activations=M"),
+    "gathered in part": ("hsdp", "frozen.dp_shard=R", "frozen.dp_replicate=S*"),
+    "gathered as tp cuts": ("tp-dp", "frozen=S*"),
+    "gathered of stages": ("pp-dp", "frozen=S*"),
+    "gathered for halves": ("pp-dp", "frozen=S*", "pipeline.schedule=zero-bubble"),
+    "on the host": ("ddp", "frozen=R@host"),
+    "in slices on the host": ("ddp", "frozen=O"),
+    "in slices in files": ("zero1", "frozen=S*@file", "prefetch=1"),
+    "beside masters": ("fsdp-mixed", "frozen=R"),
+    "beside shards of matrices": ("ddp", "frozen=S*", "optimizer.name=muon"),
+    "beside what is used up": (
+        "optimizer-in-backward",
+        "frozen=S*",
+        "batch.micro=4",
+        "optimizer.clip=null",
+    ),
+}
+PLACED_DAILY = ["whole", "gathered ahead", "in slices on the host"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *PLACED_DAILY,
+        *(pytest.param(how, marks=nightly) for how in PLACED if how not in PLACED_DAILY),
+    ],
+)
+def test_what_is_frozen_has_a_place_of_its_own(ranks: Ranks, how: str) -> None:
+    strategy, *words = PLACED[how]
+    _require_the_same_training(ranks, strategy, "adapted", *words)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        *(
+            pytest.param((words,), marks=nightly)
+            for words in ("prefetch=0", "prefetch=2", "sync.reshard_after_backward=false")
+        ),
+    ],
+)
+def test_fully_shard_may_gather_for_nobody_what_backward_passes_by(
+    ranks: Ranks, more: tuple[str, ...]
+) -> None:
+    _require_the_same_training(ranks, "zero3", "adapted", "model.arguments.without=2", *more)
+
+
+@pytest.mark.parametrize("strategy", ["pp-1f1b", pytest.param("pp-zero2", marks=nightly)])
+def test_a_head_that_is_a_frozen_table_is_summed_by_nobody(ranks: Ranks, strategy: str) -> None:
+    _require_the_same_training(ranks, strategy, "adapted", "model.arguments.is_tied=true")
+
+
+def test_a_stage_of_which_nothing_is_trained_has_a_part_in_the_norm(ranks: Ranks) -> None:
+    words = ["optimizer.clip=0.1", "model.arguments.without=2"]
+    _require_the_same_training(ranks, "pp-1f1b", "adapted", *words)
+
+
+@pytest.mark.parametrize("without", [0, pytest.param(1, marks=nightly)])
+def test_slices_of_the_tokens_are_whole_where_backward_goes(ranks: Ranks, without: int) -> None:
+    in_front = f"model.arguments.without={without}"
+    _require_the_same_training(ranks, "tp-sp", "adapted", in_front)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["adapted", "lora"])
+def test_operators_of_stages_are_cut_beside_what_is_frozen(ranks: Ranks, model: str) -> None:
+    if model == "lora":
+        pytest.importorskip("peft")
+    _require_the_same_training(ranks, "pp-1f1b", model, *OVER_TP)
+
+
 REFUSED = {
-    "in a flat unit": ("zero1",),
-    "where tp slices the tokens": ("tp-sp",),
-    "where backward goes in halves": ("pp-zero-bubble",),
-    "of two stages": ("pp-1f1b", "model.arguments.is_tied=true"),
-    "of a stage of which nothing is trained": ("pp-1f1b", "model.arguments.without=2"),
-    "of a unit in front of all that is trained": ("zero3", "model.arguments.without=1"),
+    "where tp saves slices of the tokens": ("tp-saved",),
+    "of a stage of which nothing is trained": ("pp-zero3", "model.arguments.without=2"),
+    "of a unit in front of all that is trained, .* after each pass of a stage": (
+        "pp-zero3",
+        "model.arguments={without: 1, layers: 4}",
+        "sync={reshard_after_forward: true, reshard_after_backward: true}",
+    ),
 }
 
 
@@ -119,9 +247,18 @@ def test_what_takes_no_frozen_parameters_yet_says_so(where: str) -> None:
         ptrain.derive(spec, ptrain.read_facts(spec, allow_import=True))
 
 
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("tp", marks=nightly)])
-def test_fake_ranks_hold_and_send_what_was_derived(strategy: str) -> None:
-    spec = spec_of(strategy, "adapted")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["zero3"],
+        ["ddp", "frozen=S*"],
+        ["pp-1f1b", *OVER_TP],
+        *(pytest.param(words, marks=nightly) for words in (["tp"], ["zero1", "frozen=O"])),
+    ],
+)
+def test_fake_ranks_hold_and_send_what_was_derived(words: list[str]) -> None:
+    strategy, *more = words
+    spec = spec_of(strategy, "adapted", *more)
     exact = ptrain.derive(spec, ptrain.read_facts(spec, allow_import=True)).exact.of_rank(0)
     simulated = simulate(spec, allow_import=True).estimate
     for kind in ("memory", "peak", "traffic"):
@@ -138,6 +275,7 @@ def test_units_that_gradients_pass_by_are_exact_under_ddp(ranks: Ranks) -> None:
     [
         ("zero3", "ddp", "fp32"),
         pytest.param("fsdp-mixed", "fsdp-mixed", "fsdp-mixed", marks=nightly),
+        pytest.param("zero3 frozen=R", "ddp frozen=O", "fp32", marks=nightly),
     ],
 )
 def test_a_checkpoint_has_them_too_and_another_placement_continues_it(
@@ -148,7 +286,8 @@ def test_a_checkpoint_has_them_too_and_another_placement_continues_it(
 
     def trained(strategy: str, name: str, *more: str) -> dict[int, float]:
         code, job = jobs.run(
-            ["train", strategy, *words, *more, "log.every=1", "--run-dir", name], cwd=tmp_path
+            ["train", *strategy.split(), *words, *more, "log.every=1", "--run-dir", name],
+            cwd=tmp_path,
         )
         assert code == 0, job.error
         return jobs.losses(tmp_path / name)

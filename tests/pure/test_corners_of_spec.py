@@ -297,6 +297,7 @@ NAMED = {
     "master copies outlive a step": CONSISTENCY,
     "a sum is kept as its parts are": INTEGRITY,
     "there is a matrix to orthogonalize": "Definition 1",
+    "what is frozen is on an axis": "Definition 1",
     "activations are kept in one way": "Definition 2",
     "where there are ranks, the dials of data axes need one": EFFECT,
     "what is gathered ahead is gathered": EFFECT,

@@ -14,6 +14,7 @@ from ptrain.spec import (
     activations,
     block,
     dials,
+    frozen,
     job,
     model,
     offload,
@@ -178,6 +179,7 @@ SECTIONS = {
     job.CheckpointSpec: {"at_end": False, "every": 0},
     job.Timeout: {"init": 300.0, "step": 120.0},
     job.LogSpec: {"every": 10, "trackers": ()},
+    frozen.FrozenSpec: {"dp_replicate": None, "dp_shard": None},
     offload.Offload: {"tier": None, "path": None, "update": "host"},
     tensor.TensorSpec: {"plan": "paired", "loss_parallel": True, "experts": "cut",
                         "asynchronous": False},
@@ -263,6 +265,7 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
     assert made == {
         "precision": "Precision", "optimizer": "OptimizerSpec", "data": "DataSpec",
         "train": "TrainSpec", "sync": "SyncPolicy", "unit": "UnitSize", "offload": "Offload",
+        "frozen": "FrozenSpec",
         "tensor": "TensorSpec", "pipeline": "PipelineSpec", "activations": "ActivationSpec",
         "loss": "LossSpec", "eval": "EvalSpec", "checkpoint": "CheckpointSpec",
         "timeout": "Timeout", "log": "LogSpec",

@@ -72,7 +72,7 @@ def tensors_watched(mesh: Mesh) -> TensorsWatched:
 
 def by_ghosts(program: Program) -> list[Note]:
     watched = GhostsWatched({}, {})
-    members = GhostMembers(make_facts(SHAPES).units[0], watched)
+    members = GhostMembers(make_facts(SHAPES).units[0].tensors, watched)
 
     def give(index: int, cloned: bool) -> None:
         size = NUMELS[index] * 4
@@ -184,12 +184,12 @@ def test_in_drawn_orders_too(mesh):
 
 def test_members_of_ghosts_are_those_of_parameters():
     unit = make_facts(SHAPES).units[0]
-    ghosts = GhostMembers(unit, GhostsWatched({}, {}))
+    ghosts = GhostMembers(unit.tensors, GhostsWatched({}, {}))
     tensors = ParameterMembers([(t.name, nn.Parameter(torch.zeros(t.shape))) for t in unit.tensors])
     for name in ("names", "shapes", "are_cut", "cutting_axes"):
         assert list(getattr(ghosts, name)) == list(getattr(tensors, name)), name
     tensors_of_tp = tuple(replace(tensor, cut_over=(Axis.TP,)) for tensor in unit.tensors)
-    cut = GhostMembers(replace(unit, tensors=tensors_of_tp), GhostsWatched({}, {}))
+    cut = GhostMembers(tensors_of_tp, GhostsWatched({}, {}))
     assert (cut.are_cut, cut.cutting_axes) == ([True, True], (Axis.TP,))
 
 

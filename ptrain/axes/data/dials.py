@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import prod
 
-from ptrain.axes.data.form import Form, data_factors, form_of, has, tier_of, whole_axes
+from ptrain.axes.data.form import (
+    Form,
+    data_factors,
+    form_of,
+    frozen_factors,
+    has,
+    tier_of,
+    whole_axes,
+)
 from ptrain.axes.rule import SpecRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
@@ -78,7 +86,7 @@ def _prefetch(spec: Spec) -> Iterator[Fault]:
 
 def _comes_by_unit(spec: Spec) -> bool:
     """Whether parameters are brought to the device, or made, by unit for their use."""
-    factors = data_factors(spec)
+    factors = (*data_factors(spec), *frozen_factors(spec))
     brought = has(factors, State.PARAMETERS, *CUT, Distribution.MATERIALIZED)
     return brought or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE
 
@@ -246,7 +254,8 @@ def _offload(spec: Spec) -> Iterator[Fault]:
     if spec.offload == Offload() or not factors:
         return
     tiers = {state: tier_of(factors, state) for state in PLACED}
-    used = {*tiers.values(), *spec.activations.tiers}
+    used = {*tiers.values(), tier_of(frozen_factors(spec), State.PARAMETERS)}
+    used |= spec.activations.tiers
     if used == {Tier.DEVICE}:
         yield Fault(
             place="offload.update" if spec.offload.path is None else "offload.path",

@@ -3,11 +3,12 @@ and the optimizer alone. The plan is made from it, and the rules about dials ask
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum, auto
 
 from ptrain.costs import State
 from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, Axis, Factor, without
-from ptrain.spec.placement import S_STAR, TIER_DISTANCE, Distribution, M, Mode, R, S, Tier
+from ptrain.spec.placement import CUT, S_STAR, TIER_DISTANCE, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec
 
 MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
@@ -43,6 +44,33 @@ def modes(factor: Factor) -> tuple[Mode, Mode, Mode]:
     return (placement.parameters, placement.optimizer, placement.gradients)
 
 
+def frozen_factors(spec: Spec) -> tuple[Factor, ...]:
+    """The data axes, each with the mode of frozen parameters for Theta: that which is written, and
+    else that of all others; where these are made of masters, as the masters are."""
+    return tuple([_of_frozen(spec, factor) for factor in data_factors(spec)])
+
+
+def _of_frozen(spec: Spec, factor: Factor) -> Factor:
+    placement, mode = factor.placement, spec.frozen.of(factor.axis)
+    if mode is None and placement.parameters == M:
+        is_cut = placement.optimizer.distribution in CUT
+        mode = replace(S_STAR if is_cut else R, tier=placement.optimizer.tier)
+    if mode is None:
+        return factor
+    return replace(factor, placement=replace(placement, parameters=mode))
+
+
+def places_frozen(spec: Spec) -> bool:
+    """Return whether frozen parameters have another place than all others."""
+    if not spec.frozen.is_written:  # of most: a search asks of thousands
+        return False
+    written = spec.frozen.written()
+    return any(
+        factor.placement.parameters != written.get(factor.axis, factor.placement.parameters)
+        for factor in data_factors(spec)
+    )
+
+
 def whole_axes(factors: tuple[Factor, ...]) -> tuple[Axis, ...]:
     """The axes on which Theta, Omega and G are all whole, on the device."""
     return tuple(factor.axis for factor in factors if modes(factor) == _WHOLE)
@@ -62,6 +90,8 @@ def has(factors: tuple[Factor, ...], state: State, *distributions: Distribution)
 def form_of(spec: Spec) -> Form:
     """Return the form that executes the data axes of a legal spec."""
     layout, factors = spec.precision.layout, data_factors(spec)
+    if places_frozen(spec):  # torch's parts give all parameters one place
+        return Form.FLAT
     if layout.is_plain:
         if not factors:
             return Form.LOCAL

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ptrain.errors import SpecError, refused
-from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Stage
+from ptrain.spec.dials import Reshard
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.steps.wraps import FlatUnits, FullyShard, Wrap
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Wrap
 
 
 def require_executed(
@@ -17,58 +18,58 @@ def require_executed(
 ) -> None:
     """Raises SpecError for frozen parameters where nothing executes them, or where what is held and
     sent for them is not derived."""
+    require_any(spec, any(tensor.is_frozen for tensor in facts.tensors))
     frozen = [tensor.name for tensor in facts.tensors if tensor.is_frozen]
     if not frozen:
         return
-    require_unfrozen(plan.wrap, frozen)
-    for where, names, remedy in (*_cut(spec, plan, frozen), *_idle(plan, facts, stages or ())):
+    for where, names, remedy in (*_cut(plan, frozen), *_idle(plan, facts, stages or ())):
         raise _not_yet(where, names, remedy)
 
 
-def require_unfrozen(wrap: Wrap, frozen: Sequence[str]) -> None:
-    """Raises SpecError for frozen parameters in a flat unit: its tensors are views of one buffer,
-    and their gradients of another."""
-    if isinstance(wrap, FlatUnits) and frozen:
-        raise _not_yet("in a flat unit", frozen, "take ddp's tuple of modes, or zero3's")
+def require_any(spec: Spec, is_any: bool) -> None:
+    """Raises SpecError where a spec says where frozen parameters are, unless there is one."""
+    if spec.frozen.is_written and not is_any:
+        finding = "every parameter of the model is trained: none is frozen (requires_grad=False)"
+        raise refused(
+            "frozen",
+            finding,
+            "remove frozen, or freeze parameters in the function that model.target names",
+        )
 
 
 _Refusal = tuple[str, Sequence[str], str]  # where, which of them, and the remedy
 
 
-def _cut(spec: Spec, plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
+def _cut(plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
     """Yield axes on which nobody has tried them."""
-    if plan.tensor is not None and plan.tensor.is_sequence:
-        yield "where tp slices the tokens", frozen, "write placement.tp=S,S,S,R"
-    if plan.tensor is not None and plan.pipeline is not None:
-        yield "over tp and pp at once", frozen, "leave one of them out"
+    if plan.tensor is not None and plan.tensor.is_saved_cut:
+        yield "where tp saves slices of the tokens", frozen, "write placement.tp=S,S,S,S"
     if plan.context is not None:
         yield "over cp", frozen, "leave cp out"
     if plan.experts is not None:
         yield "over ep", frozen, "leave ep out"
-    if plan.pipeline is not None and spec.pipeline.is_in_halves:
-        yield "where backward goes in halves", frozen, "write pipeline.schedule=1f1b"
 
 
 def _idle(plan: Plan, facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[_Refusal]:
-    """Yield units and stages of which nothing is trained, and tensors that two stages have."""
+    """Yield units and stages of which nothing is trained."""
     trained = {tensor.name for tensor in facts.trained}
     for stage in stages:
-        if shared := [name for name in stage.shared if name not in trained]:
-            yield "of two stages", shared, "leave pp out"
         own = [*stage.tensors, *(name for name, _ in stage.copied)]
-        if own and not trained & {*own}:
-            yield "of a stage of which nothing is trained", own, "leave pp out"
-    if isinstance(plan.wrap, FullyShard):
-        for unit in filter(lambda unit: _is_passed_by(unit, facts), facts.units):
-            names = [tensor.name for tensor in unit.tensors]
-            where = "of a unit in front of all that is trained, which fully_shard passes by"
-            yield where, names, "take ddp's tuple of modes"
+        if own and not trained & {*own} and not _takes_idle(plan.wrap):
+            remedy = "leave pp out, or take a tuple of flat units, as zero2's"
+            yield "of a stage of which nothing is trained", own, remedy
+    passed = [t.name for unit in facts.units if facts.is_passed_by(unit) for t in unit.tensors]
+    if passed and isinstance(plan.wrap, FullyShard):
+        where = "of a unit in front of all that is trained, which fully_shard passes by"
+        if not isinstance(plan.wrap.sync.reshard_after_forward, bool | Reshard):
+            yield f"{where} in smaller shards", passed, "write sync.reshard_after_forward=true"
+        if plan.pipeline is not None and plan.wrap.sync.reshard_after_backward:
+            yield f"{where} after each pass of a stage", passed, "leave sync out"
 
 
-def _is_passed_by(unit: UnitFacts, facts: ModelFacts) -> bool:
-    """Return whether no gradient comes to what a unit gives; what is trained is within the root."""
-    is_idle = bool(unit.tensors) and not unit.trained and not unit.is_root
-    return is_idle and unit.modules[0] in facts.stops
+def _takes_idle(wrap: Wrap) -> bool:
+    """Return whether a whole stage may have no gradient: torch's wrappers expect one."""
+    return isinstance(wrap, LocalGradients | FlatUnits)
 
 
 def _not_yet(where: str, frozen: Sequence[str], remedy: str) -> SpecError:

@@ -219,6 +219,18 @@ def _master_copies(spec: Spec) -> Iterator[Fault]:
             )
 
 
+def _frozen_somewhere(spec: Spec) -> Iterator[Fault]:
+    axes = [factor.axis for factor in data_factors(spec)]
+    for axis, mode in spec.frozen.written().items():
+        if axis not in axes and spec.world_size > 1:
+            yield Fault(
+                place=f"frozen.{axis}",
+                finding=f"{mode}: no two ranks of {axis} are in the mesh, on which it would be a "
+                "place",
+                remedy=f"remove it, or write mesh: {{{axis}: 2, …}}",
+            )
+
+
 def _one_way_for_activations(spec: Spec) -> Iterator[Fault]:
     own = {
         factor.placement.activations: factor
@@ -278,6 +290,11 @@ DATA = AxisRules(
             name="there is a matrix to orthogonalize",
             theorem="Definition 1",
             faults=_whole_matrices,
+        ),
+        SpecRule(
+            name="what is frozen is on an axis",
+            theorem="Definition 1",
+            faults=_frozen_somewhere,
         ),
         SpecRule(
             name="activations are kept in one way",

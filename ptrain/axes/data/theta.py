@@ -165,3 +165,40 @@ class Parameters(Generic[T]):
         if self.tier is Tier.FILE:
             held = self.room.move(held, Tier.HOST, State.PARAMETERS)
         self.room.copy(held, self.stored)
+
+
+class UnitTheta(Generic[T]):
+    """Theta of one unit, in `parts` with a buffer each: what is trained of it, and what is frozen.
+    All of it is used at once."""
+
+    def __init__(self, parts: Sequence[Parameters[T]]) -> None:
+        self.parts = parts
+
+    @property
+    def is_gathered(self) -> bool:
+        return all(part.is_gathered for part in self.parts)
+
+    def gather(self) -> None:
+        """Make all of it whole."""
+        for part in self.parts:
+            part.gather()
+
+    def prefetch(self) -> None:
+        """Begin to; `gather` then waits for the rest."""
+        for part in self.parts:
+            part.prefetch()
+
+    def read_ahead(self) -> None:
+        """It is gathered next, if it is not there."""
+        for part in self.parts:
+            if not part.is_gathered:
+                part.room.ahead(part.stored)
+
+    def release(self) -> None:
+        """Give back what can be rebuilt."""
+        for part in self.parts:
+            part.release()
+
+    def signature(self) -> Hashable:
+        """Return what its next use depends on."""
+        return tuple(part.signature() for part in self.parts)

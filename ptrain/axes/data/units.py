@@ -4,18 +4,20 @@ unit's gradients are complete."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
 from ptrain.axes.data.gradients import Gradients
-from ptrain.axes.data.theta import Parameters
+from ptrain.axes.data.theta import Parameters, UnitTheta
 from ptrain.axes.data.update import UnitState
 from ptrain.costs import State
 from ptrain.rooms.room import T
 from ptrain.spec.dials import GradientSync
-from ptrain.spec.placement import Tier
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind
+
+U = TypeVar("U", bound="UnitUse[Any]")
 
 
 class Order(Generic[T]):
@@ -24,11 +26,11 @@ class Order(Generic[T]):
 
     def __init__(self, step: FlatUnits) -> None:
         self.ahead = step.prefetch
-        self.is_on_file = step.parameters_tier is Tier.FILE
-        self.used: list[Parameters[T]] = []
+        self.is_on_file = step.reads_files
+        self.used: list[UnitTheta[T]] = []
         self.is_known = False
 
-    def gather(self, unit: Parameters[T], *, is_forward: bool) -> None:
+    def gather(self, unit: UnitTheta[T], *, is_forward: bool) -> None:
         """Gather a unit, and begin with those that follow in this direction."""
         if is_forward and not self.is_known:
             self._note(unit)
@@ -40,10 +42,9 @@ class Order(Generic[T]):
         for other in following[: self.ahead]:
             other.prefetch()
         for other in following[self.ahead : self.ahead + 1]:
-            if not other.is_gathered:
-                other.room.ahead(other.stored)
+            other.read_ahead()
 
-    def _note(self, unit: Parameters[T]) -> None:
+    def _note(self, unit: UnitTheta[T]) -> None:
         if self.used and unit is self.used[0]:
             self.is_known = True
         elif unit not in self.used:
@@ -70,31 +71,83 @@ class OverlappedReduction(Generic[T]):
         self._under_way = gradients
 
 
-class UnitLife(Generic[T]):
-    """One unit: gathered before use, reduced when its gradients are complete."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitParts(Generic[T]):
+    """What there is of a unit: Theta, Omega and G of what is trained, and Theta of what is frozen.
+    One of the two there always is."""
 
-    def __init__(
-        self, state: UnitState[T], order: Order[T], flight: OverlappedReduction[T], *, is_root: bool
-    ) -> None:
-        self.state, self.parameters, self.gradients = state, state.parameters, state.gradients
-        self.sync = state.step.sync
-        self.is_released = bool(self.sync.after_forward(is_root=is_root))  # after forward
-        self.order, self.flight = order, flight
-        self.consume: Callable[[], None] | None = None
+    trained: UnitState[T] | None
+    frozen: Parameters[T] | None
+    step: FlatUnits
+    is_root: bool
+
+    @property
+    def theta(self) -> UnitTheta[T]:
+        """Return what is gathered together."""
+        trained = None if self.trained is None else self.trained.parameters
+        return UnitTheta([part for part in (trained, self.frozen) if part is not None])
+
+
+class UnitUse(Generic[T]):
+    """One unit where it is used: gathered before, and given back after. What is frozen of it may be
+    used behind its last gradient, so it goes when backward has left the unit."""
+
+    def __init__(self, parts: UnitParts[T], order: Order[T]) -> None:
+        self.theta, self.frozen, self.order = parts.theta, parts.frozen, order
+        self.sync = parts.step.sync
+        self.is_released = bool(self.sync.after_forward(is_root=parts.is_root))  # after forward
         self.is_last = True
-        self.pending = 0  # gradients that this pass has yet to complete
 
     def before_forward(self, *, is_again: bool = False) -> None:
         """`is_again`: backward computes forward again."""
-        self.order.gather(self.parameters, is_forward=not is_again)
+        self.order.gather(self.theta, is_forward=not is_again)
 
     def after_forward(self) -> None:
         if self.is_released:
-            self.parameters.release()
+            self.theta.release()
 
     def before_backward(self) -> None:
         """The gradient of an output is there."""
-        self.order.gather(self.parameters, is_forward=False)
+        self.order.gather(self.theta, is_forward=False)
+
+    def after_backward(self) -> None:
+        """The gradients of the inputs are there (or the pass is over)."""
+        if self.frozen is not None and self.is_given_back:
+            self.frozen.release()
+
+    @property
+    def is_given_back(self) -> bool:
+        """Whether it is not kept for the next micro-batch."""
+        return self.is_last or self.sync.reshard_after_backward
+
+    def storages(self) -> Iterator[tuple[State, T]]:
+        """Yield what is kept of it, each tensor with its state."""
+        if self.frozen is not None:
+            yield self.frozen.state, self.frozen.stored
+
+    def signature(self) -> Hashable:
+        """Return what a pass depends on."""
+        return self.theta.signature()
+
+
+class UnitLife(UnitUse[T]):
+    """One unit of which something is trained: reduced when its gradients are complete."""
+
+    def __init__(
+        self,
+        parts: UnitParts[T],
+        state: UnitState[T],
+        order: Order[T],
+        flight: OverlappedReduction[T],
+    ) -> None:
+        super().__init__(parts, order)
+        self.state, self.parameters, self.gradients = state, state.parameters, state.gradients
+        self.flight = flight
+        self.consume: Callable[[], None] | None = None
+        self.pending = 0  # gradients that this pass has yet to complete
+
+    def before_backward(self) -> None:
+        super().before_backward()
         if self.pending == 0:
             self.pending = len(self.state.members.names)
             self.gradients.open()
@@ -128,35 +181,42 @@ class UnitLife(Generic[T]):
         self.flight.begin(self.gradients)
         if self.consume is not None:
             self.gradients.for_update()
-        if self.is_last or self.sync.reshard_after_backward:
+        if self.is_given_back:
             self.parameters.release()
         if self.consume is not None:
             self.consume()
             self.gradients.clear()
 
+    def storages(self) -> Iterator[tuple[State, T]]:
+        yield self.parameters.state, self.parameters.stored
+        for held in self.gradients.held():
+            yield State.GRADIENTS, held
+        yield from super().storages()
+
     def signature(self) -> Hashable:
-        """Return what a pass depends on."""
-        return self.pending, self.parameters.signature(), self.gradients.signature()
+        return self.pending, super().signature(), self.gradients.signature()
 
 
 class ModelLife(Generic[T]):
-    """All units of one model under one plan step, in the order of wrapping. `is_root` says of each
-    whether it is what no other unit has."""
+    """All units of one model under one plan step, in the order of wrapping; `trained` are those of
+    which something is."""
 
-    def __init__(
-        self, states: Sequence[UnitState[T]], is_root: Sequence[bool], step: FlatUnits
-    ) -> None:
+    def __init__(self, units: Sequence[UnitParts[T]], step: FlatUnits) -> None:
         self.step = step
         self.flight = OverlappedReduction[T]()
         order = Order[T](step)
-        self.all = [
-            UnitLife(state, order, self.flight, is_root=root)
-            for state, root in zip(states, is_root, strict=True)
-        ]
-        for state, following in pairwise(states):
-            state.following = following
+        self.all: list[UnitUse[T]] = []
+        self.trained: list[UnitLife[T]] = []
+        for parts in units:
+            if parts.trained is None:
+                self.all.append(UnitUse(parts, order))
+                continue
+            self.trained.append(UnitLife(parts, parts.trained, order, self.flight))
+            self.all.append(self.trained[-1])
+        for unit, following in pairwise(self.trained):
+            unit.state.following = following.state
 
-    def do(self, units: Iterable[UnitLife[T]], act: Callable[[UnitLife[T]], None]) -> None:
+    def do(self, units: Iterable[U], act: Callable[[U], None]) -> None:
         """Do the same to units, one after the other."""
         for unit in units:
             act(unit)
@@ -168,51 +228,50 @@ class ModelLife(Generic[T]):
 
     def end_pass(self, *, is_last: bool) -> None:
         """It is over."""
-        self.do((unit for unit in self.all if unit.pending), UnitLife.finish)
+        self.do((unit for unit in self.trained if unit.pending), UnitLife.finish)
         self.flight.complete()
+        self.do(self.all, UnitUse.after_backward)
         if is_last:
             self.release()
 
     def begin_half(self, kind: Kind, *, is_last: bool) -> None:
         """A half of a backward pass: of the gradients of inputs, or of weights."""
+        self.begin_pass(is_last=is_last and kind is Kind.WEIGHT)
         if kind is Kind.WEIGHT:
-            self.begin_pass(is_last=is_last)
-            self.do(self.all, UnitLife.begin_weights)
+            self.do(self.trained, UnitLife.begin_weights)
 
     def end_half(self, kind: Kind, *, is_last: bool) -> None:
         """It is over."""
         if kind is Kind.WEIGHT:
-            self.do(self.all[::-1], UnitLife.end_weights)
+            self.do(self.trained[::-1], UnitLife.end_weights)
         self.flight.complete()
         if is_last:
             self.release()
 
     def release(self) -> None:
         """What was gathered and not used is stale after an update."""
-        self.do(self.all, lambda unit: unit.parameters.release())
+        self.do(self.all, lambda unit: unit.theta.release())
 
     def for_update(self) -> None:
         """Gradients into the layout of the update."""
-        self.do(self.all, lambda unit: unit.gradients.for_update())
+        self.do(self.trained, lambda unit: unit.gradients.for_update())
 
     def consume_with(self, update: Callable[[int], None]) -> None:
         """G = M: `update(i)` updates the i-th unit as soon as its gradients are complete."""
-        for index, unit in enumerate(self.all):
-            unit.consume = _call(update, index)
+        for unit in self.trained:
+            unit.consume = _call(update, self.all.index(unit))
 
     def finish_update(self) -> None:
         """Complete the gathers that the update left running."""
-        self.do(self.all, lambda unit: unit.parameters.finish_update())
+        self.do(self.trained, lambda unit: unit.parameters.finish_update())
 
     def clear_gradients(self) -> None:
-        self.do(self.all, lambda unit: unit.gradients.clear())
+        self.do(self.trained, lambda unit: unit.gradients.clear())
 
     def storages(self) -> Iterator[tuple[State, T]]:
         """Yield what is kept of Theta, and all that there is of G, each tensor with its state."""
         for unit in self.all:
-            yield unit.parameters.state, unit.parameters.stored
-            for held in unit.gradients.held():
-                yield State.GRADIENTS, held
+            yield from unit.storages()
 
     def signature(self) -> Hashable:
         """Return what a pass depends on: with equal ones it does the same."""

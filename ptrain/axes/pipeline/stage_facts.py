@@ -78,7 +78,8 @@ def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
         UnitFacts(modules=modules, tensors=tuple(own))
         for modules, own in zip(modules_of, held, strict=True)
     ]
-    copies, has = [copy for _, copy in stage.copied], {*stage.tensors}
+    copies = [copy for _, copy in stage.copied if not tensors[copy].is_frozen]
+    has = {*stage.tensors}
     order = [name for name in facts.gradient_order if name in has]
     lacking = facts.chain.lacking(stage) if facts.chain else ()
     return replace(
@@ -88,6 +89,7 @@ def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
         gradient_order=(*copies, *order),
         timeline=None,
         stage_passes=(),
+        stops=() if stage.index else facts.stops,  # what another stage gives has a gradient
     )
 
 

@@ -13,7 +13,6 @@ from ptrain.derivation.ghosts.wrapping import Times, Wrapped
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.spec.layout import ranks_over
-from ptrain.spec.placement import Tier
 from ptrain.steps.wraps import FlatUnits
 
 
@@ -25,7 +24,7 @@ class Units:
     def __init__(self, wrapped: Wrapped, step: FlatUnits) -> None:
         self.wrapped, self.step = wrapped, step
         # the reduction of the unit before, and who is gathered ahead or, of files, read
-        self.reach = 1 + step.prefetch + (step.parameters_tier is Tier.FILE)
+        self.reach = 1 + step.prefetch + step.reads_files
 
     @cached_property
     def _rows(self) -> FlatRows:
@@ -51,7 +50,8 @@ class Units:
         return scalars(self.wrapped.plan, self.step)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
-        spec, plan, alone = self.wrapped.spec, self.wrapped.plan, ModelFacts(units=(unit,))
+        trained = UnitFacts(modules=unit.modules, tensors=unit.trained)
+        spec, plan, alone = self.wrapped.spec, self.wrapped.plan, ModelFacts(units=(trained,))
         step = flat_step_of(plan, unit)
         kept = (*step.updated, *step.gathered_gradients)
         yield sum(flat_buffers(spec, plan, alone).elements()) // ranks_over(spec, kept)

@@ -151,6 +151,7 @@ class FullySharded(InPlaceUpdate):
         self.ends_left -= 1
         if not self.ends_left and self.is_over:
             self.tape.add(-self.lingering())
+            self.gathers.end_backward()
             self.reduce_input, self.all_reduced = 0, [0] * len(self.reduced)
             self._wait_for_reduction()
             if self.all_reducing is not None:

@@ -124,6 +124,20 @@ class Gathers:
         for other in self.backward[unit]:
             self._start(other)
 
+    def gather_ahead(self, unit: int) -> None:
+        """Another unit begins to gather it."""
+        self._start(unit)
+
+    def end_backward(self) -> None:
+        """What was gathered ahead for nobody goes: of units that no gradient came to."""
+        for unit, is_pending in enumerate(self.is_pending):
+            if is_pending:
+                arrival, self.arrivals[unit] = self.arrivals[unit], None
+                if arrival is not None:
+                    arrival.wait()
+                self.is_pending[unit] = False
+                self.tape.add(-self.whole[unit])
+
     def reshard(self, unit: int) -> None:
         if self.is_gathered[unit]:
             self.is_gathered[unit] = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
+from enum import Enum, auto
 from functools import cached_property
 
 from ptrain.axes.data.costs import GatherCounts, reductions
@@ -22,6 +23,15 @@ from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Complete
 
 
+class Turn(Enum):
+    """What passes do to a unit: both use it, or forward alone; and then backward, where it is on
+    its way to the unit behind, may gather it all the same, for it is the next one."""
+
+    BACK_AND_FORTH = auto()
+    FORTH = auto()
+    GATHERED_FOR_NOBODY = auto()
+
+
 class Sharded(InPlace):
     """A model of shards by rows, and replicas of them."""
 
@@ -34,6 +44,20 @@ class Sharded(InPlace):
 
     def player(self, scene: Scene) -> FullySharded:
         return FullySharded(scene, self.step, self)
+
+    @cached_property
+    def _passed_by(self) -> tuple[UnitFacts, ...]:
+        """The units that backward passes by, first to last: of which nothing is trained, in front
+        of all that is."""
+        facts = self.wrapped.facts
+        return tuple(unit for unit in facts.units if facts.is_passed_by(unit))
+
+    def turn_of(self, unit: UnitFacts) -> Turn:
+        if unit not in self._passed_by:
+            return Turn.BACK_AND_FORTH
+        ahead = (1 if self.step.prefetch is None else self.step.prefetch) * self.step.overlaps
+        number = len(self._passed_by) - self._passed_by.index(unit)
+        return Turn.GATHERED_FOR_NOBODY if number <= ahead else Turn.FORTH
 
     def _shards(self, unit: UnitFacts) -> UnitShards:
         return shards_of(self.wrapped.spec, self.wrapped.plan, unit)
@@ -102,7 +126,7 @@ class Sharded(InPlace):
                 continue
             account = Account(self.wrapped.spec, number)
             scene = self.wrapped.scene((unit,), account)
-            player = _Alone(self.player(scene), unit, account)
+            player = _Alone(self.player(scene), unit, account, self.turn_of(unit))
             if times is None:
                 player.in_turn(self.wrapped.plan.accumulate.micro_batches)
             else:
@@ -136,8 +160,8 @@ class Sharded(InPlace):
 class _Alone:
     """A step of one unit, which stands for as many as the account says."""
 
-    def __init__(self, player: FullySharded, unit: UnitFacts, account: Account) -> None:
-        self.player, self.unit, self.account = player, unit, account
+    def __init__(self, player: FullySharded, unit: UnitFacts, account: Account, turn: Turn) -> None:
+        self.player, self.unit, self.account, self.turn = player, unit, account, turn
         self.tape, self.units = player.tape, account.times
 
     def in_turn(self, count: int) -> None:
@@ -167,7 +191,10 @@ class _Alone:
 
     def _gather_again(self) -> None:
         self.tape.enter(Phase.BACKWARD)
-        self.player.before_backward(0)
+        if self.turn is Turn.BACK_AND_FORTH:
+            self.player.before_backward(0)
+        elif self.turn is Turn.GATHERED_FOR_NOBODY:
+            self.player.gathers.gather_ahead(0)
 
     def _reduce(self) -> None:
         for tensor in self.unit.trained:

@@ -102,9 +102,13 @@ class InPlace:
         apart = self.wrapped.plan.is_apart
         for unit in self.wrapped.facts.units:
             frozen = tuple([tensor.is_frozen for tensor in unit.tensors])
-            kind = unit.shapes, frozen, unit.is_root, apart(unit.modules)
+            kind = unit.shapes, frozen, unit.is_root, apart(unit.modules), self.turn_of(unit)
             kinds.setdefault(kind, []).append(unit)
         return [(units[0], len(units)) for units in kinds.values()]
+
+    def turn_of(self, unit: UnitFacts) -> Hashable:
+        """Return what is done to a unit that depends on its place among others."""
+        return None
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """Return what a rank keeps and updates depends on: nothing, where no tensor is cut."""

@@ -10,7 +10,6 @@ from typing import assert_never
 
 from torch import nn
 
-from ptrain.axes.data.frozen import require_unfrozen
 from ptrain.axes.data.run.flat import FlatWrap
 from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
 from ptrain.axes.data.run.members import RowWriter
@@ -39,8 +38,6 @@ def apply(
         case FullyShard() as step:
             return FullyShardedWrap(model, step, plan, mesh, registry)
         case FlatUnits() as step:
-            frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-            require_unfrozen(step, frozen)
             return FlatWrap(model, plan, mesh, registry, write)
         case step:
             assert_never(step)

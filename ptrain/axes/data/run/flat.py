@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
@@ -16,14 +17,21 @@ from torch import nn
 
 from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.form import ELEMENTWISE
-from ptrain.axes.data.run.flat_target import FlatState, FlatTarget, FlatTensorTarget
-from ptrain.axes.data.run.local_part import stored_part
+from ptrain.axes.data.run.flat_target import (
+    FlatFrozen,
+    FlatState,
+    FlatTarget,
+    FlatTensorTarget,
+    FrozenTarget,
+)
+from ptrain.axes.data.run.local_part import Parameter, stored_part
 from ptrain.axes.data.run.members import OwnRows, ParameterMembers, RowWriter
 from ptrain.axes.data.run.target import NamedTarget
 from ptrain.axes.data.run.whole import OfWholeModel
-from ptrain.axes.data.units import ModelLife, UnitLife
+from ptrain.axes.data.units import ModelLife, UnitLife, UnitParts, UnitUse
 from ptrain.axes.data.update import TensorsUpdate
 from ptrain.costs import State
+from ptrain.models.leaving import when_left
 from ptrain.models.recomputing import runs_again
 from ptrain.models.units import ROOT
 from ptrain.rooms.mesh import Mesh
@@ -38,21 +46,22 @@ from ptrain.timeline import Kind
 
 
 class Hooks:
-    """One unit at the hooks of its modules and parameters."""
+    """One unit at the hooks of its modules."""
 
-    def __init__(
-        self, unit: UnitLife[torch.Tensor], modules: Sequence[nn.Module], members: ParameterMembers
-    ) -> None:
+    def __init__(self, unit: UnitUse[torch.Tensor], modules: Sequence[nn.Module]) -> None:
         self.unit = unit
-        modules[0].register_forward_pre_hook(self._before_forward)
+        # whose inputs are watched runs other operators: where nothing waits for it they are not
+        self._is_left = unit.frozen is not None and unit.frozen.is_transient
+        modules[0].register_forward_pre_hook(self._before_forward, with_kwargs=True)
         modules[-1].register_forward_hook(self._after_forward)
-        own = ref(self)  # autograd keeps it where no collector looks, and the unit its parameters
-        for index, (_, parameter) in enumerate(members.named):
-            parameter.register_post_accumulate_grad_hook(partial(_accumulated, own, index))
 
-    def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_again = runs_again()
         with torch.no_grad():
-            self.unit.before_forward(is_again=runs_again())
+            self.unit.before_forward(is_again=is_again)
+        if is_again or not self._is_left:
+            return None
+        return when_left((args, kwargs), self._after_backward)
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         if runs_again():
@@ -69,11 +78,22 @@ class Hooks:
         with torch.no_grad():
             self.unit.before_backward()
 
-
-def _accumulated(hooks: ref[Hooks], index: int, parameter: object) -> None:
-    if (own := hooks()) is not None:
+    def _after_backward(self) -> None:
         with torch.no_grad():
-            own.unit.accumulated(index)
+            self.unit.after_backward()
+
+
+def _watch(unit: UnitLife[torch.Tensor], members: ParameterMembers) -> None:
+    """Tell a unit when autograd has the gradients of its parameters."""
+    own = ref(unit)  # autograd keeps it where no collector looks, and the unit its parameters
+    for index, (_, parameter) in enumerate(members.named):
+        parameter.register_post_accumulate_grad_hook(partial(_accumulated, own, index))
+
+
+def _accumulated(unit: ref[UnitLife[torch.Tensor]], index: int, parameter: object) -> None:
+    if (own := unit()) is not None:
+        with torch.no_grad():
+            own.accumulated(index)
 
 
 class FlatWrap(OfWholeModel):
@@ -93,28 +113,48 @@ class FlatWrap(OfWholeModel):
         self.module = model
         self.step = step
         room = TorchRoom(mesh, registry, step.path)
+        self._by_tensor = plan.update.optimizer not in ELEMENTWISE
+        self._targets: list[Sequence[NamedTarget]] = []
         wrapped = list(parameters_by_unit(model, plan.units))
-        states, members = [], []
-        for modules, parameters in wrapped:
-            own = plan.wrap_of(modules)
-            assert isinstance(own, FlatUnits)
-            tensors = ParameterMembers(
-                [(name, stored_part(parameter)) for name, parameter in parameters]
-            )
-            numel = sum(parameter.numel() for _, parameter in tensors.named)
-            cut = own.parameters + own.optimizer + own.gradients
-            cuts = Cuts(room, numel, cut, own.reduce_scatter)
-            if write is not None:
-                tensors.values = OwnRows(write, tuple(cuts.stretches(own.parameters)))
-            states.append(FlatState(tensors, cuts, own, plan.update.layout, room))
-            members.append(tensors)
-        self.units = ModelLife(states, [modules == (ROOT,) for modules, _ in wrapped], step)
-        self.hooks = [
-            Hooks(unit, [model.get_submodule(name) for name in modules], tensors)
-            for unit, (modules, _), tensors in zip(self.units.all, wrapped, members, strict=True)
+        parts = [
+            self._parts(modules, parameters, plan, room, write) for modules, parameters in wrapped
         ]
-        by_tensor = plan.update.optimizer not in ELEMENTWISE
-        self._targets = [_targets(state, whole_tensors=by_tensor) for state in states]
+        self.units = ModelLife(parts, step)
+        self.hooks = [
+            Hooks(unit, [model.get_submodule(name) for name in modules])
+            for unit, (modules, _) in zip(self.units.all, wrapped, strict=True)
+        ]
+        for unit in self.units.trained:
+            assert isinstance(unit.state, FlatState), "made here"
+            _watch(unit, unit.state.tensors)
+
+    def _parts(
+        self,
+        modules: tuple[str, ...],
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        plan: Plan,
+        room: TorchRoom,
+        write: RowWriter | None,
+    ) -> UnitParts[torch.Tensor]:
+        own, layout = plan.wrap_of(modules), plan.update.layout
+        assert isinstance(own, FlatUnits)
+        trained = [(name, stored_part(p)) for name, p in parameters if p.requires_grad]
+        frozen = [(name, stored_part(p)) for name, p in parameters if not p.requires_grad]
+        state = FlatState(*_buffer(trained, own, room, write), layout, room) if trained else None
+        step = own.of_frozen
+        kept = FlatFrozen(*_buffer(frozen, step, room, write), layout, room) if frozen else None
+        targets: list[NamedTarget] = []
+        if state is not None:
+            targets += _targets(state, whole_tensors=self._by_tensor)
+        if kept is not None:
+            targets.append(FrozenTarget(kept))
+        self._targets.append(targets)
+        return UnitParts(
+            trained=state,
+            frozen=None if kept is None else kept.parameters,
+            step=own,
+            is_root=modules == (ROOT,),
+        )
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -165,6 +205,21 @@ class FlatWrap(OfWholeModel):
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         return self.units.storages()
+
+
+def _buffer(
+    named: Sequence[tuple[str, Parameter]],
+    step: FlatUnits,
+    room: TorchRoom,
+    write: RowWriter | None,
+) -> tuple[ParameterMembers, Cuts[torch.Tensor], FlatUnits]:
+    """Return tensors that have a buffer together, how it is cut, and the step that says so."""
+    members = ParameterMembers(named)
+    numel = sum(parameter.numel() for _, parameter in members.named)
+    cuts = Cuts(room, numel, step.parameters + step.optimizer + step.gradients, step.reduce_scatter)
+    if write is not None:
+        members.values = OwnRows(write, tuple(cuts.stretches(step.parameters)))
+    return members, cuts, step
 
 
 def _targets(state: FlatState, *, whole_tensors: bool) -> Sequence[NamedTarget]:

@@ -13,8 +13,10 @@ from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.axes.data.run.local_part import part_of, whole_of
 from ptrain.axes.data.run.members import ParameterMembers
 from ptrain.axes.data.run.target import CutView, Named
+from ptrain.axes.data.theta import Parameters
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import State
+from ptrain.optimizers.update import Slot
 from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout
@@ -22,8 +24,61 @@ from ptrain.steps.wraps import FlatUnits
 from ptrain.units import ceil_div
 
 
-class FlatState(UnitState[torch.Tensor]):
-    """A unit of a module's parameters."""
+class FlatTensors:
+    """The tensors of one flat buffer, by their names."""
+
+    def __init__(
+        self, members: ParameterMembers, cuts: Cuts[torch.Tensor], room: TorchRoom
+    ) -> None:
+        self.tensors, self.named, self.pieces = members, members.named, members.pieces
+        self.cutting_axes = members.cutting_axes
+        self.buffer_cuts, self.own_room = cuts, room
+        self.mesh, self.device = room.mesh, room.device
+
+    def whole(self, cuts: Cuts[torch.Tensor], part: torch.Tensor, cut: Axes) -> torch.Tensor:
+        """A stored tensor made whole on the device, of its own memory."""
+        room = self.own_room
+        held = room.new(part.numel(), room.dtype(part), Tier.DEVICE, State.OTHER)
+        held.copy_(part)
+        return cuts.gather(held, cut, cut, State.OTHER) if cut else held
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A whole tensor as a checkpoint wants it: cut over the ranks that keep shards of it."""
+        axes = self.buffer_cuts.axes
+        if not axes:
+            return tensor.clone()
+        return distribute_rows(tensor, self.mesh.submesh(axes))
+
+    def split(self, part: torch.Tensor, cut: Axes) -> Named:
+        """Rows of the named tensors: gathers the buffer, keeps this rank's share of each of
+        them."""
+        whole = self.whole(self.buffer_cuts, part, cut)
+        return {
+            name: self.rows(whole_of(parameter, piece))
+            for (name, parameter), piece in zip(self.named, self.pieces(whole), strict=True)
+        }
+
+    def join(self, named: Named, cut: Axes) -> torch.Tensor:
+        """Return this rank's shard of a buffer of the named tensors."""
+        first, cuts = named[self.named[0][0]], self.buffer_cuts
+        whole = torch.zeros(cuts.padded, dtype=first.dtype, device=self.device)
+        for (name, parameter), piece in zip(self.named, self.pieces(whole), strict=True):
+            piece.copy_(part_of(parameter, full(named[name])))
+        return cuts.take(whole, (), cut)
+
+    def export(self, parameters: Parameters[torch.Tensor]) -> Named:
+        """Return the parameters that are in it, by name."""
+        parameters.settle()
+        return self.split(parameters.stored, parameters.cut)
+
+    def load(self, parameters: Parameters[torch.Tensor], named: Named) -> None:
+        """Write them."""
+        parameters.settle()
+        parameters.stored.copy_(self.join(named, parameters.cut))
+
+
+class FlatState(UnitState[torch.Tensor], FlatTensors):
+    """What is trained of a unit of a module's parameters."""
 
     def __init__(
         self,
@@ -33,23 +88,23 @@ class FlatState(UnitState[torch.Tensor]):
         layout: Layout,
         room: TorchRoom,
     ) -> None:
-        super().__init__(members, cuts, step, layout)
-        self.named, self.pieces = members.named, members.pieces
-        self.cutting_axes = members.cutting_axes
-        self.mesh, self.device = room.mesh, room.device
+        UnitState.__init__(self, members, cuts, step, layout)
+        FlatTensors.__init__(self, members, cuts, room)
 
-    def whole(self, cuts: Cuts[torch.Tensor], part: torch.Tensor, cut: Axes) -> torch.Tensor:
-        """A stored tensor made whole on the device, of its own memory."""
-        room = self.room
-        held = room.new(part.numel(), room.dtype(part), Tier.DEVICE, State.OTHER)
-        held.copy_(part)
-        return cuts.gather(held, cut, cut, State.OTHER) if cut else held
 
-    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A whole tensor as a checkpoint wants it: cut over the ranks that keep shards of it."""
-        if not self.cuts.axes:
-            return tensor.clone()
-        return distribute_rows(tensor, self.mesh.submesh(self.cuts.axes))
+class FlatFrozen(FlatTensors):
+    """What is frozen of it, of which there is Theta alone."""
+
+    def __init__(
+        self,
+        members: ParameterMembers,
+        cuts: Cuts[torch.Tensor],
+        step: FlatUnits,
+        layout: Layout,
+        room: TorchRoom,
+    ) -> None:
+        super().__init__(members, cuts, room)
+        self.parameters = Parameters(members, cuts, step, layout)
 
 
 class FlatTarget(ShardTarget[torch.Tensor]):
@@ -70,46 +125,66 @@ class FlatTarget(ShardTarget[torch.Tensor]):
         return [(cutting if is_cut else (), held[start:end]) for start, end, is_cut in runs]
 
     def split(self, part: torch.Tensor) -> Named:
-        """Rows of the named tensors: gathers one unit, keeps this rank's share of every tensor."""
         if part.dim() == 0:
             return {name: part for name, _ in self.unit.named}
-        return self._rows(part, self.unit.step.optimizer)
+        return self.unit.split(part, self.unit.step.optimizer)
 
     def named(self, part: torch.Tensor) -> Named:
-        return self._rows(part, self.unit.step.updated)
+        return self.unit.split(part, self.unit.step.updated)
 
     def join(self, named: Named) -> torch.Tensor:
         first = named[self.unit.named[0][0]]
         if first.dim() == 0:
             return first
-        return self._shard(named, self.unit.step.optimizer)
+        return self.unit.join(named, self.unit.step.optimizer)
 
     def export(self) -> Named:
-        parameters = self.unit.parameters
-        parameters.settle()
-        return self._rows(parameters.stored, parameters.cut)
+        return self.unit.export(self.unit.parameters)
 
     def load(self, named: Named) -> None:
-        parameters = self.unit.parameters
-        parameters.settle()
-        parameters.stored.copy_(self._shard(named, parameters.cut))
+        self.unit.load(self.unit.parameters, named)
 
-    def _rows(self, part: torch.Tensor, cut: Axes) -> Named:
-        whole = self.unit.whole(self.unit.cuts, part, cut)
-        return {
-            name: self.unit.rows(whole_of(parameter, piece))
-            for (name, parameter), piece in zip(
-                self.unit.named, self.unit.pieces(whole), strict=True
-            )
-        }
 
-    def _shard(self, named: Named, cut: Axes) -> torch.Tensor:
-        unit = self.unit
-        first = named[unit.named[0][0]]
-        whole = torch.zeros(unit.cuts.padded, dtype=first.dtype, device=unit.device)
-        for (name, parameter), piece in zip(unit.named, unit.pieces(whole), strict=True):
-            piece.copy_(part_of(parameter, full(named[name])))
-        return unit.cuts.take(whole, (), cut)
+class FrozenTarget:
+    """What is frozen of one unit, which nothing updates."""
+
+    is_frozen = True
+    is_in_place = False
+    owns_master = False
+    gradient = None
+
+    def __init__(self, unit: FlatFrozen) -> None:
+        self.unit = unit
+
+    def views(self) -> Iterable[CutView]:
+        return []
+
+    def working_gradient(self) -> None:
+        """There is none."""
+
+    def value(self) -> torch.Tensor:
+        return self.unit.parameters.stored
+
+    def store(self, value: torch.Tensor) -> None:
+        raise AssertionError("what is frozen is updated by nobody")
+
+    def slot(self, initial: torch.Tensor) -> Slot[torch.Tensor]:
+        raise AssertionError("what is frozen has no optimizer state")
+
+    def split(self, part: torch.Tensor) -> Named:
+        raise AssertionError("what is frozen has no optimizer state")
+
+    def join(self, named: Named) -> torch.Tensor:
+        raise AssertionError("what is frozen has no optimizer state")
+
+    def named(self, part: torch.Tensor) -> Named:
+        return self.unit.split(part, self.unit.parameters.cut)
+
+    def export(self) -> Named:
+        return self.unit.export(self.unit.parameters)
+
+    def load(self, named: Named) -> None:
+        self.unit.load(self.unit.parameters, named)
 
 
 class FlatTensorTarget(TensorTarget[torch.Tensor]):
