@@ -156,7 +156,7 @@ SOUND = (
 )  # fmt: skip
 UNSOUND = {
     mixed_precision: ("activations", "bfloat16 for float32", "embed"),
-    reduced_in_16_bits: ("gradients", "rounded to 16 bits", "embed.weight"),
+    reduced_in_16_bits: ("gradients", "rounded to bfloat16", "embed.weight"),
     batch_norms: ("activations", "statistics of a rank's own batch", "norm"),
 }
 

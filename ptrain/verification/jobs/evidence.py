@@ -90,10 +90,17 @@ class OwnGradients:
 
     def is_rounded_to(self, dtype: torch.dtype, names: Collection[str]) -> bool:
         """Return whether every element that this rank's optimizer took is a number of a coarser
-        dtype, and not every one of one device's is."""
-        own = [row for name, row in self.run.gradients.items() if name in names]
-        right = [self.reference.gradients[name] for name in names]
-        return all(_is_of(row, dtype) for row in own) and not all(_is_of(r, dtype) for r in right)
+        dtype, as near to one device's as such numbers lie, which are none of that dtype."""
+        own = {name: row for name, row in self.run.gradients.items() if name in names}
+        right = {
+            name: self.holds[name].of(self.reference.gradients[name].view(self.holds[name].shape))
+            for name in own
+        }
+        return (
+            all(_is_of(row, dtype) for row in own.values())
+            and not all(_is_of(row, dtype) for row in right.values())
+            and all(_is_near(own[name], row, dtype) for name, row in right.items())
+        )
 
     def of_all_ranks(self, name: str, ranks: Ranks) -> Sample:
         """Return every element of a parameter. All ranks call it."""
@@ -160,6 +167,14 @@ def _gathered(ranks: Ranks, report: RowReport) -> Iterator[RowReport]:
 
 def _is_of(tensor: Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+
+
+def _is_near(own: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether each element is as near as roundings of it, and of what is added up to it,
+    leave it: addends are about as large as the other elements."""
+    usual = float(right.square().mean().sqrt()) if right.numel() else 0.0
+    bound = torch.finfo(dtype).eps * (right.abs() + 2 * usual)
+    return bool(((own - right).abs() <= bound).all())
 
 
 def places_of(ranks: Ranks, truths: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -53,8 +53,11 @@ def explain_gradients(
         by_batch = _proven(by_batch, _given(evidence), evidence, ranks, limit)
         if by_batch.certainty is not Certainty.UNEXPLAINED:
             return by_batch
+    unexplained = unclear(departures, evidence, names, ranks)
+    if (rounded := coarse_sum(unexplained, evidence.samples, limit.gradients)) is not None:
+        return rounded
     if not wrong:
-        return unclear(departures, evidence, names, ranks)
+        return unexplained
     culprit: Culprit | None = None
     for first, alike in _hypotheses(wrong, evidence, loose):
         case = Diagnosis(departures, evidence, ranks, loose, alike, first)
@@ -62,7 +65,7 @@ def explain_gradients(
         if culprit.certainty is not Certainty.UNEXPLAINED:
             return culprit
     assert culprit is not None, "something is wrong, so there is a hypothesis"
-    return coarse_sum(culprit, evidence.samples, limit.gradients) or culprit
+    return culprit
 
 
 def _loose(limit: Tolerance) -> float:

@@ -132,7 +132,30 @@ class Inquiry:
                     place=places if len(chosen) > 1 else blamed.place,
                 )
             self._ruled_out.append(f"the plain module in the place of {places}")
-        return None
+        return self._of_dtypes(mine.list, suspects)
+
+    def _of_dtypes(self, mine: Sequence[Violation], suspects: Sequence[Suspect]) -> Culprit | None:
+        """All modules that depart return another dtype than the plain ones: no cure is tried, as
+        the loop would cast between them."""
+        kinds = {
+            " for ".join(str(side.dtype).removeprefix("torch.") for side in (v.actual, v.expected))
+            for v in mine
+            if v.actual.dtype != v.expected.dtype
+        }
+        count = sum(v.actual.dtype != v.expected.dtype for v in mine)
+        everyones = self.ranks.gather([sorted(kinds), count == len(mine)])
+        known = {kind for its, _ in everyones for kind in its}
+        if len(known) != 1 or not all(is_all for _, is_all in everyones):
+            return None
+        (kind,) = known
+        actual, _, expected = kind.partition(" for ")
+        return Culprit(
+            state=Subject.ACTIVATIONS, axis="", factor=kind,
+            place=families([path for suspect in suspects for path in suspect.paths]),
+            step=self.step.differences.step, ranks=tuple(range(self.ranks.size)),
+            sentence=f"Its modules compute in {actual}, one device's in {expected}. If that is "
+            f"meant, say so: Terms(dtype=torch.{actual}).",
+        )  # fmt: skip
 
     def _suspects(
         self, mine: Sequence[Violation], tested: set[str], order: Calls

@@ -22,11 +22,13 @@ _STILL = 2  # steps at the end without a move, from which a schedule's last step
 @dataclass(slots=True)
 class Watched:
     """`trained`: parameters that had a gradient; `steps`: of each step whether any parameter had a
-    gradient, and whether any moved; `emptied`: how often an optimizer had nothing left of what it
+    gradient, and whether any moved; `has_masters`: an optimizer updates tensors that are none of
+    the model's; `emptied`: how often an optimizer had nothing left of what it
     had kept of a parameter."""
 
     trained: set[str] = field(default_factory=set)
     steps: list[tuple[bool, bool]] = field(default_factory=list)
+    has_masters: bool = False
     emptied: dict[str, int] = field(default_factory=dict)
     _kept: set[str] = field(default_factory=set)
     _values: dict[str, Tensor] = field(default_factory=dict)
@@ -49,6 +51,12 @@ class Watched:
         for name in self._kept & run.without_state:
             self.emptied[name] = self.emptied.get(name, 0) + 1
         own = {id(shard.parameter): name for name, shard in wholes.items()}
+        self.has_masters = self.has_masters or any(
+            id(parameter) not in own
+            for optimizer in run.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
         self._kept = {
             own[id(parameter)]
             for optimizer in run.optimizers
@@ -69,8 +77,8 @@ class Watched:
 
     def _unmoved(self, origin: Mapping[str, Tensor]) -> _Told | None:
         still = sorted(n for n in self.trained if torch.equal(self._values[n], origin[n].flatten()))
-        if not still or len(still) == len(self.trained):
-            return None  # where nothing moves, that is said already
+        if self.has_masters or not still or len(still) == len(self.trained):
+            return None  # masters move in finer steps; where nothing moves, that is said already
         return _Told(
             Subject.PARAMETERS, "not updated on one device either", families(still),
             "It gets a gradient in the reference and in the loop, and no update moves it: give it "
