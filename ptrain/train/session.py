@@ -23,6 +23,7 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
 from ptrain.derivation.counted import by_counts
 from ptrain.derivation.estimate import Derivation, derive
+from ptrain.derivation.throughput import step_tokens
 from ptrain.errors import PtrainError, VerdictFailed
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
@@ -298,6 +299,7 @@ def _conclude(
             step_seconds={"measured": seconds} if seconds else None,
         )
         result["run"] = _run_figures(session, outcome)
+        result["tokens_per_step"] = step_tokens(session.spec, predictions.derivation.facts)
         result |= {"routing": routing} if routing else {}
         write_json(session.folder.summary, result)
         session.trackers.conclude(_verdict(checks))
