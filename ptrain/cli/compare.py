@@ -86,7 +86,8 @@ def _records_of(source: str) -> Path | None:
         return None
     if path.suffix == ".json" and not path.is_file():
         raise refused(source, "no such file", f"name {_SIDES}")
-    return path if path.is_file() and path.suffix not in _SPECS else None
+    is_spec = path.suffix in _SPECS or source in listing(*SPEC_FOLDERS)
+    return path if path.exists() and not is_spec else None  # a pipe of the shell's too
 
 
 def _documents(file: Path, place: str) -> list[object]:
@@ -99,7 +100,7 @@ def _documents(file: Path, place: str) -> list[object]:
     while text:
         try:
             document, end = decoder.raw_decode(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             finding = f"is no JSON: {error}"
             raise refused(place, finding, "give what a command printed with --json") from None
         documents += document if isinstance(document, list) else [document]

@@ -105,7 +105,7 @@ def _one(record: object, place: str) -> Recorded:
         raise _no_record(place, f"it lacks {', '.join(missing)}")
     try:
         return _figures(record)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         finding = f"it is damaged: {type(error).__name__} {error}"
         raise _no_record(place, finding) from None
 
@@ -117,6 +117,8 @@ def _no_record(place: str, finding: str) -> Exception:
 def _figures(record: Mapping[str, Any]) -> Recorded:
     reading = read(record)
     groups = {group: figures for group, figures in _groups(record, reading) if figures is not None}
+    for figures in groups.values():
+        _require_numbers(figures)
     is_verification = "num_departures" in record
     verdicts = {}
     if record["verdict"] is not None:
@@ -130,6 +132,14 @@ def _figures(record: Mapping[str, Any]) -> Recorded:
         verdicts=verdicts,
         culprit=_culprit(culprit) if culprit else "",
     )
+
+
+def _require_numbers(figures: Figures) -> None:
+    """Raises TypeError or OverflowError for a figure that is none; the file may be anybody's."""
+    for name, value in figures.items():
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
+            raise TypeError(f"{name} is {value!r:.40}")
+        float(value or 0)
 
 
 def _culprit(plain: Mapping[str, Any]) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -103,6 +105,16 @@ def test_a_spec_is_compared_with_what_a_command_printed(printed, tmp_path):
     assert training["figures"]
     assert all(row["difference"] == 0 for row in training["figures"])
     assert printed("compare", file, "zero3").endswith(f"{len(training['figures'])} are equal\n")
+
+
+def test_a_pipe_of_the_shell_is_a_file(printed, tmp_path):
+    pipe = tmp_path / "63"
+    os.mkfifo(pipe)
+    text = json.dumps(run_record())
+    writer = Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    assert "are equal" in printed("compare", pipe, written(tmp_path / "h.json", run_record()))
+    writer.join(10)
 
 
 def test_a_run_folder_is_its_summary_and_only_what_both_say_is_compared(printed, tmp_path):
@@ -230,6 +242,11 @@ def test_a_limit_to_what_one_side_lacks_fails():
         (["zero3", "{number}"], "a record is a mapping; here is 3", "predict, validate"),
         (["zero3", "{other}"], "it lacks spec, world_size, memory", "predict, validate"),
         (["zero3", "{damaged}"], "it is damaged: ", "predict, validate"),
+        (["zero3", "{worded}"], "it is damaged: TypeError loss at the end is 'low'", "predict"),
+        (["zero3", "{endless}"], "it is damaged: OverflowError ", "predict, validate"),
+        (["zero3", "{digits}"], "is no JSON: ", "--json"),
+        (["zero3", "{deep}"], "is no JSON: ", "--json"),
+        (["zero3", "{bytes}"], "cannot be read: ", "name a run folder"),
         (["zero3", "{error}"], "was refused: no such key", "repeat the command"),
         (["zero3", "{refused}"], "b was refused there: why", "leave that point out"),
         (["zero3", "{verification}"], "no figure in common", "compare two predictions"),
@@ -252,6 +269,10 @@ def test_what_cannot_be_compared_is_one_message(words, finding, remedy, printed,
         "number": "3",
         "other": "{}",
         "damaged": json.dumps(run_record() | {"memory": [{"state": 1}]}),
+        "worded": json.dumps(run_record() | {"run": {"loss": "low"}}),
+        "endless": json.dumps(run_record() | {"run": {"loss": 10**400}}),
+        "digits": "1" * 5000,
+        "deep": "[" * 100_000,
         "error": json.dumps({"error": "no such key", "exit_code": 2, "faults": []}),
         "refused": json.dumps([{"spec": "b", "refused": "why", "faults": []}]),
         "verification": json.dumps(verification()),
@@ -261,6 +282,8 @@ def test_what_cannot_be_compared_is_one_message(words, finding, remedy, printed,
     for name, text in files.items():
         places[name] = tmp_path / f"{name}.json"
         places[name].write_text(text)
+    places["bytes"] = tmp_path / "bytes.json"
+    places["bytes"].write_bytes(b"\xff\xfe\x00")
     message = printed("compare", *(word.format(**places) for word in words), code=2)
     assert finding in message and remedy in message
     assert message.count("error:") == 1 and "Traceback" not in message
