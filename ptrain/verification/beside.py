@@ -67,10 +67,12 @@ class BesideOneDevice:
             yield
 
     def _is_due(self, step: int) -> bool:
-        """Step 0 has a state that nothing has come to, which `ptrain verify` looks at."""
+        """Step 0 has a state that nothing has come to, which `ptrain verify` looks at; after the
+        last there is none to compare."""
         self._is_owed |= step > 0 and step % self.every == 0
         is_metered = self._is_measured(step) or self._is_measured(step + 1)
-        return self._is_owed and not is_metered and self._onward is None
+        is_last = step + 1 == self._program.spec.train.steps
+        return self._is_owed and not (is_metered or is_last) and self._onward is None
 
     def judge(self, step: int, loss: float, norm: Tensor | None) -> None:
         """Compare what is known after a step. Raises TrainingStopped on all ranks where it
