@@ -78,12 +78,15 @@ def assert_verified(
     spec: str | Path,
     *overrides: str,
     steps: int = 20,
+    quick: bool = False,
     timeout: float = 600.0,
     allow_import: bool = False,
 ) -> None:
     """`ptrain verify SPEC a.b=c …`: raises AssertionError with what it prints where the verdict
-    fails, PtrainError for a spec that cannot be verified."""
-    words = ["-m", "ptrain", "verify", str(spec), *overrides, "--steps", str(steps)]
+    fails, PtrainError for a spec that cannot be verified. `quick`: without trajectories, and so
+    without `steps`; `timeout` is in seconds."""
+    depth = ["--quick"] if quick else ["--steps", str(steps)]
+    words = ["-m", "ptrain", "verify", str(spec), *overrides, *depth]
     words += ["--allow-import"] * allow_import
     ended = _run(words, timeout, " ".join([str(spec), *overrides]))
     if ended.returncode == VerdictFailed.exit_code:

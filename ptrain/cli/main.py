@@ -26,6 +26,7 @@ VERBS = {
     "validate": "run a few steps and compare what was predicted with what was measured",
     "verify": "run against one device: gradients, state, trajectory, and whose fault it is",
     "select": "which placement of a model on so many devices: all legal ones, ranked",
+    "compare": "two runs, predictions or verifications side by side, as for a pull request",
     "simulate": "the program that trains on fake ranks: memory and traffic at any size",
     "calibrate": "what operators, collectives and updates take on this machine: a cluster's rates",
     "tokenize": "texts, JSON lines or Parquet as the token file that a training reads",
@@ -40,7 +41,7 @@ OF_TORCH = (
     "simulate",
     "tokenize",
 )  # verbs whose module imports it; the others that need it do when they run
-NOT_YET = ("convert", "report", "compare", "doctor", "launch")
+NOT_YET = ("convert", "report", "doctor", "launch")
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 

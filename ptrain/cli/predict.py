@@ -14,6 +14,7 @@ import ptrain
 from ptrain.axes.context.draw import balance_rows
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
+from ptrain.derivation.throughput import step_tokens
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
@@ -94,7 +95,7 @@ def run(args: Namespace) -> int:
         raise refused("--timeline", "is of one spec, and not of a table", "leave the others out")
     if args.timeline and (is_sweep or len(sources) > 1):
         raise refused("--timeline", "several specs, and one picture", "name one spec")
-    predict = partial(_predict, allow_import=args.allow_import, with_reserved=args.reserved)
+    predict = partial(predicted, allow_import=args.allow_import, with_reserved=args.reserved)
     if is_sweep or len(sources) > 2 or is_table:
         from ptrain.cli.sweep import run_sweep
 
@@ -146,6 +147,7 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     derivation, fitting = prediction.derivation, prediction.fit
     result = record(prediction.label, (derivation.paper, derivation.exact))
     result["parameters"] = prediction.num_parameters
+    result["tokens_per_step"] = step_tokens(prediction.spec, derivation.facts)
     result["fit"] = {
         "peak_bytes": fitting.peak_bytes,
         "lower_bytes": fitting.lower_bytes,
@@ -172,14 +174,14 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     return result
 
 
-def _predict(
+def predicted(
     source: str,
     words: tuple[str, ...],
     *,
     label: str = "",
     offer: bool = False,
     allow_import: bool,
-    with_reserved: bool,
+    with_reserved: bool = False,
 ) -> Prediction:
     """The prediction of what `words` make of a source; its label is the spec's name where there is
     no other. `offer`: with what would fit, where it does not. `with_reserved`: what CUDA's

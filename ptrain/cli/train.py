@@ -35,6 +35,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train import environment, options
 from ptrain.train.candidates import again, is_done, require_resumable
 from ptrain.train.folder import Claim, RunFolder, open_run
+from ptrain.train.guard import module_of
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import launch
 from ptrain.train.options import Options
@@ -58,7 +59,7 @@ def run(arguments: Namespace) -> int:
     if environment.launched() or choices.wants_elastic:
         _require_own_ranks(arguments.chart)
     if environment.launched():
-        _become("ptrain.train", options.to_argv(choices))
+        _become(module_of(_own_spec(choices)), options.to_argv(choices))
     spec = checked(choices)
     form = None if arguments.chart is None else _form_of_chart(arguments.chart, spec)
     if choices.wants_elastic:
@@ -90,6 +91,11 @@ def _draw(spec: Spec, folder: RunFolder, chart: Path | None, form: Format | None
     if chart is not None and form is not None:
         sheet = routing_sheet(spec.name, logged_tokens(folder.metrics))
         write_whole(chart, painted(sheet, form))
+
+
+def _own_spec(choices: Options) -> Spec:
+    """Return the spec of a rank that somebody else's launcher started."""
+    return load(choices.spec, choices.overrides, world_size=environment.world_size()).spec
 
 
 def checked(choices: Options) -> Spec:
@@ -166,6 +172,7 @@ def _attempts(spec: Spec, prepared: Options, claim: Claim) -> int:
                 num_ranks=spec.world_size,
                 folder=claim.folder,
                 parts=parts,
+                module=module_of(spec),
                 inherited=(claim.lock.descriptor,),
             )
         except RankFailed as error:

@@ -34,9 +34,10 @@ class Throughput:
 def throughput(spec: Spec, facts: ModelFacts, step: StepTime) -> Throughput | None:
     """Return what a step of this time processes; None of samples that are not tokens, and where a
     step takes no time."""
-    if facts.sample_bytes is not None or not step.seconds:
+    number = step_tokens(spec, facts)
+    if number is None or not step.seconds:
         return None
-    tokens = spec.batch.tokens / step.seconds
+    tokens = number / step.seconds
     flops = spec.cluster.flops * spec.world_size if spec.cluster else 0.0
     if not flops or not isinstance(spec.model, ModelShape):
         return Throughput(tokens_per_second=tokens)
@@ -49,6 +50,11 @@ def throughput(spec: Spec, facts: ModelFacts, step: StepTime) -> Throughput | No
         mfu_full=tokens * full / flops,
         mfu_causal=tokens * causal / flops,
     )
+
+
+def step_tokens(spec: Spec, facts: ModelFacts) -> int | None:
+    """Return the tokens of a step, of all ranks; None of samples that are not tokens."""
+    return spec.batch.tokens if facts.sample_bytes is None else None
 
 
 def token_operations(

@@ -249,6 +249,15 @@ class Keys:
             10**9,
         ),
     ] = 0
+    verify_every: Annotated[
+        int,
+        Whole(
+            "stop where one device, given the run's own state, has another loss or gradient, "
+            "looked at every so many steps (0: never)",
+            0,
+            10**9,
+        ),
+    ] = 0
     overlap_shared_experts: Annotated[
         bool,
         Truth(

@@ -18,6 +18,7 @@ from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.train import environment, options, rendezvous
 from ptrain.train.failure import is_victim
+from ptrain.train.guard import module_of
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.options import Options
 
@@ -48,7 +49,7 @@ def launch(settings: Options) -> int:
     rendezvous.register()
     environment.let_agents_restart()
     try:
-        argv = ("-P", "-m", "ptrain.train", *options.to_argv(settings))
+        argv = ("-P", "-m", module_of(spec), *options.to_argv(settings))
         elastic_launch(config, sys.executable)(*argv)
     except ChildFailedError as error:
         rank, message = _culprit(error)

@@ -28,7 +28,7 @@ from ptrain.train.schedule import learning_rate
 class Parts:
     """What the loop uses beside the program. `watch(step)` surrounds a step with the meters and
     profilers that are due, `routing(step)` gives what its routers chose, where they were watched;
-    `save(steps_done)` writes a checkpoint."""
+    `judge(step, loss, norm)` may stop the training; `save(steps_done)` writes a checkpoint."""
 
     corpus: SampleSource
     exchange: Exchange
@@ -36,6 +36,7 @@ class Parts:
     journal: Journal
     watch: Callable[[int], AbstractContextManager[object]]
     routing: Callable[[int], Sequence[LayerRouting]]
+    judge: Callable[[int, float, torch.Tensor | None], None]
     save: Callable[[int], None]
 
 
@@ -69,6 +70,7 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
         seconds = time.perf_counter() - began
         routing, scaling = parts.routing(step), program.scaling
         parts.journal.step(StepReport(step + 1, loss, norm, rate, seconds, scaling, routing))
+        parts.judge(step, loss, norm)
         if _is_due(step + 1, spec.eval.every):
             held_out = _evaluate(program, parts)
             parts.journal.held_out(step + 1, held_out)
@@ -102,12 +104,10 @@ def seed_dropout(program: Program, step: int) -> None:
 
 def _evaluate(program: Program, parts: Parts) -> float:
     """The mean loss of the held-out batches, the same ones every time."""
-    count = program.spec.eval.batches
-    shares = [
-        float(program.evaluate(local_batch(program, parts.corpus, index, Split.HELD_OUT)))
-        for index in range(count)
-    ]
-    return parts.exchange.add([sum(shares)])[0] / count
+    count, split = program.spec.eval.batches, Split.HELD_OUT
+    batches = (local_batch(program, parts.corpus, index, split) for index in range(count))
+    share = sum(float(program.evaluate(local)) for local in batches)
+    return parts.exchange.add([share])[0] / count
 
 
 def _is_due(steps: int, every: int) -> bool:

@@ -23,7 +23,8 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
 from ptrain.derivation.counted import by_counts
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.errors import PtrainError, VerdictFailed
+from ptrain.derivation.throughput import step_tokens
+from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
 from ptrain.processor import cores
@@ -41,6 +42,7 @@ from ptrain.train.consistency import Consistency
 from ptrain.train.emulation import emulated_line
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import Claim, RunFolder, begin, open_run, shown, write_json
+from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
 from ptrain.train.heading import header, preflight_lines
 from ptrain.train.journal import LOG, Journal, say, set_up_logging
 from ptrain.train.loop import Outcome, Parts, train
@@ -51,6 +53,8 @@ from ptrain.train.resume import resume
 from ptrain.train.routing import RoutingLog
 from ptrain.train.tracker import names_of_trackers, require_trackers
 from ptrain.train.tracking import Trackers, trackers_of
+
+_UNGUARDED = "nothing in this process can look at steps beside one device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +71,15 @@ class Session:
     trackers: Trackers = field(default_factory=Trackers)
 
 
-def run(options: Options) -> int:
-    """Train on this rank; the exit code. A process group is destroyed only if it was made here."""
+def run(options: Options, guarded: MakeGuard | None = None) -> int:
+    """Train on this rank; the exit code. A process group is destroyed only if it was made here.
+    `guarded` makes what looks at steps where the spec has `verify_every`."""
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
     spec = settled(load(options.spec, options.overrides, world_size=size))
     require_reachable(spec)
+    if spec.verify_every and guarded is None:
+        raise refused("verify_every", _UNGUARDED, f"start -m {GUARDED} in its place")
+    make_guard = guarded if spec.verify_every and guarded else Unguarded
     with interrupt.caught() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
         stack.callback(world.close)
@@ -91,7 +99,7 @@ def run(options: Options) -> int:
         set_up_logging(folder, rank=world.rank, speaks=world.is_first and not options.json)
         exchange.barrier()  # from here on rank 0 may take the folder away: no rank writes into it
         stack.push(_log_failure)  # runs first: leaving the group may hang, or this rank be ended
-        return _run(session, interrupts)
+        return _run(session, interrupts, make_guard)
 
 
 def on_device(spec: Spec, device: torch.device) -> Spec:
@@ -112,7 +120,7 @@ def _log_failure(
         LOG.debug("rank failed: %s", error, exc_info=error)
 
 
-def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
+def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGuard) -> int:
     spec, options, world = session.spec, session.options, session.world
     speaks = world.is_first and not options.json
     text = corpus(spec.data)
@@ -146,15 +154,20 @@ def _run(session: Session, interrupts: interrupt.Interrupts) -> int:
                 every=options.measure,
                 measured=journal.measured,
             )
-            consistency = Consistency(program, session.exchange, partial(_continuation, session))
+            resuming = partial(_continuation, session)
+            consistency = Consistency(program, session.exchange, resuming)
             routing = RoutingLog(program, session.exchange, session.folder, probe.is_measured)
+            guard = make_guard(program, session.exchange, probe.is_measured, resuming)
             parts = Parts(
                 corpus=text,
                 exchange=session.exchange,
                 interrupts=interrupts,
                 journal=journal,
-                watch=lambda step: consistency.around(step, routing.around(step, probe(step))),
+                watch=lambda step: guard.around(
+                    step, consistency.around(step, routing.around(step, probe(step)))
+                ),
                 routing=routing.of_step,
+                judge=guard.judge,
                 save=partial(_save, program, session, consistency),
             )
             if world.is_first:
@@ -298,6 +311,7 @@ def _conclude(
             step_seconds={"measured": seconds} if seconds else None,
         )
         result["run"] = _run_figures(session, outcome)
+        result["tokens_per_step"] = step_tokens(session.spec, predictions.derivation.facts)
         result |= {"routing": routing} if routing else {}
         write_json(session.folder.summary, result)
         session.trackers.conclude(_verdict(checks))

@@ -25,6 +25,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.train import session
 from ptrain.train.exchange import Exchange
+from ptrain.train.guard import MakeGuard
 from ptrain.train.options import Options
 from ptrain.verification.drive import drive
 
@@ -186,7 +187,13 @@ def _swap_two_of_one_size(buckets: list[torch.Tensor]) -> None:
     buckets[one], buckets[other] = buckets[other], buckets[one]
 
 
-def trained(overrides: tuple[str, ...], folder: Path, fault: Fault) -> tuple[int, str]:
+def trained(
+    overrides: tuple[str, ...],
+    folder: Path,
+    fault: Fault,
+    spec: str = "ddp",
+    guarded: MakeGuard | None = None,
+) -> tuple[int, str]:
     """A whole training with a fault after a step; its exit code and what it said."""
     done = 0
 
@@ -205,8 +212,8 @@ def trained(overrides: tuple[str, ...], folder: Path, fault: Fault) -> tuple[int
 
     session.interpret = sabotaged
     try:
-        options = Options(spec="ddp", overrides=overrides, run_dir=folder, quiet=True)
-        return session.run(options), ""
+        options = Options(spec=spec, overrides=overrides, run_dir=folder, quiet=True)
+        return session.run(options, guarded), ""
     except TrainingStopped as stopped:
         return stopped.exit_code, str(stopped)
     finally:

@@ -208,7 +208,8 @@ IN_PART = {"train", "factors", "batch", "cluster", "data"}
 IRRELEVANT = {  # to what a micro-batch allocates within the model
     "optimizer", "sync", "eval", "checkpoint", "timeout", "log", "profile", "backend",
     "deterministic", "reduce_scatter", "bucket_bytes", "overlap", "prefetch", "gather_after_update",
-    "offload", "frozen", "consistency_every", "name", "resolved", "trivial_factors",
+    "offload", "frozen", "consistency_every", "verify_every", "name", "resolved",
+    "trivial_factors",
     "device",  # its kind counts
     "routing",  # formulas take any
 }  # fmt: skip

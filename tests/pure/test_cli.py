@@ -39,6 +39,7 @@ TORCH_FREE = (
     ["predict", "70b-dp", "--json"],
     ["predict", "zero3", "ddp"],
     ["predict", "8b-tp-sp", "8b-tp-zero3"],
+    ["compare", "zero2", "zero3"],
     ["plan", "hsdp"],
     ["plan", "cp-hybrid"],
     ["specs"],

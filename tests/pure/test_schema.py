@@ -62,6 +62,7 @@ RESERVED = [
     "checkpoint",
     "profile",
     "consistency_every",
+    "verify_every",
     "overlap_shared_experts",
     "routing",
     "timeout",

@@ -118,6 +118,7 @@ EVERY_KEY = {
     "device": "cpu",
     "backend": "gloo",
     "consistency_every": 41,
+    "verify_every": 43,
     "overlap_shared_experts": True,
     "routing": "worst",
     "reduce_scatter": "all_to_all",
@@ -151,6 +152,7 @@ def test_every_key_is_taken_as_it_is_written():
     assert spec.checkpoint == CheckpointSpec(at_end=True, every=23)
     assert spec.log == LogSpec(every=37, trackers=("mlflow", "wandb"))
     assert (spec.log_every, spec.profile, spec.consistency_every) == (37, (2, 3), 41)
+    assert spec.verify_every == 43
     assert (spec.routing, spec.overlap_shared_experts) == (Bound.WORST, True)
     assert (spec.deterministic, spec.device, spec.backend) == (True, "cpu", "gloo")
     assert (spec.reduce_scatter, spec.bucket_bytes, spec.prefetch) == ("all_to_all", 4096, 2)

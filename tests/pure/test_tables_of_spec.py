@@ -258,7 +258,7 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
         "prefetch": None, "gather_after_update": "blocking", "profile": (),
         "consistency_every": 0, "deterministic": False, "device": "auto", "backend": "auto",
         "resolved": {}, "trivial_factors": (), "context": None, "routing": None,
-        "overlap_shared_experts": False,
+        "overlap_shared_experts": False, "verify_every": 0,
     }  # fmt: skip
     assert {key: found[key] for key in plain} == plain
     made = {key: type(value).__name__ for key, value in found.items() if key not in plain}

@@ -16,6 +16,7 @@ from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.spec.load import load
+from ptrain.testing import assert_verified
 from ptrain.verification import options, start
 from ptrain.verification.options import VerifyOptions, parse, source_of, to_argv
 
@@ -225,3 +226,20 @@ def test_the_verdict_comes_last_and_names_the_culprit():
     assert text.endswith("sum them once.")
     held = end_text((GOOD,), torch="2.13.0", culprit=None, notes=())
     assert held == "verdict: holds (1 of 1)"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({}, ["--steps", "20"]), ({"steps": 5}, ["--steps", "5"]), ({"quick": True}, ["--quick"])],
+)
+def test_a_test_verifies_with_as_many_steps_as_it_says_or_without_trajectories(
+    options, words, monkeypatch
+):
+    def ended(command, timeout, what):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    commands = []
+    monkeypatch.setattr("ptrain.testing._run", ended)
+    assert_verified("zero3", "mesh.dp_shard=2", **options)
+    assert commands == [["-m", "ptrain", "verify", "zero3", "mesh.dp_shard=2", *words]]

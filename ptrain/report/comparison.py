@@ -1,0 +1,230 @@
+"""`ptrain compare BASE HEAD`: two records side by side, and limits to what may have grown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ptrain.errors import refused
+from ptrain.report.recorded import MEASURED, FigureGroup, FigureKind, Figures, Recorded
+
+_LIMITED = tuple(kind for kind in FigureKind if kind not in (FigureKind.SIZE, FigureKind.TOKENS))
+VERDICT = "verdict"
+_LIMITS = f"one or more of {', '.join(f'{kind}=1%' for kind in _LIMITED)} and {VERDICT}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedFigure:
+    """One row. None: that side has no such row, which is 0 where its group is known, or does not
+    know it (`is_known` false)."""
+
+    group: FigureGroup
+    name: str
+    base: int | float | None
+    head: int | float | None
+    is_known: bool = True
+
+    @property
+    def label(self) -> str:
+        """Return the name, with its source where that is not a prediction."""
+        return f"{self.name}, {self.group.source}" if self.group.source == MEASURED else self.name
+
+    @property
+    def is_equal(self) -> bool:
+        return self.is_known and (self.base or 0) == (self.head or 0)
+
+    @property
+    def difference(self) -> int | float | None:
+        """Return head less base; None where one of them is not known."""
+        return (self.head or 0) - (self.base or 0) if self.is_known else None
+
+    @property
+    def relative(self) -> float | None:
+        """Return the difference as a share of base; None where there is nothing to divide by."""
+        if self.difference is None or not self.base or not math.isfinite(self.difference):
+            return None
+        return self.difference / abs(self.base)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedVerdict:
+    """What each side's verdict on one thing is; "" where a side has none."""
+
+    about: str
+    base: str
+    head: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedTraining:
+    """One training of both sides. `only_base`, `only_head`: groups that one side knows alone."""
+
+    base: Recorded
+    head: Recorded
+    figures: tuple[ComparedFigure, ...]
+    verdicts: tuple[ComparedVerdict, ...]
+    only_base: tuple[FigureGroup, ...]
+    only_head: tuple[FigureGroup, ...]
+
+    @property
+    def title(self) -> str:
+        names = dict.fromkeys((self.base.name, self.head.name))
+        return " → ".join(names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordComparison:
+    """All trainings that both sides have, and the names of those that only one has."""
+
+    base: str
+    head: str
+    trainings: tuple[ComparedTraining, ...]
+    only_base: tuple[str, ...] = ()
+    only_head: tuple[str, ...] = ()
+
+
+def compare_records(
+    base: Mapping[str, Recorded], head: Mapping[str, Recorded], *, names: tuple[str, str]
+) -> RecordComparison:
+    """Compare what bears the same name, or what is alone on both sides whatever its name. `names`
+    are what the two sides are called. Raises SpecError where they have nothing in common."""
+    if len(base) == len(head) == 1:
+        pairs = [(*base.values(), *head.values())]
+        left: list[str] = []
+        right: list[str] = []
+    else:
+        pairs = [(base[name], head[name]) for name in base if name in head]
+        left, right = [n for n in base if n not in head], [n for n in head if n not in base]
+    trainings = [_training(*pair) for pair in pairs]
+    if not trainings:
+        finding = f"one side has {', '.join(base)}, the other {', '.join(head)}"
+        raise refused(" ".join(names), finding, "compare records of specs with the same names")
+    if not any(training.figures or training.verdicts for training in trainings):
+        finding = "the two have no figure in common: they are records of different kinds"
+        remedy = "compare two predictions, two runs, or two verifications"
+        raise refused(" ".join(names), finding, remedy)
+    return RecordComparison(
+        base=names[0],
+        head=names[1],
+        trainings=tuple(trainings),
+        only_base=tuple(left),
+        only_head=tuple(right),
+    )
+
+
+def _training(base: Recorded, head: Recorded) -> ComparedTraining:
+    both = [group for group in base.groups if group in head.groups]
+    figures = [
+        row for group in both for row in _rows(group, base.groups[group], head.groups[group])
+    ]
+    abouts = dict.fromkeys((*base.verdicts, *head.verdicts))
+    has_verdict = any(about in base.verdicts and about in head.verdicts for about in abouts)
+    is_common = any(row.group.kind is not FigureKind.SIZE for row in figures) or has_verdict
+    return ComparedTraining(
+        base=base,
+        head=head,
+        figures=tuple(figures) if is_common else (),
+        verdicts=tuple(
+            ComparedVerdict(
+                about=about, base=base.verdicts.get(about, ""), head=head.verdicts.get(about, "")
+            )
+            for about in abouts
+        )
+        if is_common
+        else (),
+        only_base=tuple(group for group in base.groups if group not in head.groups),
+        only_head=tuple(group for group in head.groups if group not in base.groups),
+    )
+
+
+def _rows(group: FigureGroup, base: Figures, head: Figures) -> Iterator[ComparedFigure]:
+    for name in dict.fromkeys((*base, *head)):
+        is_unknown = any(name in side and side[name] is None for side in (base, head))
+        values = base.get(name), head.get(name)
+        is_size_of_one = group.kind is FigureKind.SIZE and None in values  # older records lack some
+        if values != (None, None) and not is_size_of_one:
+            yield ComparedFigure(
+                group=group, name=name, base=values[0], head=values[1], is_known=not is_unknown
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """How much a kind of figure may grow, as a share of base; None: the verdict must hold."""
+
+    kind: FigureKind | None
+    growth: float = 0.0
+
+
+def limits(text: str) -> tuple[Limit, ...]:
+    """Read `peak=1%,bytes=0,verdict`. Raises SpecError for what names nothing that has a limit."""
+    parsed = tuple(_limit(part.strip()) for part in text.split(",") if part.strip())
+    if not parsed:
+        raise refused("--fail-on", "names nothing", f"write {_LIMITS}, with commas")
+    return parsed
+
+
+def _limit(part: str) -> Limit:
+    name, equals, share = part.partition("=")
+    if name == VERDICT and not equals:
+        return Limit(kind=None)
+    if name not in _LIMITED:
+        raise refused("--fail-on", f"{part!r} names no figure with a limit", f"write {_LIMITS}")
+    try:
+        growth = float(share.removesuffix("%")) / 100
+    except ValueError:
+        growth = math.nan
+    if not (0 <= growth < math.inf) or not (share.endswith("%") or growth == 0):
+        finding = f"{part!r} says no share that {name} may grow by"
+        raise refused("--fail-on", finding, f"write {name}=1%, or {name}=0 for not at all")
+    return Limit(kind=FigureKind(name), growth=growth)
+
+
+def exceeded(comparison: RecordComparison, limits: Sequence[Limit]) -> list[str]:
+    """Return a sentence for whatever grew beyond its limit, and for a verdict of HEAD that does not
+    hold. Raises SpecError for a limit to what neither side has: it would guard nothing."""
+    sentences = [
+        sentence
+        for training in comparison.trainings
+        for limit in limits
+        for sentence in _exceeded(training, limit)
+    ]
+    for limit in limits:
+        if not any(_has(training, limit) for training in comparison.trainings):
+            finding = f"neither side says anything of {limit.kind or VERDICT}"
+            raise refused("--fail-on", finding, "leave it out, or compare records that do")
+    return sentences + [f"{name}: HEAD has no record of it" for name in comparison.only_base]
+
+
+def _has(training: ComparedTraining, limit: Limit) -> bool:
+    if limit.kind is None:
+        return bool(training.verdicts)
+    groups = {*training.base.groups, *training.head.groups}
+    return any(group.kind is limit.kind for group in groups)
+
+
+def _exceeded(training: ComparedTraining, limit: Limit) -> Iterator[str]:
+    title = training.title
+    if limit.kind is None:
+        for verdict in training.verdicts:
+            if not verdict.head.startswith("holds"):
+                yield f"{title}: {verdict.about}: {verdict.head or 'HEAD has no verdict'}"
+        return
+    if not any(row.group.kind is limit.kind for row in training.figures):
+        if _has(training, limit):
+            yield f"{title}: {limit.kind}: the two sides have no such figure in common"
+        return
+    for row in training.figures:
+        if row.group.kind is limit.kind and _is_beyond(row, limit.growth):
+            beyond = f"grew by more than {limit.growth:.4%}".replace(".0000%", "%")
+            yield f"{title}: {row.label} {beyond if row.is_known else 'is not known at HEAD'}"
+
+
+def _is_beyond(row: ComparedFigure, growth: float) -> bool:
+    """False where base alone is not known: HEAD says more than there was. True of what is not a
+    number."""
+    if not row.is_known:
+        return row.head is None
+    base, head = row.base or 0, row.head or 0
+    return not head <= base + growth * abs(base)

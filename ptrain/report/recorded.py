@@ -1,0 +1,240 @@
+"""What a result record says, as figures by name that another record's can be held against.
+
+A group is a kind of figure from one source (predicted or measured). A record that says nothing of a
+group lacks it; in a group that is there a row that is missing is 0, unless the record says that it
+does not know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ptrain.by_rank import distinct
+from ptrain.costs import Column, Estimate, Phase, State, busiest
+from ptrain.errors import refused
+from ptrain.report.finding import Certainty, Culprit, Subject
+from ptrain.report.reading import Reading, read
+from ptrain.report.table import largest, moved_bytes, on_tiers
+
+_RECORD = ("spec", "world_size", "memory", "peak", "traffic", "step_seconds", "checks", "verdict")
+_COMMANDS = "predict, validate, verify, simulate or train, with --json, or a run folder's summary"
+_DATA_SIZED = (State.ACTIVATIONS, State.TRANSIENT)
+
+ONE_DEVICE, AS_PREDICTED = "trains like one device", "as predicted"
+PREDICTED, MEASURED = "predicted", "measured"
+
+
+class FigureKind(StrEnum):
+    """What a figure is of, by the word in which a limit is set to it."""
+
+    SIZE = "size"
+    MEMORY = "memory"  # bytes per state of the rank that holds most
+    PEAK = "peak"  # bytes per phase of the rank that holds most
+    BYTES = "bytes"  # sent, or copied between a rank's own tiers, in a step
+    CALLS = "calls"  # of collectives in a step
+    TIME = "time"  # seconds of a step
+    TOKENS = "tokens"  # a second
+    LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class FigureGroup:
+    """`source`: `predicted` or `measured`; a loss and a size of the training have none."""
+
+    kind: FigureKind
+    source: str = ""
+
+
+Figures = Mapping[str, int | float | None]  # None: there is one, and it is not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The figures of one training. `verdicts`: by what they are about, with how many checks hold;
+    `culprit` is in words, "" where there is none."""
+
+    name: str
+    groups: Mapping[FigureGroup, Figures]
+    verdicts: Mapping[str, str]
+    culprit: str = ""
+
+    @property
+    def is_verified(self) -> bool:
+        return ONE_DEVICE in self.verdicts
+
+
+def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
+    """Return by name what the records of one side say; a verification and a prediction or run of
+    one name are one training, any other records of one name are numbered. Raises SpecError for what
+    is no record."""
+    trainings: dict[str, Recorded] = {}
+    for record in records:
+        its = _one(record, place)
+        name, number = its.name, 1
+        while name in trainings and trainings[name].is_verified == its.is_verified:
+            number += 1
+            name = f"{its.name} ({number})"
+        trainings[name] = _joined(trainings[name], its) if name in trainings else its
+    if not trainings:
+        raise refused(place, "holds no record", f"give what a command printed: {_COMMANDS}")
+    return trainings
+
+
+def _joined(first: Recorded, second: Recorded) -> Recorded:
+    return Recorded(
+        name=first.name,
+        groups={**second.groups, **first.groups},
+        verdicts={**first.verdicts, **second.verdicts},
+        culprit=first.culprit or second.culprit,
+    )
+
+
+def _one(record: object, place: str) -> Recorded:
+    if not isinstance(record, Mapping):
+        raise _no_record(place, f"a record is a mapping; here is {record!r:.40}")
+    if "error" in record and "exit_code" in record:
+        finding = f"the command that wrote it was refused: {record['error']}"
+        raise refused(place, finding, "repeat the command once that is right")
+    if record.get("refused"):
+        finding = f"{record.get('spec')} was refused there: {record['refused']}"
+        raise refused(place, finding, "leave that point out, or repair it")
+    if missing := [key for key in _RECORD if key not in record]:
+        raise _no_record(place, f"it lacks {', '.join(missing)}")
+    try:
+        return _figures(record)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        finding = f"it is damaged: {type(error).__name__} {error}"
+        raise _no_record(place, finding) from None
+
+
+def _no_record(place: str, finding: str) -> Exception:
+    return refused(place, f"is no result record: {finding}", f"give that of {_COMMANDS}")
+
+
+def _figures(record: Mapping[str, Any]) -> Recorded:
+    reading = read(record)
+    groups = {group: figures for group, figures in _groups(record, reading) if figures is not None}
+    for figures in groups.values():
+        _require_numbers(figures)
+    is_verification = "num_departures" in record
+    verdicts = {}
+    if record["verdict"] is not None:
+        held = sum(check.holds for check in reading.checks)
+        about = ONE_DEVICE if is_verification else AS_PREDICTED
+        verdicts[about] = f"{record['verdict']} ({held} of {len(reading.checks)})"
+    culprit = record.get("culprit")
+    return Recorded(
+        name=str(record["spec"]),
+        groups=groups,
+        verdicts=verdicts,
+        culprit=_culprit(culprit) if culprit else "",
+    )
+
+
+def _require_numbers(figures: Figures) -> None:
+    """Raises TypeError or OverflowError for a figure that is none; the file may be anybody's."""
+    for name, value in figures.items():
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
+            raise TypeError(f"{name} is {value!r:.40}")
+        float(value or 0)
+
+
+def _culprit(plain: Mapping[str, Any]) -> str:
+    """Return a record's culprit in the words in which it was printed."""
+    culprit = Culprit(
+        **{
+            **plain,
+            "state": Subject(plain["state"]),
+            "ranks": tuple(plain["ranks"]),
+            "certainty": Certainty(plain.get("certainty", Certainty.FITS)),
+        }
+    )
+    return str(culprit)
+
+
+def _groups(
+    record: Mapping[str, Any], reading: Reading
+) -> Iterator[tuple[FigureGroup, Figures | None]]:
+    estimates = reading.estimates
+    predicted = estimates.get(Column.COUNTED) or estimates.get(Column.EXACT)
+    tokens = record.get("tokens_per_step")
+    if predicted is not None:
+        yield FigureGroup(FigureKind.SIZE), _sizes(record)
+    for source, estimate in ((PREDICTED, predicted), (MEASURED, _ran(estimates))):
+        if estimate is not None:
+            for kind, figures in _of_estimate(estimate):
+                yield FigureGroup(kind, source), figures
+    step = predicted.step if predicted else None
+    seconds = {PREDICTED: step.seconds if step else None, MEASURED: reading.step_seconds}
+    for source, value in seconds.items():
+        yield (
+            FigureGroup(FigureKind.TIME, source),
+            None if value is None else {"seconds a step": value},
+        )
+        pace = {"tokens a second": tokens / value} if tokens and value else None
+        yield FigureGroup(FigureKind.TOKENS, source), pace
+    run = record.get("run", {})
+    losses = {"loss at the end": run.get("loss"), "held-out loss": run.get("held_out_loss")}
+    known = {name: loss for name, loss in losses.items() if loss is not None}
+    yield FigureGroup(FigureKind.LOSS), known or None
+
+
+def _ran(estimates: Mapping[Column, Estimate]) -> Estimate | None:
+    return estimates.get(Column.MEASURED) or estimates.get(Column.SIMULATED)
+
+
+def _sizes(record: Mapping[str, Any]) -> Figures:
+    sizes = {"ranks": record["world_size"]}
+    if "parameters" in record:
+        sizes["parameters of the model"] = record["parameters"]
+    if record.get("tokens_per_step"):
+        sizes["tokens a step"] = record["tokens_per_step"]
+    return sizes
+
+
+def _of_estimate(estimate: Estimate) -> Iterator[tuple[FigureKind, Figures]]:
+    yield FigureKind.MEMORY, _memory(estimate)
+    if "peak" not in estimate.undefined:
+        peaks: dict[str, int] = {}
+        for row in distinct(estimate.peak):
+            label = f"peak in {row.phase}"
+            peaks[label] = max(row.device_bytes, peaks.get(label, 0))
+        yield FigureKind.PEAK, peaks
+    if "traffic" not in estimate.undefined:
+        yield FigureKind.BYTES, _traffic(estimate, is_bytes=True)
+        yield FigureKind.CALLS, _traffic(estimate, is_bytes=False)
+
+
+def _memory(estimate: Estimate) -> Figures:
+    most = largest(estimate.memory)
+    figures: dict[str, int | None] = {}
+    for state in State:
+        for tier, label in on_tiers(state):
+            if size := most.get((state, tier)):
+                figures[label] = size
+    unknown = _DATA_SIZED if "activations" in estimate.undefined else ()
+    return figures | dict.fromkeys(map(str, unknown))
+
+
+def _traffic(estimate: Estimate, *, is_bytes: bool) -> Figures:
+    """Return a step's figures by collective and axes, and those of the start apart."""
+    figures: dict[str, int] = {}
+    for row in busiest(estimate.traffic):
+        key = row.key
+        over = "" if key.collective.is_copy else f" over {'+'.join(key.axes) or 'world'}"
+        via = f" via {key.via}" if key.via else ""
+        at_start = " at the start" if key.phase is Phase.SETUP else ""
+        label = f"{key.collective}{over}{via}{at_start}, {'bytes' if is_bytes else 'calls'}"
+        figures[label] = figures.get(label, 0) + (moved_bytes(row) if is_bytes else row.calls)
+    return figures
+
+
+def sources(groups: Iterable[FigureGroup]) -> str:
+    """Return groups in words, by source: `measured memory and peak, loss`."""
+    by_source: dict[str, list[str]] = {}
+    for group in groups:
+        by_source.setdefault(group.source, []).append(group.kind)
+    return "; ".join(f"{source} {', '.join(kinds)}".strip() for source, kinds in by_source.items())

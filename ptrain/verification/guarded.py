@@ -1,0 +1,24 @@
+"""`python -m ptrain.verification.guarded SPEC [a.b=c …]`: one rank of a training beside which one
+device runs (`verify_every`), under torchrun, under `ptrain train`, or alone."""
+
+import sys
+
+from ptrain.import_path import leave_current_folder
+
+if __name__ == "__main__":
+    leave_current_folder()
+
+from ptrain.train.parent import die_with_agent  # once the path is right
+from ptrain.train.refusal import leave_without_torch
+
+if __name__ == "__main__":
+    die_with_agent()  # importing torch takes seconds, in which the agent may be killed
+    leave_without_torch()
+
+from ptrain.train.options import parse
+from ptrain.train.rank_exit import live
+from ptrain.train.session import run
+from ptrain.verification.beside import BesideOneDevice
+
+if __name__ == "__main__":
+    live(lambda: run(parse(sys.argv[1:]), BesideOneDevice))

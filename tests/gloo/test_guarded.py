@@ -1,0 +1,104 @@
+"""`verify_every`: what all ranks do wrong alike stops a training, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptrain.cli.main import main
+from ptrain.errors import SpecError
+from ptrain.train import session
+from ptrain.train.options import Options
+from ptrain.verification.beside import BesideOneDevice
+from tests.gloo import guarded_faults as faults
+from tests.gloo.consistency_runs import Fault, trained
+from tests.gloo.test_consistency import SMALL
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+# Steps 2 and 3 are measured, so that of every two the fifth is the first that is looked at.
+JOB = (*SMALL, "train.steps=9", "eval.every=0", "checkpoint.every=1", "verify_every=2")
+TWO = ("mesh={dp_replicate: 2}", *JOB)
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "words"),
+    [
+        (faults.gradients_twice, 4, "gradient is off by "),
+        (faults.parameters_drift, 5, "loss after the update is off by "),
+    ],
+)
+def test_what_all_ranks_do_wrong_alike_stops_the_training_and_names_step_and_figure(
+    ranks: Ranks, tmp_path: Path, fault: Fault, step: int, words: str
+) -> None:
+    ended = ranks.run(2, trained, TWO, tmp_path / "run", fault, "ddp", BesideOneDevice)
+    assert {code for code, _ in ended} == {4}
+    (text,) = {text for _, text in ended}
+    assert text.startswith(f"step {step}: from the run's own state one device goes on otherwise\n")
+    assert words in text and "`ptrain verify`" in text and "--resume" in text
+    assert saved(tmp_path / "run")[-1] == f"step-{step - 1:08d}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "more"),
+    [
+        ("zero3", ("mesh={dp_shard: 2}",)),
+        pytest.param("tp", ("mesh={tp: 2}", "precision.layout=bf16"), marks=pytest.mark.nightly),
+        pytest.param("pp-1f1b", ("mesh={pp: 2}",), marks=pytest.mark.nightly),
+        pytest.param("ddp", ("mesh={dp_replicate: 2}", "precision.layout=fp16"),
+                     marks=pytest.mark.nightly),
+        pytest.param("zero2", ("mesh={dp_shard: 2}", "optimizer.clip=0.01"),
+                     marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_a_sound_training_goes_on_to_its_end(
+    ranks: Ranks, tmp_path: Path, spec: str, more: tuple[str, ...]
+) -> None:
+    overrides, folder = (*JOB, *more), tmp_path / "run"
+    ended = ranks.run(2, trained, overrides, folder, faults.nothing, spec, BesideOneDevice)
+    assert ended == [(0, ""), (0, "")]
+    log = (folder / "logs" / "rank0.log").read_text()
+    assert log.count("one device goes on as the run does") >= 2
+    assert json.loads((folder / "summary.json").read_text())["verdict"] == "holds"
+
+
+def test_the_command_starts_ranks_that_look(tmp_path: Path, capfd) -> None:
+    words = ["ddp", *TWO, "train.steps=6", "--run-dir", str(tmp_path / "run"), "--quiet"]
+    assert main(["train", *words]) == 0
+    log = (tmp_path / "run" / "logs" / "rank0.log").read_text()
+    assert log.count("one device goes on as the run does") == 1
+
+
+def test_a_model_that_drops_out_is_refused_and_leaves_nothing(tmp_path: Path, capfd) -> None:
+    model = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
+    words = ["ddp", *TWO, model, "--run-dir", str(tmp_path / "run")]
+    assert main(["train", *words]) == 2
+    said = capfd.readouterr().err
+    assert "verify_every: the model drops out" in said and "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_cannot_look_says_how_it_is_started() -> None:
+    with pytest.raises(SpecError, match=r"-m ptrain\.verification\.guarded"):
+        session.run(Options(spec="ddp", overrides=("mesh={dp_replicate: 1}", "verify_every=5")))
+
+
+@pytest.mark.nightly
+def test_torchs_launcher_starts_such_a_rank_too(tmp_path: Path) -> None:
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ptrain"]
+    words += ["train", "ddp", *TWO, "train.steps=6", "--run-dir", str(tmp_path / "run"), "--quiet"]
+    ended = subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    log = (tmp_path / "run" / "logs" / "rank0.log").read_text()
+    assert log.count("one device goes on as the run does") == 1

@@ -1,0 +1,323 @@
+"""`ptrain compare BASE HEAD`: what differs between two records, what must not grow, and what cannot
+be compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from ptrain.cli.main import main
+from ptrain.costs import Column, Footprint, State
+from ptrain.report.comparison import compare_records, exceeded, limits
+from ptrain.report.finding import Culprit, Subject
+from ptrain.report.record import Check, record
+from ptrain.report.recorded import FigureGroup, FigureKind, Recorded, recorded
+from ptrain.report.verification import as_record as verification_record
+from tests.pure.test_record import EXACT, KEY, MEASURED
+
+Printed = Callable[..., str]
+CULPRIT = Culprit(
+    state=Subject.GRADIENTS,
+    axis="dp_shard",
+    factor="x 2",
+    place="blocks.0",
+    step=1,
+    ranks=(0, 1),
+    sentence="the mean over dp_shard is taken twice",
+)
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
+    """What a command prints that must end with `code`."""
+
+    def run(*words: str | Path, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == code
+        captured = capsys.readouterr()
+        return captured.out if code < 2 else captured.err
+
+    return run
+
+
+def written(path: Path, *documents: object) -> Path:
+    path.write_text("\n".join(json.dumps(document, indent=1) for document in documents))
+    return path
+
+
+def verification(name: str = "zero3", *, holds: bool = True) -> dict[str, object]:
+    check = Check(name="gradients", predicted=0.0, measured=0.1, tolerance=1.0, holds=holds)
+    return verification_record(name, (check,), culprit=None if holds else CULPRIT)
+
+
+def run_record(*, loss: float = 2.5, seconds: float = 0.5, name: str = "run") -> dict[str, Any]:
+    result = record(name, (EXACT, MEASURED), step_seconds={"measured": seconds})
+    return result | {"run": {"loss": loss, "held_out_loss": None}, "tokens_per_step": 100}
+
+
+def one(*groups: tuple[FigureKind, dict[str, int | float | None]], name: str = "a") -> Recorded:
+    return Recorded(
+        name=name,
+        groups={FigureGroup(kind, "predicted"): figures for kind, figures in groups},
+        verdicts={},
+    )
+
+
+def failures(base: Iterable[Recorded], head: Iterable[Recorded], text: str) -> list[str]:
+    sides = [{its.name: its for its in side} for side in (base, head)]
+    return exceeded(compare_records(*sides, names=("base", "head")), limits(text))
+
+
+def test_two_specs_are_predicted_and_what_differs_is_shown_with_its_difference(printed):
+    lines = printed("compare", "zero2", "zero3").splitlines()
+    assert lines[0] == "zero2 → zero3"
+    rows = {line.split("  ")[0]: line for line in lines[2:]}
+    assert rows["parameters"].endswith(" 3.219 MB   1.61 MB   -1.609 MB (-50.0%)")
+    assert rows["all_gather over dp_shard, calls"].endswith(" 5        40        +35 (+700.0%)")
+    assert "activations" not in rows and lines[-1] == "8 more are equal"
+
+
+def test_equal_rows_are_shown_on_demand(printed):
+    text = printed("compare", "zero2", "zero3", "--all")
+    assert "activations" in text and "are equal" not in text
+    assert len(text.splitlines()) == len(printed("compare", "zero2", "zero3").splitlines()) + 7
+
+
+def test_an_override_is_for_both_specs(printed):
+    text = printed("compare", "zero2", "zero3", "mesh.dp_shard=4", "--json")
+    (training,) = json.loads(text)["trainings"]
+    ranks = next(row for row in training["figures"] if row["name"] == "ranks")
+    assert (ranks["base"], ranks["head"]) == (4, 4)
+
+
+def test_a_spec_is_compared_with_what_a_command_printed(printed, tmp_path):
+    file = tmp_path / "base.json"
+    file.write_text(printed("predict", "zero3", "--json"))
+    (training,) = json.loads(printed("compare", file, "zero3", "--json"))["trainings"]
+    assert training["figures"]
+    assert all(row["difference"] == 0 for row in training["figures"])
+    assert printed("compare", file, "zero3").endswith(f"{len(training['figures'])} are equal\n")
+
+
+def test_a_pipe_of_the_shell_is_a_file(printed, tmp_path):
+    pipe = tmp_path / "63"
+    os.mkfifo(pipe)
+    text = json.dumps(run_record())
+    writer = Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    assert "are equal" in printed("compare", pipe, written(tmp_path / "h.json", run_record()))
+    writer.join(10)
+
+
+def test_a_run_folder_is_its_summary_and_only_what_both_say_is_compared(printed, tmp_path):
+    written(tmp_path / "summary.json", run_record(loss=2.5))
+    head = written(tmp_path / "head.json", run_record(loss=2.0, seconds=0.25))
+    text = printed("compare", tmp_path, head)
+    assert "seconds a step, measured" in text and "-250 ms (-50.0%)" in text
+    assert "tokens a second, measured" in text and "+200 (+100.0%)" in text
+    assert "loss at the end" in text and "-0.5 (-20.0%)" in text
+    prediction = written(tmp_path / "p.json", record("run", (EXACT,)))
+    assert "only head says: measured memory, peak, bytes, calls, time, tokens; loss" in printed(
+        "compare", prediction, head
+    )
+
+
+def test_documents_of_one_name_in_a_file_are_one_training(printed, tmp_path):
+    prediction = json.loads(printed("predict", "zero3", "--json"))
+    base = written(tmp_path / "base.json", prediction, verification())
+    head = written(tmp_path / "head.json", prediction, verification(holds=False))
+    text = printed("compare", base, head, "--fail-on", "peak=0,verdict", code=1)
+    row = next(line for line in text.splitlines() if line.startswith("verdict: "))
+    assert row.split("  ")[-1] == "holds → fails" and "holds (1 of 1)" in row
+    assert "head: culprit: gradients · axis dp_shard · x 2 · blocks.0" in text
+    assert text.endswith("exceeded: zero3: trains like one device: fails (0 of 1)\n")
+
+
+def test_two_records_of_a_kind_with_one_name_stay_two():
+    assert [*recorded([run_record(), run_record(loss=1.0)], "x")] == ["run", "run (2)"]
+    assert [*recorded([run_record(), verification("run")], "x")] == ["run"]
+
+
+def test_lists_are_paired_by_name_and_what_is_alone_is_named(printed, tmp_path):
+    base = written(tmp_path / "base.json", [run_record(name=name) for name in ("a", "b")])
+    head = written(tmp_path / "head.json", [run_record(name=name) for name in ("b", "c", "d")])
+    text = printed("compare", base, head)
+    assert text.endswith("only base has 1 record of a\nonly head has 2 records of c, d\n")
+    failing = printed("compare", base, head, "--fail-on", "peak=0", code=1)
+    assert "exceeded: a: HEAD has no record of it" in failing
+
+
+def test_a_row_of_one_side_alone_is_marked():
+    base = one((FigureKind.CALLS, {"all_gather": 3, "send": 1}))
+    head = one((FigureKind.CALLS, {"all_gather": 3, "broadcast": 2}))
+    comparison = compare_records({"a": base}, {"a": head}, names=("x", "y"))
+    rows = {row.name: (row.base, row.head, row.is_equal) for row in comparison.trainings[0].figures}
+    assert rows == {
+        "all_gather": (3, 3, True),
+        "send": (1, None, False),
+        "broadcast": (None, 2, False),
+    }
+
+
+def test_calls_of_several_phases_are_one_row_and_the_largest_rank_counts():
+    its = recorded([record("x", (EXACT,))], "x")["x"].groups
+    assert its[FigureGroup(FigureKind.CALLS, "predicted")] == {"all_gather over dp_shard, calls": 3}
+    assert its[FigureGroup(FigureKind.BYTES, "predicted")] == {
+        f"{KEY.collective} over dp_shard, bytes": 150
+    }
+    assert its[FigureGroup(FigureKind.MEMORY, "predicted")]["optimizer"] == 101  # of rank 1
+
+
+def test_states_on_other_tiers_have_rows_of_their_own():
+    row = Footprint(state=State.OPTIMIZER, rank=0, device_bytes=0, host_bytes=7, file_bytes=9)
+    its = recorded([record("x", (replace(EXACT, memory=(row,)),))], "x")["x"].groups
+    assert its[FigureGroup(FigureKind.MEMORY, "predicted")] == {
+        "optimizer on the host": 7,
+        "optimizer in files": 9,
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text", "is_beyond"),
+    [
+        (100, 101, "peak=1%", False),
+        (100, 102, "peak=1%", True),
+        (100, 101, "peak=0", True),
+        (100, 100, "peak=0%", False),
+        (100, 99, "peak=0", False),
+        (None, 1, "peak=50%", True),
+        (1, None, "peak=0", False),
+        (100, math.nan, "peak=50%", True),
+    ],
+)
+def test_a_limit_is_a_share_of_base_that_head_may_be_above_it(before, after, text, is_beyond):
+    sides = [
+        one((FigureKind.PEAK, {"other": 1} | ({} if size is None else {"peak": size})))
+        for size in (before, after)
+    ]
+    assert bool(failures(sides[:1], sides[1:], text)) is is_beyond
+
+
+@pytest.mark.parametrize(("base", "head", "number"), [(5, None, 1), (None, 5, 0)])
+def test_what_head_does_not_know_is_beyond_any_limit(base, head, number):
+    sides = [one((FigureKind.MEMORY, {"activations": value})) for value in (base, head)]
+    assert len(failures(sides[:1], sides[1:], "memory=1%")) == number
+
+
+def test_activations_that_a_record_leaves_out_are_unknown_and_not_nothing():
+    its = json.loads(json.dumps(record("x", (EXACT,))))
+    its["memory"] = [row for row in its["memory"] if row["state"] not in ("activations",)]
+    its["undefined"] = {"exact": {"activations": "why"}}
+    figures = recorded([its], "x")["x"].groups[FigureGroup(FigureKind.MEMORY, "predicted")]
+    assert figures["activations"] is None
+
+
+def test_a_limit_to_what_one_side_lacks_fails():
+    base = one((FigureKind.CALLS, {"send": 1}), (FigureKind.PEAK, {"peak": 1}))
+    head = one((FigureKind.CALLS, {"send": 1}))
+    assert failures([base], [head], "peak=1%") == [
+        "a: peak: the two sides have no such figure in common"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "finding", "remedy"),
+    [
+        ([], "takes BASE and HEAD; got 0", "name two"),
+        (["zero3"], "takes BASE and HEAD; got 1", "name two"),
+        (["zero3", "zero2", "ddp"], "got 3", "name two"),
+        (["zero3", "gone.json"], "gone.json: no such file", "a JSON file that a command printed"),
+        (["zero3", "nospec"], "there is no spec named 'nospec'", "ptrain specs"),
+        (["zero3", "{folder}"], "is no folder of a run that has ended", "name a run folder"),
+        (["zero3", "{text}"], "is no JSON: ", "--json"),
+        (["zero3", "{empty}"], "holds no record", "give what a command printed"),
+        (["zero3", "{number}"], "a record is a mapping; here is 3", "predict, validate"),
+        (["zero3", "{other}"], "it lacks spec, world_size, memory", "predict, validate"),
+        (["zero3", "{damaged}"], "it is damaged: ", "predict, validate"),
+        (["zero3", "{worded}"], "it is damaged: TypeError loss at the end is 'low'", "predict"),
+        (["zero3", "{endless}"], "it is damaged: OverflowError ", "predict, validate"),
+        (["zero3", "{digits}"], "is no JSON: ", "--json"),
+        (["zero3", "{deep}"], "is no JSON: ", "--json"),
+        (["zero3", "{bytes}"], "cannot be read: ", "name a run folder"),
+        (["zero3", "{error}"], "was refused: no such key", "repeat the command"),
+        (["zero3", "{refused}"], "b was refused there: why", "leave that point out"),
+        (["zero3", "{verification}"], "no figure in common", "compare two predictions"),
+        (["{verification}", "{verification}", "a.b=3"], "neither side is a spec", "leave it out"),
+        (["zero3", "zero2", "--markdown", "--json"], "are two forms", "leave one of them out"),
+        (["zero3", "zero2", "--fail-on", "speed=1%"], "'speed=1%' names no figure", "peak=1%"),
+        (["zero3", "zero2", "--fail-on", "peak=3"], "no share that peak may grow", "peak=1%"),
+        (["zero3", "zero2", "--fail-on", "peak=-1%"], "no share that peak may grow", "peak=1%"),
+        (["zero3", "zero2", "--fail-on", "peak"], "no share that peak may grow", "peak=1%"),
+        (["zero3", "zero2", "--fail-on", "peak=nan%"], "no share that peak", "peak=1%"),
+        (["zero3", "zero2", "--fail-on", ","], "names nothing", "verdict"),
+        (["zero3", "zero2", "--fail-on", "loss=1%"], "neither side says anything of loss", "leave"),
+        (["zero3", "zero2", "--fail-on", "verdict"], "anything of verdict", "leave it out"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_message(words, finding, remedy, printed, tmp_path):
+    files = {
+        "text": "spec: zero3",
+        "empty": "[]",
+        "number": "3",
+        "other": "{}",
+        "damaged": json.dumps(run_record() | {"memory": [{"state": 1}]}),
+        "worded": json.dumps(run_record() | {"run": {"loss": "low"}}),
+        "endless": json.dumps(run_record() | {"run": {"loss": 10**400}}),
+        "digits": "1" * 5000,
+        "deep": "[" * 100_000,
+        "error": json.dumps({"error": "no such key", "exit_code": 2, "faults": []}),
+        "refused": json.dumps([{"spec": "b", "refused": "why", "faults": []}]),
+        "verification": json.dumps(verification()),
+    }
+    (tmp_path / "folder").mkdir()
+    places = {"folder": tmp_path / "folder"}
+    for name, text in files.items():
+        places[name] = tmp_path / f"{name}.json"
+        places[name].write_text(text)
+    places["bytes"] = tmp_path / "bytes.json"
+    places["bytes"].write_bytes(b"\xff\xfe\x00")
+    message = printed("compare", *(word.format(**places) for word in words), code=2)
+    assert finding in message and remedy in message
+    assert message.count("error:") == 1 and "Traceback" not in message
+
+
+def test_markdown_is_a_table_in_which_names_are_text(printed, tmp_path):
+    odd = run_record(name="a|b<i>", loss=2.0)
+    base, head = written(tmp_path / "b.json", odd), written(tmp_path / "h.json", run_record())
+    lines = printed("compare", base, head, "--markdown").splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert table[0] == r"| a\|b\<i\> → run | base | head | difference |"
+    assert table[1] == "| --- | ---: | ---: | ---: |"
+    assert table[2] == "| loss at the end | 2 | 2.5 | +0.5 (+25.0%) |"
+    assert lines[0].startswith("### ")
+
+
+def test_the_record_has_equal_rows_too_and_what_is_no_number_as_a_word(printed, tmp_path):
+    base = written(tmp_path / "b.json", run_record())
+    head = written(tmp_path / "h.json", run_record(loss=math.nan))
+    result = json.loads(printed("compare", base, head, "--json", "--fail-on", "loss=1%", code=1))
+    (training,) = result["trainings"]
+    by_name = {row["name"]: row for row in training["figures"]}
+    assert by_name["loss at the end"]["head"] == "nan"
+    assert by_name["parameters"]["difference"] == 0
+    assert result["exceeded"] == ["run: loss at the end grew by more than 1%"]
+
+
+@pytest.mark.parametrize("column", [Column.EXACT, Column.MEASURED])
+def test_each_side_is_compared_with_its_like(column):
+    source = "predicted" if column is Column.EXACT else "measured"
+    groups = recorded([run_record()], "x")["run"].groups
+    assert {group.kind for group in groups if group.source == source} >= {
+        FigureKind.MEMORY,
+        FigureKind.PEAK,
+        FigureKind.BYTES,
+        FigureKind.CALLS,
+    }
