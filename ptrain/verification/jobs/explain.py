@@ -140,10 +140,10 @@ def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
             "device (labels, a mask, positions): look at how these follow their samples."
         )  # fmt: skip
     returned = sum(report.returned for report in reports)
-    asked = sum(report.compared for report in reports if not report.asks_alike)
-    if asked and not returned:
+    unlike = sum(report.compared for report in reports if not report.asks_alike)
+    if unlike and not returned:
         return Subject.BATCH, "the loss asks something else", "labels", (
-            f"Of {asked} of {count} samples the model returns what it does on one device, and the "
+            f"Of {unlike} of {count} samples the model returns what it does on one device, and the "
             "gradient of the loss by that is no multiple of one device's: the labels, or the masks "
             "or weights of the loss, are not those of the same samples."
         )  # fmt: skip

@@ -15,7 +15,7 @@ _COARSER = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenValues:
     """What a parameter is that was written before a forward pass: the values after step `step` (-1:
     of the start), or one device's `rounded` to a dtype; neither where nothing tells."""
 
@@ -41,23 +41,23 @@ class History:
     def seen(
         self, step: StepComparison, holds: Mapping[str, ParameterShard]
     ) -> dict[str, list[object]]:
-        """Return of each parameter in use what it is: [step, rounded], as `Written` has them."""
+        """Return of each parameter in use what it is: [step, rounded], as `WrittenValues` has them."""
         return {name: list(_plain(self._written(name, step, holds))) for name in step.seen.in_use}
 
     def _written(
         self, name: str, step: StepComparison, holds: Mapping[str, ParameterShard]
-    ) -> Written:
+    ) -> WrittenValues:
         value = step.seen.in_use[name]
         checksum = digest(value)
         earlier = [n - 1 for n, its in enumerate(self.sums[name][:-1]) if its == checksum]
         if earlier:
-            return Written(step=earlier[-1])
+            return WrittenValues(step=earlier[-1])
         right = holds[name].of(step.expected.in_use[name])
         for dtype in _COARSER:
             if torch.equal(value, right.to(dtype).to(value.dtype)):
-                return Written(rounded=str(dtype).removeprefix("torch."))
-        return Written()
+                return WrittenValues(rounded=str(dtype).removeprefix("torch."))
+        return WrittenValues()
 
 
-def _plain(written: Written) -> tuple[int | None, str]:
+def _plain(written: WrittenValues) -> tuple[int | None, str]:
     return written.step, written.rounded

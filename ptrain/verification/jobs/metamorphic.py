@@ -32,7 +32,7 @@ Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Relation:
+class TriedRelation:
     """One relation that was tried: its check, and the culprit where it is broken."""
 
     check: Check
@@ -51,7 +51,7 @@ class Metamorphic:
         self._ranks, self._rows = tuple(range(ranks)), rows
         self.notes: list[str] = []
 
-    def relations(self, batch: Any, trained: Collection[str]) -> Iterator[Relation]:
+    def relations(self, batch: Any, trained: Collection[str]) -> Iterator[TriedRelation]:
         """Try them, with the first batch; `trained`: the parameters that had a gradient in some
         step."""
         state = ModelState.of(self._job.model)
@@ -77,7 +77,7 @@ class Metamorphic:
                 self._job.step(batch)
         return seen
 
-    def _attached(self, calls: Calls, trained: Collection[str]) -> Iterator[Relation]:
+    def _attached(self, calls: Calls, trained: Collection[str]) -> Iterator[TriedRelation]:
         """A gradient comes back to a module whose output the model goes on with."""
         inner = dict(canonical_modules(self._job.model))
         order = [path for path, _ in calls]
@@ -94,10 +94,10 @@ class Metamorphic:
         ]  # fmt: skip
         name = "shared code: gradients come back through the model"
         if not lost:
-            yield Relation(check=claim(name, None, True, ""))
+            yield TriedRelation(check=claim(name, None, True, ""))
             return
         check = claim(name, None, False, f"none comes to {families(lost)}")
-        yield Relation(check=check, culprit=self._blame(
+        yield TriedRelation(check=check, culprit=self._blame(
             Subject.GRADIENTS, "detached on one device too", [],
             f"No gradient comes back to {families(lost)}, whose parameters are to be trained and "
             "whose output the model does not return: it is detached behind it (detach(), "
@@ -106,7 +106,9 @@ class Metamorphic:
             place=families(lost),
         ))  # fmt: skip
 
-    def _repeated(self, state: ModelState, gradients: Tensors, batch: Any) -> Iterator[Relation]:
+    def _repeated(
+        self, state: ModelState, gradients: Tensors, batch: Any
+    ) -> Iterator[TriedRelation]:
         """A batch from the same parameters gives the same gradients, whatever lies in `.grad`."""
         before = state.gradient_rows(self._wholes)
         state.restore(gradients=False)
@@ -119,7 +121,7 @@ class Metamorphic:
             for n in grown
         )
         check = claim("shared code: a step starts without gradients", None, not is_added, "it adds")
-        yield Relation(check=check, culprit=self._blame(
+        yield TriedRelation(check=check, culprit=self._blame(
             Subject.GRADIENTS, "the step before added, on one device too", grown,
             "Both loops add a step's gradient to that of the step before: set gradients to None "
             "after every update (optimizer.zero_grad()).",
@@ -129,7 +131,7 @@ class Metamorphic:
 
     def _in_another_order(
         self, state: ModelState, gradients: Tensors, batch: Any
-    ) -> Iterator[Relation]:
+    ) -> Iterator[TriedRelation]:
         count = _num_rows(batch)
         if count < 2:
             return
@@ -149,12 +151,12 @@ class Metamorphic:
                 "if samples are told apart by where they stand"
             )
             return
-        yield Relation(check=claim("shared code: the order of samples", worst, True, ""))
+        yield TriedRelation(check=claim("shared code: the order of samples", worst, True, ""))
 
-    def _of_tokens(self, calls: Sequence[ForwardCall]) -> Iterator[Relation]:
+    def _of_tokens(self, calls: Sequence[ForwardCall]) -> Iterator[TriedRelation]:
         """What a language model is asked for, and whether it sees it."""
         if calls and (given := softmaxed(calls[0])):
-            yield Relation(
+            yield TriedRelation(
                 check=claim("shared code: the loss takes logits", None, False, given),
                 culprit=self._blame(
                     Subject.LOSS, "softmax before cross-entropy", [],
@@ -179,7 +181,7 @@ class Metamorphic:
                 if shift == 0
                 else "the model shifts them itself, or the data do: shift them once"
             )
-            yield Relation(check=check, culprit=self._blame(
+            yield TriedRelation(check=check, culprit=self._blame(
                 Subject.BATCH, "labels not shifted" if shift == 0 else "labels shifted twice", [],
                 f"The loss asks every position for {says}: {cure}.",
                 f"of {count} positions the loss asks for, told by its gradient, {says}",
@@ -189,10 +191,10 @@ class Metamorphic:
         if shift != 1:
             self.notes.append("the causal mask: not tried, the labels are not the next tokens")
             return
-        yield Relation(check=claim(name, None, True, ""))
+        yield TriedRelation(check=claim(name, None, True, ""))
         yield self._sees_no_future(calls[0], task)
 
-    def _sees_no_future(self, call: ForwardCall, task: TokenTask) -> Relation:
+    def _sees_no_future(self, call: ForwardCall, task: TokenTask) -> TriedRelation:
         tokens = task.tokens
         at = tokens.size(1) // 2
         other = tokens.clone()
@@ -213,8 +215,8 @@ class Metamorphic:
         why = "logits change with tokens behind them"
         check = claim("shared code: no token sees its future", size, holds, why)
         if holds:
-            return Relation(check=check)
-        return Relation(check=check, culprit=self._blame(
+            return TriedRelation(check=check)
+        return TriedRelation(check=check, culprit=self._blame(
             Subject.ACTIVATIONS, "no causal mask", [],
             "A position sees the tokens behind it, and is asked for the next one: give attention "
             "its causal mask (is_causal=True), on both sides.",

@@ -25,7 +25,7 @@ class Row:
     others: tuple[str, ...]
     length: int
     output: Tensor | None
-    asked: Tensor | None
+    gradient: Tensor | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,14 +57,16 @@ def rows_of_calls(calls: Sequence[ForwardCall]) -> Iterator[Row]:
             continue
         first, count = tensors[0], tensors[0].size(0)
         others = [tensor for tensor in tensors[1:] if tensor.size(0) == count]
-        output, asked = (_of_rows(tensor, count) for tensor in (call.output, call.upstream.get(0)))
+        output, gradient = (
+            _of_rows(tensor, count) for tensor in (call.output, call.upstream.get(0))
+        )
         for place, row in enumerate(first):
             yield Row(
                 key=digest(row.flatten()),
                 others=tuple(digest(tensor[place].flatten()) for tensor in others),
                 length=row.numel(),
                 output=None if output is None else output[place],
-                asked=None if asked is None else asked[place],
+                gradient=None if gradient is None else gradient[place],
             )
 
 
@@ -83,7 +85,7 @@ def compare_rows(
         expected.setdefault(row.key, []).append(row)
         lengths.add(row.length)
     report = RowReport()
-    asked: list[tuple[Tensor, Tensor]] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     for row in rows_of_calls(run):
         report.count += 1
         report.sliced += row.length not in lengths
@@ -96,12 +98,16 @@ def compare_rows(
             report.otherwise += len(row.others) == len(same[0].others)
             continue
         report.returned += _differ(row.output, right.output, tolerance)
-        if row.asked is None or right.asked is None or row.asked.shape != right.asked.shape:
+        if (
+            row.gradient is None
+            or right.gradient is None
+            or row.gradient.shape != right.gradient.shape
+        ):
             continue
-        asked.append((row.asked.flatten(), right.asked.flatten()))
-    report.compared = len(asked)
-    if asked:
-        own, truth = (torch.cat(rows) for rows in zip(*asked, strict=True))
+        pairs.append((row.gradient.flatten(), right.gradient.flatten()))
+    report.compared = len(pairs)
+    if pairs:
+        own, truth = (torch.cat(rows) for rows in zip(*pairs, strict=True))
         report.asks_alike = multiple(own, truth).holds(tolerance)
     return report
 

@@ -33,7 +33,7 @@ from ptrain.verification.jobs.history import History
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, Tolerance
 from ptrain.verification.jobs.losses import GlobalLoss, apart
-from ptrain.verification.jobs.metamorphic import Metamorphic, Relation
+from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation
 from ptrain.verification.jobs.ranks import ranks_of
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.repeat import repeated, start_sums
@@ -143,7 +143,7 @@ class Examiner:
             steps=steps,
         )
 
-    def _relations(self, batch: Any) -> tuple[list[Relation], list[str]]:
+    def _relations(self, batch: Any) -> tuple[list[TriedRelation], list[str]]:
         """What both sides share is tried on the reference alone, on every rank."""
         metamorphic = Metamorphic(
             self.pair.reference, self.pair.wholes, self.limit, ranks=self.ranks.size,

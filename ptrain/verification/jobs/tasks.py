@@ -44,12 +44,12 @@ def task_of(call: ForwardCall) -> TokenTask | None:
         return None
     if gradient.shape[:2] != tokens.shape or int(tokens.max()) >= gradient.size(2):
         return None
-    asked = (gradient < 0).sum(-1) == 1
+    has_target = (gradient < 0).sum(-1) == 1
     targets = gradient.argmin(-1)
     shares = {}
     for shift in range(3):
         length = tokens.size(1) - shift
-        has = asked[:, :length]
+        has = has_target[:, :length]
         if int(has.sum()) < _FEWEST:
             return None
         right = targets[:, :length][has] == tokens[:, shift:][has]
@@ -57,7 +57,9 @@ def task_of(call: ForwardCall) -> TokenTask | None:
     likeliest = max(shares, key=lambda shift: shares[shift])
     others = max(share for shift, share in shares.items() if shift != likeliest)
     is_clear = shares[likeliest] >= _NEARLY_ALL and others <= _RARELY
-    return TokenTask(tokens=tokens, shift=likeliest if is_clear else None, count=int(asked.sum()))
+    return TokenTask(
+        tokens=tokens, shift=likeliest if is_clear else None, count=int(has_target.sum())
+    )
 
 
 def softmaxed(call: ForwardCall) -> str:
@@ -68,21 +70,21 @@ def softmaxed(call: ForwardCall) -> str:
         return ""
     if output.size(-1) < 3:
         return ""
-    rows, asked = (tensor.double().flatten(0, -2) for tensor in (output, gradient))
-    has = asked.abs().amax(-1) > 0
-    rows, asked = rows[has], asked[has]
+    rows, slopes = (tensor.double().flatten(0, -2) for tensor in (output, gradient))
+    has = slopes.abs().amax(-1) > 0
+    rows, slopes = rows[has], slopes[has]
     if len(rows) < _FEWEST:
         return ""
-    targets = torch.nn.functional.one_hot(asked.argmin(-1), rows.size(-1)).double()
+    targets = torch.nn.functional.one_hot(slopes.argmin(-1), rows.size(-1)).double()
     plain = rows.softmax(-1) - targets
-    if _is_multiple(asked, plain):
+    if _is_multiple(slopes, plain):
         are = bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < _FITS).all())
         return "probabilities, whose rows add up to one" if are else ""
     shares = rows.softmax(-1)
     twice = shares.softmax(-1) - targets
     back = shares * (twice - (shares * twice).sum(-1, keepdim=True))
-    return "their softmax" if _is_multiple(asked, back) else ""
+    return "their softmax" if _is_multiple(slopes, back) else ""
 
 
-def _is_multiple(asked: Tensor, expected: Tensor) -> bool:
-    return multiple(asked.flatten(), expected.flatten()).holds(_FITS)
+def _is_multiple(slopes: Tensor, expected: Tensor) -> bool:
+    return multiple(slopes.flatten(), expected.flatten()).holds(_FITS)

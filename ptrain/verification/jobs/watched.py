@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ptrain.report.finding import Certainty, Culprit, Subject
-from ptrain.verification.jobs.metamorphic import Relation
+from ptrain.verification.jobs.metamorphic import TriedRelation
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.verdict import claim
@@ -65,7 +65,7 @@ class Watched:
         }
         self._values = now
 
-    def relations(self, origin: Mapping[str, Tensor], ranks: int) -> Iterator[Relation]:
+    def relations(self, origin: Mapping[str, Tensor], ranks: int) -> Iterator[TriedRelation]:
         """Yield what holds of any training, and what does not; `origin`: the values of the
         start."""
         if len(self.steps) < 2:
@@ -142,12 +142,12 @@ class _Told:
     step: int = 0
 
 
-def _relation(name: str, ranks: int, broken: _Told | None) -> Relation:
+def _relation(name: str, ranks: int, broken: _Told | None) -> TriedRelation:
     why = "" if broken is None else f"{broken.factor}: {broken.place}"
     check = claim(f"shared code: {name}", None, broken is None, why)
     if broken is None:
-        return Relation(check=check)
-    return Relation(check=check, culprit=Culprit(
+        return TriedRelation(check=check)
+    return TriedRelation(check=check, culprit=Culprit(
         state=broken.state, axis="", factor=broken.factor, place=broken.place, step=broken.step,
         ranks=tuple(range(ranks)), sentence=broken.sentence, certainty=Certainty.PROVEN,
         tried=broken.tried,
