@@ -41,7 +41,7 @@ class History:
     def seen(
         self, step: StepComparison, holds: Mapping[str, ParameterShard]
     ) -> dict[str, list[object]]:
-        """Return of each parameter in use what it is: [step, rounded], as `WrittenValues` has them."""
+        """Return what each parameter in use is: [step, rounded], as `WrittenValues` has them."""
         return {name: list(_plain(self._written(name, step, holds))) for name in step.seen.in_use}
 
     def _written(
