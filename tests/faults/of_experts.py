@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ptrain.interpreter.program import Program
 from ptrain.models.balance import Balance
+from ptrain.models.dropless import dropless
+from ptrain.models.journey import Journey
 from ptrain.models.moe import MoE
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
@@ -60,7 +62,8 @@ def combined(program: Program, combine: Combine) -> None:
     def forward(x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.flatten(0, 1)
         weights_NK, chosen_NK = layer.router(x_BTC)
-        rows_NKC = layer._dropless(layer.journey(), x_NC, chosen_NK)
+        num_experts = layer.experts.num_experts
+        rows_NKC = dropless(x_NC, chosen_NK, num_experts, layer.journey(), layer.experts)
         order_M = chosen_NK.flatten().argsort(stable=True)
         y_MC = rows_NKC.flatten(0, 1)[order_M]
         weights_NK, rows_NKC = combine(weights_NK, y_MC, rows_NKC, order_M)
@@ -95,8 +98,8 @@ def dropped_counted(program: Program) -> None:
     in_places, given = layer._in_places, []
     layer.experts.register_forward_hook(lambda _, __, output: given.append(output))
 
-    def clamped(x_NC: Tensor, places_NK: Tensor, num_places: int) -> Tensor:
-        rows_NKC = in_places(x_NC, places_NK, num_places)
+    def clamped(journey: Journey, x_NC: Tensor, places_NK: Tensor, num_places: int) -> Tensor:
+        rows_NKC = in_places(journey, x_NC, places_NK, num_places)
         last_C = given.pop().flatten(0, 1)[-1]
         return torch.where((places_NK == num_places)[..., None], last_C, rows_NKC)
 
@@ -108,8 +111,8 @@ def dropped_passed_on(program: Program) -> None:
     layer = layer_of(program, 0)
     in_places = layer._in_places
 
-    def passed_on(x_NC: Tensor, places_NK: Tensor, num_places: int) -> Tensor:
-        rows_NKC = in_places(x_NC, places_NK, num_places)
+    def passed_on(journey: Journey, x_NC: Tensor, places_NK: Tensor, num_places: int) -> Tensor:
+        rows_NKC = in_places(journey, x_NC, places_NK, num_places)
         return torch.where((places_NK == num_places)[..., None], x_NC[:, None], rows_NKC)
 
     layer._in_places = passed_on

@@ -83,12 +83,31 @@ class Inquiry:
         )
         if again and (by_modules := self._of_modules(probe, modules)) is not None:
             return by_modules
+        if (dropped := self._dropped_arguments(first)) is not None:
+            return dropped
         own = of_own_samples(first, job_evidence, self.ranks, self.limit)
         if own is not None and own.certainty is Certainty.PROVEN:
             return _with_norms(own, self.pair.reference.model)
         if by_sums.certainty is Certainty.FITS:
             return by_sums
         return self._unexplained(first, job_evidence, probe, again)
+
+    def _dropped_arguments(self, first: Sequence[Departure]) -> Culprit | None:
+        """Arguments by name that one device's model is given and the loop's, within its wrappers,
+        is not."""
+        expected, seen = self.step.expected.calls, self.step.seen.calls
+        named = set(expected[0].kwargs) if expected else set()
+        own = set(seen[0].kwargs) if seen else named
+        lacking = {name for names in self.ranks.gather(sorted(named - own)) for name in names}
+        if not lacking:
+            return None
+        listed = ", ".join(sorted(lacking))
+        return Culprit(
+            state=Subject.BATCH, axis="", factor="an argument is not handed on", place=listed,
+            step=first[0].step, ranks=tuple(range(self.ranks.size)),
+            sentence=f"One device's model is called with {listed}, and the loop's is not: a "
+            "wrapper or the step does not hand it on.",
+        )  # fmt: skip
 
     def _rewind(self) -> None:
         self.step.loop_state.restore()
