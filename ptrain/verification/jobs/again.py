@@ -67,6 +67,8 @@ def swapped(model: nn.Module, plain: Mapping[str, nn.Module]) -> Iterator[None]:
     modules = dict(canonical_modules(model))
     with ExitStack() as stack:
         for path, module in plain.items():
+            if path not in modules:  # another rank's stage has it
+                continue
             hook = modules[path].register_forward_hook(partial(_instead, module), with_kwargs=True)
             stack.callback(hook.remove)
         yield
