@@ -22,16 +22,23 @@ from ptrain.verification.parts import held
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Copies of what a model has: its parameters and buffers, and the gradients that are there."""
+    """Copies of what a model has: its parameters, its buffers by owner and name (a forward pass may
+    put another tensor there), and the gradients that are there."""
 
     tensors: tuple[tuple[Tensor, Tensor], ...]
+    buffers: tuple[tuple[nn.Module, str, Tensor], ...]
     gradients: tuple[tuple[Tensor, Tensor | None], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
         parameters = list(model.parameters())
         return cls(
-            tuple((tensor, held(tensor).clone()) for tensor in (*parameters, *model.buffers())),
+            tuple((tensor, held(tensor).clone()) for tensor in parameters),
+            tuple(
+                (module, name, held(buffer).clone())
+                for module in model.modules()
+                for name, buffer in module.named_buffers(recurse=False)
+            ),
             tuple(
                 (parameter, None if parameter.grad is None else parameter.grad.detach().clone())
                 for parameter in parameters
@@ -49,6 +56,12 @@ class ModelState:
         """Put it back, the gradients that were there too, or those alone that lie there now."""
         for tensor, copy in self.tensors:
             _local(tensor).copy_(copy)
+        for module, name, copy in self.buffers:
+            buffer = module.get_buffer(name)
+            if buffer.shape == copy.shape:
+                _local(buffer).copy_(copy)
+            else:
+                setattr(module, name, copy.to(buffer.device))
         if not gradients:
             return
         for parameter, gradient in self.gradients:
@@ -88,7 +101,8 @@ def _instead(plain: nn.Module, module: nn.Module, args: Any, kwargs: Any, output
         other = next(right, leaf)
         if not (is_real(leaf) and is_real(other)) or leaf.shape != other.shape:
             return leaf
-        return other.to(leaf.dtype) + 0 * leaf  # its parameters get gradients of zero, on time
+        # its parameters get gradients of zero, on time; infinities would make them NaN
+        return other.to(leaf.dtype) + 0 * torch.nan_to_num(leaf)
 
     return tree_map(put, output)
 

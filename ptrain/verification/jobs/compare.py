@@ -42,9 +42,12 @@ class Magnitude:
     def length(self, whole: Tensor, part: Tensor) -> float:
         """Return what a difference of `part` is relative to; of a tensor that is noise beside the
         others it is what the others have."""
+        return max(norm(part), self.quiet(whole) * math.sqrt(part.numel()))
+
+    def quiet(self, whole: Tensor) -> float:
+        """Return the size of an element of it that is nothing."""
         mean = _rms(whole)
-        least = self.usual if mean <= NOISE * self.usual else _QUIET * mean
-        return max(norm(part), least * math.sqrt(part.numel()))
+        return self.usual if mean <= NOISE * self.usual else _QUIET * mean
 
     def is_noise(self, whole: Tensor) -> bool:
         return _rms(whole) <= NOISE * self.usual
@@ -248,6 +251,13 @@ def compare_update(
     """Compare the parameter after the update, relative to the way that it has gone since the start,
     or to its roundings where these are more. Adam makes a whole move of the sign of a gradient that
     is noise: such a tensor, and elements of which it is not sure, need only be numbers."""
+    if not course.after.is_floating_point():
+        same = torch.equal(course.run_after, course.after.to(course.run_after.device))
+        differences.compare(
+            Moment.UPDATE, Subject.PARAMETERS, name, difference=0.0 if same else math.inf,
+            tolerance=limit.updates,
+        )  # fmt: skip
+        return
     after, run_after = course.after[course.sure], course.run_after[course.sure]
     moved = norm(after.double() - course.origin[course.sure].double())
     eps = torch.finfo(run_after.dtype).eps
@@ -342,7 +352,7 @@ def digests(
 def digest(tensor: Tensor | None) -> str:
     if tensor is None:
         return ""
-    raw = tensor.detach().contiguous().cpu().view(torch.uint8).numpy()
+    raw = tensor.detach().contiguous().flatten().cpu().view(torch.uint8).numpy()
     return hashlib.blake2b(raw.tobytes(), digest_size=12).hexdigest()
 
 

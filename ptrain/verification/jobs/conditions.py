@@ -19,7 +19,7 @@ from ptrain.verification.jobs.job import Job
 from ptrain.verification.jobs.ranks import Ranks
 
 _WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
-_COLLECTIVES = ("c10d", "_c10d_functional")
+COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 def require_comparable(reference: Job, loop: Job) -> None:
@@ -48,7 +48,7 @@ class Alone(OperatorMode):
     """Refuses collectives: the reference is one device, on every rank."""
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function.namespace in _COLLECTIVES:
+        if function.namespace in COLLECTIVES:
             raise PtrainError(
                 f"verify: the reference's step communicates ({function.__name__})\n"
                 "  remedy: give the reference a step without collectives: it has the whole batch"

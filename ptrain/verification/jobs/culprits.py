@@ -1,5 +1,6 @@
-"""Culprits that are not gradients: weights that differ before the first step, modules that return
-something else for the same inputs, updates, optimizer state, replicas, losses."""
+"""Culprits that are not gradients or updates: weights that differ before the first step or are
+written before a forward pass, another autocast, a reference without numbers, a loss that is made up
+otherwise."""
 
 from __future__ import annotations
 
@@ -101,8 +102,8 @@ def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Cu
     return Culprit(
         state=Subject.ACTIVATIONS, axis="", factor=f"{actual} for {expected}", place="autocast",
         step=step, ranks=tuple(range(ranks.size)),
-        sentence=f"The loop's forward runs in {actual} (autocast), one device's in {expected}. Let "
-        f"both run in one, or say what is meant: Terms(dtype=torch.{actual}).",
+        sentence=f"The loop's forward runs in {actual}, one device's in {expected}, as autocast "
+        "has it. Let both run in one, or say which dtype is meant: Terms(dtype=...).",
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@ the missing sum taken, the missing micro-batches added, over every element of ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ def _weighed(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
     """Each micro-batch counts as it does on one device."""
     contributed = cure.contributed
     assert contributed is not None, "told by what micro-batches give"
-    actual = contributed.of_found.get(rank)
+    actual = contributed.of_loop.get(rank)
     if actual is None:
         return sample.gradients[rank]
     missing = [
@@ -83,7 +84,7 @@ def _as_given(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
     """What it has besides what the micro-batches give, all with one weight, is nothing."""
     contributed = cure.contributed
     assert contributed is not None, "told by what micro-batches give"
-    actual = contributed.of_found.get(rank)
+    actual = contributed.of_loop.get(rank)
     if actual is None:
         return sample.truth
     given = [
@@ -132,17 +133,35 @@ def tried(cure: Cure, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> Tria
     scale = Magnitude.of(truths)
     bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
     largest, cures = 0.0, True
-    for name in truths:
-        sample = own.of_all_ranks(name, ranks)
-        for was, (gradient, truth) in zip(_held(sample), cure.of(name, sample, ranks), strict=True):
-            length = scale.length(sample.truth, truth)
-            left, before = (
-                norm(row - truth) / length if length else 0.0 for row in (gradient, was)
-            )
+    for name, whole in truths.items():
+        for left, before in _apart(cure, own, name, scale.quiet(whole), ranks):
             largest = max(largest, left)
             helps = left <= before / 2 or before <= limit.gradients
             cures = cures and left <= bound and helps
     return Trial(largest, cures)
+
+
+def _apart(
+    cure: Cure, own: OwnGradients, name: str, quiet: float, ranks: Ranks
+) -> Iterator[tuple[float, float]]:
+    """Yield of each rank how far a parameter's gradient is from one device's (relative), with the
+    cure and as it was; `quiet`: the size of an element that counts as nothing."""
+    squares: dict[int, Tensor] = {}
+    for sample in own.of_all_ranks(name, ranks):
+        rows = zip(sample.holders(), _held(sample), cure.of(name, sample, ranks), strict=True)
+        for rank, was, (gradient, truth) in rows:
+            sizes = [norm(gradient - truth), norm(was - truth), norm(truth)]
+            counted = torch.tensor([*(size**2 for size in sizes), truth.numel()]).double()
+            squares[rank] = squares.get(rank, torch.zeros(4).double()) + counted
+    for left, before, length, numel in (row.tolist() for row in squares.values()):
+        size = max(math.sqrt(length), quiet * math.sqrt(numel))
+        yield _relative(math.sqrt(left), size), _relative(math.sqrt(before), size)
+
+
+def _relative(size: float, length: float) -> float:
+    if not math.isfinite(size):
+        return math.inf
+    return size / length if length else math.inf if size else 0.0
 
 
 def _held(sample: Sample) -> Iterator[Tensor]:

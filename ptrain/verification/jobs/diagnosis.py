@@ -36,7 +36,7 @@ class Diagnosis:
         names: Sequence[str],
         first: Symptom,
     ) -> None:
-        self.departures, self.told, self.ranks = departures, evidence, ranks
+        self.departures, self.evidence, self.ranks = departures, evidence, ranks
         self.tolerance, self.names, self.first = tolerance, list(names), first
         self.samples = [evidence.samples[name] for name in self.names]
         every = len(self.names) == len(evidence.samples)
@@ -132,7 +132,7 @@ class Diagnosis:
 
     def _empty(self) -> Culprit:
         holders = {rank for sample in self.samples for rank in sample.holders()}
-        own = self.told.own
+        own = self.evidence.own
         seen = [own.emptiness(name) for name in self.names if name in own.holds]
         kinds = {kind for kinds in self.ranks.gather(seen) for kind in kinds if kind}
         whose = "no rank" if set(self.first.ranks) == holders else "not every rank"
@@ -161,7 +161,7 @@ class Diagnosis:
         )
 
     def _some(self) -> Culprit:
-        ranks, numbers, count = self.first.ranks, self.first.numbers, self.told.micro_batches
+        ranks, numbers, count = self.first.ranks, self.first.numbers, self.evidence.micro_batches
         listed = ", ".join(map(str, numbers))
         if set(numbers) == set(range(count - 1)) and count > 1:
             return self._say(
@@ -198,7 +198,7 @@ class Diagnosis:
         weights = contributed.of_truth.coefficients
         mean = sum(weights) / len(weights)
         least, most = (mean / weight for weight in (max(weights), min(weights)))
-        several = self.told.micro_batches > 1
+        several = self.evidence.micro_batches > 1
         what = "micro-batch" if several else "rank's share"
         return self._say(
             "" if several else self.ranks.axis_of(contributed.data_ranks),
@@ -212,9 +212,9 @@ class Diagnosis:
     def _uneven(self, contributed: Contributions) -> Culprit:
         """One device gives every micro-batch the same weight, and the loop does not."""
         right = contributed.of_truth.coefficients
-        actual = next(iter(contributed.of_found.values())).coefficients
+        actual = next(iter(contributed.of_loop.values())).coefficients
         ratios = [its / other for its, other in zip(actual, right, strict=True)]
-        several = self.told.micro_batches > 1
+        several = self.evidence.micro_batches > 1
         listed = ", ".join(
             f"{f'micro-batch {number} of ' * several}rank {rank}: × {ratio:.3g}"
             for (rank, number), ratio in list(zip(contributed.labels, ratios, strict=True))[:4]
@@ -231,13 +231,13 @@ class Diagnosis:
         """Say which side has the factor, by the weight that a micro-batch's own gradient has in the
         loop's and in one device's: the synchronisation, where the first is neither that of a mean
         nor of a sum over ranks; else the loss, or a mean in the place of a sum."""
-        data, micro_batches = len(contributed.data_ranks), self.told.micro_batches
+        data, micro_batches = len(contributed.data_ranks), self.evidence.micro_batches
         axes = {
             axis: len(groups[0])
             for axis, groups in self.ranks.axes.items()
             if any(len(set(group) & set(contributed.data_ranks)) > 1 for group in groups)
         }
-        actual = _mean(next(iter(contributed.of_found.values())).coefficients)
+        actual = _mean(next(iter(contributed.of_loop.values())).coefficients)
         right = _mean(contributed.of_truth.coefficients)
         is_mean, is_sum = (abs(actual * n - 1) <= self.tolerance for n in (data, 1))
         if not (is_mean or is_sum):
@@ -262,7 +262,7 @@ class Diagnosis:
     def _either(self, factor: float) -> Culprit:
         """What the ranks' samples give by themselves is not known, so that a loss that is divided
         otherwise cannot be told from gradients that are."""
-        degrees = self.ranks.degrees | {"micro-batches": self.told.micro_batches}
+        degrees = self.ranks.degrees | {"micro-batches": self.evidence.micro_batches}
         fits = products(factor, degrees, self.tolerance)
         if not fits:
             return self._odd(factor)
@@ -306,7 +306,7 @@ class Diagnosis:
         return self._say(where, text, whose + cure)
 
     def _odd(self, factor: float) -> Culprit:
-        if len(self.names) == len(self.told.samples):
+        if len(self.names) == len(self.evidence.samples):
             return self._say(
                 "",
                 f"× {factor:.4g}",
@@ -320,7 +320,7 @@ class Diagnosis:
 
     def _by_rank(self) -> Culprit:
         """Every rank has a factor of its own, or nothing fits."""
-        evidence = self.told
+        evidence = self.evidence
         if evidence.norm and self.first.kind is SymptomKind.EACH:
             clipped = [
                 abs(norm / evidence.norm - 1) <= 10 * self.tolerance for norm in evidence.norms
@@ -344,7 +344,7 @@ class Diagnosis:
                 ranks=[rank for rank, its in factors.items() if abs(its - 1) > self.tolerance],
             )
         here = [departure for departure in self.departures if departure.name in self.names]
-        return unclear(here, self.told, self.names, self.ranks)
+        return unclear(here, self.evidence, self.names, self.ranks)
 
 
 def unclear(

@@ -20,6 +20,7 @@ from ptrain.verification.jobs.shards import ParameterShard
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
 ROW_TOLERANCE = 1e-3  # relative: of outputs, and of what a loss asks; a fault is larger
+_CHUNK = 1 << 20  # elements that all ranks' rows are gathered of at once
 _MOST = 16  # micro-batches whose contributions are told apart
 
 
@@ -96,15 +97,18 @@ class OwnGradients:
             name: self.holds[name].of(self.reference.gradients[name].view(self.holds[name].shape))
             for name in own
         }
+        if not sum(row.numel() for row in own.values()):
+            return True  # it has nothing to say
         return (
             all(_is_of(row, dtype) for row in own.values())
             and not all(_is_of(row, dtype) for row in right.values())
             and all(_is_near(own[name], row, dtype) for name, row in right.items())
         )
 
-    def of_all_ranks(self, name: str, ranks: Ranks) -> Sample:
-        """Return every element of a parameter. All ranks call it."""
-        return Sample.of_rows(ranks.stack(self.rows(name)))
+    def of_all_ranks(self, name: str, ranks: Ranks) -> Iterator[Sample]:
+        """Yield every element of a parameter, some at a time. All ranks call it."""
+        for rows in self.rows(name).split(_CHUNK, dim=1):
+            yield Sample.of_rows(ranks.stack(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +204,7 @@ def _at_elements(truth: Tensor, gradient: Tensor | None, shard: ParameterShard |
     if shard is None:
         return row
     value = torch.zeros(()) if gradient is None else gradient
+    value = value.masked_fill(value.isnan(), math.inf)  # NaN is what a rank does not hold
     if shard.at is None:
         row[:] = value.to(row)
     else:

@@ -160,7 +160,7 @@ def _given(evidence: JobEvidence) -> Cure | None:
     contributed = contributions(list(evidence.samples.values()))
     if contributed is None:
         return None
-    if not all(is_even(fit.coefficients, _EVEN) for fit in contributed.of_found.values()):
+    if not all(is_even(fit.coefficients, _EVEN) for fit in contributed.of_loop.values()):
         return None
     return Cure(
         symptom=Symptom(SymptomKind.OWN),

@@ -19,7 +19,9 @@ from ptrain.verification.jobs.compare import Magnitude, difference, norm
 from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.modules import Calls, ModuleCall, ModuleRecorder, is_within
+from ptrain.verification.jobs.probe import autocast_of
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder
+from ptrain.verification.jobs.seeds import seeded
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.tasks import TokenTask, softmaxed, task_of
 from ptrain.verification.jobs.verdict import claim
@@ -71,10 +73,8 @@ class Metamorphic:
         yield from self._of_tokens(seen.calls)
 
     def _step(self, batch: Any) -> StepRecorder:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            with StepRecorder(self._job.model, self._wholes) as seen, Alone():
-                self._job.step(batch)
+        with seeded(self._job.model), StepRecorder(self._job.model, self._wholes) as seen, Alone():
+            self._job.step(batch)
         return seen
 
     def _attached(self, calls: Calls, trained: Collection[str]) -> Iterator[TriedRelation]:
@@ -98,11 +98,11 @@ class Metamorphic:
             return
         check = claim(name, None, False, f"none comes to {families(lost)}")
         yield TriedRelation(check=check, culprit=self._blame(
-            Subject.GRADIENTS, "detached on one device too", [],
-            f"No gradient comes back to {families(lost)}, whose parameters are to be trained and "
-            "whose output the model does not return: it is detached behind it (detach(), "
-            "no_grad(), .data), or nothing uses it.",
-            "of its output there is no gradient, and of those of modules behind it there is",
+            Subject.GRADIENTS, "no gradient on one device either", [],
+            f"No gradient but zeros comes back to {families(lost)}, whose parameters are to be "
+            "trained: after it the model is detached (detach(), no_grad(), .data), multiplies by "
+            "weights of zeros, or does not use what it returns.",
+            "in every step its parameters have none, and later modules have one",
             place=families(lost),
         ))  # fmt: skip
 
@@ -173,6 +173,9 @@ class Metamorphic:
             return
         shift, count = task.shift, task.count
         name = "shared code: labels are the next tokens"
+        if shift == 0 and not self._is_causal(calls[0], task):
+            self.notes.append("the labels are the tokens themselves: meant, if the task is to copy")
+            return
         if shift in (0, 2):
             says = "the token that is there" if shift == 0 else "the token after the next"
             check = claim(name, None, False, f"every position is asked for {says}")
@@ -192,9 +195,10 @@ class Metamorphic:
             self.notes.append("the causal mask: not tried, the labels are not the next tokens")
             return
         yield TriedRelation(check=claim(name, None, True, ""))
-        yield self._sees_no_future(calls[0], task)
+        if (seen := self._sees_no_future(calls[0], task)) is not None:
+            yield seen
 
-    def _sees_no_future(self, call: ForwardCall, task: TokenTask) -> TriedRelation:
+    def _sees_no_future(self, call: ForwardCall, task: TokenTask) -> TriedRelation | None:
         tokens = task.tokens
         at = tokens.size(1) // 2
         other = tokens.clone()
@@ -205,27 +209,37 @@ class Metamorphic:
             same = isinstance(leaf, Tensor) and leaf.shape == tokens.shape
             return other if same and torch.equal(leaf, tokens) else leaf
 
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            before = _logits(self._job.model(*call.args, **call.kwargs))
-            args, kwargs = tree_map(instead, (call.args, call.kwargs))
-            after = _logits(self._job.model(*args, **kwargs))
+        before = self._logits(call, call.args, call.kwargs)
+        if not torch.equal(before, self._logits(call, call.args, call.kwargs)):
+            self.notes.append("the causal mask: not tried, the model draws or counts as it runs")
+            return None
+        after = self._logits(call, *tree_map(instead, (call.args, call.kwargs)))
         rows = before[changed, :at], after[changed, :at]
         size = norm(rows[0] - rows[1]) / max(norm(rows[0]), 1e-30)
         holds = size <= _LOOSE * self._limit.outputs or not bool(changed.any())
-        why = "logits change with tokens behind them"
+        why = "logits change with later tokens"
         check = claim("shared code: no token sees its future", size, holds, why)
         if holds:
             return TriedRelation(check=check)
         return TriedRelation(check=check, culprit=self._blame(
             Subject.ACTIVATIONS, "no causal mask", [],
-            "A position sees the tokens behind it, and is asked for the next one: give attention "
+            "A position sees the tokens after it, and is asked for the next one: give attention "
             "its causal mask (is_causal=True), on both sides.",
             f"other tokens from position {at} on change the logits before it by {size:.3g}",
             place="attention",
         ))  # fmt: skip
 
-    def _apart(self, one: Tensor, other: Tensor, scale: Tensor) -> float:
-        size = norm(one - other)
+    def _is_causal(self, call: ForwardCall, task: TokenTask) -> bool:
+        relation = self._sees_no_future(call, task)
+        return relation is not None and relation.check.holds
+
+    def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:
+        with torch.no_grad(), seeded(self._job.model), autocast_of([call]):
+            output = self._job.model(*args, **kwargs)
+        return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double()
+
+    def _apart(self, left: Tensor, right: Tensor, scale: Tensor) -> float:
+        size = norm(left - right)
         return 0.0 if size <= self._limit.gradients * norm(scale) else size / (norm(scale) or 1.0)
 
     def _blame(
@@ -236,10 +250,6 @@ class Metamorphic:
             state=state, axis="", factor=factor, place=place or families(names), step=0,
             ranks=self._ranks, sentence=sentence, certainty=Certainty.PROVEN, tried=tried,
         )  # fmt: skip
-
-
-def _logits(output: Any) -> Tensor:
-    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double()
 
 
 def _num_rows(batch: Any) -> int:

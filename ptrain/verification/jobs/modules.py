@@ -21,6 +21,7 @@ from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Moment
 from ptrain.verification.jobs.compare import difference, digest, norm, pieces
 from ptrain.verification.jobs.job import Tolerance
+from ptrain.verification.jobs.seeds import cuda_devices
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.outputs import Key, is_real
 from ptrain.verification.parts import held
@@ -170,7 +171,7 @@ def violations(
     One that the loop gives other features (a slice of the heads) cannot be run by itself."""
     result, first = Violations(), dict[str, str]()
     modules = dict(canonical_modules(model))
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=cuda_devices(model)):
         for key, call in actual.items():
             right = expected.get(key)
             if right is None or not _is_testable(call, right):

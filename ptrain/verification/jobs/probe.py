@@ -19,6 +19,7 @@ from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder
 from ptrain.verification.jobs.record import ForwardCall
+from ptrain.verification.jobs.seeds import cuda_devices
 from ptrain.verification.names import canonical_parameters
 from ptrain.verification.outputs import is_real
 
@@ -89,8 +90,10 @@ def autocast_of(calls: Sequence[ForwardCall]) -> AbstractContextManager[object]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put a model's buffers and torch's random state back."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.random.fork_rng():
-        yield
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    try:
+        with torch.random.fork_rng(devices=cuda_devices(model)):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])

@@ -78,7 +78,8 @@ class StepRecorder:
 
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if _counts():
-            device = next((leaf.device.type for leaf in tree_leaves(args) if _is(leaf)), "cpu")
+            leaves = tree_leaves((args, kwargs))
+            device = next((leaf.device.type for leaf in leaves if _is(leaf)), "cpu")
             autocast = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if autocast else None
             if not self.calls:

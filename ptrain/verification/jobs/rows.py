@@ -95,7 +95,7 @@ def compare_rows(
             continue
         right = next((other for other in same if other.others == row.others), None)
         if right is None:
-            report.otherwise += 1
+            report.otherwise += len(row.others) == len(same[0].others)
             continue
         report.returned += _differ(row.output, right.output, tolerance)
         if (

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ptrain.errors import PtrainError
+from ptrain.errors import Fault, PtrainError
+from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.report.record import Check
 from ptrain.verification.jobs.compare import Differences, at_start, digest, replicas
@@ -149,8 +150,15 @@ class Examiner:
             self.pair.reference, self.pair.wholes, self.limit, ranks=self.ranks.size,
             rows=self._has_rows,
         )  # fmt: skip
-        watched = self.watched.relations(self.pair.origin, self.ranks.size)
-        return [*watched, *metamorphic.relations(batch, self.watched.trained)], metamorphic.notes
+        relations = list(self.watched.relations(self.pair.origin, self.ranks.size))
+        try:
+            with boundary(lambda error: Fault(place="step", finding=said(error))):
+                relations += metamorphic.relations(batch, self.watched.trained)
+        except CodeRaised as error:
+            metamorphic.notes.append(
+                f"code that both sides share: no step can be run again: {error}"
+            )
+        return relations, [*self.watched.notes, *metamorphic.notes]
 
     def _begin(self) -> None:
         differences = Differences(step=0, rank=self.ranks.rank)
@@ -192,7 +200,8 @@ class Examiner:
             differ = any(rows != everyones[0] for rows in everyones)
             self._has_rows = samples is not None and (differ or self.ranks.size == 1)
         self._compare_losses(step, *seen.losses)
-        if seen.seen.has_closure and self.terms.examined is None:
+        has_closure = any(self.ranks.gather(seen.seen.has_closure))
+        if has_closure and self.terms.examined is None:
             self.terms = replace(self.terms, examined=1)
             self.worst_loss.tolerance *= _OF_CLOSURES
             self.notes.append(
@@ -272,8 +281,11 @@ class Examiner:
             return
         if not self.terms.tolerance:
             dtypes = (loss_dtype(returned), loss_dtype(own))
-            limits = [TOLERANCES[dtype].losses for dtype in dtypes if dtype in TOLERANCES]
-            self.worst_loss.tolerance = max(self.worst_loss.tolerance, *limits, 0.0)
+            mine = [TOLERANCES[dtype].losses for dtype in dtypes if dtype in TOLERANCES]
+            limits = self.ranks.gather(
+                max(mine, default=0.0)
+            )  # a stage without a loss has no dtype
+            self.worst_loss.tolerance = max(self.worst_loss.tolerance, *limits)
         limit = self.worst_loss.tolerance
         for losses, loss in zip(self.losses, (right, measured), strict=True):
             losses.append(loss)
@@ -302,8 +314,16 @@ class Examiner:
         return claim("the same twice", None, cause is None, "other bits")
 
     def _life(self, batch: Any, share: Any) -> list[Liveness]:
-        """What both runs learned; the loss of the first batch comes from one more step."""
-        right, mine = map(number, self._both(batch, share))
+        """What both runs learned; the loss of the first batch comes from one more step, where that
+        can be run."""
+        try:
+            with boundary(lambda error: Fault(place="step", finding=said(error))):
+                right, mine = map(number, self._both(batch, share))
+        except CodeRaised as error:
+            right = mine = None
+            self.notes.append(
+                f"one more step cannot be run, so that no loss is known after: {error}"
+            )
         again = right, self.loss.of(right, mine)
         travelled = self._travelled()
         return [

@@ -44,6 +44,7 @@ class ParameterShard:
         gradient, own = self.parameter.grad, self.parameter
         if gradient is None:
             return None
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         both = isinstance(gradient, DTensor) and isinstance(own, DTensor)
         if both and gradient.placements != own.placements:
             gradient = gradient.redistribute(placements=own.placements)

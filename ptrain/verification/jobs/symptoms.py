@@ -63,6 +63,8 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
     """Return the simplest symptom that explains the sample."""
     holders = sample.holders()
     pairs = {rank: sample.of(rank) for rank in holders}
+    if not pairs:
+        return Symptom(SymptomKind.RIGHT)  # no elements
     empty = tuple(rank for rank, (mine, truth) in pairs.items() if truth.any() and not mine.any())
     if empty:
         return Symptom(SymptomKind.EMPTY, ranks=empty)
@@ -132,12 +134,12 @@ def _earlier(sample: Sample, holders: Sequence[int], tolerance: float) -> Sympto
 @dataclass(frozen=True, slots=True)
 class Contributions:
     """Micro-batches with a gradient of their own, as (rank, number) [J]: ranks with the same data
-    count once. `of_truth`, `of_found`: what the right gradient and each rank's are as sums of
+    count once. `of_truth`, `of_loop`: what the right gradient and each rank's are as sums of
     them."""
 
     labels: tuple[tuple[int, int], ...]
     of_truth: LeastSquares
-    of_found: dict[int, LeastSquares]
+    of_loop: dict[int, LeastSquares]
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
@@ -179,9 +181,9 @@ def by_micro_batches(
 ) -> Symptom | None:
     """Every rank's gradient is a sum of the same micro-batches: some are not among them, or all
     are, with the same weight, and one device gives them other ones."""
-    if not contributed.of_truth.holds(tolerance) or len(contributed.of_found) < len(holders):
+    if not contributed.of_truth.holds(tolerance) or len(contributed.of_loop) < len(holders):
         return None
-    fits = list(contributed.of_found.values())
+    fits = list(contributed.of_loop.values())
     if not all(fit.holds(tolerance) for fit in fits) or absent(contributed.of_truth.coefficients):
         return None
     evenly = is_even(contributed.of_truth.coefficients, 10 * tolerance)

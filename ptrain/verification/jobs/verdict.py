@@ -112,6 +112,8 @@ class Liveness:
             finite = all(math.isfinite(loss) for loss in self.losses)
             yield claim(f"{name}: losses are finite", None, finite, "a loss is not finite")
             fall = self.losses[0] - self.again
+            if math.isnan(self.again) and finite:
+                return  # no further step could be run
             yield claim(
                 f"{name}: learns", fall, fall > 0.0,
                 "the loss of the first batch is not lower after the updates",

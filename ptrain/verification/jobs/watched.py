@@ -30,6 +30,8 @@ class Watched:
     steps: list[tuple[bool, bool]] = field(default_factory=list)
     has_masters: bool = False
     emptied: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _given: set[str] = field(default_factory=set)
     _kept: set[str] = field(default_factory=set)
     _values: dict[str, Tensor] = field(default_factory=dict)
     _shapes: dict[str, torch.Size] = field(default_factory=dict)
@@ -51,17 +53,20 @@ class Watched:
         for name in self._kept & run.without_state:
             self.emptied[name] = self.emptied.get(name, 0) + 1
         own = {id(shard.parameter): name for name, shard in wholes.items()}
-        self.has_masters = self.has_masters or any(
-            id(parameter) not in own
+        given = [
+            id(parameter)
             for optimizer in run.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
-        )
+        ]
+        self._given |= {own[parameter] for parameter in given if parameter in own}
+        self.has_masters = self.has_masters or any(parameter not in own for parameter in given)
         self._kept = {
             own[id(parameter)]
             for optimizer in run.optimizers
             for parameter, state in optimizer.state.items()
-            if id(parameter) in own and any(isinstance(row, Tensor) for row in state.values())
+            if id(parameter) in own
+            and any(isinstance(row, Tensor) and bool(row.any()) for row in state.values())
         }
         self._values = now
 
@@ -70,23 +75,32 @@ class Watched:
         start."""
         if len(self.steps) < 2:
             return
-        yield _relation("what gets a gradient moves", ranks, self._unmoved(origin))
-        yield _relation("every step moves", ranks, self._stalled())
-        yield _relation("optimizers keep their state", ranks, self._emptied())
-        yield _relation("units differ", ranks, self._copies())
+        last = len(self.steps) - 1
+        yield _relation("what gets a gradient moves", ranks, last, self._unmoved(origin))
+        yield _relation("every step moves", ranks, last, self._stalled())
+        yield _relation("optimizers keep their state", ranks, last, self._emptied())
+        yield _relation("units differ", ranks, last, self._copies(origin))
 
-    def _unmoved(self, origin: Mapping[str, Tensor]) -> _Told | None:
+    def _unmoved(self, origin: Mapping[str, Tensor]) -> BrokenRelation | None:
         still = sorted(n for n in self.trained if torch.equal(self._values[n], origin[n].flatten()))
         if self.has_masters or not still or len(still) == len(self.trained):
             return None  # masters move in finer steps; where nothing moves, that is said already
-        return _Told(
+        if rounded := [name for name in still if name in self._given]:
+            self.notes.append(
+                f"{families(rounded)} gets a gradient and stands still to the bit: its learning "
+                "rate is zero, or its updates are too small for its dtype"
+            )
+        still = [name for name in still if name not in self._given]
+        if not still:
+            return None
+        return BrokenRelation(
             Subject.PARAMETERS, "not updated on one device either", families(still),
             "It gets a gradient in the reference and in the loop, and no update moves it: give it "
             "to the optimizer, or freeze it (requires_grad_(False)).",
             f"its value is the same to the bit after {len(self.steps)} steps",
         )  # fmt: skip
 
-    def _stalled(self) -> _Told | None:
+    def _stalled(self) -> BrokenRelation | None:
         """The last steps have gradients and move nothing."""
         count = 0
         for had_gradient, moved in reversed(self.steps):
@@ -96,35 +110,37 @@ class Watched:
         if count < _STILL or count == len(self.steps):
             return None
         first = len(self.steps) - count
-        return _Told(
+        return BrokenRelation(
             Subject.LEARNING_RATE, "no update on one device either", "all parameters",
             f"From step {first} on nothing moves any parameter, though each has a gradient: the "
             "learning rate is zero, or an update is too small for the dtype of the parameters.",
             f"the last {count} steps leave every value the same to the bit", first,
         )  # fmt: skip
 
-    def _emptied(self) -> _Told | None:
+    def _emptied(self) -> BrokenRelation | None:
         """In every step but the first."""
         names = sorted(n for n, times in self.emptied.items() if times == len(self.steps) - 1 > 1)
         if not names:
             return None
-        return _Told(
+        return BrokenRelation(
             Subject.OPTIMIZER, "emptied in every step, on one device too", families(names),
             "The optimizer begins every step without what it kept of the step before (moments, "
             "step counters): it is made anew, or its state is emptied, in every step.",
             "when it steps there is no state of a parameter that it has updated before",
         )  # fmt: skip
 
-    def _copies(self) -> _Told | None:
-        """Matrices whose rows are all the same after updates."""
+    def _copies(self, origin: Mapping[str, Tensor]) -> BrokenRelation | None:
+        """Matrices that moved, and whose rows are all the same nevertheless."""
         alike = sorted(
             name
             for name, shape in self._shapes.items()
-            if len(shape) >= 2 and shape[0] >= 2 and _has_equal_rows(self._values[name], shape)
-        )
+            if len(shape) >= 2 and shape[0] >= 2 and shape.numel() and name in self.trained
+            and not torch.equal(self._values[name], origin[name].flatten())
+            and _has_equal_rows(self._values[name], shape)
+        )  # fmt: skip
         if not alike:
             return None
-        return _Told(
+        return BrokenRelation(
             Subject.PARAMETERS, "units that are copies of each other", families(alike),
             "All rows are the same after updates, as they were made alike (zeros, one value): they "
             "get the same gradient and will never differ. Draw them (nn.init).",
@@ -133,22 +149,25 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class BrokenRelation:
+    """What does not hold, and since which step (-1: the last shows it)."""
+
     state: Subject
     factor: str
     place: str
     sentence: str
     tried: str
-    step: int = 0
+    step: int = -1
 
 
-def _relation(name: str, ranks: int, broken: _Told | None) -> TriedRelation:
+def _relation(name: str, ranks: int, last: int, broken: BrokenRelation | None) -> TriedRelation:
     why = "" if broken is None else f"{broken.factor}: {broken.place}"
     check = claim(f"shared code: {name}", None, broken is None, why)
     if broken is None:
         return TriedRelation(check=check)
     return TriedRelation(check=check, culprit=Culprit(
-        state=broken.state, axis="", factor=broken.factor, place=broken.place, step=broken.step,
+        state=broken.state, axis="", factor=broken.factor, place=broken.place,
+        step=last if broken.step < 0 else broken.step,
         ranks=tuple(range(ranks)), sentence=broken.sentence, certainty=Certainty.PROVEN,
         tried=broken.tried,
     ))  # fmt: skip

@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_map
 
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
+from ptrain.models.ledger import OperatorMode
+from ptrain.verification.jobs.conditions import COLLECTIVES
 from ptrain.verification.parts import held
 
 _HOOKS = (
@@ -35,12 +37,21 @@ _HOOKS = (
 )
 # `step`: a scheduler's wrapper around it. `grad_scale`: gradients are taken without it.
 _LEFT_OUT = {"param_groups", "state", "step", "grad_scale", *_HOOKS}
-# Of a group: its tensors, and what asks for a GPU, where rows are on the CPU.
+# Of a group: its tensors.
 _OF_TENSORS = ("params", "param_names")
 
 
 class CannotRepeat(Exception):
     """Why an update cannot be repeated, in words."""
+
+
+class _Silent(OperatorMode):
+    """Refuses collectives: a rank that repeats nothing would not meet them."""
+
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function.namespace in COLLECTIVES:
+            raise CannotRepeat(f"its step communicates ({function.__name__})")
+        return function(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +149,11 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
             vars(optimizer).update(copy.deepcopy(rule.attributes, known))
             for name, own in taken.items():
                 _give(optimizer, pieces[name], own)
-            _bare_step(rule.kind)(optimizer)
+            with _Silent():
+                _bare_step(rule.kind)(optimizer)
     except CodeRaised as error:
+        if isinstance(error.__cause__, CannotRepeat):
+            raise error.__cause__ from error
         raise CannotRepeat(f"{rule.kind.__name__} cannot be repeated: {_cause(error)}") from error
     return {
         name: UpdateOutcome(

@@ -162,7 +162,8 @@ def _of_setting(key: str, rows: Sequence[IngredientPair], degrees: dict[str, int
     more = [row for row in rows if (row.numbers[0] or 0) > (row.numbers[1] or 0)]
     less = [row for row in rows if (row.numbers[0] or 0) < (row.numbers[1] or 0)]
     pairs = {(row.own, row.other) for row in rows}
-    if len(pairs) == 2 and pairs == {(other, own) for own, other in pairs}:
+    are_swapped = len(pairs) == 2 and pairs == {(other, own) for own, other in pairs}
+    if are_swapped and more and less:
         what = "decay" if key == "weight_decay" else key
         return CureWords(
             Subject.OPTIMIZER, f"{what} groups swapped",
