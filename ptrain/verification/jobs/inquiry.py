@@ -28,6 +28,7 @@ from ptrain.verification.jobs.suspects import Suspect, Suspects
 from ptrain.verification.jobs.words import families
 
 _MOST_TRIALS = 6  # families of modules that are replaced, one after the other
+_SHARE = 1e-3  # of what departs within a module, that departs outside of it too
 _LOOSE = 10  # tolerances of an output within which it is a sum or a multiple
 
 
@@ -163,7 +164,12 @@ class Inquiry:
         before = [*self._gradients_apart(names, self.step.seen.gradients), *self._loss_apart()]
         after = [*self._gradients_apart(names, seen.gradients), *self._loss_apart(loss)]
         bound = _LOOSE * self.limit.gradients
-        departed = any(self.ranks.gather(any(size > bound for size in before)))
+        own = [name for name in self.step.expected.gradients if name not in names]
+        within = max(self._gradients_apart(own, self.step.seen.gradients), default=0.0)
+        outside = self.ranks.gather([max(before, default=0.0), within])
+        most = max(size for size, _ in outside)
+        # what departs within, and no more than roundings of it outside, is not tried by this
+        departed = most > bound and most >= _SHARE * max(size for _, size in outside)
         worst = [size for size in self.ranks.gather(max(after, default=None)) if size is not None]
         return (max(worst) if worst and departed else None), len(names)
 

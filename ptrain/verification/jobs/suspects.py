@@ -18,6 +18,7 @@ from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.words import families, over_axis
 from ptrain.verification.names import canonical_modules
 
+_PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
 _LOOSE = 10  # tolerances of an output within which it is a sum or a multiple
 
 
@@ -186,5 +187,5 @@ def _factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str
         if len(fits) == len(groups) and all(fit.holds(tolerance) for fit in fits):
             return axis, "missing all-reduce"
     fit = multiple(everyones[:, 1], everyones[:, 0])
-    is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > tolerance
+    is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > _PLAIN
     return "", factor_text(fit.factor, ranks.degrees) if is_multiple else ""

@@ -1,0 +1,239 @@
+"""Loops that are unusual and right hold, and a fault is not said to be proven by what proves
+nothing. One process, fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ptrain
+from ptrain.verification.jobs.verdict import OwnVerdict
+
+ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).double())
+
+Change = Callable[[nn.Module], None]
+
+
+def nothing(model: nn.Module) -> None:
+    """The gradients are as backward left them."""
+
+
+def job(
+    build: Callable[[], nn.Module],
+    *,
+    between: Change = nothing,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    after: Callable[[torch.optim.Optimizer], Callable[[], Any]] | None = None,
+) -> Callable[[], ptrain.Job]:
+    """A loop on the mean square; `after` makes what follows every update."""
+
+    def made() -> ptrain.Job:
+        torch.manual_seed(0)
+        model = build()
+        own = (optimizer or _adamw)(model)
+        follow = after(own) if after else lambda: None
+
+        def step(rows: Tensor) -> Tensor:
+            loss = model(rows.to(next(model.parameters()).dtype)).square().mean()
+            loss.backward()
+            between(model)
+            own.step()
+            own.zero_grad()
+            follow()
+            return loss
+
+        return ptrain.Job(model=model, step=step)
+
+    return made
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+class Scaled(nn.Module):
+    """A linear whose output one number scales, beside a matrix of zeros that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(0.5))
+        self.spare = nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+class Gated(nn.Module):
+    """A branch behind a gate that is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.branch = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + 0.0 * self.branch(x)
+
+
+class Ends(nn.Module):
+    """Two linears, of which the first returns a little too much if it is told to."""
+
+    def __init__(self, more: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.first.register_forward_hook(lambda _, __, output: output * (1 + more))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+def held(verdict: OwnVerdict) -> None:
+    assert verdict.holds, verdict
+
+
+def test_a_parameter_without_dimensions_and_one_without_a_gradient_hold() -> None:
+    sound = job(lambda: Scaled().double())
+    held(ptrain.verify(sound, sound, ROWS))
+
+
+def test_a_branch_whose_gradient_is_zero_holds_under_momentum() -> None:
+    sound = job(
+        lambda: Gated().double(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    )
+    verdict = ptrain.verify(sound, sound, ROWS)
+    assert "emptied" not in str(verdict.culprit)
+
+
+def test_weights_whose_updates_their_dtype_has_no_number_for_are_a_note() -> None:
+    def norm() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)).bfloat16()
+
+    sound = job(norm, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4))
+    verdict = ptrain.verify(sound, sound, ROWS)
+    assert verdict.culprit is None, verdict
+    assert any("stands still to the bit" in note for note in verdict.notes)
+
+
+def test_a_schedule_that_ends_with_the_batches_holds_and_says_what_was_not_tried() -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=len(ROWS) + 1).step
+
+    sound = job(lambda: nn.Linear(4, 3).double(), after=schedule)
+    verdict = ptrain.verify(sound, sound, ROWS)
+    held(verdict)
+    assert any("no step can be run again" in note for note in verdict.notes)
+
+
+def test_a_gradient_with_a_nan_is_not_finite_and_no_multiple() -> None:
+    def double(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad *= 2
+        next(model.parameters()).grad[0, 0] = torch.nan
+
+    verdict = ptrain.verify(
+        job(lambda: Ends().double()), job(lambda: Ends().double(), between=double), ROWS
+    )
+    assert verdict.culprit is not None
+    assert verdict.culprit.factor == "not finite"
+
+
+def test_a_module_is_not_blamed_for_a_gradient_that_was_wrong_without_it() -> None:
+    def scale(model: nn.Module) -> None:
+        model.first.weight.grad[0] *= 1.5
+
+    verdict = ptrain.verify(
+        job(lambda: Ends().double()), job(lambda: Ends(1e-9).double(), between=scale), ROWS
+    )
+    assert verdict.culprit is not None
+    assert verdict.culprit.certainty != "proven by trying", verdict
+
+
+def test_groups_with_each_others_betas_are_said_in_words() -> None:
+    def groups(first: tuple[float, float], last: tuple[float, float]) -> Callable[..., Any]:
+        def made(model: nn.Module) -> torch.optim.Optimizer:
+            settings = [
+                {"params": list(part.parameters()), "betas": betas}
+                for part, betas in ((model.first, first), (model.last, last))
+            ]
+            return torch.optim.AdamW(settings, lr=1e-2)
+
+        return made
+
+    ones, others = (0.9, 0.999), (0.8, 0.95)
+    build = lambda: Ends().double()  # noqa: E731
+    verdict = ptrain.verify(
+        job(build, optimizer=groups(ones, others)), job(build, optimizer=groups(others, ones)), ROWS
+    )
+    assert verdict.culprit is not None
+    assert "betas" in verdict.culprit.sentence
+
+
+class Drawing(nn.Module):
+    """A causal language model that drops out by F.dropout, with a seed of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.passes = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.passes += 1
+        generator = torch.Generator().manual_seed(self.passes)
+        x = self.embed(tokens)
+        return self.head(x * (torch.rand(x.shape, generator=generator) > 0.1))
+
+
+def _tokens(loss: Callable[[Tensor, Tensor], Tensor], build: Callable[[], nn.Module]) -> Any:
+    def made() -> ptrain.Job:
+        torch.manual_seed(0)
+        model = build().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(tokens: Tensor) -> Tensor:
+            value = loss(model(tokens), tokens)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return value
+
+        return ptrain.Job(model=model, step=step)
+
+    return made
+
+
+TOKENS = list(torch.randint(0, 11, (3, 6, 10), generator=torch.Generator().manual_seed(2)))
+
+
+def test_a_model_that_draws_as_it_runs_is_not_said_to_lack_a_mask() -> None:
+    def following(logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    made = _tokens(following, Drawing)
+    verdict = ptrain.verify(made, made, TOKENS)
+    assert "no causal mask" not in str(verdict)
+
+
+class Copying(nn.Module):
+    """Sees all tokens, and gives each of them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x + x.mean(1, keepdim=True))
+
+
+def test_a_task_that_is_to_copy_is_a_note() -> None:
+    def same(logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    made = _tokens(same, Copying)
+    verdict = ptrain.verify(made, made, TOKENS)
+    held(verdict)
+    assert any("if the task is to copy" in note for note in verdict.notes)
