@@ -98,7 +98,11 @@ def _hypotheses(
 
 
 def of_own_samples(
-    departures: Sequence[Departure], evidence: JobEvidence, ranks: Ranks, limit: Tolerance
+    departures: Sequence[Departure],
+    evidence: JobEvidence,
+    ranks: Ranks,
+    limit: Tolerance,
+    is_plain: bool,
 ) -> Culprit | None:
     """Return the culprit of gradients that are the mean of what the ranks' samples give by
     themselves, where one device's are not: the samples are others, or the loss asks something else
@@ -112,6 +116,8 @@ def of_own_samples(
         return None  # pieces of samples: by themselves they are no samples
     names = [name for name in evidence.samples if any(d.name == name for d in departures)]
     state, factor, place, sentence = _why(evidence, families(names))
+    if state is Subject.LOSS and not is_plain:
+        return None  # what the model returns of the same samples is not one device's already
     odd = [
         rank
         for rank, report in enumerate(reports)

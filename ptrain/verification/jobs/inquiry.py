@@ -51,6 +51,7 @@ class Inquiry:
             reference=pair.reference.model,
         )  # fmt: skip
         self._ruled_out: list[str] = []
+        self._is_plain = False  # the model as a whole does what the plain one does
 
     def culprit(self, first: Sequence[Departure], before: Mapping[str, Tensor]) -> Culprit:
         """Explain the first departures, at the moment of gradients; `before` are one device's
@@ -73,7 +74,7 @@ class Inquiry:
             return by_modules
         if (dropped := self._dropped_arguments(first)) is not None:
             return dropped
-        own = of_own_samples(first, job_evidence, self.ranks, self.limit)
+        own = of_own_samples(first, job_evidence, self.ranks, self.limit, self._is_plain)
         if own is not None and own.certainty is Certainty.PROVEN:
             is_tied = own.state is Subject.LOSS
             return _with_norms(own, self.pair.reference.model) if is_tied else own
@@ -122,6 +123,7 @@ class Inquiry:
         family after the other and then all; what makes the step right is where the fault is."""
         with untouched(self.pair.reference.model), autocast_of(self.step.seen.calls[:1]):
             mine = violations(self.pair.reference.model, probe.modules, modules, self.limit)
+        self._is_plain = not any(self.ranks.gather(any(not v.path for v in mine.list)))
         suspects, tested = self.suspects.of_all_ranks(mine.list, mine.tested, probe.modules)
         trials: list[tuple[Suspect, ...]] = [(suspect,) for suspect in suspects[:_MOST_TRIALS]]
         trials += [tuple(suspects)] if len(suspects) > 1 else []
@@ -169,7 +171,8 @@ class Inquiry:
         outside = self.ranks.gather([max(before, default=0.0), within])
         most = max(size for size, _ in outside)
         # what departs within, and no more than roundings of it outside, is not tried by this
-        departed = most > bound and most >= _SHARE * max(size for _, size in outside)
+        least = _SHARE * min(1.0, max(size for _, size in outside))
+        departed = most > bound and most >= least
         worst = [size for size in self.ranks.gather(max(after, default=None)) if size is not None]
         return (max(worst) if worst and departed else None), len(names)
 

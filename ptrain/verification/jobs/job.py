@@ -3,7 +3,7 @@ is asked for: its optimizers are found when they step, its shards by what its te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -90,3 +90,17 @@ class Terms:
 
 def _refused(term: str, finding: str, remedy: str) -> PtrainError:
     return PtrainError(f"verify: Terms.{term}: {finding}\n  remedy: {remedy}")
+
+
+def tolerance_of(dtype: torch.dtype | None, parameters: Iterable[Tensor]) -> Tolerance:
+    """Return the tolerance of `dtype`, or without one that of the coarsest dtype of the reference's
+    parameters. Raises PtrainError for one of which no rounding is known."""
+    dtypes = {dtype} if dtype else {parameter.dtype for parameter in parameters}
+    known = [TOLERANCES[known_dtype] for known_dtype in dtypes if known_dtype in TOLERANCES]
+    if not known:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise PtrainError(
+            f"verify: the reference's parameters are in {names}, of which no rounding is known\n"
+            "  remedy: give Terms(tolerance=...), or Terms(dtype=...) of what it computes in"
+        )
+    return max(known, key=lambda tolerance: tolerance.gradients)

@@ -41,9 +41,9 @@ class ForwardCall:
 
 class StepRecorder:
     """`with StepRecorder(model, holds) as seen:` around a step. `holds` are the parameters by name
-    as this rank has them; `in_use` their values in the first forward pass; `without_state`: those
-    of which the optimizer kept nothing when it stepped first; `has_closure`: an
-    optimizer runs passes itself (LBFGS), each with other parameters."""
+    as this rank has them; `in_use` their values in the first forward pass; `updated` those that an
+    optimizer steps with, `without_state` those of which it kept nothing when it stepped first;
+    `has_closure`: an optimizer runs passes itself (LBFGS), each with other parameters."""
 
     def __init__(self, model: nn.Module, holds: Mapping[str, ParameterShard]) -> None:
         self.model = model
@@ -54,6 +54,7 @@ class StepRecorder:
         self.in_use: dict[str, Tensor] = {}
         self.has_closure = False
         self.without_state: set[str] = set()
+        self.updated: set[str] = set()
         self.updater = UpdateRecorder(holds)
         self._holds = holds
         self._stack = ExitStack()
@@ -124,6 +125,7 @@ class StepRecorder:
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer undoes it itself
         for name, shard in self._holds.items():
             is_first = id(optimizer) not in self.num_updates
+            self.updated |= {name} if id(shard.parameter) in own else set()
             if id(shard.parameter) in own and is_first and not _has_state(optimizer, shard):
                 self.without_state.add(name)
             if id(shard.parameter) in own or name not in self.gradients:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ptrain.errors import Fault, PtrainError
+from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.report.record import Check
@@ -32,7 +32,7 @@ from ptrain.verification.jobs.culprits import (
 )
 from ptrain.verification.jobs.history import History
 from ptrain.verification.jobs.inquiry import Inquiry
-from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, Tolerance
+from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, tolerance_of
 from ptrain.verification.jobs.losses import GlobalLoss, apart
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation
 from ptrain.verification.jobs.ranks import ranks_of
@@ -56,6 +56,7 @@ from ptrain.verification.jobs.verdict import (
     first_of,
 )
 from ptrain.verification.jobs.watched import Watched
+from ptrain.verification.jobs.words import families
 from ptrain.verification.names import canonical_parameters
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
@@ -83,7 +84,7 @@ class Examiner:
             self.ranks, {n: digest(whole.flatten()) for n, whole in wholes.items()}
         )
         self.loss = GlobalLoss(terms.loss, self.ranks)
-        self.limit = terms.tolerance or _tolerance(terms.dtype, wholes.values())
+        self.limit = terms.tolerance or tolerance_of(terms.dtype, wholes.values())
         self.pair = LoopPair(
             reference=reference,
             loop=loop,
@@ -235,11 +236,7 @@ class Examiner:
         first = first_of(self.departures)
         match first[0].moment:
             case Moment.START:
-                return culprit(
-                    first, self.ranks, state=Subject.COUNTER, factor=first[0].told,
-                    sentence="The optimizer does not step as often as on one device in this step: "
-                    "step it once for each global batch, after its last micro-batch.",
-                )  # fmt: skip
+                return self._explain_updates(first, step)
             case Moment.FORWARD:
                 written = self.ranks.gather(self.history.seen(step, self.pair.holds))
                 return explain_in_use(first, self.ranks, written)
@@ -249,6 +246,19 @@ class Examiner:
                 return self._explain_loss(first, number(step.losses[1]))
             case _:
                 return explain_update(first, step.case, self.ranks)
+
+    def _explain_updates(self, first: Sequence[Departure], step: StepComparison) -> Culprit:
+        """Ranks whose optimizers do not step as often as one device's, and what these update."""
+        updated = step.seen.updated or step.expected.updated
+        mine = sorted(name for name in updated if name in self.pair.holds)
+        everyones = self.ranks.gather(mine)
+        names = [name for rank in {d.rank for d in first} for name in everyones[rank]]
+        counted = culprit(
+            first, self.ranks, state=Subject.COUNTER, factor=first[0].told,
+            sentence="The optimizer does not step as often as on one device in this step: "
+            "step it once for each global batch, after its last micro-batch.",
+        )  # fmt: skip
+        return replace(counted, place=families(sorted(names)) or counted.place)
 
     def _explain_gradients(self, step: StepComparison, first: Sequence[Departure]) -> Culprit:
         wholes = step.unclipped, step.expected.gradients
@@ -375,17 +385,3 @@ def _autocast(run: StepRecorder) -> str:
     """The dtype in which the model's first forward ran, as far as autocast says."""
     dtype = run.calls[0].autocast if run.calls else None
     return str(dtype).removeprefix("torch.") if dtype else "its own dtype"
-
-
-def _tolerance(dtype: torch.dtype | None, parameters: Any) -> Tolerance:
-    """Return the tolerance of `dtype`, or without one that of the coarsest dtype of the reference's
-    parameters."""
-    dtypes = {dtype} if dtype else {parameter.dtype for parameter in parameters}
-    known = [TOLERANCES[known_dtype] for known_dtype in dtypes if known_dtype in TOLERANCES]
-    if not known:
-        names = ", ".join(sorted(map(str, dtypes)))
-        raise PtrainError(
-            f"verify: the reference's parameters are in {names}, of which no rounding is known\n"
-            "  remedy: give Terms(tolerance=...), or Terms(dtype=...) of what it computes in"
-        )
-    return max(known, key=lambda tolerance: tolerance.gradients)
