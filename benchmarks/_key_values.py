@@ -88,6 +88,7 @@ LEFT_OUT: Mapping[str, str] = {
     "data.path": "a simulation reads no data, and the file would have to be there",
     "data.loss_mask": "it stands beside data.path",
     "data.sources": "as data.path: tests/unit/test_mixture.py",
+    "frozen": "of parameters that a model of one's own freezes: tests/gloo/test_frozen.py",
     "routing": "of ep without a capacity alone: tests/gloo/test_stated_routing.py",
 }
 # Kinds of value, by key and type, that are not drawn though others of the key are.
@@ -117,7 +118,6 @@ def texts() -> Mapping[str, tuple[str, ...]]:
         "batch.global": ("1k tokens", "0.5k tokens", "300 tokens"),
         "unit": ("1 blocks", "2 blocks", "3 blocks"),
         "offload.path": ("/nvme",),
-        "frozen": ("R", "S*", "O"),
         "cluster.preset": tuple(sorted(listing("clusters"))),
         "cluster.name": ("drawn",),
         "activations": ("0", "1-", "0-1", "2-3"),

@@ -14,6 +14,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.permuted import Permuted, PermutedSums
 from ptrain.verification.reference import ReferenceTraining, Trajectory
+from ptrain.verification.progress import Progress
 from ptrain.verification.references import Ask, ReferenceRun, Solo, references
 from ptrain.verification.tolerances import (
     FEW,
@@ -248,10 +249,10 @@ def test_a_references_key_is_what_it_depends_on_and_the_mesh_is_not():
 
 def test_a_reference_is_computed_once_for_all_specs_of_a_command(tmp_path):
     ask = Ask(spec=tiny("zero3"), steps=3)
-    first = references([ask, ask], ALONE, tmp_path)
+    first = references([ask, ask], ALONE, tmp_path, Progress())
     assert [path.name for path in tmp_path.iterdir()] == [f"{ask.key}.pt"]
     before = (tmp_path / f"{ask.key}.pt").stat().st_mtime_ns
-    again = references([replace(ask, spec=tiny("ddp"))], ALONE, tmp_path)
+    again = references([replace(ask, spec=tiny("ddp"))], ALONE, tmp_path, Progress())
     assert (tmp_path / f"{ask.key}.pt").stat().st_mtime_ns == before
     assert again[ask.key].losses == first[ask.key].losses
     one, other = first[ask.key].solo, again[ask.key].solo
