@@ -70,6 +70,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
 
 _OUTSIDE = "a model of somebody's own code: tests/unit/test_external.py and test_huggingface.py"
 _FUNCTION = "a function of somebody's own: tests/unit/test_user_functions.py"
+_FROZEN = "of parameters that a model of one's own freezes: tests/gloo/test_frozen.py"
 _ROLES = "roles are of models that are not built in"
 LEFT_OUT: Mapping[str, str] = {
     "model.hf": _OUTSIDE,
@@ -88,12 +89,13 @@ LEFT_OUT: Mapping[str, str] = {
     "data.path": "a simulation reads no data, and the file would have to be there",
     "data.loss_mask": "it stands beside data.path",
     "data.sources": "as data.path: tests/unit/test_mixture.py",
-    "frozen": "of parameters that a model of one's own freezes: tests/gloo/test_frozen.py",
+    **dict.fromkeys(("frozen.dp_replicate", "frozen.dp_shard"), _FROZEN),
     "routing": "of ep without a capacity alone: tests/gloo/test_stated_routing.py",
 }
 # Kinds of value, by key and type, that are not drawn though others of the key are.
 _NOT_DRAWN: Mapping[tuple[str, str], str] = {
     ("tensor.plan", "object"): _ROLES,
+    ("frozen", "string"): _FROZEN,
     ("pipeline.schedule", "array"): "lists of one's own: tests/pure/test_listed_schedules.py",
     ("pipeline.schedule", "string"): "files of them",
 }
