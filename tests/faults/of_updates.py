@@ -171,11 +171,12 @@ def counter_on_one_rank(program: Program) -> None:
 
 
 def frozen_updated(program: Program) -> None:
-    """A parameter that does not train is given a gradient of zeros: it decays."""
+    """A parameter that does not train is decayed with the others."""
     target = tensor_target(program, FROZEN)
 
     def act(step: int) -> None:
-        target.parameter.grad = torch.zeros_like(target.parameter)
+        with torch.no_grad():
+            target.parameter.mul_(1 - 3e-3)
 
     after_reduction(program, act)
 
