@@ -77,7 +77,7 @@ NAMED = {
         "parameters", "ranks", "stale on some ranks", "blocks.*.norm.weight",
     ),
     ("fsdp2", "shard skipped"): (
-        "step counter", "dp", "0 updates, one device 1", "optimizer.step",
+        "step counter", "dp", "0 updates, one device 1", "blocks.*.down.bias",
     ),
     ("fsdp2_tp", "summed"): ("gradients", "dp+tp", "× 4", ""),
     ("hsdp", "divided twice"): ("gradients", "outer+inner", "÷ 4", ""),
