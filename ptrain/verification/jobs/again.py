@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ptrain.verification.jobs.modules import Calls, ModuleRecorder
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.outputs import is_real
@@ -105,10 +104,3 @@ def _instead(plain: nn.Module, module: nn.Module, args: Any, kwargs: Any, output
         return other.to(leaf.dtype) + 0 * torch.nan_to_num(leaf)
 
     return tree_map(put, output)
-
-
-def modules_of(model: nn.Module, run: Any) -> tuple[Calls, Any]:
-    """Return every module's passes while `run()` runs, and what that returns."""
-    with ModuleRecorder(model) as recorder:
-        result = run()
-    return recorder.calls, result

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ptrain.report.finding import Departure, Moment, Subject, Way
 from ptrain.verification.compare import NOISE
-from ptrain.verification.factors import LeastSquares, multiple
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
@@ -85,12 +84,6 @@ class ParameterMove:
     sure: Tensor
 
     @property
-    def pace(self) -> LeastSquares:
-        """Return the loop's move in this step as a multiple of the reference's."""
-        moved, expected = self.run_after - self.run_before, self.after - self.before
-        return multiple(moved[self.sure], expected[self.sure])
-
-    @property
     def stood_still(self) -> bool:
         return torch.equal(self.run_before, self.run_after)
 
@@ -119,16 +112,16 @@ class Differences:
         *,
         difference: float,
         tolerance: float,
-        index: int = 0,
-        description: str = "",
     ) -> None:
+        """Keep the largest difference of a subject; add a departure where it is beyond the
+        tolerance."""
         if difference >= self.worst.get(subject, (0.0, ""))[0]:
             self.worst[subject] = difference, name
         if difference > tolerance:
             self.departures.append(
                 Departure(
                     step=self.step, moment=moment, subject=subject, name=name, rank=self.rank,
-                    difference=difference, tolerance=tolerance, index=index, told=description,
+                    difference=difference, tolerance=tolerance,
                 )
             )  # fmt: skip
 

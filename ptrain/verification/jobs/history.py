@@ -14,15 +14,6 @@ from ptrain.verification.jobs.step import StepComparison
 _COARSER = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenValues:
-    """What a parameter is that was written before a forward pass: the values after step `step` (-1:
-    of the start), or one device's `rounded` to a dtype; neither where nothing tells."""
-
-    step: int | None = None
-    rounded: str = ""
-
-
 @dataclass(slots=True)
 class History:
     """Checksums of this rank's elements by parameter, of the start and after each step."""
@@ -41,23 +32,20 @@ class History:
     def seen(
         self, step: StepComparison, holds: Mapping[str, ParameterShard]
     ) -> dict[str, list[object]]:
-        """Return what each parameter in use is: [step, rounded], as `WrittenValues` has them."""
-        return {name: list(_plain(self._written(name, step, holds))) for name in step.seen.in_use}
+        """Return what each parameter is that is in use: [the step after which it had these values
+        (-1: the start; None: none), the dtype that one device's are rounded to, if any]."""
+        return {name: self._written(name, step, holds) for name in step.seen.in_use}
 
     def _written(
         self, name: str, step: StepComparison, holds: Mapping[str, ParameterShard]
-    ) -> WrittenValues:
+    ) -> list[object]:
         value = step.seen.in_use[name]
         checksum = digest(value)
         earlier = [n - 1 for n, its in enumerate(self.sums[name][:-1]) if its == checksum]
         if earlier:
-            return WrittenValues(step=earlier[-1])
+            return [earlier[-1], ""]
         right = holds[name].of(step.expected.in_use[name])
         for dtype in _COARSER:
             if torch.equal(value, right.to(dtype).to(value.dtype)):
-                return WrittenValues(rounded=str(dtype).removeprefix("torch."))
-        return WrittenValues()
-
-
-def _plain(written: WrittenValues) -> tuple[int | None, str]:
-    return written.step, written.rounded
+                return [None, str(dtype).removeprefix("torch.")]
+        return [None, ""]

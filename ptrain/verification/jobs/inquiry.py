@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
-from ptrain.verification.jobs.again import modules_of, swapped
+from ptrain.verification.jobs.again import swapped
 from ptrain.verification.jobs.compare import Magnitude, difference, digests
 from ptrain.verification.jobs.conditions import number
 from ptrain.verification.jobs.evidence import JobEvidence, evidence
 from ptrain.verification.jobs.explain import explain_gradients, of_own_samples
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.losses import GlobalLoss, apart
-from ptrain.verification.jobs.modules import Calls, violations
+from ptrain.verification.jobs.modules import Calls, ModuleRecorder, violations
 from ptrain.verification.jobs.probe import ProbeResult, autocast_of, probed, untouched
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder
 from ptrain.verification.jobs.step import LoopPair, StepComparison
@@ -110,10 +110,10 @@ class Inquiry:
     def _run_again(self) -> tuple[Calls, bool]:
         """Every module's passes, and whether the step gave the same bits."""
         model, holds = self.pair.loop.model, self.pair.holds
-        with StepRecorder(model, holds) as seen:
-            modules, _ = modules_of(model, lambda: self.pair.loop.step(self._share))
+        with StepRecorder(model, holds) as seen, ModuleRecorder(model) as recorder:
+            self.pair.loop.step(self._share)
         same = digests(holds, seen.gradients) == digests(holds, self.step.seen.gradients)
-        return modules, all(self.ranks.gather(same))
+        return recorder.calls, all(self.ranks.gather(same))
 
     def _probe(self) -> ProbeResult:
         return probed(self.pair.reference.model, self.step.seen.calls)
