@@ -13,8 +13,8 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.permuted import Permuted, PermutedSums
-from ptrain.verification.reference import ReferenceTraining, Trajectory
 from ptrain.verification.progress import Progress
+from ptrain.verification.reference import ReferenceTraining, Trajectory
 from ptrain.verification.references import Ask, ReferenceRun, Solo, references
 from ptrain.verification.tolerances import (
     FEW,
