@@ -71,12 +71,14 @@ def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
     one name are one training, any other records of one name are numbered. Raises SpecError for what
     is no record."""
     trainings: dict[str, Recorded] = {}
+    kinds: dict[str, set[bool]] = {}  # of each training which are there: a verification, another
     for record in records:
-        its = _one(record, place)
+        its = _checked(record, place)
         name, number = its.name, 1
-        while name in trainings and trainings[name].is_verified == its.is_verified:
+        while its.is_verified in kinds.setdefault(name, set()):
             number += 1
             name = f"{its.name} ({number})"
+        kinds[name].add(its.is_verified)
         trainings[name] = _joined(trainings[name], its) if name in trainings else its
     if not trainings:
         raise refused(place, "holds no record", f"give what a command printed: {_COMMANDS}")
@@ -92,7 +94,7 @@ def _joined(first: Recorded, second: Recorded) -> Recorded:
     )
 
 
-def _one(record: object, place: str) -> Recorded:
+def _checked(record: object, place: str) -> Recorded:
     if not isinstance(record, Mapping):
         raise _no_record(place, f"a record is a mapping; here is {record!r:.40}")
     if "error" in record and "exit_code" in record:

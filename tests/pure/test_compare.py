@@ -144,6 +144,8 @@ def test_documents_of_one_name_in_a_file_are_one_training(printed, tmp_path):
 def test_two_records_of_a_kind_with_one_name_stay_two():
     assert [*recorded([run_record(), run_record(loss=1.0)], "x")] == ["run", "run (2)"]
     assert [*recorded([run_record(), verification("run")], "x")] == ["run"]
+    three = [run_record(), verification("run"), run_record(loss=1.0)]
+    assert [*recorded(three, "x")] == ["run", "run (2)"]
 
 
 def test_lists_are_paired_by_name_and_what_is_alone_is_named(printed, tmp_path):
