@@ -99,11 +99,11 @@ class MaskedLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.checkpoints:
             return self.down(F.gelu(self.up(x)) * self.draw())
-        if self.draws_again:
-            run = lambda rows: F.gelu(self.up(rows)) * self.draw()  # noqa: E731
-        else:
-            mask = self.draw()
-            run = lambda rows: F.gelu(self.up(rows)) * mask  # noqa: E731
+        mask = None if self.draws_again else self.draw()
+
+        def run(rows: Tensor) -> Tensor:
+            return F.gelu(self.up(rows)) * (self.draw() if mask is None else mask)
+
         return self.down(checkpoint(run, x, use_reentrant=False))
 
 

@@ -45,7 +45,7 @@ EACH = [pytest.param(name, marks=MARKS.get(name, ())) for name in stories.STORIE
 @pytest.mark.parametrize("name", EACH)
 def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
     told = ranks.run(2, stories.told, name, True)
-    assert all(each == told[0] for each in told)
+    assert all(verdict == told[0] for verdict in told)
     culprit = told[0]["culprit"]
     state, axis, factor, place = NAMED[name]
     assert (culprit["state"], culprit["axis"], culprit["factor"]) == (state, axis, factor)
@@ -59,7 +59,7 @@ def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", EACH)
 def test_the_script_with_its_cure_holds(ranks: Ranks, name: str) -> None:
     told = ranks.run(2, stories.told, name, False)
-    assert all(each["holds"] for each in told), told[0]["text"]
+    assert all(verdict["holds"] for verdict in told), told[0]["text"]
 
 
 def test_every_story_has_a_culprit_to_find() -> None:

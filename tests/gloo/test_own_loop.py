@@ -36,7 +36,7 @@ nightly = pytest.mark.nightly
 def test_a_sound_loop_holds_in_fp64(ranks: Ranks, size: int, way: str) -> None:
     told = ranks.run(size, own_loops.told, way)
     assert told[0]["holds"], told[0]["text"]
-    assert all(each["text"] == told[0]["text"] for each in told)
+    assert all(verdict["text"] == told[0]["text"] for verdict in told)
 
 
 @nightly
@@ -87,12 +87,12 @@ BY_DEFAULT = {("fsdp2", "local clip"), ("ddp", "doubled sample")}
 
 @pytest.mark.parametrize(
     ("way", "fault"),
-    [pytest.param(*each, marks=() if each in BY_DEFAULT else (nightly,)) for each in NAMED],
+    [pytest.param(*case, marks=() if case in BY_DEFAULT else (nightly,)) for case in NAMED],
 )
 def test_a_fault_in_the_loop_is_named(ranks: Ranks, way: str, fault: str) -> None:
     size = 4 if way in ("fsdp2_tp", "hsdp") else 2
     told = ranks.run(size, own_loops.told, way, fault)
-    assert all(each["text"] == told[0]["text"] for each in told)
+    assert all(verdict["text"] == told[0]["text"] for verdict in told)
     culprit = told[0]["culprit"]
     state, axis, factor, place = NAMED[way, fault]
     assert (culprit["state"], culprit["axis"], culprit["factor"]) == (state, axis, factor)

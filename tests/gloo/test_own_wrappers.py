@@ -166,7 +166,7 @@ def told(name: str) -> tuple[bool, str, dict[str, Any]]:
     return verdict.holds, str(verdict), verdict.culprit.plain() if verdict.culprit else {}
 
 
-@pytest.mark.parametrize("name", [each.__name__ for each in SOUND])
+@pytest.mark.parametrize("name", [program.__name__ for program in SOUND])
 def test_a_sound_loop_holds(ranks: Ranks, name: str) -> None:
     if name == "transformers_own_loss":
         pytest.importorskip("transformers")
@@ -174,7 +174,7 @@ def test_a_sound_loop_holds(ranks: Ranks, name: str) -> None:
         assert holds, text
 
 
-@pytest.mark.parametrize("unsound", list(UNSOUND), ids=lambda each: each.__name__)
+@pytest.mark.parametrize("unsound", list(UNSOUND), ids=lambda program: program.__name__)
 def test_what_is_not_one_device_s_is_named(ranks: Ranks, unsound: Callable[[], Any]) -> None:
     _, _, culprit = ranks.run(2, told, unsound.__name__)[0]
     state, factor, place = UNSOUND[unsound]

@@ -164,7 +164,10 @@ def test_groups_with_each_others_betas_are_said_in_words() -> None:
         return made
 
     ones, others = (0.9, 0.999), (0.8, 0.95)
-    build = lambda: Ends().double()  # noqa: E731
+
+    def build() -> nn.Module:
+        return Ends().double()
+
     verdict = ptrain.verify(
         job(build, optimizer=groups(ones, others)), job(build, optimizer=groups(others, ones)), ROWS
     )

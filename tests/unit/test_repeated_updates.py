@@ -153,7 +153,10 @@ def judged(own: Optimizers, other: Optimizers, late: Act = nothing) -> Culprit |
     return ptrain.verify(*jobs, rows(), terms=ptrain.Terms(examined=6)).culprit
 
 
-SGD: Optimizers = lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9)  # noqa: E731
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
 SETTINGS = [
     (adamw(weight_decay=0.0), adamw(), "weight_decay 0 for 0.01", 0),
     (adamw(betas=(0.5, 0.9)), adamw(), "betas (0.5, 0.9) for (0.9, 0.999)", 0),
@@ -162,8 +165,8 @@ SETTINGS = [
     (adamw(), adamw(amsgrad=True), "amsgrad False for True", 1),
     (adamw(lr=2e-2, weight_decay=0.3), adamw(), "× 2 and weight_decay 0.3 for 0.01", 0),
     (lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.01), adamw(), "Adam for AdamW", 0),
-    (lambda p: torch.optim.SGD(p, lr=1e-2), adamw(), "SGD for AdamW", 0),
-    (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.5), SGD, "momentum 0.5 for 0.9", 1),
+    (lambda p: torch.optim.SGD(p, lr=1e-2), adamw(), "sgd for AdamW", 0),
+    (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.5), sgd, "momentum 0.5 for 0.9", 1),
     (lambda p: torch.optim.Adagrad(p, lr=2e-2), lambda p: torch.optim.Adagrad(p), "× 2", 0),
     (lambda p: Heavy(p, 1e-2, 0.5), lambda p: Heavy(p, 1e-2), "drag 0.5 for 0.9", 1),
 ]
@@ -183,7 +186,7 @@ def test_moments_and_momentum_that_are_lost_are_named() -> None:
     def forget(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.clear()
 
-    for kind in (adamw(), SGD):
+    for kind in (adamw(), sgd):
         culprit = judged(kind, kind, forget)
         assert culprit is not None
         assert (culprit.factor, culprit.certainty) == ("moments lost", Certainty.PROVEN)
@@ -205,7 +208,9 @@ def test_a_buffer_that_no_trial_exchanges_is_not_explained() -> None:
         for buffer in optimizer.buffers.values():
             buffer.zero_()
 
-    kind: Optimizers = lambda p: Heavy(p, 1e-2)  # noqa: E731
+    def kind(parameters: Any) -> torch.optim.Optimizer:
+        return Heavy(parameters, 1e-2)
+
     culprit = judged(kind, kind, forget)
     assert culprit is not None
     assert culprit.certainty is Certainty.UNEXPLAINED
