@@ -165,7 +165,7 @@ SETTINGS = [
     (adamw(), adamw(amsgrad=True), "amsgrad False for True", 1),
     (adamw(lr=2e-2, weight_decay=0.3), adamw(), "× 2 and weight_decay 0.3 for 0.01", 0),
     (lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.01), adamw(), "Adam for AdamW", 0),
-    (lambda p: torch.optim.SGD(p, lr=1e-2), adamw(), "sgd for AdamW", 0),
+    (lambda p: torch.optim.SGD(p, lr=1e-2), adamw(), "SGD for AdamW", 0),
     (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.5), sgd, "momentum 0.5 for 0.9", 1),
     (lambda p: torch.optim.Adagrad(p, lr=2e-2), lambda p: torch.optim.Adagrad(p), "× 2", 0),
     (lambda p: Heavy(p, 1e-2, 0.5), lambda p: Heavy(p, 1e-2), "drag 0.5 for 0.9", 1),
