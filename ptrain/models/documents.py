@@ -46,8 +46,19 @@ def added_mask(
 ) -> Tensor:
     """Return the mask [B, 1, queries, keys] of tokens by the number of their document; the first
     query is the key at `first`."""
-    apart_BTT = queries_BT[:, :, None] != keys_BT[:, None, :]
+    apart_BTT = are_apart(queries_BT, keys_BT)
     ahead_TT = torch.ones_like(apart_BTT[0]).triu(1 + first)
     apart_BTT |= ahead_TT
-    mask_BTT = torch.zeros_like(apart_BTT, dtype=dtype)
-    return mask_BTT.masked_fill_(apart_BTT, float("-inf")).unsqueeze(1)
+    return hiding(apart_BTT, dtype)
+
+
+def are_apart(queries_BT: Tensor, keys_BT: Tensor) -> Tensor:
+    """Return of tokens by the number of their document whether queries and keys [B, queries, keys]
+    are of two."""
+    return queries_BT[:, :, None] != keys_BT[:, None, :]
+
+
+def hiding(hidden_BTT: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores of every head [B, 1, queries, keys]: -inf where hidden."""
+    mask_BTT = torch.zeros_like(hidden_BTT, dtype=dtype)
+    return mask_BTT.masked_fill_(hidden_BTT, float("-inf")).unsqueeze(1)

@@ -67,8 +67,7 @@ def sabotage(program: Program, fault: CoreFault, pattern: str = CORES) -> None:
         def forward(
             q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, of: nn.Module = inner
         ) -> Tensor:
-            others = (mask, of) if isinstance(of, GatheredCore) else (of,)
-            return _Sabotaged.apply(q, k, v, fault, *others)
+            return _Sabotaged.apply(q, k, v, fault, mask, of)
 
         inner.forward = forward
 

@@ -36,7 +36,7 @@ class _Alone(CoreFault):
 
     def own(self, ctx: Any, gradient: Tensor) -> Heads:
         with patch.object(ctx.core, "group", self.alone):
-            queries, keys, values, _ = _Ring.backward(ctx, gradient)
+            queries, keys, values, *_ = _Ring.backward(ctx, gradient)
         return queries, keys, values
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.cost import (
+    edges,
     exchanged,
     gathered_bytes,
     keys_and_values,
@@ -92,6 +93,18 @@ def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
             counted[row.key.collective, row.key.phase] += row.sent_bytes
             counted_calls[row.key.collective, row.key.phase] += row.calls
         assert +counted == +expected and +counted_calls == +calls, spec.context
+
+
+def test_where_documents_begin_is_gathered_once_a_micro_batch_and_nothing_else_is_sent_for_them():
+    for spec in settings():
+        packed = replace(spec, model=replace(spec.model, document_start=1))
+        plain, more = (
+            Counter(sent(of, lower(of, UNITS), (PLAIN, AGAIN, PLAIN))) for of in (spec, packed)
+        )
+        ((row, number),) = (more - plain).items()
+        assert number == 1 and not plain - more
+        assert (row.key.collective, row.key.phase) == (Collective.ALL_GATHER, Phase.FORWARD)
+        assert (row.calls, row.sent_bytes) == edges(packed, context_of(packed)), spec.context
 
 
 def _again(phase: Phase, kept: tuple[Kept, ...]) -> int:

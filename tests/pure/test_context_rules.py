@@ -63,6 +63,19 @@ def faultless(made: Spec) -> bool:
     return not check(made) and all("the axis cp is not" in f.finding for f in executed(made))
 
 
+@pytest.mark.parametrize("way", [RING, ZIGZAG, GATHER, Hybrid(ulysses=2, ring=2), ULYSSES], ids=str)
+def test_documents_are_told_apart_by_every_attention_and_on_cuda_by_ulysses_alone(way):
+    modes = "R,R,R,S*" if way is GATHER else "R,R,R,S"
+    packed = spec(4, way, modes, model=replace(SHAPE, document_end=2))
+    assert faultless(packed)
+    on_cuda = replace(packed, device="cuda")
+    if way is ULYSSES:
+        assert faultless(on_cuda)
+    else:
+        place, finding, _ = refusal(on_cuda)
+        assert place == "model.document_end" and f"documents with {way} on cuda" in finding
+
+
 # ---- tuples
 
 

@@ -68,17 +68,6 @@ def test_a_document_is_computed_as_if_it_stood_alone(options: dict[str, Any]) ->
             "model.document_start",
             "remove one of the two",
         ),
-        (
-            {"mesh": {"cp": 2}, "placement": {"cp": "R,R,R,S"}},
-            "model.document_start",
-            "what works today: attention: ulysses, or attention: all-gather with "
-            "placement.cp.activations=S*",
-        ),
-        (
-            {"mesh": {"pp": 2}, "placement": {"pp": "S,S,S,R"}},
-            "model.document_start",
-            "what works today: no pp",
-        ),
     ],
 )
 def test_who_cannot_is_named(options: dict[str, Any], place: str, remedy: str) -> None:

@@ -8,6 +8,9 @@ and dV are summed in. Of N ranks, U of Ulysses times R of a ring, a rank has s/N
     kappa = 2 · b · s/N · n_kv · d · e      its keys and values
     theta = b · s/N · n_q · d · e           its queries
 
+Of packed documents it gets once a micro-batch, a byte a token, which tokens the others have that
+begin or end one.
+
 Sources: Liu et al. 2023 (a ring: keys and values go round in forward, and again in backward, where
 their gradients go with them and once more, home), Jacobs et al. 2023 (Ulysses: queries, keys,
 values and what was attended to are exchanged, both ways), Llama 3, section 3.3.2 (keys and values
@@ -69,6 +72,12 @@ def _exchanges(
             yield Collective.ALL_TO_ALL, phase, ring - 1, (ring - 1) * kappa
         home = ring * kappa * max(size, _ACCUMULATED) // size
         yield Collective.ALL_TO_ALL, Phase.BACKWARD, ring, home
+
+
+def edges(spec: Spec, step: ContextParallel) -> Exchanged:
+    """Return what all micro-batches of a step gather of where documents begin or end."""
+    ranks, count = step.ulysses * step.ring, spec.batch.accumulate
+    return count, count * (ranks - 1) * spec.batch.micro * tokens(step)
 
 
 def keys_and_values(spec: Spec, shape: ModelShape, step: ContextParallel) -> int:

@@ -242,12 +242,11 @@ def _documents(spec: Spec) -> Iterator[Fault]:
     factor, shape, attention = factor_of(spec), spec.model, attention_of(spec)
     if factor is None or not isinstance(shape, ModelShape) or not shape.has_documents:
         return
-    if attention is not ContextAttention.ALL_GATHER and degrees(attention, factor.degree)[1] > 1:
+    if spec.is_for_cuda and degrees(attention, factor.degree)[1] > 1:
         yield Fault(
             place=f"model.{shape.document_key}",
-            finding=f"not yet: documents with {attention}, whose hops know of no mask",
-            remedy="what works today: attention: ulysses, or attention: all-gather with "
-            "placement.cp.activations=S*",
+            finding=f"not yet: documents with {attention} on cuda, whose flash takes no mask",
+            remedy="what works today: attention: ulysses with placement.cp.activations=S",
         )
 
 
@@ -359,7 +358,7 @@ CONTEXT = AxisRules(
         ),
     ),
     not_yet=(
-        SpecRule(name="hops know of no mask", theorem="", faults=_documents),
+        SpecRule(name="flash knows of no mask", theorem="", faults=_documents),
         SpecRule(name="keys are as wide as values", theorem="", faults=_latents),
         SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),
     ),

@@ -84,8 +84,7 @@ def parallelize_context(
         tokens = SampleSlices(group, registry, [*all_spans(step)])
         route_slices(model, tokens, tokens.slices)
         if model.documents is not None:
-            has_all = groups.ulysses is not None
-            model.documents = SlicedDocuments(model.documents, group, registry, has_all=has_all)
+            model.documents = SlicedDocuments(model.documents, step, group, registry)
         for module in list(model.modules()):
             core = getattr(module, "core", None)
             if isinstance(core, Core):

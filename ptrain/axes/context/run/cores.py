@@ -9,13 +9,15 @@ Keys and values travel with as many heads as they have; a kernel repeats none.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.context.run.kernels import kernel_of
+from ptrain.axes.context.run.documents import HopKernel
+from ptrain.axes.context.run.kernels import Kernel, kernel_of
 from ptrain.costs import Collective, State
 from ptrain.internals.context_parallel import merged, ring_backward, ring_forward
 from ptrain.internals.functional_collectives import all_gathered, exchanged, reduce_scattered
@@ -34,17 +36,25 @@ class RingCore(nn.Module):
         self.group, self.scale, self.is_balanced = group, scale, is_balanced
 
     def forward(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_TT: Tensor | None = None
+        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents_BS: Tensor | None = None
     ) -> Tensor:
-        assert mask_TT is None, "legality keeps windows out of a ring"
-        y_BHTD: Tensor = _Ring.apply(q_BHTD, k_BGTD, v_BGTD, self)
+        """`documents_BS`: the number of every token's document, rank by rank; None where a sample
+        is one. Legality keeps windows out of a ring."""
+        y_BHTD: Tensor = _Ring.apply(q_BHTD, k_BGTD, v_BGTD, documents_BS, self)
         return y_BHTD
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, core: RingCore) -> Tensor:
-        kernel = kernel_of(q_BHTD, core.scale)
+    def forward(
+        ctx: Any,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        documents_BS: Tensor | None,
+        core: RingCore,
+    ) -> Tensor:
+        kernel = _kernel_of_ring(q_BHTD, documents_BS, core)
         y_BHTD, sums_BHT, *others = ring_forward(
             core.group,
             kernel.forward,
@@ -52,14 +62,14 @@ class _Ring(torch.autograd.Function):
             is_balanced=core.is_balanced,
             **kernel.given,
         )
-        ctx.save_for_backward(q_BHTD, k_BGTD, v_BGTD, y_BHTD, sums_BHT)
+        ctx.save_for_backward(q_BHTD, k_BGTD, v_BGTD, y_BHTD, sums_BHT, documents_BS)
         ctx.core, ctx.others = core, _of_backward(others)
         return y_BHTD
 
     @staticmethod
     def backward(ctx: Any, gradient_BHTD: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHTD, k_BGTD, v_BGTD, y_BHTD, sums_BHT = ctx.saved_tensors
-        kernel = kernel_of(q_BHTD, ctx.core.scale)
+        q_BHTD, k_BGTD, v_BGTD, y_BHTD, sums_BHT, documents_BS = ctx.saved_tensors
+        kernel = _kernel_of_ring(q_BHTD, documents_BS, ctx.core)
         gradients = ring_backward(
             ctx.core.group,
             kernel.backward,
@@ -70,7 +80,24 @@ class _Ring(torch.autograd.Function):
             **kernel.given,
             **ctx.others,
         )
-        return *gradients, None
+        return *gradients, None, None
+
+
+def _kernel_of_ring(query: Tensor, documents_BS: Tensor | None, core: RingCore) -> Kernel:
+    """Return the kernel of one pass, with a mask for each hop where samples are of documents."""
+    kernel = kernel_of(query, core.scale, is_masked=documents_BS is not None)
+    if documents_BS is None:
+        return kernel
+    hops = HopKernel(kernel, documents_BS, core.group)
+    return replace(kernel, forward=hops.forward, backward=hops.backward)
+
+
+def _kernel_of_gathered(query: Tensor, mask_B1TS: Tensor | None, core: GatheredCore) -> Kernel:
+    """Return the kernel of one pass, whose calls are given the mask where there is one."""
+    kernel = kernel_of(query, core.scale, is_masked=mask_B1TS is not None)
+    if mask_B1TS is None:
+        return kernel
+    return replace(kernel, given={**kernel.given, "attn_mask": mask_B1TS})
 
 
 class GatheredCore(nn.Module):
@@ -142,7 +169,8 @@ class _Gathered(torch.autograd.Function):
         mask_B1TS: Tensor | None,
         core: GatheredCore,
     ) -> Tensor:
-        kernel, num_before = kernel_of(q_BHTD, core.scale, mask_B1TS), core.rank * q_BHTD.shape[-2]
+        kernel = _kernel_of_gathered(q_BHTD, mask_B1TS, core)
+        num_before = core.rank * q_BHTD.shape[-2]
         k_BGSD, v_BGSD = core.gathered(k_BGTD, v_BGTD)
         others: list[dict[str, Any]] = []
 
@@ -163,7 +191,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_BHTD: Tensor) -> tuple[Tensor | None, ...]:
         q_BHTD, k_BGSD, v_BGSD, y_BHTD, sums_BHT, mask_B1TS = ctx.saved_tensors
-        core, kernel = ctx.core, kernel_of(q_BHTD, ctx.core.scale, mask_B1TS)
+        core, kernel = ctx.core, _kernel_of_gathered(q_BHTD, mask_B1TS, ctx.core)
         k_sum, v_sum = torch.zeros_like(k_BGSD), torch.zeros_like(v_BGSD)
         q_sum = torch.zeros_like(q_BHTD)
         blocks = _blocks(ctx.num_before, q_BHTD.shape[-2], mask_B1TS)

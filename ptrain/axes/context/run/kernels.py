@@ -24,19 +24,18 @@ class Kernel:
     given: dict[str, Any]
 
 
-def kernel_of(query: Tensor, scale: float | None, mask: Tensor | None = None) -> Kernel:
-    """Return the kernel for queries like these. Raises SpecError where there is none."""
+def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) -> Kernel:
+    """Return the kernel for queries like these; `is_masked`: each call is given an `attn_mask` too.
+    Raises SpecError where there is none."""
     given: dict[str, Any] = {"dropout_p": 0.0, "scale": scale}
     if not query.is_cuda:
-        if mask is not None:
-            given["attn_mask"] = mask
         return Kernel(
             _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
             _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
             given,
         )
-    if mask is not None:
-        finding = "not yet: documents over gathered keys on cuda, whose flash takes no mask"
+    if is_masked:
+        finding = "not yet: documents over keys of other ranks on cuda, whose flash takes no mask"
         raise refused("model", finding, "write context: {attention: ulysses}")
     if query.dtype in (torch.float16, torch.bfloat16):
         return Kernel(
