@@ -1,18 +1,21 @@
-"""Samples of several documents over cp: tokens attend to their own document alone, parts of which
-other ranks have."""
+"""Samples of several documents over cp and pp: tokens attend to their own document alone, parts of
+which other ranks have, and whose tokens no stage but the first embeds."""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
 
-from tests.gloo import context_cases, tensor_cases
+from tests.gloo import context_cases, pipeline_cases, tensor_cases
 from tests.gloo.context_runs import MATRIX
+from tests.gloo.pipeline_cases import SCHEDULES, layers_of
+from tests.gloo.pipeline_runs import MATRIX as STAGES
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
 
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
@@ -25,6 +28,16 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"loss": {"chunk": 4}, "data": {"ignored": [32]}},
     {"precision": {"layout": "bf16"}},
     {"batch": {"global": 2, "micro": 2, "sequence": 13, "pad": True}},
+    {"other": {"pp": pipeline_cases.STAGE}},
+)
+STAGED: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((schedule, {"mesh": {"pp": 2}}) for schedule in SCHEDULES),
+    ("1f1b", {"mesh": {"pp": 4}, "batch": {"micro": 2}}),
+    ("zero-bubble", {"mesh": {"pp": 2, "dp_shard": 2}}),
+    ("1f1b", {"mesh": {"pp": 2, "tp": 2}, "activations": "S"}),
+    ("interleaved", {"mesh": {"pp": 2}, "attention": "eager"}),
+    ("gpipe", {"mesh": {"pp": 2}, "precision": {"layout": "bf16"}}),
+    ("1f1b", {"mesh": {"pp": 2}, "shape": {**SHAPE, "window": 5, "global_every": 2}}),
 )
 
 
@@ -32,6 +45,11 @@ OTHERS: tuple[dict[str, Any], ...] = (
     ("variant", "model", "degree"),
     [
         ("all-gather", "gqa", 2),
+        ("zigzag", "gqa", 2),
+        nightly("ring", "gqa", 2),
+        nightly("ring", "gpt", 4),
+        nightly("zigzag", "llama", 4),
+        nightly("hybrid", "gqa", 4),
         nightly("all-gather", "llama", 4),
         nightly("all-gather", "gpt", 2),
         nightly("ulysses", "gqa", 2),
@@ -45,7 +63,7 @@ def test_over_cp(ranks: Ranks, variant: Any, model: str, degree: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("variant", ["all-gather", "ulysses"])
+@pytest.mark.parametrize("variant", ["all-gather", "ulysses", "zigzag"])
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_over_cp_and_what_it_is_multiplied_with(
     ranks: Ranks, variant: str, case: dict[str, Any]
@@ -54,10 +72,27 @@ def test_over_cp_and_what_it_is_multiplied_with(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("variant", ["all-gather", "ulysses"])
+@pytest.mark.parametrize("variant", ["all-gather", "ulysses", "ring"])
 def test_over_cp_that_end_with_a_token(ranks: Ranks, variant: str) -> None:
     spec = context_cases.spec_of(variant, "gqa", degree=2, shape={"document_end": 32})
     assert not MATRIX.differences(ranks, spec)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "case"),
+    [
+        ("gqa", "1f1b", {"mesh": {"pp": 2}, "shape": {"document_end": 32}}),
+        *(
+            nightly(model, schedule, {"shape": SHAPE, **case})
+            for (schedule, case), model in zip(STAGED, cycle(pipeline_cases.MODELS), strict=False)
+        ),
+    ],
+    ids=str,
+)
+def test_over_pp(ranks: Ranks, model: str, schedule: str, case: dict[str, Any]) -> None:
+    layers = layers_of(case["mesh"]["pp"], schedule)
+    given = {**case, "shape": {**case["shape"], "layers": layers}}
+    assert not STAGES.differences(ranks, pipeline_cases.spec_of(model, schedule, **given))
 
 
 @pytest.mark.nightly
