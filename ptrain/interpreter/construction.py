@@ -20,6 +20,9 @@ from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.workpiece import Stages, Workpiece
 from ptrain.models.batch import StepBatch
 from ptrain.models.chunked import LossInside
+from ptrain.models.initialize import InitialValues
+from ptrain.models.module_weights import ModuleWeights
+from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh
@@ -32,9 +35,10 @@ from ptrain.steps.step import ChunkedLoss, Plan
 @dataclass(kw_only=True, eq=False)
 class Construction:
     """One rank's program before it is whole. `head` names the module that makes the logits of a
-    model that is not built in, and `attending` those that attend over cp; `ran` are the steps so
-    far, in the order in which they ran. What a step leaves to be called is given the construction
-    and does not keep it: the model would live until somebody collects garbage."""
+    model that is not built in, and `attending` those that attend over cp; `weights` are those of
+    one that has none yet, and `whole_because` is why it had all of a folder's, if it did; `ran` are
+    the steps so far, in the order in which they ran. What a step leaves to be called is given the
+    construction and does not keep it: the model would live until somebody collects garbage."""
 
     spec: Spec
     plan: Plan
@@ -43,6 +47,8 @@ class Construction:
     head: str = ROOT
     attending: Attending | None = None
     stages: Stages | None = None
+    weights: ModuleWeights | None = None
+    whole_because: str = ""
     ran: list[Ran] = field(default_factory=list)
     pieces: list[Workpiece] = field(default_factory=list)  # those that a step has reached
     cut: Callable[[Construction], Iterator[Workpiece]] | None = None  # None: of the model one
@@ -73,6 +79,15 @@ class Construction:
     @property
     def has_mesh(self) -> bool:
         return self._mesh is not None
+
+    def initial_values(self, module: nn.Module) -> InitialValues:
+        """Return those of a module that has none: the model, or a part of it."""
+        return InitialValues(
+            module=module,
+            seed=self.spec.train.seed,
+            dtype=TORCH_DTYPES[self.spec.precision.effective.parameters],
+            weights=self.weights,
+        )
 
     def placed_pieces(self) -> Iterator[Workpiece]:
         """One after the other, each placed when its turn comes first: a stage is wrapped before

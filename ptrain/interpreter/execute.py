@@ -145,7 +145,8 @@ def _wrap_units(step: Wrap, piece: Workpiece, rank: Construction) -> None:
     _require(piece.wrapped is None, step, "its units are wrapped already")
     filling, write = None, None
     if piece.is_meta:
-        filling = Filling(piece.module, rank.spec, rank.world.device, piece.copies)
+        values = rank.initial_values(piece.module)
+        filling = Filling(piece.module, values, rank.world.device, piece.copies, rank.order)
     if filling and step.is_filled_by_unit:
         write = filling.by_unit()
     elif filling and not step.is_filled_as_shards:

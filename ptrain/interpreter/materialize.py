@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,26 +11,21 @@ from torch import nn
 from ptrain.axes.data.run.local_part import Parameter, whole_parameter
 from ptrain.axes.data.run.members import RowWriter
 from ptrain.axes.data.run.target import window_of
+from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.balance import weigh
 from ptrain.models.build import build
-from ptrain.models.initialize import (
-    InitialValues,
-    cast,
-    keeps_its_weights,
-    reset_buffers,
-)
+from ptrain.models.hollow import hollow
+from ptrain.models.initialize import InitialValues, cast, reset_buffers
 from ptrain.models.ledger import local
 from ptrain.models.module_weights import (
     ModuleWeights,
     named_tensors,
     read_module_weights,
-    without_values,
 )
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.window import Window, rows
-from ptrain.spec.axis import CUTTING_AXES, Axis
-from ptrain.spec.model import HuggingFaceModel, ModelShape
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 _CPU = torch.device("cpu")
@@ -39,51 +34,58 @@ _CPU = torch.device("cpu")
 def build_module(
     spec: Spec, *, device: torch.device = _CPU, allow_import: bool = False
 ) -> nn.Module:
-    """The spec's model in its dtypes: on the meta device where ptrain gives the weights, or reads
-    some of them, else real on the CPU. Fake tensors are built where they are to live, on `device`:
-    they take no memory anyway, and no module of them can be moved."""
+    """The spec's model in its dtypes: on the meta device where ptrain gives the weights, else real
+    on the CPU. Fake tensors are built where they are to live, on `device`: they take no memory
+    anyway, and no module of them can be moved."""
     if detect_fake_mode() is None:
         device = torch.device("meta") if isinstance(spec.model, ModelShape) else _CPU
-    with device, without_values() if _keeps_rows(spec) else nullcontext():
-        module = build(
-            spec.model,
-            sequence=spec.batch.sequence,
-            allow_import=allow_import,
-            seed=spec.train.seed,
-        )
+    with device:
+        module = _built(spec, allow_import=allow_import)
     if not isinstance(spec.model, ModelShape):
         read_module_weights(module, spec.model.pretrained)
+    return _prepared(module, spec)
+
+
+def build_hollow(spec: Spec, *, allow_import: bool = False) -> tuple[nn.Module, ModuleWeights]:
+    """Return the spec's model, which is not built in and has a folder, with its parameters on meta,
+    and what they are to be. Raises NeedsValues as `hollow`, and SpecError as `build`."""
+    folder = spec.model.pretrained
+    assert folder is not None, "it has a folder"
+    with _CPU:
+        module = hollow(partial(_built, spec, allow_import=allow_import))
+    weights = ModuleWeights(module, folder)
+    weights.read(module, only_buffers=True)
+    return _prepared(module, spec), weights
+
+
+def _built(spec: Spec, more: int = 0, *, allow_import: bool) -> nn.Module:
+    """`more`: than the spec's seed."""
+    sequence, seed = spec.batch.sequence, spec.train.seed + more
+    return build(spec.model, sequence=sequence, allow_import=allow_import, seed=seed)
+
+
+def _prepared(module: nn.Module, spec: Spec) -> nn.Module:
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     weigh(module, 1.0 / spec.batch.global_samples)
     return module
 
 
-def _keeps_rows(spec: Spec) -> bool:
-    """Whether ranks keep rows at most of the tensors of a class of transformers that files have.
-    What cuts operators, experts or stages looks at their values, or moves them."""
-    model = spec.model
-    has_files = isinstance(model, HuggingFaceModel) and model.pretrained is not None
-    is_cut = spec.is_cut_over((*CUTTING_AXES, Axis.PP))
-    return has_files and not is_cut and detect_fake_mode() is None
-
-
 class Filling:
-    """What makes a module on meta real on `device`, with this rank's part of every initial tensor,
-    rounded to the parameters' dtype (a master copy too begins as what the model computes with).
-    `copies`: tensors that begin as others of the model."""
+    """What makes a module on meta real on `device`, with this rank's part of every initial tensor.
+    `copies`: tensors that begin as others of the model; `order`: in which those of fused
+    projections are held."""
 
     def __init__(
-        self, module: nn.Module, spec: Spec, device: torch.device, copies: Mapping[str, str]
+        self,
+        module: nn.Module,
+        values: InitialValues,
+        device: torch.device,
+        copies: Mapping[str, str],
+        order: FusedOrder,
     ) -> None:
-        folder = spec.model.pretrained if keeps_its_weights(module) else None
-        self._module, self._device, self._copies = module, device, copies
-        self._tied = [names for names, _ in named_tensors(module)] if folder else []
-        self._values = InitialValues(
-            module=module,
-            seed=spec.train.seed,
-            dtype=TORCH_DTYPES[spec.precision.effective.parameters],
-            weights=None if folder is None else ModuleWeights(module, folder),
-        )
+        self._module, self._values, self._device = module, values, device
+        self._copies, self._order = copies, order
+        self._tied = [names for names, _ in named_tensors(module)]
 
     def all(self) -> None:
         """Fill everything."""
@@ -105,8 +107,8 @@ class Filling:
         return self._write_rows
 
     def _computed(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that have values already."""
-        named = self._module.named_buffers()
+        """Return the buffers that have values already, by all their names."""
+        named = self._module.named_buffers(remove_duplicate=False)
         return {name: buffer for name, buffer in named if not buffer.is_meta}
 
     def _restore(self, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -114,8 +116,10 @@ class Filling:
         for first, *others in self._tied:
             for name in others:
                 setattr(*self._place(name), getattr(*self._place(first)))
+        moved = {id(values): values.to(self._device) for values in buffers.values()}
         for name, values in buffers.items():
-            self._module.get_buffer(name).copy_(values)
+            owner, leaf = self._place(name)
+            owner._buffers[leaf] = moved[id(values)]
         reset_buffers(self._module)
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
@@ -131,4 +135,6 @@ class Filling:
     def _write(
         self, name: str, parameter: nn.Parameter, window: Window, part: torch.Tensor
     ) -> None:
-        self._values.write(self._copies.get(name, name), parameter.shape, window, part)
+        name, shape = self._copies.get(name, name), parameter.shape
+        for ordered, place in self._order.pieces(name, shape, window, part):
+            self._values.write(name, shape, ordered, place)

@@ -23,20 +23,15 @@ from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.agreement import require_equal_models, require_equal_samples
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.execute import execute
+from ptrain.interpreter.look import look_at, look_at_built
 from ptrain.interpreter.loss import Loss, StepLoss
-from ptrain.interpreter.materialize import build_module
-from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.attention import require_trainable
 from ptrain.models.batch import StepBatch
-from ptrain.models.facts import untraced_facts
 from ptrain.models.given import accept
-from ptrain.models.heads import head_of
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import objective_of
-from ptrain.models.units import ROOT
 from ptrain.optimizers.update import MASTER, TargetsUpdate
-from ptrain.plan.lower import lower
 from ptrain.plan.show import show
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.world import World
@@ -65,10 +60,11 @@ class Program:
     """One rank of a training job: `forward_backward(batch, lr)`, then `step(lr)`, over and over.
     `step` is `reduce()` and then `apply(lr)`, for whoever wants to decide between the two.
 
-    `scaling` is the scale of the loss, None where the layout has none. With `updates_in_backward`
-    (G = M) every unit is updated in the backward pass, and `step` only ends the update. There
-    `admits(i)`, where set, decides whether the i-th group of targets takes its reduced gradient;
-    one that does not stays as it is, in the same collectives.
+    `scaling` is the scale of the loss, None where the layout has none. `whole_because` is why a
+    rank had the whole model for a while, whose folder is otherwise read part by part. With
+    `updates_in_backward` (G = M) every unit is updated in the backward pass, and `step` only ends
+    the update. There `admits(i)`, where set, decides whether the i-th group of targets takes its
+    reduced gradient; one that does not stays as it is, in the same collectives.
     """
 
     def __init__(self, rank: Construction) -> None:
@@ -79,6 +75,7 @@ class Program:
         self.model, self.wrapped, self.pieces = rank.model, rank.wrapped, tuple(rank.pieces)
         self.clipping, self.scaling, self.update = rank.clipping, rank.scaling, rank.update
         self.balancing = rank.balancing
+        self.whole_because = rank.whole_because
         self.observers: list[Observer] = []
         self.gradient_observers: list[GradientObserver] = []
         self.batch: StepBatch | None = None
@@ -348,25 +345,22 @@ def planned(
     if spec.loss.user_function is not None:
         require_leave_of(spec.loss.user_function, allow_import=allow_import)
     if model is None:
-        module = build_module(spec, device=world.device, allow_import=allow_import)
+        seen = look_at_built(spec, world.device, allow_import=allow_import)
     else:
-        module, spec = model, accept(model, spec)
-    facts = untraced_facts(module, spec)
-    stages = stages_of_module(spec, module, facts)
-    cut = stages.all if stages else ()
-    plan = lower(
-        spec, facts.unit_modules, facts.roles, cut, facts.blocks, facts.fusions, facts.experts
-    )
-    are_given = model is not None and keeps_its_weights(module)
-    require_equal_models(module, plan.update.layout, world, are_given=are_given)
+        spec = accept(model, spec)
+        seen = look_at(model, spec)
+    are_given = model is not None and keeps_its_weights(seen.module)
+    require_equal_models(seen.module, seen.plan.update.layout, world, are_given=are_given)
     require_equal_samples(spec.data.function, world)
     return Construction(
         spec=spec,
-        plan=plan,
+        plan=seen.plan,
         world=world,
-        module=module,
-        head=head_of(module, spec) if plan.loss else ROOT,
-        attending=facts.attending,
-        stages=stages,
+        module=seen.module,
+        head=seen.head,
+        attending=seen.facts.attending,
+        stages=seen.stages,
+        weights=seen.weights,
+        whole_because=seen.whole_because,
         loss=Loss(objective_of(spec.loss)),
     )

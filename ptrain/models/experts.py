@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import refused
+from ptrain.models.window import overlaps
 
 Experts = Callable[..., Tensor]  # (module, hidden_ND, indices, weights) -> output_ND
 Register = Callable[[str, Experts], None]
@@ -51,6 +52,7 @@ def experts_setting(register: Register, product: Experts, given: object) -> dict
 
 def _is_grouped(module: nn.Module, hidden_ND: Tensor) -> bool:
     """Whether torch has a grouped product of these, forward and backward."""
-    widths = (width for weight in module.parameters() for width in weight.shape[1:])
+    weights = [*module.parameters()]
+    widths = (width for weight in weights for width in weight.shape[1:])
     aligned = all(width * hidden_ND.itemsize % _ALIGNED == 0 for width in widths)
-    return aligned and hidden_ND.dtype in _GROUPED
+    return aligned and hidden_ND.dtype in _GROUPED and not any(map(overlaps, weights))

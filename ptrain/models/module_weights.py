@@ -1,6 +1,6 @@
 """The weights that a model begins with which is not built in: a folder of safetensors under the
-module's own names. They are read some rows at a time: into the module before anything cuts it, or
-where ranks cut rows alone, into the rows that a rank keeps of a module without values.
+module's own names. They are read some rows at a time: into what a rank keeps of a module without
+values, or into a whole module before anything cuts it.
 
 A tied tensor has several names, and a file any of them. transformers keeps some tensors under other
 names than its files, and the experts of a layer stacked: its own conversion of a state of numbered
@@ -13,8 +13,8 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from ptrain.models.pretrained import PretrainedFolder
 from ptrain.models.published_names import StoredPiece
 from ptrain.models.window import Window, whole
 
+_MATRIX = 2  # dimensions
 _MAY_LACK, _PASSED_OVER = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
 
 
@@ -55,20 +56,47 @@ class StoredRows:
         rows = tensor.view(-1, tensor.shape[-1])[self.first : self.first + count]
         return rows.view(self.shape)
 
-    def piece(self, shape: Sequence[int], window: Window, part: Tensor) -> StoredPiece | None:
-        """Return what `part`, this window of ours in a `shape`, takes of theirs; None where they
-        have no row in common. The window is whole but for its first dimension, unless theirs is
-        ours."""
+    def pieces(self, shape: Sequence[int], window: Window, part: Tensor) -> Iterator[StoredPiece]:
+        """Yield what `part`, this window of ours in a `shape`, takes of theirs."""
         if tuple(shape) == self.shape:
-            return StoredPiece(self.name, window, part)
-        assert all(size == n for (_, size), n in zip(window[1:], shape[1:], strict=True)), "rows"
-        width = math.prod(shape[1:-1])
-        begin, end = window[0][0] * width, sum(window[0]) * width
-        first, last = max(begin, self.first), min(end, self.first + math.prod(self.shape[:-1]))
-        if first >= last:
-            return None
-        place = part.view(-1, shape[-1])[first - begin : last - begin]
-        return StoredPiece(self.name, ((first - self.first, last - first), (0, shape[-1])), place)
+            yield StoredPiece(self.name, window, part)
+            return
+        end, place = self.first + math.prod(self.shape[:-1]), 0
+        for begin, count in _runs(shape[:-1], window[:-1]):
+            first, last = max(begin, self.first), min(begin + count, end)
+            if first < last:
+                lines = part.view(-1, part.shape[-1])[place : place + count]
+                yield from self._lines(first, lines[first - begin : last - begin], window[-1])
+            place += count
+
+    def _lines(self, first: int, place: Tensor, columns: tuple[int, int]) -> Iterator[StoredPiece]:
+        """Yield rows of ours from the `first` on, all of which are rows of theirs."""
+        first -= self.first
+        if len(self.shape) == _MATRIX:
+            yield StoredPiece(self.name, ((first, len(place)), columns), place)
+            return
+        for row, line in enumerate(place, first):
+            index: list[tuple[int, int]] = []
+            for size in reversed(self.shape[:-1]):
+                row, at = divmod(row, size)
+                index.insert(0, (at, 1))
+            lead = (1,) * len(index)
+            yield StoredPiece(self.name, (*index, columns), line.view(*lead, -1))
+
+
+def _runs(shape: Sequence[int], window: Window) -> Iterator[tuple[int, int]]:
+    """Yield where the places of a window of a tensor of this shape are, counted through, as runs:
+    the first and how many."""
+    depth = len(shape)
+    while depth > 1 and window[depth - 1] == (0, shape[depth - 1]):
+        depth -= 1
+    width = math.prod(shape[depth:])
+    offset, size = window[depth - 1]
+    for index in product(*(range(first, first + count) for first, count in window[: depth - 1])):
+        start = 0
+        for at, length in zip(index, shape, strict=False):
+            start = start * length + at
+        yield (start * shape[depth - 1] + offset) * width, size * width
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +118,28 @@ class StoredParts:
 
 
 class ModuleWeights:
-    """What a module takes of a folder. Raises SpecError where the folder is not of this module, or
-    as PretrainedFolder."""
+    """What a module takes of a folder, rounded to the dtypes that it has now. The module need have
+    no values, and is not kept. Raises SpecError where the folder is not of this module, or as
+    PretrainedFolder."""
 
     def __init__(self, module: nn.Module, folder: str) -> None:
         prefix = getattr(module, "base_model_prefix", "")
         prefixes = (f"{prefix}.",) if prefix else ()
-        self._module, self._folder = module, PretrainedFolder(Path(folder), prefixes)
-        self._stored = stored_rows(module)
-        self._tensors = named_tensors(module)
-        self._rows = {named.names[0]: [*self._of(named)] for named in self._tensors}
-        self._require_all_used()
+        self._folder = PretrainedFolder(Path(folder), prefixes)
+        stored, tensors = stored_rows(module), named_tensors(module)
+        self._rows: dict[str, list[StoredRows]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        for named in tensors:
+            rows = [*self._of(module, named, stored[named.names[0]])]
+            self._rows |= dict.fromkeys(named.names, rows)
+            self._dtypes |= dict.fromkeys(named.names, named.tensor.dtype)
+        self._require_all_used(module)
 
     @torch.no_grad()
-    def read(self, *, only_buffers: bool = False) -> None:
+    def read(self, module: nn.Module, *, only_buffers: bool = False) -> None:
         """Write to the module what the files have, in the dtypes of the module; or only to its
         buffers."""
-        for (name, *_), tensor in self._tensors:
+        for (name, *_), tensor in named_tensors(module):
             if not (only_buffers and isinstance(tensor, nn.Parameter)):
                 place = tensor.detach()
                 self.read_window(name, place.shape, whole(place.shape), place, place.dtype)
@@ -114,13 +147,13 @@ class ModuleWeights:
     def read_window(
         self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
     ) -> None:
-        """Write a window of a tensor of this shape to `part`, rounded to `dtype`. Where files have
-        it in parts, the window is of whole rows of its first dimension."""
+        """Write a window of a tensor of this shape to `part`, rounded to the dtype that the module
+        had and then to `dtype`."""
         if not part.numel():
             return
         for rows in self._rows[name]:
-            if (piece := rows.piece(shape, window, part)) is not None:
-                self._folder.read(piece, dtype)
+            for piece in rows.pieces(shape, window, part):
+                self._folder.read(piece, self._dtypes[name], dtype)
 
     @property
     def bytes_read(self) -> int:
@@ -128,42 +161,44 @@ class ModuleWeights:
         return self._folder.bytes_read
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has anything of a tensor, by the first of its names."""
+        """Return whether the folder has anything of a tensor, by any of its names."""
         return bool(self._rows[name])
 
-    def _of(self, named: NamedTensor) -> Iterator[StoredRows]:
-        """Yield theirs of a tensor, by the names that they have in this folder."""
+    def _of(
+        self, module: nn.Module, named: NamedTensor, stored: Sequence[StoredRows]
+    ) -> Iterator[StoredRows]:
+        """Yield theirs of a tensor, by the names that they have in this folder; `stored`: those
+        that they usually have."""
         tensor = named.tensor
         there = [theirs for name in named.names if (theirs := self._folder.called(name))]
-        if not there and self._may_lack(named):
+        if not there and _may_lack(module, named):
             return
-        stored = self._stored[named.names[0]]
         for rows in [StoredRows(there[0], 0, tuple(tensor.shape))] if there else stored:
             theirs = self._folder.called(rows.name) or rows.name
             self._folder.require(theirs, rows.shape, tensor.dtype)
             yield replace(rows, name=theirs)
 
-    def _may_lack(self, named: NamedTensor) -> bool:
-        """Return whether a folder may lack a tensor, which then is as the constructor made it. It
-        may lack no parameter: ranks that keep rows have none that was made."""
-        if isinstance(named.tensor, nn.Parameter):
-            return False
-        is_own = not is_of_transformers(self._module)
-        is_weight = named.tensor.is_floating_point()
-        return is_own or not is_weight or self._says(_MAY_LACK, named.names[0])
+    def _require_all_used(self, module: nn.Module) -> None:
+        known = {self._folder.called(name) for name in module.state_dict()}
+        used = {rows.name for parts in self._rows.values() for rows in parts}
+        others = self._folder.file_of.keys() - used - known
+        self._folder.refuse(name for name in others if not _says(module, _PASSED_OVER, name))
 
-    def _require_all_used(self) -> None:
-        known = {self._folder.called(name) for name in self._module.state_dict()}
-        others = self._folder.file_of.keys() - self._used() - known
-        self._folder.refuse(name for name in others if not self._says(_PASSED_OVER, name))
 
-    def _used(self) -> set[str]:
-        return {rows.name for parts in self._rows.values() for rows in parts}
+def _may_lack(module: nn.Module, named: NamedTensor) -> bool:
+    """Return whether a folder may lack a tensor, which then is as the constructor made it. It may
+    lack no parameter: ranks that keep a part have none that was made."""
+    if isinstance(named.tensor, nn.Parameter):
+        return False
+    is_own = not is_of_transformers(module)
+    is_weight = named.tensor.is_floating_point()
+    return is_own or not is_weight or _says(module, _MAY_LACK, named.names[0])
 
-    def _says(self, attribute: str, name: str) -> bool:
-        """Return whether the class of transformers has a pattern of this kind for a name."""
-        patterns = getattr(self._module, attribute, None) or ()
-        return any(re.search(pattern, name) for pattern in patterns)
+
+def _says(module: nn.Module, attribute: str, name: str) -> bool:
+    """Return whether the class of transformers has a pattern of this kind for a name."""
+    patterns = getattr(module, attribute, None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def named_tensors(module: nn.Module) -> list[NamedTensor]:
@@ -227,27 +262,9 @@ def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:
         if tensor.is_meta:
             setattr(module.get_submodule(owner), leaf, torch.empty_like(tensor, device="cpu"))
     weights = ModuleWeights(module, folder)
-    weights.read(only_buffers=True)
+    weights.read(module, only_buffers=True)
     names = [name for (name, *_), _ in buffers if weights.has(name)]
     return {name: module.get_buffer(name) for name in names}
-
-
-@contextmanager
-def without_values() -> Iterator[None]:
-    """Within it modules that are built have no values of parameters, which stay on meta; buffers
-    are computed."""
-    register = nn.Module.register_parameter
-
-    def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    nn.Module.register_parameter = registered
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
 
 
 def require_module_weights(module: nn.Module, folder: str | None) -> None:
@@ -258,8 +275,7 @@ def require_module_weights(module: nn.Module, folder: str | None) -> None:
 
 
 def read_module_weights(module: nn.Module, folder: str | None) -> None:
-    """Let a module begin with the weights in a folder, where there is one; of parameters on meta
-    nothing is read, and of fake tensors, which have no values."""
+    """Let a module begin with the weights in a folder, where there is one; of fake tensors, which
+    have no values, nothing is read."""
     if folder is not None and detect_fake_mode() is None:
-        is_meta = any(parameter.is_meta for parameter in module.parameters())
-        ModuleWeights(module, folder).read(only_buffers=is_meta)
+        ModuleWeights(module, folder).read(module)

@@ -8,7 +8,6 @@ shape, in a dtype of weights, in a file beside the index. Nothing that comes wit
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from ptrain.errors import refused
 from ptrain.models.published_names import StoredPiece, StoredTensor, stored
-from ptrain.models.window import Window, rows
+from ptrain.models.window import Window, stretches
 from ptrain.spec.model import ModelShape
 from ptrain.spec.resolve_sections import CONFIG
 
@@ -80,21 +79,23 @@ class PretrainedFolder:
         bare = (name.removeprefix(prefix) for prefix in self._prefixes)
         return next((name for name in (name, *bare) if name in self.file_of), None)
 
-    def read(self, piece: StoredPiece, dtype: torch.dtype) -> None:
-        """Write a window of a tensor to its place, rounded to `dtype`; one without dimensions is
-        one row. A file is mapped anew for every MOST_MAPPED bytes: what was read of it counts as
-        this process's memory until then, and of a slice along columns the kernel maps the rows
-        whole."""
-        shape, window, place = self.shapes[piece.name], piece.window, torch.atleast_1d(piece.place)
-        row = _ALL_WIDTHS[self.dtypes[piece.name]] * math.prod(shape[1:])
-        step = max(1, MOST_MAPPED // row)
-        for start in range(0, len(place) if place.numel() else 0, step):
-            target = place[start : start + step]
-            sizes = rows(window, start, len(target))
+    def read(self, piece: StoredPiece, *dtypes: torch.dtype) -> None:
+        """Write a window of a tensor to its place, rounded to all of `dtypes`, one after the other;
+        one without dimensions is one row. A file is mapped anew for every MOST_MAPPED bytes: what
+        was read of it counts as this process's memory until then, and of a slice along columns the
+        kernel maps the rows whole."""
+        place = torch.atleast_1d(piece.place)
+        if not place.numel():
+            return
+        shape = self.shapes[piece.name]
+        most = MOST_MAPPED // _ALL_WIDTHS[self.dtypes[piece.name]]
+        for sizes, target in stretches(piece.window, place, shape, most):
             with self._open(self.folder / self.file_of[piece.name], "pt") as file:
                 part = file.get_slice(piece.name)[tuple(slice(a, a + n) for a, n in sizes)]
                 self.bytes_read += part.nbytes
-                target.copy_(part.to(dtype))
+                for dtype in dtypes:
+                    part = part.to(dtype)
+                target.copy_(part)
 
     def require(
         self, name: str, expected: tuple[int, ...], dtype: torch.dtype = torch.float32

@@ -140,7 +140,7 @@ def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGua
     if not options.force:
         require_fit(placed, derivation.exact, facts)
     session = replace(session, heading=_heading(spec, world, facts.numel))
-    _announce(session, derivation.exact)
+    _announce(session, derivation.exact, program.whole_because)
     first = resume(program, session.folder, options.resume, session.exchange)
     if world.is_first:
         trackers = trackers_of(spec, options, session.folder, derivation.exact, first=first)
@@ -262,13 +262,16 @@ def _heading(spec: Spec, world: World, numel: int) -> str:
     return header(spec, numel=numel, backend=world.backend, device=world.device.type)
 
 
-def _announce(session: Session, exact: Estimate) -> None:
+def _announce(session: Session, exact: Estimate, whole_because: str) -> None:
+    """`whole_because` as of a program."""
     LOG.info(session.heading)
     options = session.options
     words = (options.spec, *options.overrides)
     placed = on_device(session.spec, session.world.device)
     for line in preflight_lines(placed, exact, words, allow_import=options.allow_import):
         LOG.info(line)
+    if whole_because:
+        LOG.info("weights  every rank read the whole folder first: %s", whole_because)
     for warning in exact.warnings:
         LOG.warning("warning: %s", warning)
     if emulation := emulated_line(session.spec, session.world.device):

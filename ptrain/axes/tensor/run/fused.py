@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.run.target import Named, rows_of
 from ptrain.axes.tensor.costs import cut_dims
+from ptrain.models.window import Window
 from ptrain.spec.role import fits
 from ptrain.steps.step import Parallelize
 
@@ -32,6 +33,15 @@ def _places(lengths: Sequence[int], degree: int) -> Iterator[int]:
             part = length // degree
             yield from range(start + rank * part, start + (rank + 1) * part)
             start += length
+
+
+def _consecutive(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the runs of numbers that follow one another: the first and how many."""
+    start = 0
+    for index in range(1, len(places) + 1):
+        if index == len(places) or places[index] != places[index - 1] + 1:
+            yield places[start], index - start
+            start = index
 
 
 class FusedOrder:
@@ -58,6 +68,22 @@ class FusedOrder:
             return whole
         order = torch.tensor(held_order(lengths, self.degree), device=whole.device)
         return whole.index_select(-1, order)
+
+    def pieces(
+        self, name: str, shape: Sequence[int], window: Window, part: torch.Tensor
+    ) -> Iterator[tuple[Window, torch.Tensor]]:
+        """Yield the windows in the model's order that make up a window of a tensor as it is held,
+        each with its place in `part`."""
+        lengths, place = self._lengths(name), 0
+        if not lengths or self.step is None or not shape:
+            yield window, part
+            return
+        dim = cut_dims(self.step, [(name, tuple(shape))])[name]
+        first, count = window[dim]
+        places = held_order(lengths, self.degree)[first : first + count]
+        for start, size in _consecutive(places):
+            yield (*window[:dim], (start, size), *window[dim + 1 :]), part.narrow(dim, place, size)
+            place += size
 
     @torch.no_grad()
     def reorder(self, path: str, module: nn.Module) -> None:
