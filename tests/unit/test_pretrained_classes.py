@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,14 +18,16 @@ from ptrain.convert.export import export
 from ptrain.convert.writer import Writer
 from ptrain.data.vocabulary import ByteVocabulary
 from ptrain.errors import SpecError
-from ptrain.interpreter.materialize import build_module
+from ptrain.interpreter.materialize import build_hollow, build_module
 from ptrain.interpreter.program import interpret
 from ptrain.models import module_weights
-from ptrain.models.module_weights import ModuleWeights, stored_rows
+from ptrain.models.module_weights import stored_rows
+from ptrain.models.window import narrowed, whole
 from ptrain.rooms.world import World
 from ptrain.verification.reference import ReferenceTraining
 from tests.published_folders import CLASSES, saved, tensors
 from tests.unit.test_pretrained import logits, run_of, spec_of, tokens
+from tests.unit.test_windows_of_weights import drawn
 
 transformers = pytest.importorskip("transformers")
 _AT_NIGHT = ("phi", "olmo2", "granite", "mixtral", "gpt_oss", "granitemoe", "qwen2_moe")
@@ -67,17 +70,15 @@ def test_a_class_begins_with_a_folder_and_is_exported_as_it_was(case: str, tmp_p
 
 def test_windows_of_stacked_experts_are_read_and_nothing_else(tmp_path: Path) -> None:
     folder = saved("phimoe", tmp_path / "in")
-    module = build_module(spec_of(folder, beside=", hf: phimoe"))
+    module, weights = build_hollow(spec_of(folder, beside=", hf: phimoe"))
     assert all(parameter.is_meta for parameter in module.parameters())
-    whole_module = begun("phimoe", folder)
-    weights = ModuleWeights(module, str(folder))
-    for name, tensor in whole_module.named_parameters():
-        rows = len(tensor)
-        for first, behind in ((0, rows), (1, rows), (rows // 2, rows // 2 + 1), (rows, rows)):
-            window = ((first, behind - first), *((0, size) for size in tensor.shape[1:]))
-            part, before = torch.empty_like(tensor[first:behind]), weights.bytes_read
-            weights.read_window(name, tensor.shape, window, part, part.dtype)
-            assert torch.equal(part, tensor[first:behind]), name
+    random = Random(0)
+    for name, tensor in begun("phimoe", folder).named_parameters():
+        sizes = tuple(tensor.shape)
+        for window in (whole(sizes), *(drawn(random, sizes) for _ in range(6))):
+            part, before = torch.empty([size for _, size in window]), weights.bytes_read
+            weights.read_window(name, sizes, window, part, part.dtype)
+            assert torch.equal(part, narrowed(tensor, window)), (name, window)
             assert weights.bytes_read - before == part.nbytes
 
 

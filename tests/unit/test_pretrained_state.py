@@ -13,13 +13,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ptrain.axes.data.run.members import OwnRows, ParameterMembers
+from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.cli.main import main
 from ptrain.convert.export import export
 from ptrain.convert.writer import Writer
 from ptrain.errors import SpecError
 from ptrain.interpreter.materialize import Filling, build_module
 from ptrain.models.build import build
-from ptrain.models.module_weights import without_values
+from ptrain.models.hollow import without_values
+from ptrain.models.initialize import InitialValues
+from ptrain.models.module_weights import ModuleWeights
 from tests.models_begun import build_marked
 from tests.published_folders import saved, tensors
 from tests.unit.test_pretrained import SEQUENCE, run_of, spec_of
@@ -27,6 +30,7 @@ from tests.unit.test_pretrained import SEQUENCE, run_of, spec_of
 transformers = pytest.importorskip("transformers")
 MARKED = ", target: tests.models_begun:build_marked, arguments: {width: 8}"
 CPU = torch.device("cpu")
+PLAIN = FusedOrder()
 TIED = {"head.weight", "layers.1.scale"}  # second names
 NORM, BIAS = "model.norm.weight", "e_score_correction_bias"
 
@@ -101,13 +105,13 @@ def test_buffers_of_a_folder_that_is_gone_are_not_guessed(
 def test_a_module_without_values_gets_all_of_its_state(
     is_by_unit: bool, state: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    spec = spec_of(tmp_path / "in", beside=MARKED)
     with without_values():
         module = build_marked(8)
     assert all(parameter.is_meta for parameter in module.parameters())
     for name, buffer in module.named_buffers():
         buffer.copy_(state[name])
-    filling = Filling(module, spec, CPU, {})
+    weights = ModuleWeights(module, str(tmp_path / "in"))
+    filling = Filling(module, InitialValues(module=module, seed=0, weights=weights), CPU, {}, PLAIN)
     if is_by_unit:
         write = filling.by_unit()
         members = ParameterMembers([*module.named_parameters()])
