@@ -138,7 +138,7 @@ class Journal:
             figures |= routing.figures(report.routing)
         if report.figures.loss_scale is not None:
             figures |= self._scaled(report.figures.loss_scale, report.figures, figures)
-        return figures | report.seen
+        return {**figures, **report.seen}
 
     def _rate(self, seconds: float) -> dict[str, float]:
         """In samples, where a sample is not tokens."""

@@ -10,7 +10,7 @@ from ptrain.data.sampler import batch
 from ptrain.data.source import SampleSource, Split
 from ptrain.interpreter.program import Program
 from ptrain.models.batch import StepBatch
-from ptrain.models.generators import seed_of_step
+from ptrain.models.generators import seed_device, seed_of_step
 from ptrain.rooms.queue import DeviceQueue, Milestone
 from ptrain.spec.job import CheckpointSpec
 from ptrain.train.finite import Guard
@@ -89,7 +89,8 @@ def local_batch(
 
 def seed_dropout(program: Program, step: int) -> None:
     """Dropout is a function of (seed, step, rank): a resumed run draws what it would have."""
-    torch.manual_seed(seed_of_step(program.spec.train.seed, step, program.random_index))
+    seed = seed_of_step(program.spec.train.seed, step, program.random_index)
+    seed_device(seed, program.world.device)
 
 
 def _evaluate(program: Program, parts: Parts) -> float:
