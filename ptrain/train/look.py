@@ -15,11 +15,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ptrain.axes.data.form import tier_of
+from ptrain.costs import State
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.interpreter.scaling import LossScale
 from ptrain.models.launch import sent_to
-from ptrain.models.tags import tier_of
 from ptrain.optimizers.build import is_left_out_in_place
 from ptrain.rooms.queue import DeviceQueue, Milestone
 from ptrain.spec.placement import Tier
@@ -129,13 +130,12 @@ def can_be_late(program: Program, queue: DeviceQueue) -> bool:
     """Return whether the host need not wait for what it knows of a step: the device does its work
     later, all of the update lies on it, and a flag there leaves it out. Not so by Muon, and not
     where backward updates. `verify_every` wants the state behind a step, which waits anyway."""
-    spec, device = program.spec, program.world.device.type
-    if not queue.runs_ahead or spec.verify_every or program.updates_in_backward:
+    spec = program.spec
+    is_told_at_once = spec.verify_every or program.updates_in_backward
+    if not queue.runs_ahead or is_told_at_once or not is_left_out_in_place(spec.optimizer.name):
         return False
-    held = (tensor.untyped_storage() for _, tensor in program.storages())
-    return is_left_out_in_place(spec.optimizer.name) and all(
-        tier_of(storage, device) is Tier.DEVICE for storage in held
-    )
+    states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+    return all(tier_of(spec.factors, state) is Tier.DEVICE for state in states)
 
 
 class DeviceSums:
@@ -160,7 +160,7 @@ class DeviceSums:
         `Program.reduce` returned."""
         device = self._program.world.device
         with without_modes():
-            seen = torch.tensor(self._interrupts.flags(), dtype=torch.float64)
+            seen = torch.tensor(self._interrupts.flags(), dtype=torch.float64, device="cpu")
             unsound = self._unsound(norm)
             own = torch.stack([share.double(), unsound.double()])
             sums = torch.cat([own, sent_to(device, seen)])
