@@ -86,7 +86,8 @@ class Program:
         self.updates_in_backward = self.plan.wrap.is_updated_in_backward
         self.admits: Callable[[int], bool] | None = None
         self._source: SampleSource | None = None  # opened when somebody asks for samples
-        self._norm: torch.Tensor | None = None  # between the halves of a step
+        self._norm: torch.Tensor | None = None  # between the halves of a step, of these:
+        self._measured: list[torch.Tensor] = []
         self._lr: float | None = None
         self._operators = rank.operators
         self.order = rank.order
@@ -188,7 +189,8 @@ class Program:
         it is read there alone, so that nobody waits for it."""
         if not self.updates_in_backward:
             if self._norm is not None and self.clipping is not None:
-                self.clipping.scale_down(self.gradients(), self._norm)
+                self.clipping.scale_down(self._measured, self._norm)
+            self._measured = []  # the update gives them back, one after the other
             for observer in self.gradient_observers:
                 observer.clipped(self._norm)
             self._update(lr, halted)
@@ -205,6 +207,7 @@ class Program:
             self.scaling.check(gradients)
         if self.clipping is None:
             return None
+        self._measured = gradients
         return self.clipping.norm(gradients, self.wrapped, self.scaling)
 
     def _update(self, lr: float, halted: torch.Tensor | None) -> None:

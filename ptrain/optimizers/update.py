@@ -223,7 +223,6 @@ class Member(Generic[T, X]):
     def fetch(self) -> bool:
         """Bring everything to the leaf; False where there is no gradient."""
         leaf, updated = self.leaf, self.layout.updated
-        leaf.gradient = None
         gradient = self.target.working_gradient()
         if gradient is None:
             return False
