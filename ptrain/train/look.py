@@ -46,11 +46,6 @@ class Look(Protocol):
 
     halted: torch.Tensor | None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether `figures` would not wait."""
-        ...
-
     def send(self) -> None:
         """The update is launched: what else is to be known of it goes to the host."""
 
@@ -63,7 +58,6 @@ class HostLook:
     """Of a step whose figures were waited for."""
 
     halted = None
-    is_over = True
 
     def __init__(self, figures: StepFigures, scaling: LossScale | None) -> None:
         self._figures, self._scaling = figures, scaling
@@ -94,10 +88,6 @@ class DeviceLook:
         self._known = [sums, *([] if norm is None else [norm])]  # gone when it is sent
         self._numbers: torch.Tensor | None = None
         self._sent: Milestone | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self._sent is not None and self._sent.is_passed
 
     @torch.no_grad()
     def send(self) -> None:

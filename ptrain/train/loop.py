@@ -32,7 +32,8 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
     guard = Guard(program, queue, parts.exchange, parts.interrupts, repeat)
     steps, held_out = first, None
     before: Milestone | None = None  # the end of the step before, where nothing came in between
-    with Reports(guard, parts.journal, parts.judge) as reports:
+    most = 1 if queue.runs_ahead and not spec.verify_every else 0
+    with Reports(guard, parts.journal, parts.judge, most=most) as reports:
         while steps < spec.train.steps and not reports.interrupt:
             step, steps = steps, steps + 1
             local = local_batch(program, parts.corpus, step)

@@ -11,6 +11,7 @@ from signal import Signals
 from types import TracebackType
 from typing import Self
 
+from ptrain.errors import TrainingStopped
 from ptrain.report.routing import LayerRouting
 from ptrain.rooms.queue import Milestone
 from ptrain.train.finite import Guard
@@ -36,19 +37,24 @@ class Reports:
     there. All ranks see the same figures, and so call the same at the same time."""
 
     def __init__(
-        self, guard: Guard, journal: Journal, judge: Callable[[int, float, float | None], None]
+        self,
+        guard: Guard,
+        journal: Journal,
+        judge: Callable[[int, float, float | None], None],
+        *,
+        most: int,
     ) -> None:
-        self._guard, self._journal, self._judge = guard, journal, judge
+        """`most`: steps that may wait while the next one is launched."""
+        self._guard, self._journal, self._judge, self._most = guard, journal, judge, most
         self._waiting: deque[Launched] = deque()
         self.loss: float | None = None  # of the last step that was written down
         self.interrupt: Signals | None = None  # that was seen so far
 
     def add(self, launched: Launched) -> None:
-        """Take a step, and write down those that need not be waited for any longer: all but this
-        one, and this one too unless its figures are late. Raises TrainingStopped, on all ranks
-        alike, where one of them is not sound."""
+        """Take a step, and write down those before it that may not wait any longer, or it too.
+        Raises TrainingStopped, on all ranks alike, where one of them is not sound."""
         self._waiting.append(launched)
-        self._write(1 if self._guard.is_late else 0)
+        self._write(self._most)
 
     def settle(self) -> None:
         """Wait for those that were launched, and write them down. Raises as `add` does."""
@@ -63,6 +69,7 @@ class Reports:
 
     def _write_down(self, launched: Launched, figures: StepFigures) -> None:
         began, ended = launched.span
+        ended.wait()
         seconds, known = ended.seconds_since(began), (launched.routing, launched.seen)
         self._journal.step(StepReport(launched.step + 1, figures, launched.rate, seconds, *known))
         self.loss = figures.loss
@@ -77,9 +84,11 @@ class Reports:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Whatever ends a training, a sound step that the device was done with is written down."""
+        """Whatever ends a training, a sound step that the device was done with is written down;
+        where all ranks stop alike, the device is waited for."""
+        waits = isinstance(error, TrainingStopped)
         with suppress(RuntimeError):  # of a device that is lost
-            while self._waiting and self._waiting[0].span[1].is_passed:
+            while self._waiting and (waits or self._waiting[0].span[1].is_passed):
                 launched = self._waiting.popleft()
                 if (figures := launched.look.figures()).is_sound:
                     self._write_down(launched, figures)

@@ -31,14 +31,20 @@ class PlayedMilestone:
 
     at: float
     copies: list[tuple[torch.Tensor, torch.Tensor]]
+    before: PlayedMilestone | None = None
     is_passed: bool = False
 
     def wait(self) -> None:
-        self.is_passed = True
-        for held, value in self.copies:
-            held.copy_(value)
+        """All before it are passed too."""
+        passed: PlayedMilestone | None = self
+        while passed is not None and not passed.is_passed:
+            passed.is_passed = True
+            for held, value in passed.copies:
+                held.copy_(value)
+            passed = passed.before
 
     def seconds_since(self, earlier: PlayedMilestone) -> float:
+        assert self.is_passed and earlier.is_passed, "an event's time is known when it is over"
         return self.at - earlier.at
 
 
@@ -48,11 +54,13 @@ class PlayedQueue(DeviceQueue):
 
     device: torch.device
     under_way: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    last: PlayedMilestone | None = None
     runs_ahead = True  # type: ignore[assignment]
 
     def mark(self) -> PlayedMilestone:
         copies, self.under_way = self.under_way, []
-        return PlayedMilestone(time.perf_counter(), copies)
+        self.last = PlayedMilestone(time.perf_counter(), copies, self.last)
+        return self.last
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         held = torch.full_like(tensor, float("nan"))
