@@ -26,6 +26,7 @@ from ptrain.data.source import SampleSource, Split
 from ptrain.errors import SpecError, refused
 from ptrain.models.batch import SampleBatch, StepBatch, in_dtype_of, of_tokens, sample_batch
 from ptrain.models.described import kind_of
+from ptrain.models.launch import sent_to
 from ptrain.models.loss import IGNORED
 from ptrain.spec.batch import Batch
 from ptrain.spec.spec import Spec
@@ -73,8 +74,8 @@ class LocalBatch:
         return [rows, sequence + 1]
 
     def to(self, device: torch.device) -> LocalBatch:
-        labels = None if self.labels is None else self.labels.to(device)
-        return replace(self, tokens=self.tokens.to(device), labels=labels)
+        labels = None if self.labels is None else sent_to(device, self.labels)
+        return replace(self, tokens=sent_to(device, self.tokens), labels=labels)
 
 
 def local_batch(

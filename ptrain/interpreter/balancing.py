@@ -53,14 +53,16 @@ class Balancing:
         if self._load_LE is not None:
             self._load_LE.zero_()
 
-    def update(self) -> None:
-        """Move the biases by what was chosen since `begin`."""
+    def update(self, halted: Tensor | None = None) -> None:
+        """Move the biases by what was chosen since `begin`; not where `halted` is 1."""
         if self._load_LE is None or self._bias_LE is None:
             return
         if self._group is not None:
             dist.all_reduce(self._load_LE, group=self._group)
         # E times the mean is the number of choices, which every layer has alike
         below_LE = self._load_LE.mul_(-self._load_LE.shape[1]).add_(self.step.choices).sign_()
+        if halted is not None:
+            below_LE.masked_fill_(halted != 0, 0)
         self._bias_LE.add_(below_LE, alpha=self.step.rate)
         self._load_LE.zero_()
 

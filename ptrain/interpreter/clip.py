@@ -13,7 +13,7 @@ from ptrain.axes.data.run.target import NamedTarget
 from ptrain.axes.data.run.wrapped import WrappedModel
 from ptrain.costs import State
 from ptrain.interpreter.scaling import LossScale
-from ptrain.models.tags import tier_of
+from ptrain.models.tags import is_tagged, tier_of
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.tiers import Tiers, alike
 from ptrain.spec.axis import Axis, without
@@ -142,8 +142,9 @@ def _norms(
     ]
     short = [gradient for gradient, rows in zip(gradients, is_long, strict=True) if not rows]
     norms = list(torch._foreach_norm(short, 2, dtype=dtype)) if short else []
-    for norm in norms:
-        alike(norm, gradients[0])
+    if is_tagged(gradients[0].untyped_storage()):
+        for norm in norms:
+            alike(norm, gradients[0])
     for gradient, rows in zip(gradients, is_long, strict=True):
         if rows:
             flat, end = gradient.view(-1), gradient.numel() // NORM_ROW * NORM_ROW

@@ -23,6 +23,7 @@ from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.agreement import require_equal_models, require_equal_samples
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.execute import execute
+from ptrain.interpreter.halt import Halt
 from ptrain.interpreter.look import look_at, look_at_built
 from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.models.attention import require_trainable
@@ -82,7 +83,8 @@ class Program:
         self.updates_in_backward = self.plan.wrap.is_updated_in_backward
         self.admits: Callable[[int], bool] | None = None
         self._source: SampleSource | None = None  # opened when somebody asks for samples
-        self._norm: torch.Tensor | None = None  # between the halves of a step
+        self._norm: torch.Tensor | None = None  # between the halves of a step, of these:
+        self._measured: list[torch.Tensor] = []
         self._lr: float | None = None
         self._operators = rank.operators
         self.order = rank.order
@@ -178,18 +180,21 @@ class Program:
         return self._norm
 
     @torch.no_grad()
-    def apply(self, lr: float) -> None:
-        """Do the second half of `step`: clip, update, and move what balances experts."""
+    def apply(self, lr: float, halted: torch.Tensor | None = None) -> None:
+        """Do the second half of `step`: clip, update, and move what balances experts. Where
+        `halted` (0-d fp32, on the device, 0 or 1) is 1, all that a checkpoint has stays as it is;
+        it is read there alone, so that nobody waits for it."""
         if not self.updates_in_backward:
             if self._norm is not None and self.clipping is not None:
-                self.clipping.scale_down(self.gradients(), self._norm)
+                self.clipping.scale_down(self._measured, self._norm)
+            self._measured = []  # the update gives them back, one after the other
             for observer in self.gradient_observers:
                 observer.clipped(self._norm)
-            self._update(lr)
+            self._update(lr, halted)
         self._norm = None
         self.wrapped.finish_update()
         if self.balancing is not None:
-            self.balancing.update()
+            self.balancing.update(halted)
         self.wrapped.clear_gradients()
 
     def _check_and_measure(self) -> torch.Tensor | None:
@@ -199,15 +204,18 @@ class Program:
             self.scaling.check(gradients)
         if self.clipping is None:
             return None
+        self._measured = gradients
         return self.clipping.norm(gradients, self.wrapped, self.scaling)
 
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, halted: torch.Tensor | None) -> None:
         if self.scaling is None:
-            self.update.step(lr)
+            self.update.step(lr, None if halted is None else Halt(halted))
             return
         assert isinstance(self.update, TargetsUpdate), "a scaled loss has master copies"
+        if halted is not None:
+            torch.maximum(self.scaling.found_inf, halted, out=self.scaling.found_inf)
         self.update.step(lr, self.scaling)
-        self.scaling.update()
+        self.scaling.update(halted)
 
     @torch.no_grad()
     def _update_unit(self, index: int) -> None:

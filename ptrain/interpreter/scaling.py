@@ -70,17 +70,15 @@ class LossScale:
             )
         return self._on_host
 
-    def update(self) -> None:
-        """After the update: the scale of the next step."""
+    def update(self, halted: torch.Tensor | None = None) -> None:
+        """After the update: the scale of the next step; where `halted` is 1 it stays."""
         self._on_host = None
-        torch._amp_update_scale_(
-            self.scale,
-            self.growth_tracker,
-            self.found_inf,
-            SCALE_GROWTH,
-            SCALE_BACKOFF,
-            SCALE_INTERVAL,
-        )
+        held = (self.scale, self.growth_tracker)
+        before = [] if halted is None else [scalar.clone() for scalar in held]
+        torch._amp_update_scale_(*held, self.found_inf, SCALE_GROWTH, SCALE_BACKOFF, SCALE_INTERVAL)
+        if halted is not None:
+            for scalar, was in zip(held, before, strict=True):
+                torch.where(halted != 0, was, scalar, out=scalar)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint has to have."""

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ptrain.errors import refused
 from ptrain.models.dataset import dataset_of
+from ptrain.models.launch import sent_to
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.spec import Spec
 
@@ -77,7 +78,7 @@ class SampleBatch:
         return SampleBatch(tree_map(lambda leaf: leaf[rows], self.data))
 
     def to(self, device: torch.device) -> SampleBatch:
-        return SampleBatch(tree_map(lambda leaf: leaf.to(device), self.data))
+        return SampleBatch(tree_map(lambda leaf: sent_to(device, leaf), self.data))
 
 
 class StepBatch(Protocol):

@@ -55,6 +55,15 @@ def seed_of_step(seed: int, step: int, index: int) -> int:
     return (seed * 1_000_003 + step) * 65_537 + index
 
 
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed what code on a device draws from, and on the host. torch.manual_seed seeds every kind of
+    device, and writes down where it was called for each that nobody uses: 0.4 ms, in each step."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
 def reseed(seed: int) -> None:
     """Set both generators to `seed`."""
     torch.manual_seed(seed)

@@ -17,6 +17,12 @@ def has_own_rule_for_matrices(rule: str) -> bool:
     return rule == "muon"
 
 
+def is_left_out_in_place(rule: str) -> bool:
+    """Return whether a flag on the device leaves its update out at no cost of memory: torch's fused
+    kernels look at it, and Muon computes both outcomes."""
+    return rule != "muon"
+
+
 def _decayed(spec: OptimizerSpec) -> dict[str, float]:
     return {"lr": spec.lr, "momentum": spec.momentum, "weight_decay": spec.weight_decay}
 

@@ -37,7 +37,7 @@ class GhostFused:
     def __init__(self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
         self.rule, self.leaves, self.reader = rule, leaves, reader
 
-    def step(self, lr: float, scalars: tuple[Ghost, Ghost] | None) -> None:
+    def step(self, lr: float, scalars: tuple[Ghost | None, Ghost] | None) -> None:
         """Values change, sizes do not."""
         _tell(self.rule, self.leaves, self.reader)
 
@@ -52,7 +52,7 @@ class GhostSGD:
         self.leaves, self.reader = leaves, reader
         self.scalars = 3 if has_momentum else 1
 
-    def step(self, lr: float, scalars: tuple[Ghost, Ghost] | None) -> None:
+    def step(self, lr: float, scalars: tuple[Ghost | None, Ghost] | None) -> None:
         _tell("sgd", self.leaves, self.reader)
         for leaf in self.leaves:
             if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:
@@ -67,7 +67,7 @@ class GhostMuon:
     def __init__(self, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
         self.leaves, self.reader = leaves, reader
 
-    def step(self, lr: float, scalars: tuple[Ghost, Ghost] | None) -> None:
+    def step(self, lr: float, scalars: tuple[Ghost | None, Ghost] | None) -> None:
         _tell("muon", self.leaves, self.reader)
         for leaf in self.leaves:
             if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:

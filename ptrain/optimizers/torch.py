@@ -61,7 +61,7 @@ class TorchOptimizer:
             assert isinstance(leaf, TorchLeaf), "a leaf of this room"
             leaf.optimizer = self.optimizer
 
-    def step(self, lr: float, scalars: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    def step(self, lr: float, scalars: tuple[torch.Tensor | None, torch.Tensor] | None) -> None:
         for options in self.optimizer.param_groups:
             options["lr"] = lr
         # where torch.amp.GradScaler leaves them for fused optimizers

@@ -95,9 +95,10 @@ X = TypeVar("X", bound="Target[Any]")  # what a room has for targets
 
 
 class Scale(Protocol[T]):
-    """The scale of a loss, and whether a gradient overflowed."""
+    """The scale of a loss, where it has one, and whether the update is left out: 1 where a gradient
+    overflowed, or the training stops."""
 
-    def beside(self, tensor: T) -> tuple[T, T]:
+    def beside(self, tensor: T) -> tuple[T | None, T]:
         """Both, where `tensor` is updated."""
         ...
 
@@ -130,8 +131,8 @@ class TargetsUpdate(Generic[T, X]):
         self.groups = [UpdateGroup(group, spec, rules) for group in members]
 
     def step(self, lr: float, scaling: Scale[T] | None = None) -> None:
-        """One update with this learning rate, from the targets' gradients; none where they
-        overflowed."""
+        """One update with this learning rate, from the targets' gradients; none where `scaling`
+        says so, on the device."""
         self.do(lambda group: group.step(lr, scaling))
 
     def do(self, act: Callable[[UpdateGroup[T, X]], None]) -> None:
@@ -222,7 +223,6 @@ class Member(Generic[T, X]):
     def fetch(self) -> bool:
         """Bring everything to the leaf; False where there is no gradient."""
         leaf, updated = self.leaf, self.layout.updated
-        leaf.gradient = None
         gradient = self.target.working_gradient()
         if gradient is None:
             return False

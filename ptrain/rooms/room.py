@@ -69,9 +69,9 @@ class OptimizerLeaf(Protocol[T]):
 class Optimizer(Protocol[T_contra]):
     """A rule at work on its leaves."""
 
-    def step(self, lr: float, scalars: tuple[T_contra, T_contra] | None) -> None:
+    def step(self, lr: float, scalars: tuple[T_contra | None, T_contra] | None) -> None:
         """Updates every leaf that has a gradient. `scalars`: of a scaled loss its scale, and
-        whether a gradient overflowed."""
+        whether the update is left out: 1 where a gradient overflowed, or the training stops."""
 
 
 class Room(Protocol[T]):

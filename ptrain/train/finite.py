@@ -1,16 +1,15 @@
 """Nothing that is not finite is applied, saved or continued from: all ranks look, and agree.
 
-Before an update that is one exchange of a few numbers, and one read of values off the device. What
-is wrong is looked for, tensor by tensor, only where something is.
+Before an update that is one exchange of a few numbers, on the host or on the device. What is wrong
+is looked for, tensor by tensor, only where something is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from signal import Signals
 
 import torch
 
@@ -22,10 +21,16 @@ from ptrain.meters.holdings import Holding
 from ptrain.models.ledger import local
 from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Subject
+from ptrain.rooms.queue import DeviceQueue
 from ptrain.train.exchange import Exchange
 from ptrain.train.interrupt import Interrupts, strongest
+from ptrain.train.look import DeviceSums, HostLook, Look, StepFigures, can_be_late
 
 _REMEDY = "a lower optimizer.lr, a longer optimizer.schedule.warmup, or clip: 1.0"
+_NOT_AGAIN = (
+    "gradients are not finite; computed again they are: a device may be at fault, or the model "
+    "keeps something between its passes"
+)
 _CHUNK = 1 << 22  # elements that are counted at once, with a flag of a byte for each
 _STATES = {
     Subject.PARAMETERS: "parameters are not finite",
@@ -47,12 +52,27 @@ class Guard:
     """Of one training: no update is applied before all ranks know that the loss and all gradients
     are finite.
 
+    Where the host runs ahead of its device the ranks know it there (`train.look`), and `figures`
+    raises when the next step is launched already, whose update is left out too. The gradients are
+    gone by then: the step is computed again, from the parameters that it had, to name what is wrong
+    with them.
+
     Where backward updates (G = M) no unit waits for the other ranks. A rank leaves out the unit
     whose reduced gradient is not finite, and all that follow in that pass; it reads one value a
     unit for that.
     """
 
-    def __init__(self, program: Program, exchange: Exchange, interrupts: Interrupts) -> None:
+    def __init__(
+        self,
+        program: Program,
+        queue: DeviceQueue,
+        exchange: Exchange,
+        interrupts: Interrupts,
+        repeat: Callable[[int], torch.Tensor | None],
+    ) -> None:
+        """`queue` is that of the program's device. `repeat(step)` computes a step's gradients
+        again, and returns their norm."""
+        self._repeat = repeat
         self._program = program
         self._exchange = exchange
         self._interrupts = interrupts
@@ -60,29 +80,55 @@ class Guard:
         self._left_out: list[Unsound] = []
         if program.updates_in_backward:
             program.admits = self._admits
+        self._sums = DeviceSums(program, queue, interrupts) if can_be_late(program, queue) else None
 
-    def agree(
-        self, step: int, share: torch.Tensor, norm: torch.Tensor | None
-    ) -> tuple[float, Signals | None]:
-        """The global loss of `step` (from 0) and the interrupt that any rank has seen, from this
-        rank's share of the loss and what `Program.reduce` returned. Raises TrainingStopped, on all
-        ranks alike, where the loss or a gradient of any rank is not finite."""
-        loss_share, is_sound = self._read(share, norm)
+    @property
+    def is_late(self) -> bool:
+        """Whether figures are there when the next step is launched, and not before the update."""
+        return self._sums is not None
+
+    def look(self, step: int, share: torch.Tensor, norm: torch.Tensor | None) -> Look:
+        """Look at `step` (from 0) before its update, by this rank's share of the loss and what
+        `Program.reduce` returned. Unless figures are late this raises as `figures` does."""
+        if self._sums is not None:
+            return self._sums.look(share, norm)
+        loss_share, length, is_sound = self._read(share, norm)
         numbers = [loss_share, float(not is_sound), *self._interrupts.flags()]
         loss, unsound, *flags = self._exchange.add(numbers)
-        if math.isfinite(loss) and not unsound:
-            self._updated = 0
-            return loss, strongest(flags)
-        what = f"the loss is {loss}" if not math.isfinite(loss) else self._gradients(loss)
+        figures = StepFigures(
+            loss=loss,
+            is_sound=math.isfinite(loss) and not unsound,
+            interrupt=strongest(flags),
+            gradient_norm=length,
+        )
+        self._require(step, figures)
+        self._updated = 0
+        return HostLook(figures, self._program.scaling)
+
+    def figures(self, step: int, look: Look) -> StepFigures:
+        """Return what all ranks know of a step whose update is launched. Raises TrainingStopped, on
+        all ranks alike, where the loss or a gradient of any rank is not finite."""
+        figures = look.figures()
+        self._require(step, figures)
+        return figures
+
+    def _require(self, step: int, figures: StepFigures) -> None:
+        if figures.is_sound:
+            return
+        loss = figures.loss
+        what = f"the loss is {loss}" if not math.isfinite(loss) else self._gradients(step, loss)
         raise TrainingStopped(
             f"step {step + 1}: {what}\n"
             f"  {self._parameters(step)}; nothing of step {step + 1} was saved\n"
             f"  remedy: {_REMEDY}"
         )
 
-    def _read(self, share: torch.Tensor, norm: torch.Tensor | None) -> tuple[float, bool]:
-        """This rank's share of the loss, and whether its gradients are finite, or their update is
-        skipped anyway. The one place before the update where values are read off a device.
+    def _read(
+        self, share: torch.Tensor, norm: torch.Tensor | None
+    ) -> tuple[float, float | None, bool]:
+        """This rank's share of the loss, the norm, and whether its gradients are finite, or their
+        update is skipped anyway. The one place before the update where values are read off a
+        device.
 
         The norm is of all ranks, and as finite as their gradients. Where there is none the ranks
         look at their own: two scalars a tensor, gone before the update, which the meters do not
@@ -96,9 +142,10 @@ class Guard:
             elif scaling is None and not program.updates_in_backward:
                 flags = _extremes(program.gradients())
             loss, *values = _on_host([share, *flags])
-        if norm is not None and scaling is not None:
-            return loss, math.isfinite(values[0]) or bool(values[1])
-        return loss, not self._left_out and all(map(math.isfinite, values))
+        if norm is None:
+            return loss, None, not self._left_out and all(map(math.isfinite, values))
+        length, *is_skipped = values
+        return loss, length, math.isfinite(length) or any(is_skipped)
 
     def _admits(self, index: int) -> bool:
         """Whether a unit is updated in backward."""
@@ -109,14 +156,17 @@ class Guard:
         self._updated += not self._left_out
         return not self._left_out
 
-    def _gradients(self, loss: float) -> str:
+    def _gradients(self, step: int, loss: float) -> str:
         """What is wrong with them, on all ranks alike."""
+        norm = self._repeat(step) if self.is_late else None
         culprits: Iterable[Unsound] = self._left_out
         if not self._program.updates_in_backward:
             culprits = _unsound(self._program, holdings.gradients(self._program))
         problem = _first(culprits, self._exchange)
         if not problem:  # each is: the sum of their squares is what is not
             problem = "the norm of the gradients is not finite, though every gradient is"
+            if self.is_late and (norm is None or norm.isfinite()):
+                problem = _NOT_AGAIN
         return f"the loss is {loss:.4f}, but {problem}"
 
     def _parameters(self, step: int) -> str:

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from ptrain.spec.spec import Spec
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ptrain.interpreter.program import Program
     from ptrain.train.exchange import Exchange
 
@@ -29,7 +27,7 @@ class StepGuard(Protocol):
     ) -> AbstractContextManager[object]:
         """Return the context of a step (from 0), around what else watches it."""
 
-    def judge(self, step: int, loss: float, norm: Tensor | None) -> None:
+    def judge(self, step: int, loss: float, norm: float | None) -> None:
         """Look at a step that is done. Raises TrainingStopped on all ranks."""
 
 
@@ -50,7 +48,7 @@ class Unguarded:
     ) -> AbstractContextManager[object]:
         return watch
 
-    def judge(self, step: int, loss: float, norm: Tensor | None) -> None:
+    def judge(self, step: int, loss: float, norm: float | None) -> None:
         pass
 
 

@@ -8,20 +8,19 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from ptrain.costs import Estimate
-from ptrain.interpreter.scaling import LossScale
 from ptrain.meters.counter import Counter
 from ptrain.report import routing
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder
+from ptrain.train.look import StepFigures
 from ptrain.units import format_bytes
 
 LOG = logging.getLogger("ptrain")
@@ -29,16 +28,14 @@ LOG = logging.getLogger("ptrain")
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step, counted from 1. The norm and the scale of a scaled loss stay on their device until
-    somebody writes them down."""
+    """One step, counted from 1. `seen` is what `Journal.seen` gave when it was launched."""
 
     step: int
-    loss: float
-    gradient_norm: torch.Tensor | None
+    figures: StepFigures
     lr: float
     seconds: float
-    scaling: LossScale | None = None
     routing: Sequence[LayerRouting] = ()
+    seen: Mapping[str, float] = field(default_factory=dict)
 
 
 def is_shown(spec: Spec, step: int) -> bool:
@@ -69,17 +66,21 @@ class Journal:
         self.level = logging.DEBUG if quiet else logging.INFO
         self.seconds: list[float] = []
         self.skipped_steps = 0  # because a gradient of the scaled loss overflowed
-        self.peak_bytes: int | None = None  # of the last measured step
-        self.sent_bytes: int | None = None
+        self._measured: Mapping[str, float] = {}  # of the last measured step
         self._metrics = _append(folder.metrics) if folder else None
         self._counter = Counter() if spec.world_size > 1 and folder else None
         self._uncounted = 0  # steps since the counter's last look
         self._progress = _progress(spec.train.steps) if bar else None
 
     def measured(self, estimate: Estimate) -> None:
-        """Take what this rank's meters saw, for the lines to come."""
-        self.peak_bytes = estimate.peak_bytes()
-        self.sent_bytes = estimate.sent_bytes()
+        """Take what this rank's meters saw, for the steps to come."""
+        peak, sent = estimate.peak_bytes(), estimate.sent_bytes()
+        self._measured = ({} if peak is None else {"peak_bytes": peak}) | {"sent_bytes": sent}
+
+    def seen(self, step: int) -> Mapping[str, float]:
+        """Return what meters and counter have seen when a step (from 1) is launched: the last
+        measured step, and where the counter looks, collectives. Called once a step."""
+        return {**self._measured, **self._counted(step)}
 
     def step(self, report: StepReport) -> None:
         """A row of metrics for every step, a line for every `log_every`th, the first and last."""
@@ -87,7 +88,7 @@ class Journal:
         if self._metrics is None:
             return
         shown = is_shown(self.spec, report.step)
-        figures = self._figures(report) | self._counted(report.step, wanted=shown)
+        figures = self._figures(report)
         tokens = {"tokens_per_expert": {layer.layer: layer.tokens for layer in report.routing}}
         row = {"step": report.step, **figures, **(tokens if report.routing else {})}
         self._metrics.write(json.dumps(row) + "\n")
@@ -126,22 +127,18 @@ class Journal:
     def _figures(self, report: StepReport) -> dict[str, float]:
         """The same names in every sink."""
         figures = {
-            "loss": report.loss,
+            "loss": report.figures.loss,
             "lr": report.lr,
             "seconds": report.seconds,
             **self._rate(report.seconds),
         }
-        if report.gradient_norm is not None:
-            figures["gradient_norm"] = float(report.gradient_norm)
+        if report.figures.gradient_norm is not None:
+            figures["gradient_norm"] = report.figures.gradient_norm
         if report.routing:
             figures |= routing.figures(report.routing)
-        if report.scaling is not None:
-            figures |= self._scaled(report.scaling, figures)
-        if self.peak_bytes is not None:
-            figures["peak_bytes"] = self.peak_bytes
-        if self.sent_bytes is not None:
-            figures["sent_bytes"] = self.sent_bytes
-        return figures
+        if report.figures.loss_scale is not None:
+            figures |= self._scaled(report.figures.loss_scale, report.figures, figures)
+        return {**figures, **report.seen}
 
     def _rate(self, seconds: float) -> dict[str, float]:
         """In samples, where a sample is not tokens."""
@@ -149,21 +146,24 @@ class Journal:
             return {"samples_per_second": self.spec.batch.global_samples / seconds}
         return {"tokens_per_second": self.spec.batch.tokens / seconds}
 
-    def _scaled(self, scaling: LossScale, figures: dict[str, float]) -> dict[str, float]:
+    def _scaled(
+        self, scale: float, known: StepFigures, figures: dict[str, float]
+    ) -> dict[str, float]:
         """The scale of the next step, and the steps skipped so far; the norm of a skipped step,
         which is no number, goes."""
-        if float(scaling.found_inf):
+        if known.is_skipped:
             self.skipped_steps += 1
             figures.pop("gradient_norm", None)
-        return {"loss_scale": float(scaling.scale), "skipped_steps": self.skipped_steps}
+        return {"loss_scale": scale, "skipped_steps": self.skipped_steps}
 
-    def _counted(self, step: int, *, wanted: bool) -> dict[str, float]:
+    def _counted(self, step: int) -> dict[str, float]:
         """Collectives per step since the last look, from the counter that is always on; nothing
         where it did not look, or where its ring has been overwritten in between."""
         if self._counter is None:
             return {}
         self._uncounted += 1
         is_last = step == self.spec.train.steps
+        wanted = is_shown(self.spec, step)
         counted = self._counter.read() if is_last else self._counter.look(wanted=wanted)
         if counted is None:
             return {}

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from signal import Signals
+from functools import partial
 
 import torch
 
@@ -14,72 +10,67 @@ from ptrain.data.sampler import batch
 from ptrain.data.source import SampleSource, Split
 from ptrain.interpreter.program import Program
 from ptrain.models.batch import StepBatch
-from ptrain.models.generators import seed_of_step
-from ptrain.report.routing import LayerRouting
+from ptrain.models.generators import seed_device, seed_of_step
+from ptrain.rooms.queue import DeviceQueue, Milestone
 from ptrain.spec.job import CheckpointSpec
-from ptrain.train.exchange import Exchange
 from ptrain.train.finite import Guard
-from ptrain.train.interrupt import Interrupts
-from ptrain.train.journal import Journal, StepReport
+from ptrain.train.parts import Outcome, Parts
+from ptrain.train.reports import Launched, Reports
 from ptrain.train.schedule import learning_rate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the loop uses beside the program. `watch(step)` surrounds a step with the meters and
-    profilers that are due, `routing(step)` gives what its routers chose, where they were watched;
-    `judge(step, loss, norm)` may stop the training; `save(steps_done)` writes a checkpoint."""
-
-    corpus: SampleSource
-    exchange: Exchange
-    interrupts: Interrupts
-    journal: Journal
-    watch: Callable[[int], AbstractContextManager[object]]
-    routing: Callable[[int], Sequence[LayerRouting]]
-    judge: Callable[[int, float, torch.Tensor | None], None]
-    save: Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """`steps` done altogether, `loss` of the last one; `interrupt` is what ended it early."""
-
-    steps: int
-    loss: float | None = None
-    held_out_loss: float | None = None
-    interrupt: Signals | None = None
 
 
 def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
     """Steps `first` to the spec's last. Raises TrainingStopped, on all ranks, at the first loss or
-    gradient that is not finite, before its update."""
-    spec = program.spec
-    guard = Guard(program, parts.exchange, parts.interrupts)
-    outcome = Outcome(steps=first)
-    held_out = None
-    for step in range(first, spec.train.steps):
-        local = local_batch(program, parts.corpus, step)
-        rate = learning_rate(spec.optimizer, step)
-        seed_dropout(program, step)
-        began = time.perf_counter()
-        with parts.watch(step):
-            share = program.forward_backward(local, rate)
-            norm = program.reduce()
-            loss, interrupt = guard.agree(step, share, norm)
-            program.apply(rate)
-        seconds = time.perf_counter() - began
-        routing, scaling = parts.routing(step), program.scaling
-        parts.journal.step(StepReport(step + 1, loss, norm, rate, seconds, scaling, routing))
-        parts.judge(step, loss, norm)
-        if _is_due(step + 1, spec.eval.every):
-            held_out = _evaluate(program, parts)
-            parts.journal.held_out(step + 1, held_out)
-        outcome = Outcome(steps=step + 1, loss=loss, held_out_loss=held_out, interrupt=interrupt)
-        if _is_save_due(spec.checkpoint, step + 1, bool(interrupt) or step + 1 == spec.train.steps):
-            parts.save(step + 1)
-        if interrupt:
-            break
-    return outcome
+    gradient that is not finite, whose update is not made.
+
+    On a device with a queue of its own nothing is read off it between two steps: what is known of
+    one is written down when the next is launched, and before whatever wants to know it: an
+    evaluation, a checkpoint, the end.
+    """
+    spec, queue = program.spec, DeviceQueue(program.world.device)
+    repeat = partial(_repeat, program, parts)
+    guard = Guard(program, queue, parts.exchange, parts.interrupts, repeat)
+    steps, held_out = first, None
+    before: Milestone | None = None  # the end of the step before, where nothing came in between
+    most = 1 if queue.runs_ahead and not spec.verify_every else 0
+    with Reports(guard, parts.journal, parts.judge, most=most) as reports:
+        while steps < spec.train.steps and not reports.interrupt:
+            step, steps = steps, steps + 1
+            local = local_batch(program, parts.corpus, step)
+            rate = learning_rate(spec.optimizer, step)
+            seed_dropout(program, step)
+            began = before or queue.mark()
+            with parts.watch(step):
+                share = program.forward_backward(local, rate)
+                look = guard.look(step, share, program.reduce())
+                program.apply(rate, look.halted)
+                look.send()
+            ended, routing = queue.mark(), parts.routing(step)
+            before = ended if queue.runs_ahead else None
+            seen = parts.journal.seen(steps)
+            reports.add(Launched(step, rate, look, (began, ended), routing, seen))
+            if _is_due(steps, spec.eval.every):
+                reports.settle()
+                held_out, before = _evaluate(program, parts), None
+                parts.journal.held_out(steps, held_out)
+            is_last = steps == spec.train.steps
+            if is_last or reports.interrupt or _is_due(steps, spec.checkpoint.every):
+                reports.settle()
+                if _is_save_due(spec.checkpoint, steps, is_last or bool(reports.interrupt)):
+                    parts.save(steps)
+                before = None
+    return Outcome(
+        steps=steps, loss=reports.loss, held_out_loss=held_out, interrupt=reports.interrupt
+    )
+
+
+def _repeat(program: Program, parts: Parts, step: int) -> torch.Tensor | None:
+    """Compute the gradients of a step again, and return their norm."""
+    rate = learning_rate(program.spec.optimizer, step)
+    local = local_batch(program, parts.corpus, step)
+    seed_dropout(program, step)
+    program.forward_backward(local, rate)
+    return program.reduce()
 
 
 def local_batch(
@@ -99,15 +90,17 @@ def local_batch(
 
 def seed_dropout(program: Program, step: int) -> None:
     """Dropout is a function of (seed, step, rank): a resumed run draws what it would have."""
-    torch.manual_seed(seed_of_step(program.spec.train.seed, step, program.random_index))
+    seed = seed_of_step(program.spec.train.seed, step, program.random_index)
+    seed_device(seed, program.world.device)
 
 
 def _evaluate(program: Program, parts: Parts) -> float:
     """The mean loss of the held-out batches, the same ones every time."""
     count, split = program.spec.eval.batches, Split.HELD_OUT
-    batches = (local_batch(program, parts.corpus, index, split) for index in range(count))
-    share = sum(float(program.evaluate(local)) for local in batches)
-    return parts.exchange.add([share])[0] / count
+    share = torch.zeros((), dtype=torch.float64, device=program.world.device)
+    for index in range(count):
+        share.add_(program.evaluate(local_batch(program, parts.corpus, index, split)))
+    return parts.exchange.add([float(share)])[0] / count
 
 
 def _is_due(steps: int, every: int) -> bool:

@@ -45,8 +45,9 @@ from ptrain.train.folder import Claim, RunFolder, begin, open_run, shown, write_
 from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
 from ptrain.train.heading import header, preflight_lines
 from ptrain.train.journal import LOG, Journal, say, set_up_logging
-from ptrain.train.loop import Outcome, Parts, train
+from ptrain.train.loop import train
 from ptrain.train.options import Options
+from ptrain.train.parts import Outcome, Parts
 from ptrain.train.probe import Probe
 from ptrain.train.profiled_steps import require_reachable
 from ptrain.train.resume import resume

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from torch import Tensor
-
 from ptrain.errors import TrainingStopped, refused
 from ptrain.interpreter.program import Program
 from ptrain.models.generators import forked
@@ -74,7 +72,7 @@ class BesideOneDevice:
         is_last = step + 1 == self._program.spec.train.steps
         return self._is_owed and not (is_metered or is_last) and self._onward is None
 
-    def judge(self, step: int, loss: float, norm: Tensor | None) -> None:
+    def judge(self, step: int, loss: float, norm: float | None) -> None:
         """Compare what is known after a step. Raises TrainingStopped on all ranks where it
         departs."""
         onward = self._onward
@@ -83,8 +81,7 @@ class BesideOneDevice:
         is_first = self._capture is not None
         if self._capture is not None:
             gradients = whole(self._capture.gradients(self._exchange), self._exchange)
-            length = None if norm is None else float(norm)
-            onward.compare(loss, unclipped(gradients, self._program, length))
+            onward.compare(loss, unclipped(gradients, self._program, norm))
             self._capture = None
         else:
             onward.compare_following(step, loss)

@@ -201,9 +201,9 @@ def trained(
         program = interpret(*args, **kwargs)
         apply = program.apply
 
-        def faulty(lr: float) -> None:
+        def faulty(lr: float, *halted: torch.Tensor | None) -> None:
             nonlocal done
-            apply(lr)
+            apply(lr, *halted)
             done += 1
             fault(program, done)
 

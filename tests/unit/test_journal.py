@@ -20,6 +20,7 @@ from ptrain.steps.step import CreateMesh
 from ptrain.train import emulation
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import Journal, StepReport
+from ptrain.train.look import HostLook, StepFigures
 
 CPU = torch.device("cpu")
 
@@ -36,8 +37,12 @@ def test_every_step_has_its_scale_and_skipped_ones_are_counted_without_a_norm(
         for step, overflows in enumerate((False, True, True, False), 1):
             scaling.check([torch.full((2,), math.inf if overflows else 1.0)])
             scaling.update()
-            norm = torch.tensor(math.inf if overflows else 1.0)
-            journal.step(StepReport(step, 5.0, norm, 1e-3, 0.1, scaling))
+            figures = StepFigures(
+                loss=5.0, is_sound=True, gradient_norm=math.inf if overflows else 1.0
+            )
+            look = HostLook(figures, scaling)
+            look.send()
+            journal.step(StepReport(step, look.figures(), 1e-3, 0.1))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss_scale"] for row in rows] == [65536.0, 32768.0, 16384.0, 16384.0]
     assert [row["skipped_steps"] for row in rows] == [0, 1, 2, 2]

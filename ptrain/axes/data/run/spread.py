@@ -17,7 +17,7 @@ from ptrain.costs import State
 from ptrain.internals import zero_redundancy
 from ptrain.optimizers.build import build_optimizer
 from ptrain.optimizers.torch import TorchLeaf
-from ptrain.optimizers.update import moment_names
+from ptrain.optimizers.update import Scale, moment_names
 from ptrain.rooms.registry import Registry
 from ptrain.spec.job import OptimizerSpec
 
@@ -71,9 +71,12 @@ class ZeroRedundancyUpdate:
             if target.owner == mesh.get_local_rank():
                 self.optimizer.optim.state[target.parameter].update(self._initial(target))
 
-    def step(self, lr: float, scaling: None = None) -> None:
+    def step(self, lr: float, scaling: Scale[torch.Tensor] | None = None) -> None:
         for options in self.optimizer.param_groups:
             options["lr"] = lr
+        own = self.optimizer.optim
+        scalars = scaling.beside(self.targets[0].value()) if scaling else (None, None)
+        own.grad_scale, own.found_inf = scalars  # where torch.amp.GradScaler leaves them
         self.optimizer.step()
 
     def tensors(self) -> Iterator[tuple[ParameterTarget, dict[str, torch.Tensor]]]:

@@ -15,6 +15,7 @@ from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.axes.data.run.target import Named, NamedTarget, ParameterTarget
 from ptrain.axes.data.run.whole import OfWholeModel
 from ptrain.costs import State
+from ptrain.optimizers.update import Scale
 from ptrain.rooms.room import OptimizerLeaf
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
@@ -25,8 +26,9 @@ from ptrain.timeline import Kind
 class OwnUpdate(Protocol):
     """An optimizer that is part of a wrap: it says where its state lives."""
 
-    def step(self, lr: float, scaling: None = None) -> None:
-        """One update with this learning rate; the parameters are whole when it is over."""
+    def step(self, lr: float, scaling: Scale[torch.Tensor] | None = None) -> None:
+        """One update with this learning rate, none where `scaling` says so on the device; the
+        parameters are whole when it is over."""
 
     def tensors(self) -> Iterator[tuple[NamedTarget, dict[str, torch.Tensor]]]:
         """Each target with its optimizer state by name."""

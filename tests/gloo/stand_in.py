@@ -1,0 +1,130 @@
+"""A device that runs behind its host, played by a processor, and what its host waits for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptrain.models.tags import is_tagged, tag
+from ptrain.rooms.queue import DeviceQueue
+from ptrain.spec.placement import Tier
+from ptrain.train import loop
+
+READS = {
+    "__bool__", "__complex__", "__float__", "__index__", "__int__", "cpu", "equal", "is_nonzero",
+    "item", "nonzero", "numpy", "tolist",
+}  # fmt: skip
+OPERATORS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero"}
+
+
+@dataclass
+class PlayedMilestone:
+    """Not passed before somebody waits for it, when what was copied until then arrives."""
+
+    at: float
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    before: PlayedMilestone | None = None
+    is_passed: bool = False
+
+    def wait(self) -> None:
+        """All before it are passed too."""
+        passed: PlayedMilestone | None = self
+        while passed is not None and not passed.is_passed:
+            passed.is_passed = True
+            for held, value in passed.copies:
+                held.copy_(value)
+            passed = passed.before
+
+    def seconds_since(self, earlier: PlayedMilestone) -> float:
+        assert self.is_passed and earlier.is_passed, "an event's time is known when it is over"
+        return self.at - earlier.at
+
+
+@dataclass
+class PlayedQueue(DeviceQueue):
+    """Copies to the host are not numbers until a mark behind them has been waited for."""
+
+    device: torch.device
+    under_way: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    last: PlayedMilestone | None = None
+    runs_ahead = True  # type: ignore[assignment]
+
+    def mark(self) -> PlayedMilestone:
+        copies, self.under_way = self.under_way, []
+        self.last = PlayedMilestone(time.perf_counter(), copies, self.last)
+        return self.last
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        held = torch.full_like(tensor, float("nan"))
+        tag(held, Tier.HOST)
+        self.under_way.append((held, tensor.clone()))
+        return held
+
+
+class ReadsOfOperators(TorchDispatchMode):
+    """Those within torch."""
+
+    def __init__(self, reads: Reads) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function._schema.name.split("::")[1]
+        if name in OPERATORS and isinstance(args[0], torch.Tensor):
+            self.reads.note(name, args[0])
+        return function(*args, **(kwargs or {}))
+
+
+class Reads(TorchFunctionMode):
+    """By step (from 0), what reads a value of a tensor that is not on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_step: dict[int, list[str]] = {}
+        self.step = -1
+
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        if not is_tagged(tensor.untyped_storage()):
+            self.by_step.setdefault(self.step, []).append(name)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in READS and args and isinstance(args[0], torch.Tensor):
+            self.note(name, args[0])
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def behind_its_host(*, is_played: bool = True) -> Iterator[None]:
+    """Trainings of this process take their processor for such a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_played:
+            patch.setattr(loop, "DeviceQueue", PlayedQueue)
+        yield
+
+
+@contextmanager
+def reads_of_steps() -> Iterator[Reads]:
+    """A step begins with its batch."""
+    reads, local_batch = Reads(), loop.local_batch
+
+    def noted(program: Any, source: Any, step: int, *split: Any) -> Any:
+        reads.step = step
+        return local_batch(program, source, step, *split)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "local_batch", noted)
+        with reads, ReadsOfOperators(reads):
+            yield reads

@@ -1,0 +1,273 @@
+"""A loop that waits for nothing: what is known of a step arrives when the next one is launched."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ptrain.errors import TrainingStopped
+from ptrain.interpreter.program import Program, interpret
+from ptrain.meters import holdings
+from ptrain.spec.load import load
+from ptrain.train import session
+from ptrain.train.finite import Guard
+from ptrain.train.options import Options
+from tests.gloo.stand_in import PlayedMilestone, PlayedQueue, behind_its_host, reads_of_steps
+from tests.models_poisoned import TENSOR
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+SMALL = (
+    "model={layers: 4, hidden: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 260}",
+    "batch.sequence=16",
+    "batch.global=8",
+    "batch.micro=2",
+)
+UNCLIPPED = "optimizer.clip=null"
+FIRST, STEPS = 5, 8  # the meters run in steps 1 and 2 (from 0), a stopwatch in the third
+nightly = pytest.mark.nightly
+Values = dict[tuple[str, ...], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a rank's training ended: its exit code, what it said, and what it holds; and what it held
+    when each of its steps began, from 0, by what is computed last."""
+
+    code: int
+    text: str
+    held: Values
+    before: dict[int, Values]
+
+
+def held(program: Program) -> Values:
+    parts = chain(holdings.parameters(program), holdings.optimizer(program))
+    return {part.identity: part.tensor.clone() for part in parts}
+
+
+def train(
+    words: tuple[str, ...], folder: str, is_played: bool, fault: int = -1, signal_in: int = -1
+) -> Ended:
+    """On this rank. In step `fault` (from 0) the last reduced gradient of rank 1 is not a number,
+    whenever the step is computed; in step `signal_in` it is asked to end."""
+    before: dict[int, Values] = {}
+    programs: list[Program] = []
+
+    def observed(*args: Any, **kwargs: Any) -> Program:
+        program = interpret(*args, **kwargs)
+        programs.append(program)
+        forward_backward, reduce_gradients = (
+            program.forward_backward,
+            program.wrapped.reduce_gradients,
+        )
+        ids: list[tuple[int, ...]] = []
+
+        def noted(batch: Any, *rate: float) -> torch.Tensor:
+            if batch.sample_ids not in ids:
+                ids.append(batch.sample_ids)
+                before[len(ids) - 1] = held(program)
+                if len(ids) - 1 == signal_in and program.world.rank == 1:
+                    signal.raise_signal(signal.SIGTERM)
+            return forward_backward(batch, *rate)
+
+        def faulty() -> None:
+            reduce_gradients()
+            assert program.batch is not None
+            if program.world.rank == 1 and ids.index(program.batch.sample_ids) == fault:
+                targets = [target for group in program.wrapped.targets() for target in group]
+                gradient = [t.gradient for t in targets if t.gradient is not None][-1]
+                gradient.view(-1)[-1] = float("nan")
+
+        program.forward_backward = noted  # type: ignore[method-assign, assignment]
+        program.wrapped.reduce_gradients = faulty  # type: ignore[method-assign]
+        return program
+
+    with pytest.MonkeyPatch.context() as patch, behind_its_host(is_played=is_played):
+        patch.setattr(session, "interpret", observed)
+        options = Options(
+            spec=words[0],
+            overrides=words[1:],
+            run_dir=Path(folder),
+            quiet=True,
+            allow_import=True,
+        )
+        try:
+            code, text = session.run(options), ""
+        except TrainingStopped as stopped:
+            code, text = stopped.exit_code, str(stopped)
+    return Ended(code=code, text=text, held=held(programs[0]), before=before)
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """Those of steps, without what a clock says."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    timed = ("seconds", "tokens_per_second", "counted_calls", "counted_sent_bytes")
+    return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+def counted(words: tuple[str, ...], folder: str, is_played: bool) -> dict[int, list[str]]:
+    options = Options(spec=words[0], overrides=words[1:], run_dir=Path(folder), quiet=True)
+    with behind_its_host(is_played=is_played), reads_of_steps() as reads:
+        session.run(options)
+    return {step: names for step, names in reads.by_step.items() if FIRST <= step < STEPS - 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("ddp", ()),
+        ("zero1", (UNCLIPPED,)),
+        ("zero3", ()),
+        ("pp-1f1b", ()),
+        ("tp", ()),
+        pytest.param("zero1", (), marks=nightly),
+        pytest.param("zero2", ("precision.layout=fp16",), marks=nightly),
+        pytest.param("ddp-zero-redundancy", (), marks=nightly),
+        pytest.param("tp-zero3", (), marks=nightly),
+    ],
+)
+def test_between_two_steps_nothing_is_read_off_the_device(
+    ranks: Ranks, tmp_path: Path, name: str, more: tuple[str, ...]
+) -> None:
+    words = (name, *SMALL, f"train.steps={STEPS}", *more)
+    size = load(name).spec.world_size
+    for reads in ranks.run(size, counted, words, str(tmp_path / "run"), True):
+        assert reads == {}
+
+
+def test_a_loop_that_waits_is_seen_in_every_step(ranks: Ranks, tmp_path: Path) -> None:
+    words = ("ddp", *SMALL, f"train.steps={STEPS}")
+    for reads in ranks.run(2, counted, words, str(tmp_path / "run"), False):
+        assert list(reads) == list(range(FIRST, STEPS - 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("ddp", ("eval.every=3", "eval.batches=1", "checkpoint.every=4")),
+        pytest.param("zero1", ("precision.layout=fp16", "checkpoint.every=4"), marks=nightly),
+        pytest.param("zero3", ("optimizer.name=sgd", "optimizer.momentum=0.9"), marks=nightly),
+        pytest.param("ddp-zero-redundancy", (), marks=nightly),
+        pytest.param("ddp", ("model.preset=moe-tiny",), marks=nightly),
+    ],
+)
+def test_rows_and_states_are_those_of_a_loop_that_waits(
+    ranks: Ranks, tmp_path: Path, name: str, more: tuple[str, ...]
+) -> None:
+    words = (name, *SMALL, "train.steps=6", *more)
+    waits = ranks.run(2, train, words, str(tmp_path / "waits"), False)
+    late = ranks.run(2, train, words, str(tmp_path / "late"), True)
+    assert {end.code for end in (*waits, *late)} == {0}
+    assert rows(tmp_path / "late") == rows(tmp_path / "waits")
+    assert [row["step"] for row in rows(tmp_path / "late") if "loss" in row] == [*range(1, 7)]
+    assert all(same(its.held, mine.held) for its, mine in zip(late, waits, strict=True))
+    assert saved(tmp_path / "late") == saved(tmp_path / "waits")
+
+
+def same(left: Values, right: Values) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("zero3", ()),
+        ("ddp", (UNCLIPPED,)),
+        pytest.param("zero1", ("optimizer.name=sgd", "optimizer.momentum=0.9"), marks=nightly),
+        pytest.param("zero2", (UNCLIPPED, "precision.layout=zero16"), marks=nightly),
+        pytest.param("ddp-zero-redundancy", (), marks=nightly),
+        pytest.param("hsdp", (), marks=nightly),
+        pytest.param("pp-1f1b", (UNCLIPPED,), marks=nightly),
+        pytest.param("tp", (), marks=nightly),
+        pytest.param("muon", (), marks=nightly),  # whose host waits
+        pytest.param("zero-offload", (), marks=nightly),  # as well
+        pytest.param("zero1", ("placement.dp_shard=R,S,O,R",), marks=nightly),
+    ],
+)
+def test_a_gradient_that_is_not_finite_is_told_of_late_and_nothing_is_updated_meanwhile(
+    ranks: Ranks, tmp_path: Path, name: str, more: tuple[str, ...]
+) -> None:
+    """The third step's; the fourth is launched before its host knows."""
+    words = (name, *SMALL, "train.steps=6", "checkpoint.every=2", *more)
+    size = load(name).spec.world_size
+    waits = ranks.run(size, train, words, str(tmp_path / "waits"), False, 2)
+    late = ranks.run(size, train, words, str(tmp_path / "late"), True, 2)
+    (text,) = {end.text for end in (*waits, *late)}
+    assert text.startswith("step 3: the loss is 5.") and " in 1 of " in text
+    assert "the parameters are those of step 2; nothing of step 3 was saved" in text
+    assert {end.code for end in late} == {TrainingStopped.exit_code}
+    assert all(same(end.held, end.before[2]) for end in late)
+    assert not any(same(end.before[2], end.before[1]) for end in late)
+    assert saved(tmp_path / "late") == saved(tmp_path / "waits") == ["step-00000002"]
+    assert rows(tmp_path / "late") == rows(tmp_path / "waits")
+    is_late = name not in ("muon", "zero-offload") and "placement.dp_shard=R,S,O,R" not in more
+    assert all((3 in end.before) is is_late for end in late)
+
+
+def test_a_gradient_that_is_finite_when_it_is_computed_again_is_said_to_be(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    model = "model={target: tests.models_poisoned:necks, arguments: {at: 3, value: nan}}"
+    sizes = ("batch.sequence=32", "batch.global=8", "batch.micro=4")
+    words = ("zero3", model, *sizes, "train.steps=6")
+    ends = ranks.run(2, train, words, str(tmp_path / "run"), True)
+    (text,) = {end.text for end in ends}
+    assert text.startswith("step 3: the loss is 5.") and TENSOR not in text
+    assert "gradients are not finite; computed again they are: a device may be at fault" in text
+    assert all(same(end.held, end.before[2]) for end in ends)
+
+
+def test_an_interrupt_ends_a_training_with_the_step_that_was_launched_meanwhile(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    words = ("zero1", *SMALL, "train.steps=9", "checkpoint.at_end=true")
+    ends = ranks.run(2, train, words, str(tmp_path / "run"), True, -1, 2)
+    assert {end.code for end in ends} == {143}
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+    assert saved(tmp_path / "run") == ["step-00000004"]
+
+
+def test_an_exception_leaves_the_rows_of_steps_that_are_over(ranks: Ranks, tmp_path: Path) -> None:
+    codes = ranks.run(1, broken_off, str(tmp_path / "run"))
+    assert codes == ["broken off"]
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+def done(queue: PlayedQueue) -> PlayedMilestone:
+    """A mark that is passed at once."""
+    mark = PlayedMilestone(time.perf_counter(), queue.under_way)
+    mark.wait()
+    return mark
+
+
+def broken_off(folder: str) -> str:
+    """In the fourth step, when the device is done with the third."""
+    look, looks = Guard.look, iter(range(9))
+
+    def breaking(guard: Guard, step: int, *others: Any) -> Any:
+        if next(looks) == 3:
+            raise KeyError("broken off")
+        return look(guard, step, *others)
+
+    words = ("mesh.dp_replicate=1", *SMALL, "train.steps=6")
+    with pytest.MonkeyPatch.context() as patch, behind_its_host():
+        patch.setattr(Guard, "look", breaking)
+        patch.setattr(PlayedQueue, "mark", done)
+        try:
+            session.run(Options(spec="ddp", overrides=words, run_dir=Path(folder), quiet=True))
+        except KeyError as error:
+            return str(error.args[0])
+    return ""
