@@ -98,7 +98,7 @@ class Departure:
 class Certainty(StrEnum):
     """How sure a culprit is."""
 
-    PROVEN = "proven by trying"  # its cure was tried, and makes all that departs one device's
+    PROVEN = "proven by trying"  # its cure was tried, and makes what departs one device's
     FITS = "fits"  # it explains what was seen, and its cure was not tried
     UNEXPLAINED = "not explained"  # what departs first, and what was ruled out
 
@@ -124,7 +124,7 @@ class Culprit:
         on = f" · axis {self.axis}" if self.axis else ""
         where = f" · {self.place}" if self.place else ""
         ranks = ", ".join(map(str, self.ranks))
-        sure = f"\n  {self.certainty}: {self.tried}" if self.tried else ""
+        sure = f"\n  {self.certainty}: {self.tried or 'its cure was not tried'}"
         return (
             f"culprit: {self.state}{on} · {self.factor}{where} · step {self.step} · "
             f"rank{'s' * (len(self.ranks) != 1)} {ranks}\n  {self.sentence}{sure}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.tokens import Span
-from ptrain.models.batch import SampleBatch, TokenPair
+from ptrain.models.batch import SampleBatch, StepBatch, TokenPair
 from ptrain.models.loss import IGNORED
 from ptrain.spec.spec import Spec
 from ptrain.verification.own_tokens import tokens_in
@@ -47,21 +47,46 @@ def contributions(
     """Yield each sample's share of the gradients of these parameters, with the reference's weights
     as they are; where ranks of cp have some of its tokens, that of the losses at these. It costs a
     forward and a backward pass each."""
-    parameters = dict(reference.module.named_parameters())
-    chosen = [parameters[name] for name in names]
     for micro_batch in reference.micro_batches(step):
         for row, sample in enumerate(micro_batch.sample_ids):
             for place, part in enumerate(_of_each_slice(reference.spec, micro_batch.row(row))):
-                loss = part.loss(reference.objective, reference.module) * scale
-                grads = torch.autograd.grad(loss, chosen, allow_unused=True)
-                gradients = {
-                    name: torch.zeros_like(parameters[name])
-                    if gradient is None
-                    else gradient / scale
-                    for name, gradient in zip(names, grads, strict=True)
-                }
                 source = Source(micro_batch.data_index, micro_batch.k, sample, place)
-                yield Contribution(source, gradients)
+                yield Contribution(source, _gradients(reference, part, names, scale))
+
+
+def of_micro_batches(
+    reference: ReferenceTraining, step: int, scale: float, place: tuple[int, int]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield what each micro-batch of a data rank gives to the gradients of all parameters; where
+    ranks of cp have some of the tokens, the losses at those of one. `place` is a source's."""
+    names = [n for n, tensor in reference.module.named_parameters() if tensor.requires_grad]
+    for micro_batch in reference.micro_batches(step):
+        if micro_batch.data_index == place[0]:
+            part = list(_of_each_slice(reference.spec, micro_batch))[place[1]]
+            yield _gradients(reference, part, names, scale)
+
+
+def of_given(
+    reference: ReferenceTraining, given: StepBatch, scale: float, place: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield what each micro-batch that a rank was given makes of the gradients of all parameters,
+    on one device."""
+    names = [n for n, tensor in reference.module.named_parameters() if tensor.requires_grad]
+    for k, samples in enumerate(given.micro_batches(reference.spec.batch.micro)):
+        part = MicroBatch(data_index=place, k=k, samples=samples, batch=given, sample_ids=())
+        yield _gradients(reference, part, names, scale)
+
+
+def _gradients(
+    reference: ReferenceTraining, part: MicroBatch, names: Sequence[str], scale: float
+) -> dict[str, Tensor]:
+    parameters = dict(reference.module.named_parameters())
+    loss = part.loss(reference.objective, reference.module) * scale
+    rows = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
+    return {
+        name: torch.zeros_like(parameters[name]) if row is None else row / scale
+        for name, row in zip(names, rows, strict=True)
+    }
 
 
 def slices_of_tokens(spec: Spec) -> tuple[tuple[Span, ...], ...]:

@@ -26,7 +26,15 @@ from ptrain.verification.drive import drive
 from ptrain.verification.evidence import Evidence, clipped_by
 from ptrain.verification.explain import explain
 from ptrain.verification.outputs import Outputs
-from ptrain.verification.parts import held, part_of, relative, root_mean_square, without_masks
+from ptrain.verification.parts import (
+    apart,
+    held,
+    norm,
+    part_of,
+    relative,
+    root_mean_square,
+    without_masks,
+)
 from ptrain.verification.places import coordinates, data_place
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
 from ptrain.verification.samples import sample_departures
@@ -92,12 +100,12 @@ class _Examiner:
                 break
             evidence = self._step(step, evidence)
             departures = self._of_all_ranks(self._departures(evidence))
-            if departures:
-                break
+            if any(its.subject is not Subject.LEARNING_RATE for its in departures):
+                break  # a learning rate is proven by its update
             with recorded(wholes(self.reference.updater.updated)) as evidence.expected_updates:
                 evidence.expected_norm = self.reference.update(step, dict(self.sums))
             after = [*self._norm(evidence), *self._state(step, Moment.UPDATE)]
-            departures = self._of_all_ranks(after)
+            departures += self._of_all_ranks(after)
         sides = self.program, self.reference
         culprit = explain(departures, evidence, sides, self.exchange) if departures else None
         done = evidence.step + 1 if evidence else 0
@@ -236,7 +244,7 @@ class _Examiner:
         self, step: int, moment: Moment, subject: Subject, pair: tuple[float, float]
     ) -> Iterator[Departure]:
         """What was found, and what was expected."""
-        difference = _off(*pair)
+        difference = 0.0 if pair[0] == pair[1] else apart(pair[1], pair[0])
         self.tally.add(_check_name(moment, subject), difference)
         if difference > TOLERANCE:
             yield Departure(
@@ -377,20 +385,11 @@ def _check_name(moment: Moment, subject: Subject) -> str:
     return str(subject)
 
 
-def _off(actual: float, expected: float) -> float:
-    """The distance is relative, and infinite for what is no number."""
-    if actual == expected:
-        return 0.0
-    difference = abs(actual - expected) / abs(expected) if expected else math.inf
-    return difference if math.isfinite(difference) else math.inf
-
-
 def _least(expected: torch.Tensor, usual: float) -> float:
     """What a difference is relative to: the tensor, but for noise, which orders of summation have
     each of their own, and of which Adam makes lr · |g| / eps."""
     length = usual * math.sqrt(expected.numel())
-    size = float(torch.linalg.vector_norm(expected.double()))
-    return length if size <= NOISE * length else 0.0
+    return length if norm(expected) <= NOISE * length else 0.0
 
 
 def _copied(states: States) -> States:

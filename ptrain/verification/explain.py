@@ -10,19 +10,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER
-from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
+from ptrain.verification.causes.activations import RULED_OUT as OUTPUTS_RULED_OUT
 from ptrain.verification.causes.activations import output_cause
-from ptrain.verification.causes.gradients import gradient_cause
+from ptrain.verification.causes.gradients import RULED_OUT as GRADIENTS_RULED_OUT
+from ptrain.verification.causes.gradients import given_samples, gradient_cause
 from ptrain.verification.causes.norms import norm_cause
-from ptrain.verification.causes.scene import Cause, Investigation
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.causes.states import state_cause
 from ptrain.verification.causes.targets import targets_cause
+from ptrain.verification.causes.trials import directly
+from ptrain.verification.causes.updates import proven_update
 from ptrain.verification.evidence import Evidence
-from ptrain.verification.factors import factor_text
+from ptrain.verification.factors import factor_text, products
 from ptrain.verification.parts import held
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.samples import OF_ITS_SAMPLES
@@ -72,7 +78,7 @@ def _cause(scene: Investigation, program: Program) -> tuple[Departure, Cause]:
         case Moment.START | Moment.UPDATE:
             one = _most_telling(scene, program)
             if _is_left_out(scene, one):
-                return one, _skipped(scene, one)
+                return one, _skipped(scene, one, program)
             return one, state_cause(scene, one, program)
         case Moment.BATCH:
             return first, _samples(scene)
@@ -81,7 +87,7 @@ def _cause(scene: Investigation, program: Program) -> tuple[Departure, Cause]:
         case Moment.FORWARD if first.subject is Subject.ACTIVATIONS:
             return first, output_cause(scene) or _unexplained(scene)
         case Moment.FORWARD | Moment.BACKWARD | Moment.GRADIENTS:
-            return _of_backward(scene)
+            return _of_backward(scene, program)
         case Moment.CLIP:
             return first, norm_cause(scene)
     raise AssertionError(f"no moment of a step: {first.moment}")
@@ -128,20 +134,29 @@ def _is_left_out(scene: Investigation, one: Departure) -> bool:
     return one.subject is Subject.OPTIMIZER and one.name in scene.reference.parameters
 
 
-def _skipped(scene: Investigation, one: Departure) -> Cause:
+def _skipped(scene: Investigation, one: Departure, program: Program) -> Cause:
     ranks = _ranks(scene, one)
+    before = scene.evidence.states[-1]
+    still = True
+    for (subject, name), tensor in of_program(program).items():
+        is_its = name == one.name or name.rpartition(".")[0] == one.name
+        whole = before.get((subject, name)) if is_its else None
+        if whole is not None and (part := scene.own_part(tensor, whole)) is not None:
+            still = still and (scene.rank not in ranks or torch.equal(held(tensor), part.of(whole)))
+    by_all = all(scene.exchange.gather(still))
     sentence = (
         f"the update leaves {one.name} out: its values, its moments and its counter are those of "
         "before; give it to the optimizer, and step the optimizer of every shard"
     )
-    return Cause(scene.axis_of(ranks), "update skipped", sentence)
+    tried = "its gradient is one device's, and all of these are what they were before the update"
+    return directly(Cause(scene.axis_of(ranks), "update skipped", sentence), tried, by_all=by_all)
 
 
-def _of_backward(scene: Investigation) -> tuple[Departure, Cause]:
+def _of_backward(scene: Investigation, program: Program) -> tuple[Departure, Cause]:
     """The loss is wrong, or something of the backward pass, or the gradients' sum."""
     first = scene.first
     if first.subject is Subject.LEARNING_RATE:
-        return first, _learning_rate(scene)
+        return first, _learning_rate(scene, program)
     if first.subject is Subject.LOSS and (cause := targets_cause(scene)) is not None:
         return first, cause
     gradients = scene.at(Moment.GRADIENTS, Subject.GRADIENTS)
@@ -173,10 +188,19 @@ def _samples(scene: Investigation) -> Cause:
         "and at which share of the batch each rank takes"
     )
     axis = scene.token_axis if OF_ITS_SAMPLES in words else scene.axis_of(ranks)
-    return Cause(axis, factor, sentence)
+    return given_samples(scene, Cause(axis, factor, sentence))
 
 
-def _learning_rate(scene: Investigation) -> Cause:
+def _learning_rate(scene: Investigation, program: Program) -> Cause:
+    cause = _rate_in_words(scene)
+    update = next(iter(scene.at(Moment.UPDATE)), None)
+    proof = proven_update(scene, update, program) if update is not None else None
+    if proof is None:
+        return cause
+    return replace(cause, certainty=proof.certainty, tried=proof.tried)
+
+
+def _rate_in_words(scene: Investigation) -> Cause:
     rate = float(scene.first.told.partition(" ")[0])
     schedule = scene.spec.optimizer
     others = [
@@ -206,7 +230,13 @@ def _loss(scene: Investigation) -> Cause:
         f"the loss is {evidence.loss:.6g}, one device's {evidence.expected_loss:.6g} ({text}): sum "
         "it over the data ranks once, over the global number of tokens"
     )
-    return Cause("", text, sentence)
+    cause = Cause("", text, sentence)
+    if products(ratio, scene.degrees, EXACT):
+        return directly(cause, f"divided by {ratio:.4g} it is one device's", by_all=True)
+    return replace(
+        cause, certainty=Certainty.UNEXPLAINED,
+        tried="ruled out: other targets, a product of the mesh's degrees; the gradients are right",
+    )  # fmt: skip
 
 
 def _unexplained(scene: Investigation) -> Cause:
@@ -219,4 +249,8 @@ def _unexplained(scene: Investigation) -> Cause:
         "comes before it is that of one device, so look at how it is computed and moved between "
         "ranks"
     )
-    return Cause(scene.axis_of(ranks), f"differs by {first.difference:.3g}", sentence)
+    out = {Moment.GRADIENTS: GRADIENTS_RULED_OUT}.get(first.moment, OUTPUTS_RULED_OUT)
+    return Cause(
+        scene.axis_of(ranks), f"differs by {first.difference:.3g}", sentence,
+        certainty=Certainty.UNEXPLAINED, tried=f"ruled out: {out}",
+    )  # fmt: skip

@@ -66,22 +66,42 @@ def part_of(
     return TensorBox(tuple(offsets), tuple(sizes))
 
 
+def norm(tensor: torch.Tensor) -> float:
+    """Return the 2-norm, in fp64."""
+    return float(torch.linalg.vector_norm(tensor.double()))
+
+
+def square(tensor: torch.Tensor) -> float:
+    """Return the sum of the squares of all elements, in fp64."""
+    return float(tensor.detach().double().square().sum())
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor, length: float) -> float:
+    """The distance is relative to `length`, and infinite for what is not finite."""
+    size = norm(actual.double() - expected.to(actual.device).double())
+    if size == 0.0:
+        return 0.0
+    return size / length if length and math.isfinite(size) else math.inf
+
+
 def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
     """Return the 2-norm of the difference over that of `expected` or `least`, whichever is larger;
     infinite where only `expected` is zero, or anything is not finite."""
-    difference = float(torch.linalg.vector_norm(actual.double() - expected.double()))
-    length = max(float(torch.linalg.vector_norm(expected.double())), least)
-    if difference == 0.0:
-        return 0.0
-    ratio = difference / length if length else math.inf
-    return ratio if math.isfinite(ratio) else math.inf
+    length = max(norm(expected), least)
+    return difference(actual, expected, length) if math.isfinite(length) else math.inf
 
 
 def root_mean_square(tensors: Collection[torch.Tensor]) -> float:
     """Return that of all elements of all tensors; 0 of none."""
-    squares = sum(float(tensor.double().square().sum()) for tensor in tensors)
     numel = sum(tensor.numel() for tensor in tensors)
-    return math.sqrt(squares / numel) if numel else 0.0
+    return math.sqrt(sum(map(square, tensors)) / numel) if numel else 0.0
+
+
+def apart(right: float, measured: float) -> float:
+    """Return how far a number is from one device's (relative); infinite for what is none."""
+    distance = abs(measured - right)
+    size = distance / abs(right) if distance and right else (math.inf if distance else 0.0)
+    return size if math.isfinite(size) else math.inf
 
 
 def without_masks(own: torch.Tensor, its: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

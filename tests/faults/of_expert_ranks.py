@@ -274,7 +274,7 @@ def _as_of_one_rank() -> Iterator[Fault]:
             setting=setting,
             plant=router_gradient_lost,
             subjects=(Subject.GRADIENTS,),
-            factor="zero",
+            factor="no gradient",
             place=r"blocks\.1\.mlp\.router\.weight",
         )
 

@@ -174,7 +174,7 @@ FAULTS = (
         setting=ZERO2_EXPERTS,
         plant=router_gradient_lost,
         subjects=(Subject.GRADIENTS,),
-        factor="zero",
+        factor="no gradient",
         place=r"blocks\.1\.mlp\.router\.weight",
     ),
     Fault(
@@ -182,7 +182,7 @@ FAULTS = (
         setting=DDP_EXPERTS,
         plant=router_gradient_lost,
         subjects=(Subject.GRADIENTS,),
-        factor="zero",
+        factor="no gradient",
         place=r"blocks\.1\.mlp\.router\.weight",
     ),
     Fault(
@@ -190,7 +190,7 @@ FAULTS = (
         setting=ZERO3_EXPERTS,
         plant=router_gradient_lost,
         subjects=(Subject.GRADIENTS,),
-        factor="zero",
+        factor="no gradient",
         place=r"blocks\.1\.mlp\.router\.weight",
     ),
     Fault(

@@ -19,7 +19,12 @@ needs_accelerate = pytest.mark.skipif(
 # State, axis, factor, and what the place begins with.
 NAMED = {
     "accumulation": ("loss", "", "local normalisation, × 0.8 to × 2", "embed.weight"),
-    "sequence_parallelism": ("gradients", "tp", "missing all-reduce", "blocks.*.norm.weight"),
+    "sequence_parallelism": (
+        "gradients",
+        "tp",
+        "missing all-reduce over tp",
+        "blocks.*.norm.weight",
+    ),
     "fsdp2_clip": ("gradient norm", "dp", "clipped by the local norm", "embed.weight"),
     "fsdp2_twice": ("gradients", "dp", "÷ 2", "embed.weight"),
     "fsdp2_optimizer": ("parameters", "", "not updated", "embed.weight"),

@@ -86,7 +86,7 @@ def test_a_row_parallel_linear_by_hand_holds(ranks: Ranks) -> None:
 def test_an_output_that_is_not_summed_is_named_with_axis_and_module(ranks: Ranks) -> None:
     culprit = ranks.run(2, row_parallel, False)[0]
     assert (culprit["state"], culprit["place"]) == ("activations", "rows")
-    assert (culprit["axis"], culprit["factor"]) == ("tp", "missing all-reduce")
+    assert (culprit["axis"], culprit["factor"]) == ("tp", "missing all-reduce over tp")
     assert "with the plain module in the place of rows" in culprit["tried"]
 
 

@@ -67,7 +67,7 @@ NAMED = {
     ("ddp", "two updates"): ("step counter", "", "2 updates, one device 1", ""),
     ("fsdp2", "head left out"): ("parameters", "", "not updated", "head.weight"),
     ("fsdp2", "other rate"): ("learning rate", "", "× 2", ""),
-    ("ddp", "unsynchronised"): ("gradients", "ranks", "missing all-reduce", ""),
+    ("ddp", "unsynchronised"): ("gradients", "ranks", "missing all-reduce over all ranks", ""),
     ("ddp", "drift"): ("parameters", "ranks", "replicas differ", "embed.weight"),
     ("by_hand", "other weights"): (
         "parameters", "ranks", "other weights at the start", "head.weight",
@@ -297,7 +297,7 @@ def test_a_reference_of_which_nothing_is_trained_or_known_is_refused_with_a_reme
     ("way", "fault", "factor"),
     [
         ("ddp", "divided twice", "÷ 2"),
-        ("ddp", "unsynchronised", "missing all-reduce"),
+        ("ddp", "unsynchronised", "missing all-reduce over all ranks"),
         ("fsdp2", "last micro-batch only", "last of 2 micro-batches only"),
         ("ddp", "stale", "stale by 1 step"),
         ("ddp", "not divided by K", "× 2 (micro-batches)"),

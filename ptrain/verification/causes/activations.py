@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -12,11 +13,18 @@ from ptrain.verification.causes.context import context_cause
 from ptrain.verification.causes.experts import experts_cause
 from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.rerun import output_with
-from ptrain.verification.causes.rounding import COARSER, rounded_to
 from ptrain.verification.causes.routers import balance_cause
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.factors import factor_text, multiple, products, share_of_sum
+from ptrain.verification.causes.trials import LIKE_ROUNDINGS, directly
+from ptrain.verification.factors import factor_text, is_even, multiple, products, share_of_sum
 from ptrain.verification.parts import held, relative
+from ptrain.verification.roundings import COARSER, rounded_to
+
+RULED_OUT = (
+    "an addend of a sum over ranks, other parameters, a multiple, another rank's part, rows of "
+    "other tokens or experts, keys and positions of other slices, slices in another order, a "
+    "rounding"
+)
 
 
 def output_cause(scene: Investigation) -> Cause | None:
@@ -70,7 +78,8 @@ def _partial(scene: Investigation) -> Cause | None:
             is_own = relative(values[ranks.index(scene.rank)], wanted) <= EXACT
             if fit.holds(EXACT) and abs(fit.factor - 1.0) <= EXACT and not is_own:
                 votes.append(" and ".join(axes))
-    everyone = [axis for its in scene.exchange.gather(votes) for axis in its]
+    by_rank = scene.exchange.gather(votes)
+    everyone = [axis for its in by_rank for axis in its]
     if not everyone:
         return None
     axes = Counter(everyone).most_common(1)[0][0]
@@ -79,7 +88,8 @@ def _partial(scene: Investigation) -> Cause | None:
         f"each rank of {axes} has its own addend of the {what} of {scene.first.place}: sum it over "
         f"{axes}"
     )
-    return Cause(axes.partition(" ")[0], f"missing all-reduce over {axes}", sentence)
+    cause = Cause(axes.partition(" ")[0], f"missing all-reduce over {axes}", sentence)
+    return directly(cause, f"summed over {axes} it is one device's", by_all=scene.by_all(by_rank))
 
 
 def _other_weights(scene: Investigation) -> Cause | None:
@@ -102,7 +112,8 @@ def _other_weights(scene: Investigation) -> Cause | None:
             ):
                 said.append(text)
                 break
-    everyone = [text for its in scene.exchange.gather(said) for text in its]
+    by_rank = scene.exchange.gather(said)
+    everyone = [text for its in by_rank for text in its]
     if not everyone:
         return None
     text = Counter(everyone).most_common(1)[0][0]
@@ -115,7 +126,8 @@ def _other_weights(scene: Investigation) -> Cause | None:
         )
     else:
         sentence = f"{scene.first.place} computes with parameters in another dtype: keep one dtype"
-    return Cause(axis, text, sentence)
+    tried = f"with these parameters one device's {scene.first.place} returns what the ranks have"
+    return directly(Cause(axis, text, sentence), tried, by_all=scene.by_all(by_rank))
 
 
 def _candidates(scene: Investigation) -> list[tuple[str, dict[str, torch.Tensor]]]:
@@ -148,7 +160,8 @@ def _multiple(scene: Investigation) -> Cause | None:
         fit = multiple(pair[0], pair[1])
         if fit.holds(EXACT) and abs(fit.factor - 1.0) > EXACT:
             own = fit.factor
-    factors = [factor for factor in scene.exchange.gather(own) if factor is not None]
+    by_rank = scene.exchange.gather(own)
+    factors = [factor for factor in by_rank if factor is not None]
     if not factors:
         return None
     ratio = Counter(round(factor, 6) for factor in factors).most_common(1)[0][0]
@@ -157,7 +170,9 @@ def _multiple(scene: Investigation) -> Cause | None:
     axis = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
     what = "output" if scene.first.moment is Moment.FORWARD else "output's gradient"
     sentence = f"the {what} of {scene.first.place} is {text}: sum or divide it once"
-    return Cause(axis or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
+    cause = Cause(axis or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
+    by_all = scene.by_all(by_rank) and is_even(factors, EXACT)
+    return directly(cause, f"divided by {ratio:.4g} it is one device's", by_all=by_all)
 
 
 def _of_another_rank(scene: Investigation) -> Cause | None:
@@ -180,7 +195,10 @@ def _of_another_rank(scene: Investigation) -> Cause | None:
         return None
     rank, other = swapped[0]
     sentence = f"rank {rank} computes the part of rank {other}: its place or its groups are wrong"
-    return Cause(scene.axis_of([rank]), f"part of rank {other}", sentence)
+    by_all = scene.by_all([its is not None for its in everyone])
+    tried = "one device's output at the places of other ranks is what these ranks have"
+    cause = Cause(scene.axis_of([rank]), f"part of rank {other}", sentence)
+    return directly(cause, tried, by_all=by_all)
 
 
 def _of_slices(scene: Investigation) -> Cause | None:
@@ -191,7 +209,8 @@ def _of_slices(scene: Investigation) -> Cause | None:
             order = order_of_slices(*pair, scene.spec.degree(axis))
             if order is not None:
                 said.append([str(axis), ", ".join(map(str, order))])
-    rows = [row for its in scene.exchange.gather(said) for row in its]
+    by_rank = scene.exchange.gather(said)
+    rows = [row for its in by_rank for row in its]
     if not rows:
         return None
     axis, order = rows[0]
@@ -200,7 +219,9 @@ def _of_slices(scene: Investigation) -> Cause | None:
         f"the {what} of {scene.first.place} has the slices of {axis} in the order {order}: gather "
         "them by rank"
     )
-    return Cause(axis, "slices in another order", sentence)
+    tried = "put in order, its slices are one device's"
+    cause = Cause(axis, "slices in another order", sentence)
+    return directly(cause, tried, by_all=scene.by_all(by_rank))
 
 
 def _rounded(scene: Investigation) -> Cause | None:
@@ -212,4 +233,5 @@ def _rounded(scene: Investigation) -> Cause | None:
         return None
     dtype = Counter(everyone).most_common(1)[0][0]
     sentence = f"{scene.first.place} has the rounding of {dtype}: compute in the spec's dtype"
-    return Cause(scene.axis_of(scene.ranks_of(scene.first)), f"rounded to {dtype}", sentence)
+    cause = Cause(scene.axis_of(scene.ranks_of(scene.first)), f"rounded to {dtype}", sentence)
+    return replace(cause, tried=LIKE_ROUNDINGS)

@@ -4,31 +4,24 @@ against what the reference says that they contribute."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
-from ptrain.spec.axis import REDUCED_AXES, SAMPLE_AXES
-from ptrain.verification.causes.common import (
-    SUM_ONCE,
-    chosen,
-    family,
-    own_part_of,
-    ratio_cause,
-    raw,
-)
+from ptrain.spec.axis import REDUCED_AXES, SAMPLE_AXES, Axis
+from ptrain.verification.causes.common import SUM_ONCE, chosen, own_part_of
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.trials import Made, instead, proven
 from ptrain.verification.contributions import Source, contributions, slices_of_tokens
 from ptrain.verification.factors import (
     absent,
     combination,
-    factor_text,
     is_even,
-    multiple,
-    share_of_sum,
 )
-from ptrain.verification.places import data_place, token_place
+from ptrain.verification.jobs.words import families
+from ptrain.verification.parts import TensorBox
+from ptrain.verification.places import data_place
 
 
 def of_samples(scene: Investigation, names: list[str]) -> Cause | None:
@@ -42,8 +35,6 @@ def of_samples(scene: Investigation, names: list[str]) -> Cause | None:
     if (pair := own_part_of(scene, one)) is not None:
         tensor, _, part = pair
         basis = [part.of(addend.gradients[one]) for addend in addends]
-        earlier = evidence.earlier_gradients.get(one)
-        basis += [part.of(earlier)] if earlier is not None else []
         if tensor.numel() >= 2 * len(basis) and bool(tensor.any()):
             fit = combination(tensor, basis)
             own = list(fit.coefficients) if fit.holds(EXACT) else None
@@ -51,87 +42,32 @@ def of_samples(scene: Investigation, names: list[str]) -> Cause | None:
     coefficients = {rank: its for rank, (its, _) in enumerate(everyone) if its is not None}
     if not coefficients or any(its is None and has for its, has in everyone):
         return None
-    return _coefficients(scene, [addend.source for addend in addends], coefficients, names)
-
-
-def _coefficients(
-    scene: Investigation,
-    sources: list[Source],
-    coefficients: dict[int, list[float]],
-    names: list[str],
-) -> Cause | None:
-    """Explain what coefficients other than all 1 mean."""
-    count = len(sources)
-    if any(len(its) > count and abs(its[count]) > 1e-3 for its in coefficients.values()):
-        sentence = "gradients of the step before are still there: zero them before backward"
-        return Cause("", "stale by 1 step added", sentence)
-    by_rank = {rank: its[:count] for rank, its in coefficients.items()}
-    ranks_lacking = {rank: set(absent(its)) for rank, its in by_rank.items()}
-    present = {
-        rank: {source for i, source in enumerate(sources) if i not in lacking}
-        for rank, lacking in ranks_lacking.items()
-    }
-    if (cause := _missing_ranks(scene, sources, present)) is not None:
-        return cause
-    if (cause := _missing_micro_batches(sources, present)) is not None:
-        return cause
-    return _uneven(scene, sources, by_rank, names)
-
-
-def _missing_ranks(
-    scene: Investigation, sources: list[Source], present: dict[int, set[Source]]
-) -> Cause | None:
-    """The sum lacks what the ranks along some of the axes have that gradients are summed over."""
-    places = {source.place for source in sources}
-    seen = {rank: {source.place for source in its} for rank, its in present.items()}
-    if all(its == places for its in seen.values()):
+    cause = _uneven(scene, [addend.source for addend in addends], coefficients)
+    if cause is None:
         return None
-    data = [axis for axis in scene.axes if axis in REDUCED_AXES]
-    for number in range(len(data)):
-        for kept in combinations(data, number):
-            explains = all(
-                its == {_place(scene, other) for other in scene.line(rank, *kept)}
-                for rank, its in seen.items()
-                if its != places
-            )
-            if explains:
-                missing = [str(axis) for axis in data if axis not in kept]
-                text = " and ".join(missing)
-                sentence = f"gradients are not summed over {text}: all-reduce them before the step"
-                return Cause(missing[0], f"missing all-reduce over {text}", sentence)
-    gone = sorted(places - {place for its in seen.values() for place in its})
-    if gone:
-        data_rank, number = gone[0]
-        of_tokens = f"{scene.token_axis} rank {number} of " if scene.token_axis else ""
-        sentence = (
-            f"nothing of {of_tokens}data rank {data_rank} is in the gradient: reduce over all "
-            "ranks that have samples or tokens"
-        )
-        return Cause(str(data[0]) if data else "", "missing rank", sentence)
-    return None
+    own = coefficients.get(scene.rank, next(iter(coefficients.values())))
+    sums = _weighed(scene, names, own)
+    words = "each sample's gradient with the weight that it has in these"
+    return proven(scene, cause, words, instead(sums))
 
 
-def _place(scene: Investigation, rank: int) -> tuple[int, int]:
-    """Return which sources are this rank's own."""
-    return data_place(scene.spec, rank), token_place(scene.spec, rank)
-
-
-def _missing_micro_batches(sources: list[Source], present: dict[int, set[Source]]) -> Cause | None:
-    every = {source.k for source in sources}
-    seen = {source.k for its in present.values() for source in its}
-    if seen == every:
-        return None
-    if seen == {max(every)}:
-        sentence = "only the last micro-batch counts: accumulate, and zero after the step alone"
-        return Cause("", "last micro-batch only", sentence)
-    gone = ", ".join(map(str, sorted(every - seen)))
-    sentence = f"micro-batches {gone} are in no gradient: accumulate all of them"
-    return Cause("", f"missing micro-batches {gone}", sentence)
+def _weighed(
+    scene: Investigation, names: Sequence[str], weights: Sequence[float]
+) -> dict[str, torch.Tensor]:
+    """Return the sums of all samples' gradients with these weights."""
+    evidence, sums = scene.evidence, dict[str, torch.Tensor]()
+    known = [name for name in names if name in evidence.expected_gradients]
+    addends = contributions(scene.reference, evidence.step, known, evidence.scale)
+    for addend, weight in zip(addends, weights, strict=True):
+        for name, gradient in addend.gradients.items():
+            sums[name] = sums.get(name, 0.0) + weight * gradient
+    return sums
 
 
 def _uneven(
-    scene: Investigation, sources: list[Source], by_rank: dict[int, list[float]], names: list[str]
+    scene: Investigation, sources: list[Source], by_rank: dict[int, list[float]]
 ) -> Cause | None:
+    """Explain what coefficients other than all the same mean."""
     usual = _usual([coefficient for its in by_rank.values() for coefficient in its])
     odd = {
         source.sample: its[i] / usual
@@ -140,7 +76,7 @@ def _uneven(
         if abs(its[i] / usual - 1.0) > 1e-3
     }
     if not odd:
-        return ratio_cause(scene, usual, names) if abs(usual - 1.0) > EXACT else None
+        return None
     shares = {source: its[i] for its in by_rank.values() for i, source in enumerate(sources)}
     for what, (axis, key) in _dividing(scene).items():
         groups: dict[object, list[float]] = {}
@@ -176,68 +112,101 @@ def _odd_samples(odd: dict[int, float]) -> Cause:
     return Cause("", f"sample × {share:.4g}", f"sample {sample} counts {share:.4g}: {SUM_ONCE}")
 
 
-def partial(scene: Investigation, names: list[str]) -> Cause | None:
-    """The sum, or the mean, of what the ranks of an axis have is right: they have their own
-    addend."""
-    name = chosen(scene, names, least=2)
-    own = own_part_of(scene, name)
-    parts = scene.gather_parts(*raw(scene, name))
-    votes: list[tuple[str, str]] = []
-    if own is not None:
-        _, expected, _ = own
-        for axes, ranks in scene.partial_over(parts):
-            values = [parts[rank].values for rank in ranks]
-            fit = share_of_sum(values, expected.reshape(-1)[: len(values[0])])
-            if fit.holds(EXACT):
-                votes.append((" and ".join(axes), factor_text(fit.factor, scene.degrees)))
-    return _elected(scene, votes, names)
-
-
-def _elected(
-    scene: Investigation, votes: list[tuple[str, str]], names: Sequence[str]
-) -> Cause | None:
-    everyone = [tuple(vote) for its in scene.exchange.gather(votes) for vote in its]
-    if not everyone:
-        return None
-    (axes, factor), _ = Counter(everyone).most_common(1)[0]
-    besides = "" if factor == "× 1" else f" ({factor})"
-    sentence = (
-        f"gradients of {family(names)} are each rank's own addend{besides}: sum them over {axes} "
-        "before the step"
-    )
-    return Cause(axes.partition(" ")[0], f"missing all-reduce over {axes}", sentence)
-
-
 def of_other_ranks(scene: Investigation, names: list[str]) -> Cause | None:
     """The contributions of other ranks than those of the data axes were summed, or the shard is
     another rank's."""
     name = chosen(scene, names, least=2 * scene.spec.world_size)
-    parts = scene.gather_parts(*raw(scene, name))
-    shares = _shares(scene, name)
+    boxes = _boxes(scene, names)
+    shares = _shares(scene, [name])[name]
     own = own_part_of(scene, name)
-    said: list[int] = []
+    said: dict[int, float] = {}
     if own is not None:
         tensor, _, part = own
-        alike = [rank for rank, its in parts.items() if its.part.shape == part.shape]
+        alike = [r for r, its in boxes.items() if name in its and its[name].shape == part.shape]
         if tensor.numel() >= 2 * len(alike):
-            basis = [parts[rank].part.of(shares[data_place(scene.spec, rank)]) for rank in alike]
+            basis = [boxes[rank][name].of(shares[data_place(scene.spec, rank)]) for rank in alike]
             fit = combination(tensor, basis)
             if fit.holds(EXACT):
                 lacking = absent(fit.coefficients)
-                said = [rank for i, rank in enumerate(alike) if i not in lacking]
-    return _summed_over(scene, scene.exchange.gather(said))
+                weights = enumerate(zip(alike, fit.coefficients, strict=True))
+                said = {rank: weight for i, (rank, weight) in weights if i not in lacking}
+    everyone = scene.exchange.gather(list(said))
+    cause = _summed_over(scene, everyone)
+    if cause is None:
+        return None
+    every = _shares(scene, names)
+
+    def summed(name: str, whole: torch.Tensor, part: TensorBox) -> torch.Tensor:
+        parts = [
+            weight * boxes[rank][name].of(every[name][data_place(scene.spec, rank)])
+            for rank, weight in said.items()
+            if name in every and name in boxes[rank]
+        ]
+        return torch.stack(parts).sum(0) if parts else part.of(whole)
+
+    tried = f"it is so of {name}, and not of all that depart"
+    words = "what these ranks contribute"
+    return proven(scene, cause, words, summed) or replace(cause, tried=tried)
 
 
-def _shares(scene: Investigation, name: str) -> dict[int, torch.Tensor]:
-    """Return what the samples of each data rank make of a parameter's gradient together."""
-    shares: dict[int, torch.Tensor] = {}
-    for contribution in contributions(
-        scene.reference, scene.evidence.step, [name], scene.evidence.scale
-    ):
-        gradient = contribution.gradients[name]
-        place = contribution.source.data_place
-        shares[place] = shares[place] + gradient if place in shares else gradient
+def of_single_ranks(scene: Investigation, names: list[str]) -> Cause | None:
+    """Every element is what one of an axis' ranks contributes alone: a gradient was cut, and put
+    together, without a sum."""
+    shares = _shares(scene, names)
+    for axis in (axis for axis in scene.axes if axis in SAMPLE_AXES):
+        sentence = (
+            f"every element of the gradients of {families(names)} is what one rank of {axis} "
+            f"contributes: they are cut and not summed, so reduce-scatter them over {axis}"
+        )
+        cause = Cause(str(axis), f"missing reduction over {axis}", sentence)
+        words = f"for each element what one rank of {axis} contributes"
+        if (alone := proven(scene, cause, words, _nearest(scene, axis, shares))) is not None:
+            return alone
+    return None
+
+
+def _boxes(scene: Investigation, names: Sequence[str]) -> dict[int, dict[str, TensorBox]]:
+    """Return by rank which part of each gradient it has."""
+    own = {name: its for name in names if (its := own_part_of(scene, name)) is not None}
+    plain = {name: [its[2].offset, its[2].shape] for name, its in own.items()}
+    return {
+        rank: {name: TensorBox(tuple(at), tuple(shape)) for name, (at, shape) in its.items()}
+        for rank, its in enumerate(scene.exchange.gather(plain))
+    }
+
+
+def _shares(scene: Investigation, names: Sequence[str]) -> dict[str, dict[int, torch.Tensor]]:
+    """Return by name and data rank what its samples make of a parameter's gradient together."""
+    shares: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
+    addends = contributions(scene.reference, scene.evidence.step, names, scene.evidence.scale)
+    for addend in addends:
+        place = addend.source.data_place
+        for name, gradient in addend.gradients.items():
+            known = shares[name].get(place)
+            shares[name][place] = gradient if known is None else known + gradient
     return shares
+
+
+def _nearest(
+    scene: Investigation, axis: Axis, shares: Mapping[str, Mapping[int, torch.Tensor]]
+) -> Made:
+    of_places: dict[int, set[int]] = {}
+    for rank in range(scene.spec.world_size):
+        of_places.setdefault(scene.place(rank)[axis], set()).add(data_place(scene.spec, rank))
+
+    def made(name: str, whole: torch.Tensor, part: TensorBox) -> torch.Tensor:
+        pair = own_part_of(scene, name)
+        if name not in shares or pair is None:
+            return part.of(whole)
+        alone = torch.stack(
+            [
+                torch.stack([part.of(shares[name][place]) for place in places]).sum(0)
+                for places in of_places.values()
+            ]
+        )
+        return alone.gather(0, (alone - pair[0]).abs().argmin(0, keepdim=True))[0]
+
+    return made
 
 
 _OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -249,26 +218,26 @@ _OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def of_another_operator(scene: Investigation, names: list[str]) -> Cause | None:
     """The ranks' gradients were reduced, but not summed."""
-    name = chosen(scene, names, least=2)
-    shares = _shares(scene, name)
-    said: list[list[str]] = []
-    own = own_part_of(scene, name)
-    data = [axis for axis in scene.axes if axis in SAMPLE_AXES]
-    if own is not None:
-        tensor, _, part = own
-        for axis in data:
-            places = {data_place(scene.spec, rank) for rank in scene.line(scene.rank, axis)}
-            stacked = torch.stack([part.of(shares[place]) for place in sorted(places)])
-            for operator, reduce in _OPERATORS.items():
-                fit = multiple(tensor, reduce(stacked))
-                if fit.holds(EXACT) and abs(fit.factor - 1.0) <= EXACT:
-                    said.append([operator, str(axis)])
-    reductions = [tuple(reduction) for its in scene.exchange.gather(said) for reduction in its]
-    if not reductions:
-        return None
-    (operator, along), _ = Counter(reductions).most_common(1)[0]
-    sentence = f"gradients are reduced over {along} by {operator}: sum them"
-    return Cause(along, f"{operator} for SUM", sentence)
+    known = [name for name in names if name in scene.evidence.expected_gradients]
+    shares = _shares(scene, known)
+    for axis in (axis for axis in scene.axes if axis in SAMPLE_AXES):
+        line = {data_place(scene.spec, rank) for rank in scene.line(scene.rank, axis)}
+        for operator, reduce in _OPERATORS.items():
+            made = {
+                name: reduce(torch.stack([its[place] for place in sorted(line)]))
+                for name, its in shares.items()
+            }
+            cause = Cause(
+                str(axis), f"{operator} for SUM",
+                f"gradients are reduced over {axis} by {operator}: sum them",
+            )  # fmt: skip
+            reduced = proven(
+                scene, cause, f"{operator} over {axis}",
+                instead(made),
+            )  # fmt: skip
+            if reduced is not None:
+                return reduced
+    return None
 
 
 def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Cause | None:

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ptrain.report.finding import Subject
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.factors import factor_text, is_even, multiple, products
+from ptrain.verification.causes.scene import EXACT, Investigation
+from ptrain.verification.factors import is_even, multiple
 from ptrain.verification.parts import TensorBox, held
 
 SUM_ONCE = "sum each sample's gradient once, over the global number of tokens"
@@ -66,79 +65,6 @@ def even_ratio(scene: Investigation, names: Sequence[str]) -> float | None:
     if not wrong or any(factor != factor for factor in factors) or not is_even(wrong):
         return None
     return 0.0 if abs(wrong[0]) <= EXACT else wrong[0]
-
-
-def ratio_cause(scene: Investigation, ratio: float, names: Sequence[str]) -> Cause:
-    total = len(scene.evidence.expected_gradients)
-    if (cause := _of_clipping_or_scale(scene, ratio)) is not None:
-        return cause
-    some = f" of {family(names)}" if len(names) < total else ""
-    candidates = products(ratio, scene.degrees)
-    if not candidates:
-        text = factor_text(ratio, scene.degrees)
-        return Cause("", text, f"gradients{some} are {text}: {SUM_ONCE}")
-    axes = " or ".join(dict.fromkeys("·".join(candidate.axes) for candidate in candidates[:3]))
-    axis = next(
-        (candidate.axes[0] for candidate in candidates if len(candidate.axes) == 1),
-        candidates[0].axes[0],
-    )
-    where = "accumulated micro-batches" if axis == "K" else f"the ranks of {axis}"
-    done = "summed once too often or not averaged" if ratio > 1 else "divided once too often"
-    what = f"gradients{some}"
-    if _is_of_loss(scene, ratio):
-        what, done = "loss and gradients", _DIVIDED[ratio > 1]
-    sentence = f"{what} are {candidates[0]} ({axes}): {done} over {where}; {SUM_ONCE}"
-    return Cause("" if axis == "K" else axis, str(candidates[0]), sentence)
-
-
-_DIVIDED = (
-    "the loss is divided once too often",
-    "each loss is divided by a share of the tokens, and all are summed",
-)
-
-
-def _is_of_loss(scene: Investigation, ratio: float) -> bool:
-    """Return whether the loss is the same multiple."""
-    evidence = scene.evidence
-    if scene.first.subject is not Subject.LOSS or not evidence.expected_loss:
-        return False
-    return abs(evidence.loss / evidence.expected_loss / ratio - 1.0) <= EXACT
-
-
-def _of_clipping_or_scale(scene: Investigation, ratio: float) -> Cause | None:
-    """The ratio is what clipping multiplies by, or the loss's scale."""
-    evidence = scene.evidence
-    clipped, scale = evidence.clipped_by(), evidence.scale
-    known = {
-        clipped: ("clipped twice", "the factor of clipping is applied twice: apply it once"),
-        1 / clipped: (
-            "not clipped",
-            "the norm is computed and nothing is scaled by it: scale all gradients",
-        ),
-        scale: (
-            f"× {scale:g}: the loss scale is not undone",
-            "the optimizer is given gradients of the scaled loss: divide them before the update",
-        ),
-        1 / scale: (
-            f"÷ {scale:g}: the loss scale is undone twice",
-            "the optimizer divides gradients that are without the loss's scale: do it once",
-        ),
-    }
-    for factor, (text, sentence) in known.items():
-        if factor != 1.0 and abs(ratio / factor - 1.0) <= EXACT:
-            return Cause("", text, sentence)
-    return None
-
-
-def family(names: Sequence[str]) -> str:
-    """`blocks.*.norm.weight` for many of one kind; of several kinds the first, and how many."""
-    patterns = list(dict.fromkeys(".".join(_starred(name)) for name in names))
-    more = f" and {len(patterns) - 1} more kinds" if len(patterns) > 1 else ""
-    return patterns[0] + more
-
-
-def _starred(name: str) -> list[str]:
-    return ["*" if word.isdigit() else word for word in name.split(".")]
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from ptrain.verification.causes.query_gradients import of_some_keys
 from ptrain.verification.causes.scene import Cause, Investigation
 from ptrain.verification.causes.sent_home import not_home
 from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout
+from ptrain.verification.causes.trials import directly
 
 
 def context_cause(scene: Investigation) -> Cause | None:
@@ -33,7 +34,11 @@ def context_cause(scene: Investigation) -> Cause | None:
         return None
     usual, _ = factors.most_common(1)[0]
     explanation = next(its for said in everyone for its in said if its.factor == usual)
-    return Cause(str(step.axis), usual + explanation.whose, explanation.sentence)
+    cause = Cause(str(step.axis), usual + explanation.whose, explanation.sentence)
+    by_all = scene.by_all(everyone)
+    what = "returns" if scene.first.moment is Moment.FORWARD else "hands back"
+    tried = f"one device's {scene.first.place}, computed so, {what} what the ranks have"
+    return directly(cause, tried, by_all=by_all)
 
 
 _FORWARD = (other_heads, other_keys, other_positions)

@@ -21,6 +21,7 @@ from ptrain.verification.causes.journeys import otherwise_routed
 from ptrain.verification.causes.routed import Other, RoutedLayer
 from ptrain.verification.causes.scene import Cause, Investigation
 from ptrain.verification.causes.token_layout import Explanation, Own
+from ptrain.verification.causes.trials import directly
 
 
 def experts_cause(scene: Investigation) -> Cause | None:
@@ -28,12 +29,15 @@ def experts_cause(scene: Investigation) -> Cause | None:
     said: list[str] = []
     if (own := Own.departing(scene)) is not None and scene.first.moment is Moment.FORWARD:
         said = next(map(list, _explanations(scene, own)), [])
-    everyone = [tuple(its) for its in scene.exchange.gather(said) if its]
+    by_rank = scene.exchange.gather(said)
+    everyone = [tuple(its) for its in by_rank if its]
     if not everyone:
         return None
     explanation = Explanation(*Counter(everyone).most_common(1)[0][0])
     axis = explanation.axis or scene.axis_of(scene.ranks_of(scene.first))
-    return Cause(axis, explanation.factor, explanation.sentence)
+    cause = Cause(axis, explanation.factor, explanation.sentence)
+    tried = f"one device's {scene.first.place}, computed so, returns what the ranks have"
+    return directly(cause, tried, by_all=scene.by_all(by_rank))
 
 
 def _explanations(scene: Investigation, own: Own) -> Iterator[Explanation]:

@@ -1,71 +1,117 @@
-"""Why parameter gradients are not those of one device: each cause is a statement about how the
-gradient came from the samples' or the ranks' contributions, tested against the reference's own."""
+"""Why parameter gradients are not those of one device: what explains those of any loop, and beside
+it what a program alone shows, each tried on what the samples and the ranks contribute."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from ptrain.report.finding import Moment, Subject
+import torch
+
+from ptrain.report.finding import Certainty, Culprit, Moment, Subject
 from ptrain.verification.causes.addends import (
     of_another_operator,
     of_other_ranks,
     of_samples,
-    partial,
+    of_single_ranks,
 )
-from ptrain.verification.causes.common import (
-    even_ratio,
-    family,
-    listed,
-    own_part_of,
-    ratio_cause,
-)
+from ptrain.verification.causes.as_job import as_job
+from ptrain.verification.causes.common import listed, own_part_of
 from ptrain.verification.causes.own_experts import of_experts
-from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
 from ptrain.verification.causes.routers import of_router_losses
 from ptrain.verification.causes.scene import Cause, Investigation
+from ptrain.verification.causes.trials import LIKE_ROUNDINGS, directly
+from ptrain.verification.jobs.explain import by_given, explain_gradients, with_trial
+from ptrain.verification.jobs.job import TOLERANCES
+from ptrain.verification.jobs.symptoms import SymptomKind
+from ptrain.verification.jobs.words import families
 from ptrain.verification.parts import held
+from ptrain.verification.roundings import flipped_bit, odd_element, rounded_to
+
+RULED_OUT = (
+    "one element, one multiple, a sum over some axes, other micro-batches, other samples or other "
+    "weights of them, the step before, another operator, other ranks, a rounding"
+)
+_ENOUGH = 8  # tensors that tell of roundings
 
 
 def gradient_cause(scene: Investigation) -> Cause | None:
     """Return the first cause that explains them; None where none does. Collective."""
-    names = list(
-        dict.fromkeys(departure.name for departure in scene.at(Moment.GRADIENTS, Subject.GRADIENTS))
-    )
-    if not names:
-        return None
-    causes: tuple[Callable[[Investigation, list[str]], Cause | None], ...] = (
-        _lost,
+    departing = (departure.name for departure in scene.at(Moment.GRADIENTS, Subject.GRADIENTS))
+    trained = scene.evidence.expected_gradients
+    names = [name for name in dict.fromkeys(departing) if name in trained]
+    lost = _lost(scene)
+    names += [name for name in lost if name not in names]
+    return next(_causes(scene, names, lost), None) if names else None
+
+
+def given_samples(scene: Investigation, cause: Cause) -> Cause:
+    """Return the cause of a batch that is not one device's, proven where one device makes the
+    program's gradients of the samples that its ranks were given. Collective."""
+    tried = "what each rank's model was given was compared with the batch, row by row"
+    if scene.token_axis:  # pieces of samples: by themselves they are none
+        return replace(cause, tried=tried)
+    evidence = as_job(scene, as_given=True)
+    culprit = Culprit(
+        state=Subject.BATCH, axis=cause.axis, factor=cause.factor, place="", step=scene.first.step,
+        ranks=(), sentence=cause.sentence,
+    )  # fmt: skip
+    limit = TOLERANCES[torch.float64]
+    trial = with_trial(culprit, by_given(evidence), evidence, scene.ranks, limit)
+    if trial.certainty is not Certainty.PROVEN:
+        return replace(cause, tried=tried)
+    return replace(cause, certainty=trial.certainty, tried=trial.tried)
+
+
+def _causes(scene: Investigation, names: list[str], lost: Sequence[str]) -> Iterator[Cause]:
+    before: tuple[Callable[[Investigation, list[str]], Cause | None], ...] = (
         _one_element,
         of_experts,
-        _multiple,
-        of_router_losses,
-        of_samples,
-        partial,
-        of_other_ranks,
-        of_another_operator,
-        _rounded,
     )
-    for cause in causes:
-        if (explanation := cause(scene, names)) is not None:
-            return explanation
-    return None
+    behind = of_router_losses, of_samples, of_another_operator, of_single_ranks, of_other_ranks
+    yield from filter(None, (cause(scene, names) for cause in before))
+    # a sample, or a rank of cp, says more of uneven weights than a micro-batch
+    evidence, limit = as_job(scene), TOLERANCES[torch.float64]
+    departures = [
+        *scene.at(Moment.GRADIENTS, Subject.GRADIENTS),
+        *(replace(scene.first, subject=Subject.GRADIENTS, name=name) for name in lost),
+    ]
+    for without in ((SymptomKind.UNEVEN,), ()):
+        culprit = explain_gradients(departures, evidence, scene.ranks, limit, without)
+        if culprit.certainty is Certainty.PROVEN:
+            yield _of(culprit)
+        if without:
+            yield from filter(None, (cause(scene, names) for cause in behind))
+    yield from filter(None, [_without_gradient(lost), _rounded(scene, names)])
 
 
-def _lost(scene: Investigation, names: list[str]) -> Cause | None:
-    """No rank has a gradient of some parameters, or has zeros; one device has."""
+def _lost(scene: Investigation) -> list[str]:
+    """Return what has a gradient on one device, and on no rank, or zeros."""
     evidence = scene.evidence
-    own = [name for name, gradient in evidence.gradients.items() if bool(held(gradient).any())]
+    own = [name for name, its in evidence.gradients.items() if bool(held(its).any())]
     reached = {name for its in scene.exchange.gather(own) for name in its}
     expected = evidence.expected_gradients.items()
-    gone = [name for name, whole in expected if name not in reached and bool(whole.any())]
+    return [name for name, whole in expected if name not in reached and bool(whole.any())]
+
+
+def _without_gradient(gone: Sequence[str]) -> Cause | None:
+    """No rank has a gradient of some parameters, and others depart, which may follow from it."""
     if not gone:
         return None
     sentence = (
-        f"no gradient reaches {family(gone)}: find where what it makes leaves the graph (detach, "
+        f"no gradient reaches {families(gone)}: find where what it makes leaves the graph (detach, "
         "no_grad, an index in the place of a value), or what keeps it from the reduction"
     )
-    return Cause("", "zero", sentence, gone[0])
+    tried = "that all else which departs follows from it was not tried"
+    return Cause("", "no gradient", sentence, families(gone), tried=tried)
+
+
+def _of(culprit: Culprit) -> Cause:
+    return Cause(
+        culprit.axis, culprit.factor, culprit.sentence, culprit.place, culprit.certainty,
+        culprit.tried,
+    )  # fmt: skip
 
 
 def _one_element(scene: Investigation, names: list[str]) -> Cause | None:
@@ -79,33 +125,25 @@ def _one_element(scene: Investigation, names: list[str]) -> Cause | None:
         if odd is not None:
             bit = flipped_bit(own[0] * clipped, own[1] * clipped)
             said = "one element" if bit is None else f"flipped bit {bit} of one element"
-    factors = [factor for factor in scene.exchange.gather(said) if factor is not None]
+    everyone = scene.exchange.gather(said)
+    factors = [factor for factor in everyone if factor is not None]
     if not factors:
         return None
-    ranks = scene.ranks_of(scene.first)
+    ranks = scene.ranks_of(scene.at(Moment.GRADIENTS, Subject.GRADIENTS)[0])
     sentence = (
         f"one element of the gradient of {names[0]} is off on ranks {listed(ranks)} and nothing "
         "else: suspect the memory there, or what writes to the buffer after the reduction"
     )
-    return Cause(scene.axis_of(ranks), factors[0], sentence)
-
-
-def _multiple(scene: Investigation, names: list[str]) -> Cause | None:
-    """Every departing gradient is the same multiple of the right one."""
-    ratio = even_ratio(scene, names)
-    if ratio is None:
-        return None
-    if not ratio:
-        sentence = f"no gradient reaches the update of {family(names)}: reduce it before the step"
-        return Cause("", "zero", sentence)
-    return ratio_cause(scene, ratio, names)
+    tried = "with one device's in the place of this element, all gradients are one device's"
+    by_all = all(everyone[rank] == factors[0] for rank in ranks)
+    return directly(Cause(scene.axis_of(ranks), factors[0], sentence), tried, by_all=by_all)
 
 
 def _rounded(scene: Investigation, names: list[str]) -> Cause | None:
-    """It differs by the rounding of a coarser dtype."""
+    """It differs by the rounding of a coarser dtype, in size and evenness alone."""
     dtypes = [
         dtype
-        for name in names[:8]
+        for name in names[:_ENOUGH]
         if (own := own_part_of(scene, name)) is not None and (dtype := rounded_to(own[0], own[1]))
     ]
     everyone = [dtype for its in scene.exchange.gather(dtypes) for dtype in its]
@@ -114,4 +152,4 @@ def _rounded(scene: Investigation, names: list[str]) -> Cause | None:
     dtype = Counter(everyone).most_common(1)[0][0]
     ranks = scene.ranks_of(scene.first)
     sentence = f"gradients have the rounding of {dtype}: compute and reduce them in one dtype"
-    return Cause(scene.axis_of(ranks), f"rounded to {dtype}", sentence)
+    return Cause(scene.axis_of(ranks), f"rounded to {dtype}", sentence, tried=LIKE_ROUNDINGS)

@@ -14,12 +14,12 @@ from ptrain.facts.stages import is_within
 from ptrain.spec.axis import REDUCED_AXES, Axis
 from ptrain.spec.layout import ranks_over
 from ptrain.spec.spec import Spec
-from ptrain.verification.causes.common import even_ratio, family, own_part_of
+from ptrain.verification.causes.common import even_ratio, own_part_of
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.trials import directly, instead, proven
 from ptrain.verification.factors import DegreeProduct, factor_text, multiple, products
+from ptrain.verification.jobs.words import families
 from ptrain.verification.parts import relative
-
-_ENOUGH = 8  # tensors that tell
 
 
 def expert_axis(spec: Spec) -> Axis | None:
@@ -54,12 +54,18 @@ def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Cause | None
         return None
     text, axes = several(fits, axis)
     sentence = (
-        f"gradients of experts alone, {family(names)}, are {text} ({axes}): an expert's is of the "
-        f"tokens of all ranks of {' × '.join(of_experts)} when backward is over; reduce it over "
-        f"{_others(scene, axis)}, and divide it by what all others are divided by, the global "
+        f"gradients of experts alone, {families(names)}, are {text} ({axes}): an expert's is of "
+        f"the tokens of all ranks of {' × '.join(of_experts)} when backward is over; reduce it "
+        f"over {_others(scene, axis)}, and divide it by what all others are divided by, the global "
         "number of tokens"
     )
-    return Cause(axes, text, sentence)
+    cause, all_names = Cause(axes, text, sentence), set(names)
+    factors = {n: g * (ratio or 1.0) for n, g in _truths(scene).items() if n in all_names}
+    return proven(scene, cause, f"{text} of the experts' alone", instead(factors))
+
+
+def _truths(scene: Investigation) -> dict[str, Tensor]:
+    return scene.evidence.expected_gradients
 
 
 def several(fits: Sequence[DegreeProduct], first: Axis) -> tuple[str, str]:
@@ -82,11 +88,17 @@ def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Ca
     of_experts = scene.spec.expert_axes
     for along in (axis, Axis.TP):
         dims = (0,) if along in of_experts else (1, 2)
-        factors = [_factor(scene, name, along, dims) for name in names[:_ENOUGH]]
+        factors = [_factor(scene, name, along, dims) for name in names]
         seen = [factor for factor in factors if factor is not None]
         if seen and all(abs(factor - seen[0]) <= EXACT * abs(seen[0]) for factor in seen):
             said.append([str(along), factor_text(seen[0], scene.degrees)])
-    everyone = [tuple(its) for one in scene.exchange.gather(said) for its in one]
+    departing = any(
+        relative(pair[0], pair[1]) > EXACT
+        for name in names
+        if (pair := own_part_of(scene, name)) is not None
+    )
+    by_rank = scene.exchange.gather([said, departing])
+    everyone = [tuple(one) for its, _ in by_rank for one in its]
     if not everyone:
         return None
     (along, text), _ = Counter(everyone).most_common(1)[0]
@@ -94,10 +106,12 @@ def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Ca
     what = {"× 1": "summed", f"÷ {degree}": "averaged"}.get(text, f"summed ({text})")
     which = "experts" if along in of_experts else "features of experts"
     sentence = (
-        f"gradients of {family(names)} are {what} over {along}, whose ranks have different {which}:"
-        f" reduce them over {_others(scene, axis)}"
+        f"gradients of {families(names)} are {what} over {along}, whose ranks have different "
+        f"{which}: reduce them over {_others(scene, axis)}"
     )
-    return Cause(along, f"{what} over {along}", sentence)
+    tried = f"one device's parts, {what} over {along}, are what the optimizers take of all of them"
+    by_all = all([along, text] in its for its, is_off in by_rank if is_off)
+    return directly(Cause(along, f"{what} over {along}", sentence), tried, by_all=by_all)
 
 
 def _factor(scene: Investigation, name: str, along: Axis, dims: Sequence[int]) -> float | None:

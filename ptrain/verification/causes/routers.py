@@ -15,6 +15,7 @@ from ptrain.report.finding import Moment
 from ptrain.verification.causes.common import own_part_of
 from ptrain.verification.causes.rerun import call_of
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.trials import directly, instead, proven
 from ptrain.verification.factors import factor_text, is_even, multiple, products
 from ptrain.verification.parts import relative
 
@@ -30,7 +31,7 @@ def of_router_losses(scene: Investigation, names: list[str]) -> Cause | None:
     own = _multiples(scene, alone, [name for name in names if bool(alone[name].any())])
     factors = [factor for its in scene.exchange.gather(own) for factor in its]
     if any(factor != factor for factor in factors):
-        return _of_tokens_together(scene, names)
+        return _of_tokens_together(scene)
     if not factors:
         return None
     counted = [1.0 + factor for factor in factors]
@@ -38,7 +39,10 @@ def of_router_losses(scene: Investigation, names: list[str]) -> Cause | None:
         return None
     routers = [path for path, its in modules.items() if isinstance(its, Gate)]
     place = next((path for path in routers if f"{path}.weight" in names), "")
-    return _counted(scene, counted[0], place)
+    cause = _counted(scene, counted[0], place)
+    wrong = {n: g + factors[0] * alone[n] for n, g in scene.evidence.expected_gradients.items()}
+    words = f"{counted[0]:.4g} times the gradients of the routers' losses"
+    return proven(scene, cause, words, instead(wrong))
 
 
 def _of_losses(scene: Investigation) -> dict[str, Tensor]:
@@ -72,7 +76,7 @@ def _multiples(scene: Investigation, alone: dict[str, Tensor], names: Sequence[s
     return factors
 
 
-def _of_tokens_together(scene: Investigation, names: list[str]) -> Cause | None:
+def _of_tokens_together(scene: Investigation) -> Cause | None:
     """The gradients are those of losses of all tokens of a micro-batch, not of each sample's."""
     reference, evidence = scene.reference, scene.evidence
     balances = [its for its in reference.module.modules() if isinstance(its, Balance)]
@@ -83,11 +87,8 @@ def _of_tokens_together(scene: Investigation, names: list[str]) -> Cause | None:
     finally:
         for balance in balances:
             del balance.forward
-    pairs = [(own_part_of(scene, name), sums[name] / evidence.scale) for name in names[:_ENOUGH]]
-    own = [
-        relative(pair[0], pair[2].of(whole)) <= EXACT for pair, whole in pairs if pair is not None
-    ]
-    return _if_all(own, scene)
+    wrong = {name: total / evidence.scale for name, total in sums.items()}
+    return proven(scene, _TOGETHER, "the losses of all tokens together", instead(wrong))
 
 
 def balance_cause(scene: Investigation) -> Cause | None:
@@ -101,19 +102,20 @@ def balance_cause(scene: Investigation) -> Cause | None:
     routing_BT, _ = call_of(scene, path) if own is not None else ((), None)
     with torch.no_grad():
         fits = own is not None and relative(own, _together(balance, *routing_BT)) <= EXACT
-    return _if_all([fits] * (own is not None), scene)
-
-
-def _if_all(fits: list[bool], scene: Investigation) -> Cause | None:
-    """The cause, where what each rank tried fits."""
-    everyone = [one for its in scene.exchange.gather(fits) for one in its]
+    everyone = [
+        its for its in scene.exchange.gather(None if own is None else fits) if its is not None
+    ]
     if not everyone or not all(everyone):
         return None
-    sentence = (
-        "the routers' losses are of all tokens of a micro-batch together: shares and mean scores "
-        "are those of each sample's tokens, so that it is the same wherever samples are computed"
-    )
-    return Cause("", "routers' losses of whole micro-batches", sentence)
+    return directly(_TOGETHER, f"{path} with all tokens together is what ranks have", by_all=True)
+
+
+_TOGETHER = Cause(
+    "",
+    "routers' losses of whole micro-batches",
+    "the routers' losses are of all tokens of a micro-batch together: shares and mean scores "
+    "are those of each sample's tokens, so that it is the same wherever samples are computed",
+)
 
 
 def _together(loss: Callable[..., Tensor], *routing_BT: Tensor) -> Tensor:

@@ -12,9 +12,11 @@ import torch
 from ptrain.axes.context.tokens import Span
 from ptrain.report.finding import Certainty, Departure, Moment, Subject
 from ptrain.spec.axis import REDUCED_AXES, TOKEN_AXES, Axis
+from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import as_held
 from ptrain.verification.evidence import Evidence
+from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import TensorBox, held, part_of
 from ptrain.verification.places import coordinates, line
@@ -61,6 +63,7 @@ class Investigation:
         self.spec = reference.spec
         self.exchange = exchange
         self.rank = exchange.world.rank
+        self.ranks = ranks_of_spec(self.spec, exchange)
         self._evidence = evidence
 
     @property
@@ -85,6 +88,10 @@ class Investigation:
                 }
             )
         )
+
+    def by_all(self, everyone: Sequence[object], one: Departure | None = None) -> bool:
+        """Return whether each rank where this departs (without one the first) says something."""
+        return all(bool(everyone[rank]) for rank in self.ranks_of(one or self.first))
 
     def at(self, moment: Moment, subject: Subject | None = None) -> list[Departure]:
         """Return the departures of the first departure's step."""
@@ -119,13 +126,8 @@ class Investigation:
     def axis_of(self, ranks: Iterable[int]) -> str:
         """The axis along which some of a rank's neighbours are among `ranks` and others are not:
         the data axes first, whose ranks have most in common; "" where all ranks are."""
-        chosen = set(ranks)
         order = sorted(self.axes, key=lambda axis: axis not in (Axis.DP_REPLICATE, Axis.DP_SHARD))
-        for axis in order:
-            lines = (set(self.line(rank, axis)) for rank in chosen)
-            if any(not its <= chosen for its in lines):
-                return str(axis)
-        return ""
+        return self.ranks.parting(ranks, map(str, order))
 
     def place(self, rank: int) -> dict[Axis, int]:
         return coordinates(self.spec, rank)
@@ -179,3 +181,19 @@ class Investigation:
             ranks = [rank for rank in line if rank in parts]
             if ranks == list(line) and len({parts[rank].part for rank in ranks}) == 1:
                 yield axes, ranks
+
+
+def ranks_of_spec(spec: Spec, exchange: Exchange) -> Ranks:
+    """Return the ranks of a run, on the axes of its spec, which tell each other by its exchange."""
+    return Ranks(
+        rank=exchange.world.rank,
+        size=exchange.world.size,
+        device=torch.device("cpu"),
+        axes={
+            str(axis): tuple(
+                dict.fromkeys(line(spec, rank, axis) for rank in range(spec.world_size))
+            )
+            for axis in (factor.axis for factor in spec.factors if factor.degree > 1)
+        },
+        group=exchange.group,
+    )

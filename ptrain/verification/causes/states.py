@@ -4,59 +4,115 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ptrain.costs import State
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
-from ptrain.report.finding import Departure, Moment, Subject
+from ptrain.report.finding import Certainty, Departure, Moment, Subject
 from ptrain.spec.placement import Distribution
 from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.own_experts import copies, is_of_experts
 from ptrain.verification.causes.positions import positions_text
-from ptrain.verification.causes.rounding import flipped_bit, odd_element, rounded_to
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.trials import directly
 from ptrain.verification.causes.updates import proven_update
 from ptrain.verification.factors import multiple
 from ptrain.verification.own_tokens import own_spans
 from ptrain.verification.parts import TensorBox, held, relative
+from ptrain.verification.roundings import flipped_bit, odd_element, rounded, rounded_to
 from ptrain.verification.states import of_program, of_reference
 
+_OTHER = "other values"
+_AS_BEFORE = "what is wrong of it is what one device had then, to the last digits"
 _ALIKE = EXACT * 1e-4  # relative: what is closer than this is the same
-_FITS = 1e-4  # residual of a difference, of which the last digits alone are left
+
+
+Key: TypeAlias = tuple[Subject, str]
 
 
 class Said(NamedTuple):
-    """What one rank says of its part; `axis` where the cause is one's."""
+    """What one rank says of its part; `tried`: what came of undoing it, "" where that was not
+    tried; `axis` where the cause is one's."""
 
     factor: str
     sentence: str
+    tried: str = ""
     axis: str = ""
+
+
+RULED_OUT = (
+    "ruled out: one element, an earlier step, other positions, another rank's part, slices in "
+    "another order, a rounding, a multiple, its elements in other places"
+)
 
 
 def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause:
     """Explain a departure of state. Collective."""
     if (proven := proven_update(scene, one, program)) is not None:
         return proven
+    alike = _alike(scene, one, program)
+    boxes = _boxes(scene, alike)
+    said = {
+        key: _said(scene, replace(one, subject=key[0], name=key[1]), sides, boxes.get(key, {}))
+        for key, sides in alike.items()
+    }
+    first = one.subject, one.name
+    everyone = scene.exchange.gather(
+        [said.get(first), [bool(its.tried) for its in said.values() if its is not None]]
+    )
+    wrong = Counter(Said(*its) for its, _ in everyone if its)
+    if not wrong:
+        other = _other(one)
+        return Cause(
+            _axis(scene, one), other.factor, other.sentence,
+            certainty=Certainty.UNEXPLAINED, tried=RULED_OUT,
+        )  # fmt: skip
+    agreed = wrong.most_common(1)[0][0]
+    cause = Cause(agreed.axis or _axis(scene, one), agreed.factor, agreed.sentence)
+    known = [its for _, tried in everyone for its in tried]
+    if all(known):
+        others = f"; so is all that departs of {len(known)} parts" * (len(known) > 1)
+        return directly(cause, agreed.tried + others, by_all=True)
+    if agreed.factor == _OTHER:
+        return replace(cause, certainty=Certainty.UNEXPLAINED, tried=RULED_OUT)
+    words = f"so it is of {sum(known)} of the {len(known)} parts that depart" if any(known) else ""
+    return replace(cause, tried=words)
+
+
+def _alike(scene: Investigation, one: Departure, program: Program) -> dict[Key, Sides]:
+    """Return what departs with it, as far as this rank has it."""
     if one.moment is Moment.FORWARD:  # as it is used
-        own: Tensor | None = scene.evidence.used.get(one.name)
-        whole = scene.evidence.states[-1].get((one.subject, one.name))
+        parameters = scene.evidence.states[-1]
+        its = {(one.subject, name): tensor for name, tensor in scene.evidence.used.items()}
+        states, wholes = its, parameters
     else:
-        own = of_program(program).get((one.subject, one.name))
-        whole = of_reference(scene.reference, scene.rank).get((one.subject, one.name))
-    places = scene.gather_parts(own, whole)
-    said = None
-    if own is not None and whole is not None:
-        part = scene.own_part(own, whole)
-        if part is not None:
-            its = {rank: values.part for rank, values in places.items() if rank != scene.rank}
-            said = _said(scene, one, Sides(held(own), whole, part), its)
-    wrong = Counter(Said(*its) for its in scene.exchange.gather(said) if its)
-    agreed = wrong.most_common(1)[0][0] if wrong else _other(one)
-    return Cause(agreed.axis or _axis(scene, one), agreed.factor, agreed.sentence)
+        states, wholes = of_program(program), of_reference(scene.reference, scene.rank)
+    sides = {}
+    # what is counted wrong is a step that was left out, or nothing else departs
+    subject = None if one.subject is Subject.COUNTER else one.subject
+    for departure in scene.at(one.moment, subject):
+        key = departure.subject, departure.name
+        own, whole = (its.get(key) for its in (states, wholes))
+        part = None if own is None or whole is None else scene.own_part(own, whole)
+        if own is not None and whole is not None and part is not None:
+            sides[key] = Sides(held(own), whole, part)
+    return sides
+
+
+def _boxes(scene: Investigation, alike: Mapping[Key, Sides]) -> dict[Key, dict[int, TensorBox]]:
+    """Return which part of these other ranks have."""
+    plain = [[*key, sides.part.offset, sides.part.shape] for key, sides in alike.items()]
+    boxes: dict[Key, dict[int, TensorBox]] = {}
+    for rank, rows in enumerate(scene.exchange.gather(plain)):
+        for subject, name, offset, shape in rows if rank != scene.rank else ():
+            part = TensorBox(tuple(offset), tuple(shape))
+            boxes.setdefault((Subject(subject), name), {})[rank] = part
+    return boxes
 
 
 def _axis(scene: Investigation, one: Departure) -> str:
@@ -94,7 +150,10 @@ def _said(
     own, expected = sides.own, sides.expected
     if own.dtype != expected.dtype:
         actual, right = (str(tensor.dtype).removeprefix("torch.") for tensor in (own, expected))
-        return Said(f"{actual} for {right}", f"{one.name} is in {actual}: keep it in {right}")
+        same = torch.equal(rounded(expected, own.dtype), own.to(expected.dtype))
+        tried = f"one device's in {actual} is what is there" if same else ""
+        sentence = f"{one.name} is in {actual}: keep it in {right}"
+        return Said(f"{actual} for {right}", sentence, tried)
     if one.subject is Subject.COUNTER:
         return _counted(float(own), float(expected))
     if relative(own, expected) <= _ALIKE:
@@ -123,7 +182,7 @@ def _of_one_element(one: Departure, sides: Sides) -> Said | None:
         f"one element of {one.name} is another, and nothing else: suspect the memory, and restore "
         "it from a replica or a checkpoint"
     )
-    return Said(what, sentence)
+    return Said(what, sentence, "with one device's in its place the tensor is one device's")
 
 
 def _counted(own: float, expected: float) -> Said | None:
@@ -135,6 +194,7 @@ def _counted(own: float, expected: float) -> Said | None:
         factor,
         f"the optimizer counts {own:g} steps where {expected:g} were taken: step it once in each, "
         "and load its state with the parameters",
+        "with one device's count it is one device's",
     )
 
 
@@ -150,21 +210,26 @@ def _stale(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
             sentence = (
                 f"{one.name} is used as it was {back} updates ago: gather or copy it after them"
             )
-            return Said(f"stale by {back} step{'s' * (back > 1)}", sentence)
+            return Said(f"stale by {back} step{'s' * (back > 1)}", sentence, _AS_BEFORE)
         if not back:
             sentence = f"{one.name} is as before the update, which did not reach these ranks"
-            return Said("stale by 1 step", sentence)
+            return Said("stale by 1 step", sentence, _AS_BEFORE)
         start = scene.evidence.step - back
         sentence = f"{one.name} is that of the start of step {start}: another step's was loaded"
-        return Said(f"stale by {back + 1} steps", sentence)
+        return Said(f"stale by {back + 1} steps", sentence, _AS_BEFORE)
     return None
 
 
 def _frozen(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
     if not is_frozen(scene, one.name):
         return None
+    before = scene.evidence.states[-1].get((one.subject, one.name))
+    is_still = before is not None and torch.equal(sides.part.of(before), sides.expected)
+    if not is_still:
+        return None  # one device writes it too
+    tried = "what it was before the step is what one device has after it"
     sentence = f"{one.name} has no gradient on one device: leave it out of the update"
-    return Said("frozen parameter updated", sentence)
+    return Said("frozen parameter updated", sentence, tried)
 
 
 def is_frozen(scene: Investigation, name: str) -> bool:
@@ -184,7 +249,8 @@ def _of_positions(scene: Investigation, one: Departure, sides: Sides) -> Said | 
         return None
     text = positions_text(sides.own, table, spans) if one.name.endswith(OF_TOKENS) else ""
     sentence = f"{one.name} is of {text}: number tokens as in the whole sequence"
-    return Said(text, sentence, scene.token_axis) if text else None
+    tried = "one device's rows at these positions are what is there"
+    return Said(text, sentence, tried, scene.token_axis) if text else None
 
 
 def _of_another_rank(one: Departure, sides: Sides, places: Mapping[int, TensorBox]) -> Said | None:
@@ -193,7 +259,9 @@ def _of_another_rank(one: Departure, sides: Sides, places: Mapping[int, TensorBo
         there = part.of(sides.whole)
         if there.shape == sides.own.shape and relative(sides.own, there) <= EXACT:
             sentence = f"{one.name} is the part of rank {rank}: shards are loaded by wrong places"
-            return Said(f"part of rank {rank}", sentence)
+            return Said(
+                f"part of rank {rank}", sentence, "one device's part of it is what is there"
+            )
     return None
 
 
@@ -208,7 +276,8 @@ def _of_other_experts(scene: Investigation, one: Departure, sides: Sides) -> Sai
                 f"{one.name} is that of {axis} rank {place} on every rank of {axis}: broadcast, or "
                 "load, what all of its ranks have alone, and let each have experts of its own"
             )
-            return Said(f"experts of {axis} rank {place}", sentence, axis)
+            tried = "one device's of these experts are what is there"
+            return Said(f"experts of {axis} rank {place}", sentence, tried, axis)
     return None
 
 
@@ -220,14 +289,17 @@ def _of_slices(scene: Investigation, one: Departure, sides: Sides) -> Said | Non
                 f"{one.name} is put together of the right shards of {axis} in the order "
                 f"{', '.join(map(str, order))}: gather them by rank"
             )
-            return Said("shards in another order", sentence)
+            return Said("shards in another order", sentence, "put in order, they are one device's")
     return None
 
 
 def _by_values(one: Departure, own: Tensor, expected: Tensor) -> Said:
     if dtype := rounded_to(own, expected):
         sentence = f"{one.name} has the rounding of {dtype}: keep it in the spec's dtype"
-        return Said(f"rounded to {dtype}", sentence)
+        coarse = getattr(torch, dtype)
+        is_it = torch.equal(rounded(expected, coarse), own.to(expected.dtype))
+        tried = f"one device's rounded to {dtype} is what is there" if is_it else ""
+        return Said(f"rounded to {dtype}", sentence, tried)
     fit = multiple(own, expected)
     if fit.holds(EXACT) and abs(fit.factor - 1.0) > EXACT:
         factor = f"× {fit.factor:.4g}"
@@ -235,7 +307,7 @@ def _by_values(one: Departure, own: Tensor, expected: Tensor) -> Said:
             f"{one.name} is {factor} of what one device has: look at what scales, averages or sums "
             "it over ranks"
         )
-        return Said(factor, sentence)
+        return Said(factor, sentence, f"divided by {fit.factor:.4g} it is one device's")
     one_sorted, other = (tensor.double().reshape(-1).sort().values for tensor in (own, expected))
     if relative(one_sorted, other) <= EXACT:
         sentence = (
@@ -250,4 +322,4 @@ def _other(one: Departure) -> Said:
         f"{one.subject} of {one.name} is not what one device has: look at what wrote it last "
         "(initialization, load, gather, copy or update)"
     )
-    return Said("other values", sentence)
+    return Said(_OTHER, sentence)

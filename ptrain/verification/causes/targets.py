@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ptrain.verification.causes.scene import Cause, Investigation
+from ptrain.verification.causes.trials import directly
 from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import held
 from ptrain.verification.places import data_place
@@ -29,7 +30,10 @@ def targets_cause(scene: Investigation) -> Cause | None:
     sentence = (
         f"the logits are right, and the loss compares them with {targets}: look at the loader"
     )
-    return Cause(scene.axis_of(ranks), targets, sentence, "loss")
+    tried = "nearly all positions are asked for these, as the gradient of the logits tells"
+    lacking = [rank for rank, answer in enumerate(everyone) if answer not in ("", None, targets)]
+    cause = Cause(scene.axis_of(ranks), targets, sentence, "loss")
+    return directly(cause, tried, by_all=not lacking)
 
 
 def _said(scene: Investigation) -> Iterator[str]:

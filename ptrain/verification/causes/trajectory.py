@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ptrain.report.finding import Culprit, Subject
+from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.report.record import Check
 
 _REFERENCE = "reference: "  # what checks of one device begin with
@@ -22,6 +22,8 @@ def of_reference(checks: Sequence[Check], size: int) -> Culprit | None:
         place="reference",
         step=0,
         ranks=tuple(range(size)),
+        certainty=Certainty.PROVEN,
+        tried="one device was run by itself",
         sentence=f"One device alone fails ({failed[0].name.removeprefix(_REFERENCE)}: "
         f"{failed[0].why}), so there is nothing to compare with: take another optimizer.lr, or "
         "more --steps.",
@@ -44,6 +46,8 @@ def of_dtypes(
         place="",
         step=0 if is_first else stopped or 0,
         ranks=tuple(range(size)),
+        certainty=Certainty.UNEXPLAINED,
+        tried="ruled out: every sum, as in fp64 the same steps are one device's",
         sentence="In fp64 the same steps are those of one device, so every sum is right: look for "
         "a state that is kept, reduced or cast in a coarser dtype than precision.layout says, and "
         "for what overflows.",

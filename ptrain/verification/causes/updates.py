@@ -4,7 +4,7 @@ parameters by name."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +13,9 @@ from torch import Tensor
 from ptrain.axes.data.run.target import NamedTarget
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Departure, Moment, Subject
-from ptrain.train.exchange import Exchange
 from ptrain.verification.causes.scene import Cause, Investigation
 from ptrain.verification.jobs.compare import Magnitude, ParameterMove
 from ptrain.verification.jobs.job import TOLERANCES
-from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.shards import ParameterShard, numbered
 from ptrain.verification.parts import held
 from ptrain.verification.states import of_program
@@ -26,17 +24,7 @@ from ptrain.verification.updates.explain import UpdateExplainer
 from ptrain.verification.updates.record import UpdateRecord
 from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, is_row
 
-_UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramRanks(Ranks):
-    """Ranks that tell each other by the exchange of the run."""
-
-    exchange: Exchange
-
-    def gather(self, value: Any) -> list[Any]:
-        return self.exchange.gather(value)
+_UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER, Subject.COUNTER)
 
 
 def proven_update(scene: Investigation, one: Departure, program: Program) -> Cause | None:
@@ -52,13 +40,7 @@ def proven_update(scene: Investigation, one: Departure, program: Program) -> Cau
         for subject in _UPDATED
         for departure in scene.at(Moment.UPDATE, subject)
     ]
-    ranks = ProgramRanks(
-        rank=scene.rank,
-        size=scene.exchange.world.size,
-        device=torch.device("cpu"),
-        exchange=scene.exchange,
-    )
-    culprit = UpdateExplainer(departures, case, ranks).exchanged()
+    culprit = UpdateExplainer(departures, case, scene.ranks).exchanged()
     if culprit is None:
         return None
     return Cause(
@@ -72,7 +54,7 @@ def proven_update(scene: Investigation, one: Departure, program: Program) -> Cau
 
 def _parameter(departure: Departure) -> str:
     """Of optimizer state the parameter that it is kept beside."""
-    is_state = departure.subject is Subject.OPTIMIZER
+    is_state = departure.subject is not Subject.PARAMETERS
     return departure.name.rpartition(".")[0] if is_state else departure.name
 
 

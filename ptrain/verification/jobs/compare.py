@@ -18,7 +18,7 @@ from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
-from ptrain.verification.parts import held
+from ptrain.verification.parts import difference, held, norm, root_mean_square
 
 # A rank's elements may be a quiet corner of a tensor, whose rounding is that of the others.
 _QUIET = 1e-2
@@ -34,9 +34,7 @@ class Magnitude:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Magnitude:
-        count = sum(tensor.numel() for tensor in tensors.values())
-        squares = sum(float(tensor.double().square().sum()) for tensor in tensors.values())
-        return cls(math.sqrt(squares / count) if count else 0.0)
+        return cls(root_mean_square(tensors.values()))
 
     def length(self, whole: Tensor, part: Tensor) -> float:
         """Return what a difference of `part` is relative to; of a tensor that is noise beside the
@@ -54,19 +52,6 @@ class Magnitude:
 
 def _rms(tensor: Tensor) -> float:
     return norm(tensor) / math.sqrt(max(tensor.numel(), 1))
-
-
-def norm(tensor: Tensor) -> float:
-    """Return the 2-norm, in fp64."""
-    return float(torch.linalg.vector_norm(tensor.double()))
-
-
-def difference(actual: Tensor, expected: Tensor, length: float) -> float:
-    """The distance is relative to `length`, and infinite for what is not finite."""
-    size = norm(actual.double() - expected.to(actual.device).double())
-    if size == 0.0:
-        return 0.0
-    return size / length if length and math.isfinite(size) else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

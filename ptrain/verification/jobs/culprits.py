@@ -26,24 +26,13 @@ def culprit(
     who = sorted({departure.rank for departure in departures})
     return Culprit(
         state=state,
-        axis=_axis(departures, ranks) if axis is None else axis,
+        axis=ranks.parting(who) if axis is None else axis,
         factor=factor,
         place=families(departure.name for departure in departures),
         step=departures[0].step,
         ranks=tuple(who),
         sentence=sentence,
     )
-
-
-def _axis(departures: Sequence[Departure], ranks: Ranks) -> str:
-    """Return the axis on which the ranks that depart differ from the others, if only some do."""
-    who = {departure.rank for departure in departures}
-    if len(who) == ranks.size or ranks.size == 1:
-        return ""
-    for axis, groups in ranks.axes.items():
-        if any(set(group) & who and set(group) - who for group in groups):
-            return axis
-    return ""
 
 
 def explain_start(departures: Sequence[Departure], ranks: Ranks) -> Culprit:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ptrain.verification.factors import combination, multiple
-from ptrain.verification.jobs.compare import Magnitude, norm
+from ptrain.verification.jobs.compare import Magnitude
 from ptrain.verification.jobs.evidence import OwnGradients, Sample
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.symptoms import Contributions, Symptom, SymptomKind
+from ptrain.verification.parts import norm
 
 _ROUNDINGS = 10  # a cure divides and adds once more: so many tolerances
 _LOOSEST = 0.1  # of 16 bits
@@ -50,7 +51,7 @@ def _divided(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
 
 
 def _summed(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
-    group = next(group for group in ranks.axes[cure.symptom.axis] if rank in group)
+    group = next(group for group in ranks.summed[cure.symptom.axis] if rank in group)
     return sample.gradients[list(group)].sum(0) * cure.symptom.factor
 
 
@@ -100,7 +101,8 @@ def _by_rank(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
 
 def _given(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
     """It has none: with one device's it has what one device has. The others must be right."""
-    return sample.truth
+    own = sample.gradients[rank]
+    return own if bool(own.nan_to_num().any()) else sample.truth
 
 
 Undo = Callable[[Cure, Sample, int, Ranks], Tensor]
@@ -110,6 +112,7 @@ _UNDO: dict[SymptomKind, Undo] = {
     SymptomKind.STALE: _of_this_step,
     SymptomKind.ADDED: _without_the_step_before,
     SymptomKind.SOME: _weighed,
+    SymptomKind.LOCAL: _weighed,
     SymptomKind.WEIGHTS: _weighed,
     SymptomKind.UNEVEN: _weighed,
     SymptomKind.EACH: _by_rank,
@@ -129,7 +132,7 @@ class Trial:
 
 def tried(cure: Cure, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> Trial:
     """Try a cure on all gradients. All ranks call it."""
-    truths = own.reference.gradients
+    truths = own.truths
     scale = Magnitude.of(truths)
     bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
     largest, cures = 0.0, True

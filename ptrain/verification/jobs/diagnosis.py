@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -44,6 +45,11 @@ class Diagnosis:
             f"{'all' if every else f'{len(self.names)} of'} {len(evidence.samples)} parameters"
         )
 
+    @cached_property
+    def contributed(self) -> Contributions | None:
+        """What the micro-batches give of these parameters."""
+        return contributions(self.samples)
+
     def cure(self, scale: float) -> Cure | None:
         """What undoes the symptom; None where nothing does."""
         symptom, contributed, factors = self.first, None, None
@@ -59,10 +65,10 @@ class Diagnosis:
             case SymptomKind.ADDED:
                 symptom = replace(symptom, factor=stale_factor(self.samples)[1])
                 words = f"less {symptom.factor:.4g} times those of the step before"
-            case SymptomKind.SOME | SymptomKind.WEIGHTS | SymptomKind.UNEVEN if (
-                several := contributions(self.samples)
-            ):
-                contributed = several
+            case (
+                SymptomKind.SOME | SymptomKind.LOCAL | SymptomKind.WEIGHTS | SymptomKind.UNEVEN
+            ) if self.contributed:
+                contributed = self.contributed
                 words = "with the weight that each micro-batch has on one device"
             case SymptomKind.EACH:
                 factors = own_factors([sample.scaled(scale) for sample in self.samples])
@@ -97,12 +103,14 @@ class Diagnosis:
                     "The gradient of the step before is still in it: set gradients to None after "
                     "every update, before the first backward of the next step.",
                 )
+            case SymptomKind.LOCAL:
+                return self._local()
             case SymptomKind.SOME:
                 return self._some()
-            case SymptomKind.WEIGHTS if contributed := contributions(self.samples):
-                return self._weights(contributed)
-            case SymptomKind.UNEVEN if contributed := contributions(self.samples):
-                return self._uneven(contributed)
+            case SymptomKind.WEIGHTS if self.contributed:
+                return self._weights(self.contributed)
+            case SymptomKind.UNEVEN if self.contributed:
+                return self._uneven(self.contributed)
             case SymptomKind.EVEN:
                 return self._even()
             case _:
@@ -146,18 +154,28 @@ class Diagnosis:
         )
 
     def _partial(self) -> Culprit:
-        axis, size = self.first.axis, self.ranks.degrees[self.first.axis]
+        axis = self.first.axis
+        size = len(self.ranks.summed[axis][0])
         kind, factor = "sum", self.first.factor
         if abs(factor * size - 1) <= self.tolerance:
             kind, factor = "mean", 1.0
         besides = "" if abs(factor - 1) <= self.tolerance else f", {factor_text(factor, {})}"
         return self._say(
-            axis,
-            f"missing all-reduce{besides}",
+            axis.partition("+")[0],
+            f"missing all-reduce {over_axis(axis)}{besides}",
             f"Of the gradient of {self.count} every rank keeps a part of its own: the {kind} "
             f"{over_axis(axis)} ({size}) is what one device has"
             f"{besides and f' times {1 / factor:.4g}'}. All-reduce it {over_axis(axis)} ({kind}) "
             "before the optimizer steps.",
+        )
+
+    def _local(self) -> Culprit:
+        over = over_axis(self.first.axis)
+        return self._say(
+            self.first.axis.partition("+")[0],
+            f"missing all-reduce {over}",
+            f"The gradient of {self.count} has on each rank what the ranks at its own place give, "
+            f"and of no other: reduce it {over} before the optimizer steps.",
         )
 
     def _some(self) -> Culprit:
@@ -188,9 +206,13 @@ class Diagnosis:
 
     def _even(self) -> Culprit:
         factor = self.first.factor
-        contributed = contributions(self.samples)
-        if contributed is not None and contributed.of_truth.holds(self.tolerance):
-            return self._scaled(factor, contributed)
+        if (known := self.evidence.known) is not None:
+            for number, text, sentence in known.factors:
+                if abs(factor / number - 1) <= self.tolerance < abs(number - 1):
+                    return self._say("", text, sentence)
+            return self._product(factor, self.ranks.degrees | {"K": self.evidence.micro_batches})
+        if self.contributed is not None and self.contributed.of_truth.holds(self.tolerance):
+            return self._scaled(factor, self.contributed)
         return self._either(factor)
 
     def _weights(self, contributed: Contributions) -> Culprit:
@@ -249,13 +271,16 @@ class Diagnosis:
             return self._either(factor) if by_micro_batches else self._product(factor, axes)
         if not by_micro_batches:
             return self._product(factor, axes | {"K": micro_batches})
+        return self._of_accumulation(factor)
+
+    def _of_accumulation(self, factor: float) -> Culprit:
+        count = self.evidence.micro_batches
         sign = "×" if factor > 1 else "÷"
         how = "are means, and are added up" if factor > 1 else "are divided twice"
         return self._say(
             "",
-            f"{sign} {micro_batches} (micro-batches)",
-            f"The losses of {micro_batches} micro-batches {how}: divide each by {micro_batches}, "
-            "once.",
+            f"{sign} {count} (micro-batches)",
+            f"The losses of {count} micro-batches {how}: divide each by {count}, once.",
             state=Subject.LOSS,
         )
 
@@ -286,6 +311,8 @@ class Diagnosis:
         axes = [axis for axis in fits[0].axes if axis != "K"]
         where = "+".join(axes)
         size = max(factor, 1 / factor)
+        if fits[0].powers in ((("K", 1.0),), (("K", -1.0),)):
+            return self._of_accumulation(factor)
         if {power for _, power in fits[0].powers} not in ({1.0}, {-1.0}) or "K" in fits[0].axes:
             why = " and ".join(
                 f"{'micro-batches' if n == 'K' else n} ({sizes[n]})" for n in fits[0].axes
@@ -303,6 +330,11 @@ class Diagnosis:
                 "averaged where the loss is already divided by the tokens of all of them."
             )
         whose = f"The gradient of {self.count} is {size:.4g} times "
+        known = self.evidence.known
+        if known is not None and abs(known.loss / factor - 1) <= self.tolerance:
+            cure += " So is the loss, which is divided otherwise."
+        if others := [axis for fit in fits[1:] for axis in fit.axes if len(fit.axes) == 1]:
+            cure += f" Or it is so over {' or '.join(others)}, of as many."
         return self._say(where, text, whose + cure)
 
     def _odd(self, factor: float) -> Culprit:

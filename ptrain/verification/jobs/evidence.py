@@ -5,8 +5,8 @@ micro-batches contribute to them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.rows import RowReport, compare_rows
 from ptrain.verification.jobs.samples import Samples, ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.parts import square
+from ptrain.verification.roundings import is_number_of
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
 ROW_TOLERANCE = 1e-3  # relative: of outputs, and of what a loss asks; a fault is larger
@@ -61,28 +63,29 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnGradients:
-    """What this rank has of a step's gradients: both sides' recorders, the probe, and one device's
-    of the step `before`."""
+    """What this rank has of a step's gradients: one device's (`truths`), its elements of those that
+    the optimizers took, what its micro-batches give by themselves (one without could not be run
+    again), and one device's of the step `before`."""
 
     holds: Mapping[str, ParameterShard]
-    reference: StepRecorder
-    run: StepRecorder
-    probe: ProbeResult
+    truths: Mapping[str, Tensor]
+    taken: Mapping[str, Tensor]
+    given: Sequence[Mapping[str, Tensor]]
     before: Mapping[str, Tensor]
     micro_batches: int
 
     def rows(self, name: str) -> Tensor:
         """Return [3 + micro-batches, elements] of a parameter: one device's gradient, that of the
         step before, this rank's as its optimizer took it, and what its micro-batches give."""
-        truth = self.reference.gradients[name].flatten()
+        truth = self.truths[name].flatten()
         old = self.before.get(name, torch.zeros_like(truth)).flatten()
-        mine = _at_elements(truth, self.run.gradients.get(name), self.holds.get(name))
+        mine = _at_elements(truth, self.taken.get(name), self.holds.get(name))
         both = torch.stack([truth.double(), old.double(), mine])
-        return torch.cat([both, _basis(truth, self.probe, name, self.micro_batches)])
+        return torch.cat([both, _basis(truth, self.given, name, self.micro_batches)])
 
     def emptiness(self, name: str) -> str:
         """Return in words why this rank has no gradient of a parameter; nothing where it has."""
-        gradient = self.run.gradients.get(name)
+        gradient = self.taken.get(name)
         if gradient is not None:
             return "" if bool(gradient.any()) else "it is all zeros: set to zero, or never written"
         if not self.holds[name].parameter.requires_grad:
@@ -92,16 +95,16 @@ class OwnGradients:
     def is_rounded_to(self, dtype: torch.dtype, names: Collection[str]) -> bool:
         """Return whether every element that this rank's optimizer took is a number of a coarser
         dtype, as near to one device's as such numbers lie, which are none of that dtype."""
-        own = {name: row for name, row in self.run.gradients.items() if name in names}
+        own = {name: row for name, row in self.taken.items() if name in names}
         right = {
-            name: self.holds[name].of(self.reference.gradients[name].view(self.holds[name].shape))
+            name: self.holds[name].of(self.truths[name].view(self.holds[name].shape))
             for name in own
         }
         if not sum(row.numel() for row in own.values()):
             return True  # it has nothing to say
         return (
-            all(_is_of(row, dtype) for row in own.values())
-            and not all(_is_of(row, dtype) for row in right.values())
+            all(is_number_of(row, dtype) for row in own.values())
+            and not all(is_number_of(row, dtype) for row in right.values())
             and all(_is_near(own[name], row, dtype) for name, row in right.items())
         )
 
@@ -112,18 +115,30 @@ class OwnGradients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnownFactors:
+    """What only a program shows: each micro-batch's gradient is as the global loss weighs it;
+    `factors`: numbers that a gradient may be multiplied by once too often, with how that is called
+    and what to do; `loss`: which multiple of one device's its loss is."""
+
+    factors: Sequence[tuple[float, str, str]] = ()
+    loss: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvidence:
     """`norms`: of each rank's gradients, all parameters together; `norm`: the reference's.
     `micro_batches` is the most that any rank ran; `ledger` the samples that they saw, `rows` these
-    beside one device's, by rank; `own` what this rank has of all elements."""
+    beside one device's, by rank; `own` what this rank has of all elements; `known` what is of a
+    program alone."""
 
     samples: dict[str, Sample]
     own: OwnGradients
     norms: tuple[float, ...]
     norm: float
     micro_batches: int
-    ledger: Samples | None
-    rows: tuple[RowReport, ...]
+    ledger: Samples | None = None
+    rows: tuple[RowReport, ...] = ()
+    known: KnownFactors | None = None
 
 
 def evidence(
@@ -135,42 +150,47 @@ def evidence(
     probe: ProbeResult,
     before: Mapping[str, Tensor],
 ) -> JobEvidence:
-    """Gather samples of the gradients of both sides on all ranks. All ranks call it."""
-    names = list(reference.gradients)
-    places = places_of(ranks, {name: reference.gradients[name].flatten() for name in names})
-    micro_batches = max(ranks.gather(len(probe.gradients)))
+    """Return what all ranks know of a loop's step. All ranks call it."""
     own = OwnGradients(
-        holds=holds, reference=reference, run=run, probe=probe, before=before,
-        micro_batches=min(micro_batches, _MOST),
+        holds=holds, truths=reference.gradients, taken=run.gradients, given=probe.gradients,
+        before=before, micro_batches=_most(ranks, probe.gradients),
     )  # fmt: skip
+    return replace(
+        sampled(ranks, own),
+        micro_batches=max(ranks.gather(len(probe.gradients))),
+        rows=tuple(_gathered(ranks, compare_rows(reference.calls, run.calls, ROW_TOLERANCE))),
+        ledger=ledger_of(rows_of(reference.calls), ranks.gather(rows_of(run.calls))),
+    )
+
+
+def _most(ranks: Ranks, given: Sequence[object]) -> int:
+    return min(max(ranks.gather(len(given))), _MOST)
+
+
+def sampled(ranks: Ranks, own: OwnGradients, known: KnownFactors | None = None) -> JobEvidence:
+    """Gather samples of the gradients of both sides on all ranks. All ranks call it."""
+    names = list(own.truths)
+    places = places_of(ranks, {name: own.truths[name].flatten() for name in names})
     everyones = ranks.stack(torch.cat([own.rows(n)[:, places[n]] for n in names], dim=1))
     samples, start = {}, 0
     for name in names:
         size = places[name].numel()
         samples[name] = Sample.of_rows(everyones[:, :, start : start + size])
         start += size
-    squares = sum(float(gradient.double().square().sum()) for gradient in run.gradients.values())
-    total = sum(
-        float(gradient.double().square().sum()) for gradient in reference.gradients.values()
-    )
+    squares, total = (sum(map(square, side.values())) for side in (own.taken, own.truths))
     return JobEvidence(
         samples=samples,
         norms=tuple(ranks.gather(math.sqrt(squares))),
         norm=math.sqrt(total),
-        micro_batches=micro_batches,
+        micro_batches=own.micro_batches,
         own=own,
-        rows=tuple(_gathered(ranks, compare_rows(reference.calls, run.calls, ROW_TOLERANCE))),
-        ledger=ledger_of(rows_of(reference.calls), ranks.gather(rows_of(run.calls))),
+        known=known,
     )
 
 
 def _gathered(ranks: Ranks, report: RowReport) -> Iterator[RowReport]:
     for plain in ranks.gather(asdict(report)):
         yield RowReport(**plain)
-
-
-def _is_of(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 def _is_near(own: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
@@ -212,11 +232,11 @@ def _at_elements(truth: Tensor, gradient: Tensor | None, shard: ParameterShard |
     return row
 
 
-def _basis(truth: Tensor, probe: ProbeResult, name: str, count: int) -> Tensor:
+def _basis(truth: Tensor, given: Sequence[Mapping[str, Tensor]], name: str, count: int) -> Tensor:
     """[micro-batches, elements]: zeros of a micro-batch that this rank has not, NaN of one that
     could not be run again."""
     rows = torch.zeros(count, truth.numel(), dtype=torch.float64, device=truth.device)
-    for number, gradients in enumerate(probe.gradients[:count]):
+    for number, gradients in enumerate(given[:count]):
         if not gradients:
             rows[number] = math.nan
         elif name in gradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
@@ -30,10 +30,14 @@ _FEWEST = 1e-6
 
 
 def explain_gradients(
-    departures: Sequence[Departure], evidence: JobEvidence, ranks: Ranks, limit: Tolerance
+    departures: Sequence[Departure],
+    evidence: JobEvidence,
+    ranks: Ranks,
+    limit: Tolerance,
+    without: Collection[SymptomKind] = (),
 ) -> Culprit:
     """Explain departures at the moment of gradients by what the optimizer was given, and try the
-    cure on all of it. All ranks call it."""
+    cure on all of it; `without` these, which others tell better. All ranks call it."""
     loose = _loose(limit)
     names = [
         name for name in evidence.samples if any(departure.name == name for departure in departures)
@@ -46,22 +50,24 @@ def explain_gradients(
     wrong = {
         name: diagnosis
         for name, diagnosis in diagnoses.items()
-        if diagnosis.kind is not SymptomKind.RIGHT
+        if diagnosis.kind not in (SymptomKind.RIGHT, *without)
     }
     if evidence.ledger:
         by_batch = _batch(evidence.ledger, departures, ranks)
-        by_batch = _proven(by_batch, _given(evidence), evidence, ranks, limit)
+        by_batch = with_trial(by_batch, by_given(evidence), evidence, ranks, limit)
         if by_batch.certainty is not Certainty.UNEXPLAINED:
             return by_batch
     unexplained = unclear(departures, evidence, names, ranks)
-    if (rounded := coarse_sum(unexplained, evidence.samples, limit.gradients)) is not None:
+    if (rounded := coarse_sum(unexplained, evidence, ranks, limit.gradients)) is not None:
         return rounded
     if not wrong:
         return unexplained
     culprit: Culprit | None = None
-    for first, alike in _hypotheses(wrong, evidence, loose):
+    for first, alike in _hypotheses(wrong, evidence, ranks, loose):
+        if first.kind in without:
+            continue
         case = Diagnosis(departures, evidence, ranks, loose, alike, first)
-        culprit = _proven(case.culprit(), case.cure(scale), evidence, ranks, limit)
+        culprit = with_trial(case.culprit(), case.cure(scale), evidence, ranks, limit)
         if culprit.certainty is not Certainty.UNEXPLAINED:
             return culprit
     assert culprit is not None, "something is wrong, so there is a hypothesis"
@@ -74,7 +80,7 @@ def _loose(limit: Tolerance) -> float:
 
 
 def _hypotheses(
-    wrong: Mapping[str, Symptom], evidence: JobEvidence, tolerance: float
+    wrong: Mapping[str, Symptom], evidence: JobEvidence, ranks: Ranks, tolerance: float
 ) -> Iterator[tuple[Symptom, list[str]]]:
     """Yield a symptom and the parameters that it may be the symptom of, the simplest first: those
     that suffer alike, and all that are wrong; then what all of them together tell, as one with few
@@ -91,8 +97,8 @@ def _hypotheses(
             break
     samples = list(evidence.samples.values())
     if (contributed := contributions(samples)) is not None:
-        ranks = sorted({rank for sample in samples for rank in sample.holders()})
-        if (together := by_micro_batches(contributed, ranks, tolerance)) is not None:
+        holders = sorted({rank for sample in samples for rank in sample.holders()})
+        if (together := by_micro_batches(contributed, holders, ranks, tolerance)) is not None:
             yield together, every
     yield Symptom(SymptomKind.EACH), list(evidence.samples)
 
@@ -107,7 +113,7 @@ def of_own_samples(
     """Return the culprit of gradients that are the mean of what the ranks' samples give by
     themselves, where one device's are not: the samples are others, or the loss asks something else
     of them, or something ties them together. All ranks call it."""
-    cure, reports = _given(evidence), evidence.rows
+    cure, reports = by_given(evidence), evidence.rows
     if cure is None or cure.contributed is None:
         return None
     if cure.contributed.of_truth.holds(_loose(limit)):
@@ -127,7 +133,7 @@ def of_own_samples(
         state=state, axis="", factor=factor, place=place, step=departures[0].step,
         ranks=tuple(odd or range(ranks.size)), sentence=sentence,
     )  # fmt: skip
-    return _proven(culprit, cure, evidence, ranks, limit)
+    return with_trial(culprit, cure, evidence, ranks, limit)
 
 
 def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
@@ -161,7 +167,7 @@ def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
     )  # fmt: skip
 
 
-def _given(evidence: JobEvidence) -> Cure | None:
+def by_given(evidence: JobEvidence) -> Cure | None:
     """All gradients are what the micro-batches that were seen give, each with the same weight."""
     contributed = contributions(list(evidence.samples.values()))
     if contributed is None:
@@ -176,7 +182,7 @@ def _given(evidence: JobEvidence) -> Cure | None:
     )
 
 
-def _proven(
+def with_trial(
     culprit: Culprit, cure: Cure | None, evidence: JobEvidence, ranks: Ranks, limit: Tolerance
 ) -> Culprit:
     """Return the culprit with what came of its cure."""
@@ -197,9 +203,8 @@ def _proven(
 
 _ORDER = (
     SymptomKind.NOT_FINITE, SymptomKind.EMPTY, SymptomKind.PARTIAL, SymptomKind.STALE,
-    SymptomKind.ADDED, SymptomKind.SOME, SymptomKind.WEIGHTS, SymptomKind.UNEVEN, SymptomKind.EVEN,
-    SymptomKind.EACH,
-    SymptomKind.OWN, SymptomKind.OTHER, SymptomKind.RIGHT,
+    SymptomKind.ADDED, SymptomKind.LOCAL, SymptomKind.SOME, SymptomKind.WEIGHTS, SymptomKind.UNEVEN,
+    SymptomKind.EVEN, SymptomKind.EACH, SymptomKind.OWN, SymptomKind.OTHER, SymptomKind.RIGHT,
 )  # fmt: skip
 _EVEN = 1e-3  # weights of micro-batches that differ by no more are the same
 

@@ -10,8 +10,7 @@ import torch
 from ptrain.verification.jobs.compare import digest
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import StepComparison
-
-_COARSER = (torch.bfloat16, torch.float16, torch.float32)
+from ptrain.verification.roundings import COARSER, named
 
 
 @dataclass(slots=True)
@@ -45,7 +44,7 @@ class History:
         if earlier:
             return [earlier[-1], ""]
         right = holds[name].of(step.expected.in_use[name])
-        for dtype in _COARSER:
+        for dtype in COARSER:
             if torch.equal(value, right.to(dtype).to(value.dtype)):
-                return [None, str(dtype).removeprefix("torch.")]
+                return [None, named(dtype)]
         return [None, ""]

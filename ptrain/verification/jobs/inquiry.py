@@ -14,18 +14,19 @@ from torch import Tensor, nn
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
 from ptrain.verification.jobs.again import swapped
-from ptrain.verification.jobs.compare import Magnitude, difference, digests
+from ptrain.verification.jobs.compare import Magnitude, digests
 from ptrain.verification.jobs.conditions import number
 from ptrain.verification.jobs.evidence import JobEvidence, evidence
 from ptrain.verification.jobs.explain import explain_gradients, of_own_samples
 from ptrain.verification.jobs.job import Tolerance
-from ptrain.verification.jobs.losses import GlobalLoss, apart
+from ptrain.verification.jobs.losses import GlobalLoss
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, violations
 from ptrain.verification.jobs.probe import ProbeResult, autocast_of, probed, untouched
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder
 from ptrain.verification.jobs.step import LoopPair, StepComparison
 from ptrain.verification.jobs.suspects import Suspect, Suspects
 from ptrain.verification.jobs.words import families
+from ptrain.verification.parts import apart, difference
 
 _MOST_TRIALS = 6  # families of modules that are replaced, one after the other
 _SHARE = 1e-3  # of what departs within a module, that departs outside of it too

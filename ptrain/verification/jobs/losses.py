@@ -42,10 +42,3 @@ class GlobalLoss:
             case reduce:
                 total = number(reduce(losses), "Terms.loss")
                 return math.nan if total is None else total
-
-
-def apart(right: float, measured: float) -> float:
-    """Return how far a loss is from one device's (relative); infinite for what is no number."""
-    distance = abs(measured - right)
-    size = distance / abs(right) if distance and right else (math.inf if distance else 0.0)
-    return size if math.isfinite(size) else math.inf

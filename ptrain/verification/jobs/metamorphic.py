@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.verification.jobs.again import ModelState
-from ptrain.verification.jobs.compare import Magnitude, difference, norm
+from ptrain.verification.jobs.compare import Magnitude
 from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.modules import Calls, ModuleCall, ModuleRecorder, is_within
@@ -27,6 +27,7 @@ from ptrain.verification.jobs.tasks import TokenTask, softmaxed, task_of
 from ptrain.verification.jobs.verdict import claim
 from ptrain.verification.jobs.words import families
 from ptrain.verification.names import canonical_modules
+from ptrain.verification.parts import difference, norm
 
 _LOOSE = 10  # tolerances: the same addends in another order
 

@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ptrain.errors import Fault
-from ptrain.internals.autograd import is_in_backward
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Moment
-from ptrain.verification.jobs.compare import difference, digest, norm, pieces
+from ptrain.verification.jobs.compare import digest, pieces
 from ptrain.verification.jobs.job import Tolerance
+from ptrain.verification.jobs.record import counts
 from ptrain.verification.jobs.seeds import cuda_devices
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.outputs import Key, is_real
-from ptrain.verification.parts import held
+from ptrain.verification.parts import difference, held, norm
 
 _QUIET = 1e-6  # a tensor below this share of what it belongs to is rounding
 
@@ -93,7 +93,7 @@ class ModuleRecorder:
         self._stack.close()
 
     def _begins(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not _counts():
+        if not counts():
             return None
         self._micro_batch += not path
         key = path, max(self._micro_batch, 0)
@@ -123,7 +123,7 @@ class ModuleRecorder:
         call = self.calls.get((path, max(self._micro_batch, 0)))
         real = [leaf for leaf in tree_leaves(output) if is_real(leaf)]
         first = next(iter(real), None)
-        if not _counts() or call is None or call.output is not None or first is None:
+        if not counts() or call is None or call.output is not None or first is None:
             return
         call.output = first.detach().clone()
         call.others = tuple(leaf.detach().clone() for leaf in real[1:])
@@ -133,11 +133,6 @@ class ModuleRecorder:
 
 def _keep(call: ModuleCall, side: str, gradient: Tensor) -> None:
     setattr(call, side, gradient.detach().clone())
-
-
-def _counts() -> bool:
-    """A pass that will have a backward; not one that repeats a checkpointed part of it."""
-    return torch.is_grad_enabled() and not is_in_backward()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

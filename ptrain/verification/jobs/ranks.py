@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import combinations
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from ptrain.internals.dtensor import root_mesh
 from ptrain.interpreter.agreement import gather
 
 RANKS = "ranks"
+Axes: TypeAlias = dict[str, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +28,12 @@ class Ranks:
     rank: int
     size: int
     device: torch.device
-    axes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    axes: Axes = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, on every rank."""
-        return gather(value, self.size, self.device) if self.size > 1 else [value]
+        return gather(value, self.size, self.device, self.group) if self.size > 1 else [value]
 
     def stack(self, tensor: Tensor) -> Tensor:
         """Every rank's tensor of the same shape: [ranks, …] in fp64."""
@@ -38,19 +41,45 @@ class Ranks:
         if self.size == 1:
             return mine.unsqueeze(0).cpu()
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine)
+        dist.all_gather(rows, mine, group=self.group)
         return torch.stack(rows).cpu()
 
     def first(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor."""
         shared = tensor.contiguous().to(self.device)
         if self.size > 1:
-            dist.broadcast(shared, src=0)
+            dist.broadcast(shared, src=0, group=self.group)
         return shared.cpu()
 
     @property
     def degrees(self) -> dict[str, int]:
         return {axis: len(groups[0]) for axis, groups in self.axes.items()}
+
+    @property
+    def summed(self) -> Axes:
+        """What gradients may be summed over: every axis, then several together (`dp+cp`)."""
+        together: Axes = {}
+        for count in range(2, len(self.axes) + 1):
+            for names in combinations(self.axes, count):
+                groups = self.axes[names[0]]
+                for name in names[1:]:
+                    along = {rank: group for group in self.axes[name] for rank in group}
+                    groups = tuple(
+                        tuple(other for rank in group for other in along[rank])
+                        for group in groups
+                        if all(along[rank][0] == rank for rank in group)
+                    )
+                together["+".join(names)] = groups
+        return self.axes | together
+
+    def parting(self, chosen: Iterable[int], order: Iterable[str] | None = None) -> str:
+        """Return the first axis (of this `order`) along which some of a rank's neighbours are among
+        the chosen and others are not; "" where all ranks are."""
+        who = set(chosen)
+        for axis in self.axes if order is None else order:
+            if any(set(group) & who and set(group) - who for group in self.axes.get(axis, ())):
+                return axis
+        return ""
 
     def axis_of(self, ranks: Sequence[int]) -> str:
         """The first axis on which these ranks differ."""

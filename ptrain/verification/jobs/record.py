@@ -78,7 +78,7 @@ class StepRecorder:
         return max(self.num_updates.values(), default=0)
 
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if _counts():
+        if counts():
             leaves = tree_leaves((args, kwargs))
             device = next((leaf.device.type for leaf in leaves if _is(leaf)), "cpu")
             autocast = torch.is_autocast_enabled(device)
@@ -96,7 +96,7 @@ class StepRecorder:
         """The outputs as copies of their own (FSDP2 warns of views): what is used of them out there
         is told apart from what the model makes of them itself (a model that returns its loss beside
         the logits)."""
-        if not (_counts() and self.calls):
+        if not (counts() and self.calls):
             return None
         call = self.calls[-1]
         leaves = tree_leaves(output)
@@ -152,7 +152,7 @@ def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor) -> None:
     call.upstream[place] = gradient.detach().clone()
 
 
-def _counts() -> bool:
+def counts() -> bool:
     """A pass that will have a backward; not one that repeats a checkpointed part of it."""
     return torch.is_grad_enabled() and not is_in_backward()
 

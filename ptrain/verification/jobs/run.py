@@ -33,20 +33,19 @@ from ptrain.verification.jobs.culprits import (
 from ptrain.verification.jobs.history import History
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, tolerance_of
-from ptrain.verification.jobs.losses import GlobalLoss, apart
+from ptrain.verification.jobs.losses import GlobalLoss
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation
 from ptrain.verification.jobs.ranks import ranks_of
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.repeat import repeated, start_sums
 from ptrain.verification.jobs.samples import ledger_of, rows_of
-from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names
+from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names, values_of
 from ptrain.verification.jobs.step import (
     LoopPair,
     StepComparison,
     checksums,
     is_finite,
     run_step,
-    squares_of,
 )
 from ptrain.verification.jobs.verdict import (
     LargestDifference,
@@ -58,6 +57,7 @@ from ptrain.verification.jobs.verdict import (
 from ptrain.verification.jobs.watched import Watched
 from ptrain.verification.jobs.words import families
 from ptrain.verification.names import canonical_parameters
+from ptrain.verification.parts import apart, square
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
 
@@ -93,7 +93,7 @@ class Examiner:
                 name: ParameterShard(name, whole, whole.shape) for name, whole in wholes.items()
             },
         )
-        self.start = {name: shard.value().clone() for name, shard in self.pair.holds.items()}
+        self.start = values_of(self.pair.holds)
         self.worst = {
             kind: LargestDifference(name, self._limit_of(kind)) for kind, name in _KINDS.items()
         }
@@ -219,9 +219,9 @@ class Examiner:
     def _note_norms(self, step: StepComparison) -> None:
         if not step.expected.updates or step.expected.has_closure:
             return  # an optimizer that torch knows nothing of, a step that is left out
-        self.norms[0].append(math.sqrt(sum(squares_of(step.expected.gradients).values())))
+        self.norms[0].append(math.sqrt(sum(map(square, step.expected.gradients.values()))))
         mine = [
-            squares_of(step.seen.gradients),
+            {n: square(g) for n, g in step.seen.gradients.items()},
             {n: g.numel() for n, g in step.seen.gradients.items()},
         ]
         everyones = self.ranks.gather(mine)
@@ -355,10 +355,10 @@ class Examiner:
             (self.pair.holds, self.start),
         ):
             moved = sum(
-                float((shard.value().double() - start[name].double()).square().sum())
+                square(shard.value().double() - start[name].double())
                 for name, shard in holds.items()
             )
-            length = sum(float(row.double().square().sum()) for row in start.values())
+            length = sum(map(square, start.values()))
             both = [
                 sum(by_rank) for by_rank in zip(*self.ranks.gather([moved, length]), strict=True)
             ]

@@ -8,12 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
-
-from ptrain.verification.jobs.compare import digest
 from ptrain.verification.jobs.record import ForwardCall
+from ptrain.verification.jobs.rows import rows_of_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +27,7 @@ class Samples:
 
 def rows_of(calls: Sequence[ForwardCall]) -> list[str]:
     """Return a checksum of every row of the first tensor that the model was given, pass by pass."""
-    rows: list[str] = []
-    for call in calls:
-        leaves = tree_leaves((call.args, call.kwargs))
-        first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
-        if first is not None and not isinstance(first, DTensor):
-            rows += [digest(row.flatten()) for row in first]
-    return rows
+    return [row.key for row in rows_of_calls(calls)]
 
 
 def ledger_of(reference: Sequence[str], everyones: Sequence[Sequence[str]]) -> Samples | None:

@@ -70,6 +70,12 @@ def numbered(shape: torch.Size) -> Tensor:
     return torch.arange(shape.numel()).view(shape)
 
 
+@torch.no_grad()
+def values_of(holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
+    """Return copies of all elements that this rank has, by name, in a row each."""
+    return {name: shard.value().clone() for name, shard in holds.items()}
+
+
 def held_by(
     model: nn.Module,
     wholes: Mapping[str, Tensor],

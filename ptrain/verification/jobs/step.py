@@ -27,7 +27,7 @@ from ptrain.verification.jobs.compare import (
 from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.record import StepRecorder
-from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.shards import ParameterShard, values_of
 from ptrain.verification.updates.case import UpdateCase, compare_masters
 from ptrain.verification.updates.clip import Accumulation
 
@@ -48,7 +48,7 @@ class LoopPair:
     sure: Rows = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.origin = _values(self.wholes)
+        self.origin = values_of(self.wholes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def run_step(
 ) -> StepComparison:
     """Run the loop first, then the reference."""
     began = ModelState.of(pair.reference.model), ModelState.of(pair.loop.model)
-    before, run_before = _values(pair.wholes), _values(pair.holds)
+    before, run_before = values_of(pair.wholes), values_of(pair.holds)
     with StepRecorder(pair.loop.model, pair.holds) as seen:
         loss = pair.loop.step(share)
     unclipped = Accumulation(pair.wholes)
@@ -117,21 +117,12 @@ def run_step(
 def checksums(pair: LoopPair, gradients: Mapping[str, Tensor]) -> dict[str, dict[str, list[str]]]:
     """Return checksums of what this rank has after a step, bit by bit."""
     return {
-        "parameters": digests(pair.holds, _values(pair.holds)),
+        "parameters": digests(pair.holds, values_of(pair.holds)),
         "gradients": digests(pair.holds, gradients),
     }
-
-
-def squares_of(gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: float(gradient.double().square().sum()) for name, gradient in gradients.items()}
 
 
 def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShard]) -> bool:
     """Return whether gradients and parameters are numbers at all."""
     values = (*gradients.values(), *(shard.value() for shard in holds.values()))
     return all(bool(torch.isfinite(tensor).all()) for tensor in values)
-
-
-@torch.no_grad()
-def _values(holds: Mapping[str, ParameterShard]) -> Rows:
-    return {name: shard.value().clone() for name, shard in holds.items()}

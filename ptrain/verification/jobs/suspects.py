@@ -15,7 +15,7 @@ from ptrain.verification.jobs.evidence import places_of
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.modules import Calls, Violation, innermost, is_within
 from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.jobs.words import families, over_axis
+from ptrain.verification.jobs.words import families, family, over_axis
 from ptrain.verification.names import canonical_modules
 
 _PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
@@ -88,7 +88,7 @@ class Suspects:
         paths = innermost([row[1] for row in rows])
         grouped: dict[str, list[str]] = {}
         for path in sorted(paths, key=places.index):
-            grouped.setdefault(_family(path), []).append(path)
+            grouped.setdefault(family(path), []).append(path)
         suspects = []
         for members in grouped.values():
             of = [row for row in rows if row[1] in members]
@@ -171,10 +171,6 @@ class Suspects:
         return _factor(self.ranks, self.ranks.stack(both), tolerance)
 
 
-def _family(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
-
-
 def _factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str]:
     """[ranks, 2, elements]: what is right, and what is there."""
     for axis, groups in ranks.axes.items():
@@ -185,7 +181,7 @@ def _factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str
                 break
             fits.append(share_of_sum(list(parts), truths[0]))
         if len(fits) == len(groups) and all(fit.holds(tolerance) for fit in fits):
-            return axis, "missing all-reduce"
+            return axis, f"missing all-reduce {over_axis(axis)}"
     fit = multiple(everyones[:, 1], everyones[:, 0])
     is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > _PLAIN
     return "", factor_text(fit.factor, ranks.degrees) if is_multiple else ""

@@ -4,7 +4,7 @@ of the right one, a part of a sum over an axis, some micro-batches alone, the st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -31,6 +31,7 @@ class SymptomKind(StrEnum):
     EVEN = "a multiple"
     PARTIAL = "partial"
     SOME = "some micro-batches"
+    LOCAL = "on each rank some ranks' micro-batches"
     WEIGHTS = "other weights of micro-batches"
     STALE = "stale"
     ADDED = "added to the step before"
@@ -81,7 +82,7 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
     for explanation in (
         _partial(sample, ranks, tolerance),
         _earlier(sample, holders, tolerance),
-        _some(sample, holders, tolerance),
+        _some(sample, ranks, tolerance),
     ):
         if explanation is not None:
             return explanation
@@ -90,7 +91,7 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
 
 def _partial(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom | None:
     """Over some axis the sum of what its ranks have is right, up to one factor."""
-    for axis, groups in ranks.axes.items():
+    for axis, groups in ranks.summed.items():
         factors = [fit for group in groups for fit in _shares(sample, group)]
         fits = [fit for fit in factors if fit is not None]
         if not fits or len(fits) < len(factors) or not all(f.holds(tolerance) for f in fits):
@@ -135,11 +136,12 @@ def _earlier(sample: Sample, holders: Sequence[int], tolerance: float) -> Sympto
 class Contributions:
     """Micro-batches with a gradient of their own, as (rank, number) [J]: ranks with the same data
     count once. `of_truth`, `of_loop`: what the right gradient and each rank's are as sums of
-    them."""
+    them; `own`: which of them each rank computes."""
 
     labels: tuple[tuple[int, int], ...]
     of_truth: LeastSquares
     of_loop: dict[int, LeastSquares]
+    own: dict[int, tuple[int, ...]]
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
@@ -156,11 +158,17 @@ def contributions(samples: Sequence[Sample]) -> Contributions | None:
         return None
     labels: list[tuple[int, int]] = []
     columns: list[Tensor] = []
+    own: dict[int, tuple[int, ...]] = {}
     for rank, rows in enumerate(basis):
         for number, row in enumerate(rows):
-            if row.any() and not any(are_alike([row, other], 1e-6) for other in columns):
+            if not row.any():
+                continue
+            place = next((p for p, it in enumerate(columns) if are_alike([row, it], 1e-6)), None)
+            if place is None:
+                place = len(columns)
                 labels.append((rank, number))
                 columns.append(row)
+            own[rank] = (*own.get(rank, ()), place)
     if not columns or 2 * len(columns) > truth.numel():
         return None
     fits: dict[int, LeastSquares] = {}
@@ -168,19 +176,20 @@ def contributions(samples: Sequence[Sample]) -> Contributions | None:
         has = ~row.isnan()
         if 2 * len(columns) <= int(has.sum()):
             fits[rank] = combination(row[has], [column[has] for column in columns])
-    return Contributions(tuple(labels), combination(truth, columns), fits)
+    return Contributions(tuple(labels), combination(truth, columns), fits, own)
 
 
-def _some(sample: Sample, holders: Sequence[int], tolerance: float) -> Symptom | None:
-    contributed = contributions([sample])
-    return by_micro_batches(contributed, holders, tolerance) if contributed else None
+def _some(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom | None:
+    if (contributed := contributions([sample])) is None:
+        return None
+    return by_micro_batches(contributed, sample.holders(), ranks, tolerance)
 
 
 def by_micro_batches(
-    contributed: Contributions, holders: Sequence[int], tolerance: float
+    contributed: Contributions, holders: Sequence[int], ranks: Ranks, tolerance: float
 ) -> Symptom | None:
-    """Every rank's gradient is a sum of the same micro-batches: some are not among them, or all
-    are, with the same weight, and one device gives them other ones."""
+    """Every rank's gradient is a sum of micro-batches: some are not among them, the same or another
+    rank's, or all are, with the same weight, and one device gives them other ones."""
     if not contributed.of_truth.holds(tolerance) or len(contributed.of_loop) < len(holders):
         return None
     fits = list(contributed.of_loop.values())
@@ -193,8 +202,10 @@ def by_micro_batches(
     if all(is_even(fit.coefficients, 10 * tolerance) for fit in fits):
         differ = not is_even(contributed.of_truth.coefficients, 10 * tolerance)
         return Symptom(SymptomKind.WEIGHTS) if differ else None
-    lacking = {absent(fit.coefficients) for fit in fits}
-    if len(lacking) != 1 or not (missing := lacking.pop()):
+    lacking = {rank: absent(fit.coefficients) for rank, fit in contributed.of_loop.items()}
+    if axis := _kept_apart(contributed, lacking, ranks):
+        return Symptom(SymptomKind.LOCAL, axis=axis)
+    if len(set(lacking.values())) != 1 or not (missing := lacking[min(lacking)]):
         return None
     labels = [contributed.labels[index] for index in missing]
     return Symptom(
@@ -202,6 +213,24 @@ def by_micro_batches(
         ranks=tuple(sorted({rank for rank, _ in labels})),
         numbers=tuple(sorted({number for _, number in labels})),
     )
+
+
+def _kept_apart(
+    contributed: Contributions, lacking: Mapping[int, tuple[int, ...]], ranks: Ranks
+) -> str:
+    """Return the axis that nothing was summed over: each rank's gradient, where it is no whole sum,
+    has the micro-batches of the ranks at its own place along it alone."""
+    for axis, groups in ranks.summed.items():
+        places = {rank: place for group in groups for place, rank in enumerate(group)}
+        own: dict[int, set[int]] = {}
+        for rank, numbers in contributed.own.items():
+            own.setdefault(places[rank], set()).update(numbers)
+        every = set(range(len(contributed.labels)))
+        if all(its == every for its in own.values()):
+            continue
+        if all(every - set(its) in (every, own[places[rank]]) for rank, its in lacking.items()):
+            return axis if any(lacking.values()) else ""
+    return ""
 
 
 def common_factor(samples: Sequence[Sample], tolerance: float) -> float:

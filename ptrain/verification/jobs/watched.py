@@ -12,7 +12,7 @@ from torch import Tensor
 from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.verification.jobs.metamorphic import TriedRelation
 from ptrain.verification.jobs.record import StepRecorder
-from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.shards import ParameterShard, values_of
 from ptrain.verification.jobs.verdict import claim
 from ptrain.verification.jobs.words import families
 
@@ -38,14 +38,14 @@ class Watched:
 
     def begin(self, wholes: Mapping[str, ParameterShard]) -> None:
         """Take the values of the start."""
-        self._values = _values(wholes)
+        self._values = values_of(wholes)
         self._shapes = {
             name: shard.shape for name, shard in wholes.items() if shard.parameter.requires_grad
         }
 
     def see(self, run: StepRecorder, wholes: Mapping[str, ParameterShard]) -> None:
         """Take what a step shows."""
-        now = _values(wholes)
+        now = values_of(wholes)
         trained = {name for name, gradient in run.gradients.items() if bool(gradient.any())}
         moved = any(not torch.equal(row, self._values[name]) for name, row in now.items())
         self.trained |= trained
@@ -176,7 +176,3 @@ def _relation(name: str, ranks: int, last: int, broken: BrokenRelation | None) -
 def _has_equal_rows(values: Tensor, shape: torch.Size) -> bool:
     rows = values.view(shape)
     return bool((rows == rows[:1]).all())
-
-
-def _values(wholes: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
-    return {name: shard.value().clone().flatten() for name, shard in wholes.items()}

@@ -7,10 +7,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import product
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from ptrain.verification.factors import multiple
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.words import families
+from ptrain.verification.parts import square
 from ptrain.verification.updates.case import UpdateCase
 
 _EPSILONS = (1e-6, 0.0)  # that torch adds to a norm, and who clips by hand does not
@@ -50,7 +51,7 @@ class Accumulation:
 
     def _keep(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.squares[name] = float(parameter.grad.detach().double().square().sum())
+            self.squares[name] = square(parameter.grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class ClippedGradient:
         """None where all are not scaled alike, or not at all, or by a power of two (a loss's
         scale)."""
         factors = [
-            math.sqrt(float(gradient.double().square().sum()) / squares[name])
+            math.sqrt(square(gradient) / squares[name])
             for name, gradient in gradients.items()
             if squares.get(name)
         ]
@@ -90,6 +91,9 @@ class ClippedGradient:
         if not 0.0 < factor < 1.0 - _LEAST or math.log2(factor).is_integer():
             return None
         return cls(squares, factor)
+
+    def plain(self) -> list[Any]:
+        return [dict(self.squares), self.factor]
 
     def norm(self, names: Sequence[str] | None = None) -> float:
         """Return that of these parameters, or of all, before clipping."""
@@ -126,12 +130,13 @@ def clipping(
     tolerance = min(_LOOSE * case.limit.gradients, _LOOSEST)
     gradient = ClippedGradient.of(*wholes, tolerance)
     mine = list(_scalings(case, wholes[1], gradient, tolerance)) if gradient else []
-    everyones = ranks.gather(
-        [[row.rank, row.name, row.group, row.factor, row.local] for row in mine]
-    )
-    rows = [Scaling(*row) for rank in everyones for row in rank]
-    if gradient is None or any(not math.isfinite(row.factor) for row in rows):
+    everyones = ranks.gather([gradient and gradient.plain(), [list(astuple(row)) for row in mine]])
+    rows = [Scaling(*row) for _, its in everyones for row in its]
+    if any(known is None for known, _ in everyones) or not all(
+        math.isfinite(row.factor) for row in rows
+    ):
         return None
+    gradient = ClippedGradient(*everyones[0][0])  # ranks' own floats might decide otherwise
     departure = max((abs(row.factor - 1.0) for row in rows), default=0.0)
     if departure <= tolerance:
         return None
@@ -151,7 +156,7 @@ def _scalings(
 ) -> Iterator[Scaling]:
     """Yield the factors of this rank's gradients: NaN of one that is no multiple."""
     parts = {n: case.holds[n].of(whole) for n, whole in wholes.items() if n in case.holds}
-    local = math.sqrt(sum(float(part.double().square().sum()) for part in parts.values()))
+    local = math.sqrt(sum(map(square, parts.values())))
     for name, part in parts.items():
         own = case.gradients.get(name)
         if case.is_noise(name) or not bool(part.any()):

@@ -309,7 +309,7 @@ device's to {left.worst:.2g}"
     ) -> Culprit:
         return Culprit(
             state=state,
-            axis=self._axis(ranks) if axis is None else axis,
+            axis=self.ranks.parting(ranks) if axis is None else axis,
             factor=factor,
             place=families(names),
             step=self.departures[0].step,
@@ -319,21 +319,13 @@ device's to {left.worst:.2g}"
             tried=proof,
         )
 
-    def _axis(self, ranks: Sequence[int]) -> str:
-        """Return the axis on which these ranks differ from the others, if only some are meant."""
-        chosen = set(ranks)
-        for axis, groups in self.ranks.axes.items():
-            if any(set(group) & chosen and set(group) - chosen for group in groups):
-                return axis
-        return ""
-
     def unexplained(self, ruled_out: str) -> Culprit:
         first = max(self.departures, key=lambda departure: departure.difference)
         alike = [d for d in self.departures if d.subject is first.subject]
         ranks = sorted({departure.rank for departure in alike})
         return Culprit(
             state=first.subject,
-            axis=self._axis(ranks),
+            axis=self.ranks.parting(ranks),
             factor=f"differs by {first.difference:.3g}",
             place=families(departure.name for departure in alike),
             step=first.step,

@@ -4,7 +4,7 @@ one by one, are added with its roundings and without."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from ptrain.report.finding import Certainty, Culprit, Subject
-from ptrain.verification.jobs.evidence import Sample
+from ptrain.verification.jobs.evidence import JobEvidence, Sample
+from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.parts import square
+from ptrain.verification.roundings import named, rounded
 
 _COARSE = (torch.bfloat16, torch.float16)
 _LOOSE = 10.0  # tolerances of a gradient
@@ -41,31 +44,36 @@ class CoarseSum:
     def _summed(self, addends: Tensor) -> Tensor:
         total = torch.zeros_like(addends[0])
         for addend in addends:
-            total = self._rounded(total + (self._rounded(addend) if self.addends_first else addend))
+            addend = rounded(addend, self.dtype) if self.addends_first else addend
+            total = rounded(total + addend, self.dtype)
         return total
 
-    def _rounded(self, row: Tensor) -> Tensor:
-        return row.to(self.dtype).to(row.dtype)
 
-
-def coarse_sum(unclear: Culprit, samples: Mapping[str, Sample], tolerance: float) -> Culprit | None:
+def coarse_sum(
+    unclear: Culprit, evidence: JobEvidence, ranks: Ranks, tolerance: float
+) -> Culprit | None:
     """Return the culprit where a sum of rounded micro-batches is what every optimizer takes, and
-    without roundings it is one device's; None where it is not. `samples` are all ranks' alike."""
-    known = {n: s for n, s in samples.items() if s.basis.numel() and not s.basis.isnan().any()}
+    without roundings it is one device's, over all elements of all gradients; None where it is not.
+    What the samples tell is looked for first. All ranks call it."""
+    samples = evidence.samples
+    known = {n: [s] for n, s in samples.items() if s.basis.numel() and not s.basis.isnan().any()}
     if not known or len(known) < len(samples):
         return None
     departure = _worst(known, _departing)
     right, count = (
         min(_LOOSE * tolerance, _SHARE * departure),
-        next(iter(known.values())).basis.shape[1],
+        next(iter(samples.values())).basis.shape[1],
     )
-    for way in _ways(known):
-        exact = _worst(known, partial(_exactly, way))
-        if exact > right:
+    for way in _ways(samples):
+        pairs = partial(_exactly, way), partial(_rounded, way)
+        if not all(_worst(known, pairs_of) <= right for pairs_of in pairs):
             continue
-        rounded = _worst(known, partial(_rounded, way))
-        if rounded <= right:
-            name = str(way.dtype).removeprefix("torch.")
+        exact, left = (
+            _worst({n: evidence.own.of_all_ranks(n, ranks) for n in known}, pairs_of)
+            for pairs_of in pairs
+        )
+        if max(exact, left) <= right:
+            name = named(way.dtype)
             what = f"accumulated in {name}" if count > 1 else f"rounded to {name}"
             return replace(
                 unclear,
@@ -76,7 +84,7 @@ def coarse_sum(unclear: Culprit, samples: Mapping[str, Sample], tolerance: float
                 "add them up, and reduce them, in a dtype as fine as one device's.",
                 certainty=Certainty.PROVEN,
                 tried=f"the micro-batches' own gradients, {what}, are what the optimizers take, to "
-                f"{rounded:.2g}; without roundings they are one device's, to {exact:.2g}",
+                f"{left:.2g}; without roundings they are one device's, to {exact:.2g}",
             )
     return None
 
@@ -90,33 +98,39 @@ def _ways(samples: Mapping[str, Sample]) -> Iterator[CoarseSum]:
         yield CoarseSum(dtype, ranks_first, addends_first, divisor)
 
 
-def _exactly(way: CoarseSum, sample: Sample) -> list[tuple[Tensor, Tensor]]:
-    return [(sample.basis.sum((0, 1)) / way.divisor, sample.truth)]
+Pairs = dict[int, tuple[Tensor, Tensor]]  # by rank
 
 
-def _departing(sample: Sample) -> list[tuple[Tensor, Tensor]]:
-    return [sample.of(rank) for rank in sample.holders()]
+def _exactly(way: CoarseSum, sample: Sample) -> Pairs:
+    return {0: (sample.basis.sum((0, 1)) / way.divisor, sample.truth)}
 
 
-def _rounded(way: CoarseSum, sample: Sample) -> list[tuple[Tensor, Tensor]]:
+def _departing(sample: Sample) -> Pairs:
+    return {rank: sample.of(rank) for rank in sample.holders()}
+
+
+def _rounded(way: CoarseSum, sample: Sample) -> Pairs:
     row = way.of(sample.basis)
-    has = [(~gradient.isnan(), gradient) for gradient in sample.gradients]
-    return [(row[mask], gradient[mask]) for mask, gradient in has if bool(mask.any())]
+    has = {rank: ~sample.gradients[rank].isnan() for rank in sample.holders()}
+    return {rank: (row[mask], sample.gradients[rank][mask]) for rank, mask in has.items()}
 
 
-def _worst(
-    samples: Mapping[str, Sample], pairs_of: Callable[[Sample], list[tuple[Tensor, Tensor]]]
-) -> float:
+def _worst(samples: Mapping[str, Iterable[Sample]], pairs_of: Callable[[Sample], Pairs]) -> float:
     """Return the largest distance of a parameter's pair, relative to its second; of a gradient
-    that is nothing beside the others', to theirs."""
-    usual = math.sqrt(
-        sum(float(sample.truth.square().sum()) for sample in samples.values())
-        / sum(sample.truth.numel() for sample in samples.values())
+    that is nothing beside the others', to theirs. Of a parameter its elements may come in several
+    samples."""
+    squares: dict[tuple[str, int], Tensor] = {}
+    truths = torch.zeros(2).double()
+    for name, pieces in samples.items():
+        for sample in pieces:
+            truths += torch.tensor([square(sample.truth), sample.truth.numel()]).double()
+            for rank, (row, actual) in pairs_of(sample).items():
+                sizes = [square(row - actual), square(actual), actual.numel()]
+                known = squares.get((name, rank), torch.zeros(3).double())
+                squares[name, rank] = known + torch.tensor(sizes).double()
+    usual = float(truths[0] / truths[1].clamp(min=1))
+    lengths = (torch.stack([row[1], _QUIET**2 * usual * row[2]]).max() for row in squares.values())
+    return max(
+        math.sqrt(float(row[0]) / (float(length) or 1.0))
+        for row, length in zip(squares.values(), lengths, strict=True)
     )
-    worst = 0.0
-    for sample in samples.values():
-        for row, actual in pairs_of(sample):
-            least = _QUIET * usual * math.sqrt(actual.numel())
-            length = max(float(torch.linalg.vector_norm(actual)), least)
-            worst = max(worst, float(torch.linalg.vector_norm(row - actual)) / (length or 1.0))
-    return worst

@@ -9,11 +9,10 @@ from enum import StrEnum
 from itertools import combinations
 from typing import assert_never
 
-import torch
 from torch import Tensor
 
-from ptrain.verification.jobs.compare import difference
 from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.parts import difference, norm
 from ptrain.verification.updates.case import BROKEN, Remainder, UpdateCase
 from ptrain.verification.updates.repeat import (
     CannotRepeat,
@@ -115,10 +114,10 @@ def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Sequ
 
 def distance(own: Tensor, other: Tensor) -> float:
     """Return how far a row is from one device's, relative to that."""
-    return difference(own, other, float(torch.linalg.vector_norm(other.double())))
+    return difference(own, other, norm(other))
 
 
-def tried(case: UpdateCase, swaps: Swaps) -> Remainder:
+def left_with(case: UpdateCase, swaps: Swaps) -> Remainder:
     """Return how far the update repeated with these swaps is from one device's, on this rank."""
     taken = dict(case.own)
     for swap in swaps:
@@ -179,7 +178,7 @@ def _several(swaps: Sequence[Swap]) -> list[Swaps]:
 
 
 def _all_ranks(case: UpdateCase, ranks: Ranks, trials: Sequence[Swaps]) -> dict[Swaps, Remainder]:
-    mine = [tried(case, swaps).plain() for swaps in trials]
+    mine = [left_with(case, swaps).plain() for swaps in trials]
     everyones = ranks.gather(mine)
     return {
         swaps: Remainder.of_all([rank[number] for rank in everyones])

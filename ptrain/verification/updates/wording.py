@@ -12,6 +12,7 @@ from torch import Tensor
 from ptrain.report.finding import Subject
 from ptrain.verification.factors import factor_text
 from ptrain.verification.jobs.words import families
+from ptrain.verification.roundings import is_number_of
 from ptrain.verification.updates.case import UpdateCase
 from ptrain.verification.updates.repeat import as_number, is_row
 from ptrain.verification.updates.swaps import Ingredient, Swap, Swaps, differing, distance
@@ -70,7 +71,8 @@ def _pair(case: UpdateCase, swap: Swap, name: str) -> IngredientPair:
             pair = own.rule.attribute(swap.key), other.rule.attribute(swap.key)
         case Ingredient.VALUE:
             pair = own.value, other.value
-            is_rounded = _is_bf16(own.value) and not _is_bf16(other.value)
+            of_bf16 = [is_number_of(side.value, torch.bfloat16) for side in (own, other)]
+            is_rounded = of_bf16 == [True, False]
         case Ingredient.RULE:
             pair = own.rule.kind.__name__, other.rule.kind.__name__
         case _:
@@ -81,10 +83,6 @@ def _pair(case: UpdateCase, swap: Swap, name: str) -> IngredientPair:
         is_master=name in case.seen.masters,
         kinds=(own.rule.kind.__name__, other.rule.kind.__name__),
     )  # fmt: skip
-
-
-def _is_bf16(row: Tensor) -> bool:
-    return torch.equal(row.bfloat16().to(row.dtype), row)
 
 
 def _text(value: Any, other: Any) -> str:

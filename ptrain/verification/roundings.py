@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from ptrain.verification.parts import norm
+
 COARSER = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 # Rounding to nearest errs by eps/2 at most and eps/sqrt(48) in the root mean square (mantissas
@@ -25,11 +27,10 @@ def rounded_to(actual: Tensor, expected: Tensor) -> str:
     for dtype in COARSER:
         if dtype.itemsize >= expected.dtype.itemsize:
             continue
-        if torch.equal(expected.to(dtype).to(expected.dtype), actual.to(expected.dtype)):
-            return _name(dtype)
+        if torch.equal(rounded(expected, dtype), actual.to(expected.dtype)):
+            return named(dtype)
     wanted, difference = expected.double().reshape(-1), (actual.double() - expected.double())
-    length = float(torch.linalg.vector_norm(wanted))
-    size = float(torch.linalg.vector_norm(difference))
+    length, size = norm(wanted), norm(difference)
     if not length or not math.isfinite(size) or not size:
         return ""
     if not _is_everywhere(difference.reshape(-1), wanted):
@@ -42,7 +43,7 @@ def rounded_to(actual: Tensor, expected: Tensor) -> str:
     likely = [dtype for dtype, share in shares.items() if _LEAST <= share <= _MOST]
     if not likely:
         return ""
-    return _name(min(likely, key=lambda dtype: abs(math.log(shares[dtype] / _USUAL))))
+    return named(min(likely, key=lambda dtype: abs(math.log(shares[dtype] / _USUAL))))
 
 
 def _is_everywhere(difference: Tensor, wanted: Tensor) -> bool:
@@ -52,9 +53,7 @@ def _is_everywhere(difference: Tensor, wanted: Tensor) -> bool:
     count = int(alive.sum())
     if int((difference[alive] != 0).sum()) < 0.97 * count or bool(difference[~alive].any()):
         return False
-    cosine = float(torch.dot(difference, wanted)) / (
-        float(torch.linalg.vector_norm(difference)) * float(torch.linalg.vector_norm(wanted))
-    )
+    cosine = float(torch.dot(difference, wanted)) / (norm(difference) * norm(wanted))
     return abs(cosine) <= 0.1 + 4 / math.sqrt(count)
 
 
@@ -101,5 +100,16 @@ def _bit_between(actual: Tensor, expected: Tensor) -> int | None:
     return None
 
 
-def _name(dtype: torch.dtype) -> str:
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor's numbers as another dtype has them, in its own dtype."""
+    return tensor.to(dtype).to(tensor.dtype)
+
+
+def is_number_of(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether every element is a number of this dtype."""
+    return torch.equal(rounded(tensor, dtype), tensor)
+
+
+def named(dtype: torch.dtype) -> str:
+    """Return a dtype's name without torch's."""
     return str(dtype).removeprefix("torch.")

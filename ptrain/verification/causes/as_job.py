@@ -1,0 +1,78 @@
+"""A program's step in the form in which the gradients of any loop are explained: what its
+optimizers took, what one device has, and what each rank's micro-batches give by themselves."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ptrain.verification.causes.scene import Investigation
+from ptrain.verification.contributions import of_given, of_micro_batches
+from ptrain.verification.jobs.evidence import JobEvidence, KnownFactors, OwnGradients, sampled
+from ptrain.verification.jobs.shards import ParameterShard, numbered
+from ptrain.verification.parts import held
+from ptrain.verification.places import data_place, token_place
+
+
+def as_job(scene: Investigation, *, as_given: bool = False) -> JobEvidence:
+    """Gather what explains gradients of any loop, and what a program alone shows; `as_given`: with
+    the micro-batches that each rank was given, which may be others than its own. Collective."""
+    evidence = scene.evidence
+    truths = evidence.expected_gradients
+    taken = {name: held(its).flatten() for name, its in evidence.gradients.items()}
+    reached = {name for its in scene.exchange.gather(sorted(taken)) for name in its}
+    holds = {
+        name: shard
+        for name, whole in truths.items()
+        if (shard := _shard(scene, name, whole, is_reached=name in reached)) is not None
+    }
+    place = data_place(scene.spec, scene.rank), token_place(scene.spec, scene.rank)
+    given = list(
+        of_given(scene.reference, evidence.batch, evidence.scale, place[0])
+        if as_given
+        else of_micro_batches(scene.reference, evidence.step, evidence.scale, place)
+    )
+    own = OwnGradients(
+        holds=holds, truths=truths, taken={n: row for n, row in taken.items() if n in holds},
+        given=given, before=evidence.earlier_gradients, micro_batches=len(given),
+    )  # fmt: skip
+    return sampled(scene.ranks, own, _known(scene))
+
+
+def _shard(
+    scene: Investigation, name: str, whole: Tensor, *, is_reached: bool
+) -> ParameterShard | None:
+    """Return which elements this rank's gradient is of; of one that no rank has, all of them."""
+    gradient = scene.evidence.gradients.get(name)
+    if gradient is None:
+        return None if is_reached else ParameterShard(name, whole, whole.shape)
+    part = scene.own_part(gradient, whole)
+    if part is None:
+        return None
+    at = part.of(numbered(whole.shape)).flatten()
+    is_whole = at.numel() == whole.numel()
+    return ParameterShard(name, held(gradient), whole.shape, None if is_whole else at)
+
+
+def _known(scene: Investigation) -> KnownFactors:
+    evidence = scene.evidence
+    clipped, scale = evidence.clipped_by(), evidence.scale
+    loss = evidence.loss / evidence.expected_loss if evidence.expected_loss else 1.0
+    return KnownFactors(
+        loss=loss,
+        factors=(
+            (clipped, "clipped twice", "The factor of clipping is applied twice: apply it once."),
+            (
+                1 / clipped, "not clipped",
+                "The norm is computed and nothing is scaled by it: scale all gradients.",
+            ),
+            (
+                scale, f"× {scale:g}: the loss scale is not undone",
+                "The optimizer is given gradients of the scaled loss: divide them before the "
+                "update.",
+            ),
+            (
+                1 / scale, f"÷ {scale:g}: the loss scale is undone twice",
+                "The optimizer divides gradients that are without the loss's scale: do it once.",
+            ),
+        ),
+    )  # fmt: skip

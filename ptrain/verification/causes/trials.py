@@ -1,0 +1,59 @@
+"""What a cause would make of every gradient, held against what the optimizers took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeAlias
+
+from torch import Tensor
+
+from ptrain.report.finding import Certainty
+from ptrain.verification.causes.common import own_part_of
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.jobs.compare import Magnitude
+from ptrain.verification.parts import TensorBox, difference
+
+LIKE_ROUNDINGS = "the difference is as large, and as even, as its roundings make one"
+_SHARE = 0.1  # of what departs, that a cause may leave
+# A parameter's name, one device's gradient of it, and which part of that this rank has, to this
+# part as the cause makes it.
+Made: TypeAlias = "Callable[[str, Tensor, TensorBox], Tensor]"
+
+
+def proven(scene: Investigation, cause: Cause, words: str, made: Made) -> Cause | None:
+    """Return the cause, proven, where it makes of one device's gradients those that the program's
+    optimizers took, all of them, on all ranks; None where it does not. Collective."""
+    truths = scene.evidence.expected_gradients
+    scale = Magnitude.of(truths)
+    left, departure = 0.0, 0.0
+    for name, whole in truths.items():
+        if (pair := own_part_of(scene, name)) is None:
+            continue
+        own, expected, part = pair
+        length = scale.length(whole, expected)
+        left = max(left, difference(own, made(name, whole, part), length))
+        departure = max(departure, difference(own, expected, length))
+    lefts, departures = zip(*scene.exchange.gather([left, departure]), strict=True)
+    if max(lefts) > min(EXACT, _SHARE * max(departures)):
+        return None
+    count = len(truths)
+    whose = f"all {count} gradients" if count > 1 else "the gradient"
+    tried = f"{words} in one device's makes {whose} what the optimizers take, to {max(lefts):.1e}"
+    return replace(cause, certainty=Certainty.PROVEN, tried=tried)
+
+
+def instead(rows: Mapping[str, Tensor]) -> Made:
+    """Return what makes these whole gradients in the place of one device's."""
+
+    def made(name: str, whole: Tensor, part: TensorBox) -> Tensor:
+        return part.of(rows.get(name, whole))
+
+    return made
+
+
+def directly(cause: Cause, words: str, *, by_all: bool) -> Cause:
+    """Return the cause, proven where all ranks that depart say the same of it."""
+    if by_all:
+        return replace(cause, certainty=Certainty.PROVEN, tried=words)
+    return replace(cause, tried=f"on some ranks alone {words}")
