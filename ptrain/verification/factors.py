@@ -142,6 +142,14 @@ def absent(coefficients: Sequence[float]) -> tuple[int, ...]:
     )
 
 
+def lacking(own: Tensor, shares: Sequence[Tensor], tolerance: float) -> list[int]:
+    """Return which of the shares a sum lacks, of those that are not zero; none where it is no sum
+    of them."""
+    known = [number for number, share in enumerate(shares) if bool(share.any())]
+    fit = combination(own, [shares[number] for number in known])
+    return [known[i] for i in absent(fit.coefficients)] if fit.holds(tolerance) else []
+
+
 def is_even(coefficients: Sequence[float], tolerance: float = 1e-3) -> bool:
     """Return whether every addend counts alike."""
     least, most = min(coefficients), max(coefficients)

@@ -116,15 +116,15 @@ def of_other_ranks(scene: Investigation, names: list[str]) -> Cause | None:
     """The contributions of other ranks than those of the data axes were summed, or the shard is
     another rank's."""
     name = chosen(scene, names, least=2 * scene.spec.world_size)
-    boxes = _boxes(scene, names)
+    pairs = {n: pair for n in names if (pair := own_part_of(scene, n)) is not None}
+    boxes = scene.boxes({n: part for n, (_, _, part) in pairs.items()})
     shares = _shares(scene, [name])[name]
-    own = own_part_of(scene, name)
     said: dict[int, float] = {}
-    if own is not None:
-        tensor, _, part = own
-        alike = [r for r, its in boxes.items() if name in its and its[name].shape == part.shape]
+    if name in pairs:
+        tensor, _, part = pairs[name]
+        alike = [rank for rank, its in boxes[name].items() if its.shape == part.shape]
         if tensor.numel() >= 2 * len(alike):
-            basis = [boxes[rank][name].of(shares[data_place(scene.spec, rank)]) for rank in alike]
+            basis = [boxes[name][rank].of(shares[data_place(scene.spec, rank)]) for rank in alike]
             fit = combination(tensor, basis)
             if fit.holds(EXACT):
                 lacking = absent(fit.coefficients)
@@ -138,9 +138,9 @@ def of_other_ranks(scene: Investigation, names: list[str]) -> Cause | None:
 
     def summed(name: str, whole: torch.Tensor, part: TensorBox) -> torch.Tensor:
         parts = [
-            weight * boxes[rank][name].of(every[name][data_place(scene.spec, rank)])
+            weight * boxes[name][rank].of(every[name][data_place(scene.spec, rank)])
             for rank, weight in said.items()
-            if name in every and name in boxes[rank]
+            if name in every and rank in boxes.get(name, {})
         ]
         return torch.stack(parts).sum(0) if parts else part.of(whole)
 
@@ -163,16 +163,6 @@ def of_single_ranks(scene: Investigation, names: list[str]) -> Cause | None:
         if (alone := proven(scene, cause, words, _nearest(scene, axis, shares))) is not None:
             return alone
     return None
-
-
-def _boxes(scene: Investigation, names: Sequence[str]) -> dict[int, dict[str, TensorBox]]:
-    """Return by rank which part of each gradient it has."""
-    own = {name: its for name in names if (its := own_part_of(scene, name)) is not None}
-    plain = {name: [its[2].offset, its[2].shape] for name, its in own.items()}
-    return {
-        rank: {name: TensorBox(tuple(at), tuple(shape)) for name, (at, shape) in its.items()}
-        for rank, its in enumerate(scene.exchange.gather(plain))
-    }
 
 
 def _shares(scene: Investigation, names: Sequence[str]) -> dict[str, dict[int, torch.Tensor]]:

@@ -1,13 +1,12 @@
-"""What causes of wrong gradients look at: a rank's part, a tensor that tells, a ratio in words."""
+"""What causes of wrong gradients look at: a rank's part, a tensor that tells."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
-from ptrain.verification.causes.scene import EXACT, Investigation
-from ptrain.verification.factors import is_even, multiple
+from ptrain.verification.causes.scene import Investigation
 from ptrain.verification.parts import TensorBox, held
 
 SUM_ONCE = "sum each sample's gradient once, over the global number of tokens"
@@ -28,11 +27,6 @@ def own_part_of(
     return held(tensor), part.of(whole), part
 
 
-def raw(scene: Investigation, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    evidence = scene.evidence
-    return evidence.gradients.get(name), evidence.expected_gradients.get(name)
-
-
 def chosen(scene: Investigation, names: Iterable[str], least: int) -> str:
     """The smallest parameter of which every rank has at least so many elements, else the largest;
     chosen by the first departure's kind of tensor, so that it is one that departs."""
@@ -42,30 +36,3 @@ def chosen(scene: Investigation, names: Iterable[str], least: int) -> str:
     if enough:
         return min(enough, key=lambda name: sizes[name])
     return max(known, key=lambda name: sizes[name])
-
-
-def even_ratio(scene: Investigation, names: Sequence[str]) -> float | None:
-    """Return which multiple of the right gradients all of these are that depart, 0 where nothing is
-    left of them; None where they are none, or different ones. Collective."""
-    own: dict[str, float] = {}
-    for name in names:
-        pair = own_part_of(scene, name)
-        if pair is None or not bool(pair[1].any()):
-            continue
-        if not bool(pair[0].any()):
-            own[name] = 0.0
-            continue
-        fit = multiple(pair[0], pair[1])
-        if not fit.holds(EXACT):
-            own = {name: float("nan")}
-            break
-        own[name] = fit.factor
-    factors = [factor for its in scene.exchange.gather(own) for factor in its.values()]
-    wrong = [factor for factor in factors if abs(factor - 1.0) > EXACT]
-    if not wrong or any(factor != factor for factor in factors) or not is_even(wrong):
-        return None
-    return 0.0 if abs(wrong[0]) <= EXACT else wrong[0]
-
-
-def listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

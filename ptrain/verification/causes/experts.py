@@ -8,7 +8,6 @@ places of all experts.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 
@@ -29,15 +28,13 @@ def experts_cause(scene: Investigation) -> Cause | None:
     said: list[str] = []
     if (own := Own.departing(scene)) is not None and scene.first.moment is Moment.FORWARD:
         said = next(map(list, _explanations(scene, own)), [])
-    by_rank = scene.exchange.gather(said)
-    everyone = [tuple(its) for its in by_rank if its]
-    if not everyone:
+    if (elected := scene.elected([said] if said else [])) is None:
         return None
-    explanation = Explanation(*Counter(everyone).most_common(1)[0][0])
+    explanation, by_all = Explanation(*elected[0]), elected[1]
     axis = explanation.axis or scene.axis_of(scene.ranks_of(scene.first))
     cause = Cause(axis, explanation.factor, explanation.sentence)
     tried = f"one device's {scene.first.place}, computed so, returns what the ranks have"
-    return directly(cause, tried, by_all=scene.by_all(by_rank))
+    return directly(cause, tried, by_all=by_all)
 
 
 def _explanations(scene: Investigation, own: Own) -> Iterator[Explanation]:

@@ -3,12 +3,12 @@ it what a program alone shows, each tried on what the samples and the ranks cont
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
+from ptrain.report.copies import listed
 from ptrain.report.finding import Certainty, Culprit, Moment, Subject
 from ptrain.verification.causes.addends import (
     of_another_operator,
@@ -17,7 +17,7 @@ from ptrain.verification.causes.addends import (
     of_single_ranks,
 )
 from ptrain.verification.causes.as_job import as_job
-from ptrain.verification.causes.common import listed, own_part_of
+from ptrain.verification.causes.common import own_part_of
 from ptrain.verification.causes.own_experts import of_experts
 from ptrain.verification.causes.routers import of_router_losses
 from ptrain.verification.causes.scene import Cause, Investigation
@@ -131,7 +131,7 @@ def _one_element(scene: Investigation, names: list[str]) -> Cause | None:
         return None
     ranks = scene.ranks_of(scene.at(Moment.GRADIENTS, Subject.GRADIENTS)[0])
     sentence = (
-        f"one element of the gradient of {names[0]} is off on ranks {listed(ranks)} and nothing "
+        f"one element of the gradient of {names[0]} is off on {listed(ranks)} and nothing "
         "else: suspect the memory there, or what writes to the buffer after the reduction"
     )
     tried = "with one device's in the place of this element, all gradients are one device's"
@@ -141,15 +141,11 @@ def _one_element(scene: Investigation, names: list[str]) -> Cause | None:
 
 def _rounded(scene: Investigation, names: list[str]) -> Cause | None:
     """It differs by the rounding of a coarser dtype, in size and evenness alone."""
-    dtypes = [
-        dtype
-        for name in names[:_ENOUGH]
-        if (own := own_part_of(scene, name)) is not None and (dtype := rounded_to(own[0], own[1]))
-    ]
-    everyone = [dtype for its in scene.exchange.gather(dtypes) for dtype in its]
-    if not everyone:
+    pairs = [pair for name in names[:_ENOUGH] if (pair := own_part_of(scene, name)) is not None]
+    dtypes = [dtype for own, right, _ in pairs if (dtype := rounded_to(own, right))]
+    if (elected := scene.elected(dtypes)) is None:
         return None
-    dtype = Counter(everyone).most_common(1)[0][0]
+    dtype, _ = elected
     ranks = scene.ranks_of(scene.first)
     sentence = f"gradients have the rounding of {dtype}: compute and reduce them in one dtype"
     return Cause(scene.axis_of(ranks), f"rounded to {dtype}", sentence, tried=LIKE_ROUNDINGS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from ptrain.axes.expert.form import factor_of
@@ -14,10 +15,10 @@ from ptrain.facts.stages import is_within
 from ptrain.spec.axis import REDUCED_AXES, Axis
 from ptrain.spec.layout import ranks_over
 from ptrain.spec.spec import Spec
-from ptrain.verification.causes.common import even_ratio, own_part_of
+from ptrain.verification.causes.common import own_part_of
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.causes.trials import directly, instead, proven
-from ptrain.verification.factors import DegreeProduct, factor_text, multiple, products
+from ptrain.verification.factors import DegreeProduct, factor_text, is_even, multiple, products
 from ptrain.verification.jobs.words import families
 from ptrain.verification.parts import relative
 
@@ -43,7 +44,14 @@ def of_experts(scene: Investigation, names: list[str]) -> Cause | None:
 
 
 def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Cause | None:
-    ratio = even_ratio(scene, names)
+    pairs = [pair for name in names if (pair := own_part_of(scene, name)) is not None]
+    own = 0.0
+    if pairs:
+        rows = torch.cat([tensor.flatten() for tensor, _, _ in pairs])
+        fit = multiple(rows, torch.cat([right.flatten() for _, right, _ in pairs]))
+        own = fit.factor if fit.holds(EXACT) else 0.0
+    ratios = [its for its in scene.exchange.gather(own) if abs(its - 1.0) > EXACT]
+    ratio = ratios[0] if ratios and is_even(ratios) else 0.0
     fits = [
         its
         for its in products(ratio or 1.0, scene.degrees)
@@ -60,7 +68,7 @@ def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Cause | None
         "number of tokens"
     )
     cause, all_names = Cause(axes, text, sentence), set(names)
-    factors = {n: g * (ratio or 1.0) for n, g in _truths(scene).items() if n in all_names}
+    factors = {n: g * ratio for n, g in _truths(scene).items() if n in all_names}
     return proven(scene, cause, f"{text} of the experts' alone", instead(factors))
 
 

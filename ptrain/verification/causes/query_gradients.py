@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ptrain.models.attention import Core
 from ptrain.verification.causes.rerun import Heads, core_of, gradient_with
-from ptrain.verification.causes.scene import Investigation
-from ptrain.verification.causes.shares import lacking
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout, ranks_text
+from ptrain.verification.factors import lacking
 
 
 def of_some_keys(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[Explanation]:
@@ -29,7 +29,7 @@ def of_some_keys(scene: Investigation, layout: TokenLayout, own: Own) -> Iterato
         if share is None:
             return
         shares.append(own.part(share))
-    if owners := lacking(own.tensor, shares):
+    if owners := lacking(own.tensor, shares, EXACT):
         ranks = ranks_text(scene, owners)
         sentence = (
             f"rank {scene.rank} has no gradient of its queries from the keys of {ranks}: add up "

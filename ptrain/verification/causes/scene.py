@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
@@ -18,7 +19,7 @@ from ptrain.verification.capture import as_held
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.own_tokens import TokensOfRank
-from ptrain.verification.parts import TensorBox, held, part_of
+from ptrain.verification.parts import TensorBox, part_of
 from ptrain.verification.places import coordinates, line
 from ptrain.verification.reference import ReferenceTraining
 
@@ -93,6 +94,23 @@ class Investigation:
         """Return whether each rank where this departs (without one the first) says something."""
         return all(bool(everyone[rank]) for rank in self.ranks_of(one or self.first))
 
+    def elected(self, votes: Sequence[Any]) -> tuple[Any, bool] | None:
+        """Return what most of all ranks' votes are for, and whether each rank where the first
+        departure is has one; None where nobody has. Collective."""
+        everyone = self.exchange.gather(list(votes))
+        known = {str(vote): vote for its in everyone for vote in its}
+        counts = Counter(str(vote) for its in everyone for vote in its)
+        return (known[counts.most_common(1)[0][0]], self.by_all(everyone)) if known else None
+
+    def boxes(self, own: Mapping[str, TensorBox]) -> dict[str, dict[int, TensorBox]]:
+        """Return by name and rank which part of a tensor every rank has. Collective."""
+        plain = {name: [part.offset, part.shape] for name, part in own.items()}
+        boxes: dict[str, dict[int, TensorBox]] = {}
+        for rank, its in enumerate(self.exchange.gather(plain)):
+            for name, (offset, shape) in its.items():
+                boxes.setdefault(name, {})[rank] = TensorBox(tuple(offset), tuple(shape))
+        return boxes
+
     def at(self, moment: Moment, subject: Subject | None = None) -> list[Departure]:
         """Return the departures of the first departure's step."""
         return [
@@ -149,15 +167,12 @@ class Investigation:
         )
 
     def gather_parts(
-        self, tensor: torch.Tensor | None, whole: torch.Tensor | None
+        self, tensor: torch.Tensor | None, part: TensorBox | None
     ) -> dict[int, PartValues]:
         """Every rank's part of a tensor, of those that have one. Collective."""
         own: Any = None
-        if tensor is not None and whole is not None:
-            part = self.own_part(tensor, whole)
-            if part is not None:
-                values = held(tensor).double().reshape(-1)[:MOST_VALUES].tolist()
-                own = [part.offset, part.shape, values]
+        if tensor is not None and part is not None:
+            own = [part.offset, part.shape, tensor.double().reshape(-1)[:MOST_VALUES].tolist()]
         everyone = enumerate(self.exchange.gather(own))
         return {
             rank: PartValues(

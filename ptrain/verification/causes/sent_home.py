@@ -17,8 +17,8 @@ from ptrain.verification.causes.rerun import (
     gradient_with,
 )
 from ptrain.verification.causes.scene import EXACT, Investigation
-from ptrain.verification.causes.shares import lacking
 from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout, ranks_text
+from ptrain.verification.factors import lacking
 from ptrain.verification.parts import relative
 
 
@@ -49,7 +49,7 @@ def _seen_by(rows: Tensor, core: Core, heads: Heads, mask: Tensor | None) -> Ten
 def _share_missing(
     scene: Investigation, own: Own, shares: Sequence[Tensor]
 ) -> Iterator[Explanation]:
-    owners = lacking(own.tensor, [own.part(share) for share in shares])
+    owners = lacking(own.tensor, [own.part(share) for share in shares], EXACT)
     if not owners:
         return
     ranks = ranks_text(scene, owners)

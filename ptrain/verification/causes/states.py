@@ -4,51 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from ptrain.costs import State
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Certainty, Departure, Moment, Subject
 from ptrain.spec.placement import Distribution
-from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.own_experts import copies, is_of_experts
 from ptrain.verification.causes.positions import positions_text
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.causes.trials import directly
 from ptrain.verification.causes.updates import proven_update
-from ptrain.verification.factors import multiple
+from ptrain.verification.causes.values import ALIKE, OF_VALUES, Said, Sides, of_values
 from ptrain.verification.own_tokens import own_spans
 from ptrain.verification.parts import TensorBox, held, relative
-from ptrain.verification.roundings import flipped_bit, odd_element, rounded, rounded_to
+from ptrain.verification.roundings import flipped_bit, odd_element, rounded
 from ptrain.verification.states import of_program, of_reference
 
+Key: TypeAlias = tuple[Subject, str]
 _OTHER = "other values"
 _AS_BEFORE = "what is wrong of it is what one device had then, to the last digits"
-_ALIKE = EXACT * 1e-4  # relative: what is closer than this is the same
 
 
-Key: TypeAlias = tuple[Subject, str]
-
-
-class Said(NamedTuple):
-    """What one rank says of its part; `tried`: what came of undoing it, "" where that was not
-    tried; `axis` where the cause is one's."""
-
-    factor: str
-    sentence: str
-    tried: str = ""
-    axis: str = ""
-
-
-RULED_OUT = (
-    "ruled out: one element, an earlier step, other positions, another rank's part, slices in "
-    "another order, a rounding, a multiple, its elements in other places"
-)
+RULED_OUT = f"ruled out: one element, an earlier step, other positions, {OF_VALUES}"
 
 
 def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause:
@@ -56,26 +38,20 @@ def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause
     if (proven := proven_update(scene, one, program)) is not None:
         return proven
     alike = _alike(scene, one, program)
-    boxes = _boxes(scene, alike)
+    boxes = scene.boxes({key[1]: sides.part for key, sides in alike.items()})
     said = {
-        key: _said(scene, replace(one, subject=key[0], name=key[1]), sides, boxes.get(key, {}))
+        key: _said(scene, replace(one, subject=key[0], name=key[1]), sides, boxes.get(key[1], {}))
         for key, sides in alike.items()
     }
     first = one.subject, one.name
     everyone = scene.exchange.gather(
         [said.get(first), [bool(its.tried) for its in said.values() if its is not None]]
     )
-    wrong = Counter(Said(*its) for its, _ in everyone if its)
-    if not wrong:
-        other = _other(one)
-        return Cause(
-            _axis(scene, one), other.factor, other.sentence,
-            certainty=Certainty.UNEXPLAINED, tried=RULED_OUT,
-        )  # fmt: skip
-    agreed = wrong.most_common(1)[0][0]
+    wrong = Counter(Said(*its) for its, _ in everyone if its) or {_other(one): 1}
+    agreed = max(wrong, key=lambda its: wrong[its])
     cause = Cause(agreed.axis or _axis(scene, one), agreed.factor, agreed.sentence)
     known = [its for _, tried in everyone for its in tried]
-    if all(known):
+    if known and all(known):
         others = f"; so is all that departs of {len(known)} parts" * (len(known) > 1)
         return directly(cause, agreed.tried + others, by_all=True)
     if agreed.factor == _OTHER:
@@ -104,17 +80,6 @@ def _alike(scene: Investigation, one: Departure, program: Program) -> dict[Key, 
     return sides
 
 
-def _boxes(scene: Investigation, alike: Mapping[Key, Sides]) -> dict[Key, dict[int, TensorBox]]:
-    """Return which part of these other ranks have."""
-    plain = [[*key, sides.part.offset, sides.part.shape] for key, sides in alike.items()]
-    boxes: dict[Key, dict[int, TensorBox]] = {}
-    for rank, rows in enumerate(scene.exchange.gather(plain)):
-        for subject, name, offset, shape in rows if rank != scene.rank else ():
-            part = TensorBox(tuple(offset), tuple(shape))
-            boxes.setdefault((Subject(subject), name), {})[rank] = part
-    return boxes
-
-
 def _axis(scene: Investigation, one: Departure) -> str:
     """Along which some ranks are wrong; where all are, the one that cuts the state."""
     if along := scene.axis_of(scene.ranks_of(one)):
@@ -122,25 +87,6 @@ def _axis(scene: Investigation, one: Departure) -> str:
     state = State.OPTIMIZER if one.subject is Subject.OPTIMIZER else State.PARAMETERS
     cut = scene.spec.axes_where(state, Distribution.SHARDED, Distribution.GATHERED)
     return str(cut[0]) if cut and one.subject is not Subject.COUNTER else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Sides:
-    """What this rank has, the reference's whole tensor, and which part of it this should be."""
-
-    own: Tensor
-    whole: Tensor
-    part: TensorBox
-
-    @property
-    def expected(self) -> Tensor:
-        return self.part.of(self.whole)
-
-    @property
-    def wrong(self) -> Tensor:
-        """Which elements are: a rank's rows may be made of several ranks' shards."""
-        expected = self.expected.double()
-        return (self.own.double() - expected).abs() > _ALIKE * expected.abs()
 
 
 def _said(
@@ -156,7 +102,7 @@ def _said(
         return Said(f"{actual} for {right}", sentence, tried)
     if one.subject is Subject.COUNTER:
         return _counted(float(own), float(expected))
-    if relative(own, expected) <= _ALIKE:
+    if relative(own, expected) <= ALIKE:
         return None
     if (odd := _of_one_element(one, sides)) is not None:
         return odd
@@ -167,9 +113,8 @@ def _said(
     return (
         _of_positions(scene, one, sides)
         or _of_other_experts(scene, one, sides)
-        or _of_another_rank(one, sides, places)
-        or _of_slices(scene, one, sides)
-        or _by_values(one, own, expected)
+        or of_values(scene, one.name, sides, places)
+        or _other(one)
     )
 
 
@@ -204,7 +149,7 @@ def _stale(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
     is_used = one.moment is Moment.FORWARD  # in the step at whose start it is right
     for back, states in enumerate(reversed(scene.evidence.states)):
         before = states.get((one.subject, one.name))
-        if before is None or relative(own[wrong], sides.part.of(before)[wrong]) > _ALIKE:
+        if before is None or relative(own[wrong], sides.part.of(before)[wrong]) > ALIKE:
             continue
         if is_used:
             sentence = (
@@ -253,18 +198,6 @@ def _of_positions(scene: Investigation, one: Departure, sides: Sides) -> Said | 
     return Said(text, sentence, tried, scene.token_axis) if text else None
 
 
-def _of_another_rank(one: Departure, sides: Sides, places: Mapping[int, TensorBox]) -> Said | None:
-    """It is the part that another rank should have."""
-    for rank, part in places.items():
-        there = part.of(sides.whole)
-        if there.shape == sides.own.shape and relative(sides.own, there) <= EXACT:
-            sentence = f"{one.name} is the part of rank {rank}: shards are loaded by wrong places"
-            return Said(
-                f"part of rank {rank}", sentence, "one device's part of it is what is there"
-            )
-    return None
-
-
 def _of_other_experts(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
     """All ranks have one rank's experts."""
     if not is_of_experts(scene.spec, one.name):
@@ -279,42 +212,6 @@ def _of_other_experts(scene: Investigation, one: Departure, sides: Sides) -> Sai
             tried = "one device's of these experts are what is there"
             return Said(f"experts of {axis} rank {place}", sentence, tried, axis)
     return None
-
-
-def _of_slices(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
-    for axis in scene.axes:
-        order = order_of_slices(sides.own, sides.expected, scene.spec.degree(axis))
-        if order is not None:
-            sentence = (
-                f"{one.name} is put together of the right shards of {axis} in the order "
-                f"{', '.join(map(str, order))}: gather them by rank"
-            )
-            return Said("shards in another order", sentence, "put in order, they are one device's")
-    return None
-
-
-def _by_values(one: Departure, own: Tensor, expected: Tensor) -> Said:
-    if dtype := rounded_to(own, expected):
-        sentence = f"{one.name} has the rounding of {dtype}: keep it in the spec's dtype"
-        coarse = getattr(torch, dtype)
-        is_it = torch.equal(rounded(expected, coarse), own.to(expected.dtype))
-        tried = f"one device's rounded to {dtype} is what is there" if is_it else ""
-        return Said(f"rounded to {dtype}", sentence, tried)
-    fit = multiple(own, expected)
-    if fit.holds(EXACT) and abs(fit.factor - 1.0) > EXACT:
-        factor = f"× {fit.factor:.4g}"
-        sentence = (
-            f"{one.name} is {factor} of what one device has: look at what scales, averages or sums "
-            "it over ranks"
-        )
-        return Said(factor, sentence, f"divided by {fit.factor:.4g} it is one device's")
-    one_sorted, other = (tensor.double().reshape(-1).sort().values for tensor in (own, expected))
-    if relative(one_sorted, other) <= EXACT:
-        sentence = (
-            f"{one.name} has its elements in other places: load and gather its shards by rank"
-        )
-        return Said("elements in another order", sentence)
-    return _other(one)
 
 
 def _other(one: Departure) -> Said:

@@ -14,6 +14,7 @@ from ptrain.axes.context.tokens import Span
 from ptrain.report.finding import Moment
 from ptrain.steps.context import ContextParallel
 from ptrain.verification.causes.scene import EXACT, Investigation
+from ptrain.verification.causes.values import Sides
 from ptrain.verification.own_tokens import tokens_in
 from ptrain.verification.parts import TensorBox, held, relative
 
@@ -28,6 +29,21 @@ class Explanation(NamedTuple):
     axis: str = ""
 
 
+def departing(scene: Investigation) -> Sides | None:
+    """Return both sides of the first departure, a module's output or its gradient; None where this
+    rank has none of it."""
+    key, evidence = (scene.first.name, scene.first.index), scene.evidence
+    is_forward = scene.first.moment is Moment.FORWARD
+    tensor, whole = (
+        (outputs.forward if is_forward else outputs.backward).get(key)
+        for outputs in (evidence.outputs, evidence.expected_outputs)
+    )
+    part = None if tensor is None or whole is None else scene.own_part(tensor, whole)
+    if tensor is None or whole is None or part is None:
+        return None
+    return Sides(held(tensor), whole, part)
+
+
 @dataclass(frozen=True, slots=True)
 class Own:
     """What this rank has of the departing tensor, and should have: the part `box` of its tokens."""
@@ -40,18 +56,10 @@ class Own:
     @classmethod
     def departing(cls, scene: Investigation) -> Own | None:
         """None where this rank has none of it, or has it right."""
-        key = scene.first.name, scene.first.index
-        is_forward, evidence = scene.first.moment is Moment.FORWARD, scene.evidence
-        tensor, wanted = (
-            (outputs.forward if is_forward else outputs.backward).get(key)
-            for outputs in (evidence.outputs, evidence.expected_outputs)
-        )
-        if tensor is None or wanted is None:
+        sides = departing(scene)
+        if sides is None or relative(sides.own, sides.expected) <= EXACT:
             return None
-        box = scene.own_part(tensor, wanted)
-        if box is None or relative(held(tensor), box.of(wanted)) <= EXACT:
-            return None
-        return cls(scene, held(tensor), box.of(wanted), box)
+        return cls(scene, sides.own, sides.expected, sides.part)
 
     def part(self, whole: Tensor, spans: Sequence[Span] | None = None) -> Tensor:
         """Return this rank's part of a whole tensor, of its tokens or of those in `spans`."""

@@ -1,0 +1,92 @@
+"""What a tensor that departs is of one device's: told by its values, whatever it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ptrain.verification.causes.order import order_of_slices
+from ptrain.verification.causes.scene import EXACT, Investigation
+from ptrain.verification.factors import factor_text, multiple, products
+from ptrain.verification.parts import TensorBox, relative
+from ptrain.verification.roundings import rounded, rounded_to
+
+ALIKE = EXACT * 1e-4  # relative: what is closer than this is the same
+OF_VALUES = (
+    "another rank's part, slices in another order, a rounding, a multiple, its elements in other "
+    "places"
+)
+
+
+class Said(NamedTuple):
+    """What one rank says of its part; `tried`: what came of undoing it, "" where that was not
+    tried; `axis` where the cause is one's."""
+
+    factor: str
+    sentence: str
+    tried: str = ""
+    axis: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What this rank has, the reference's whole tensor, and which part of it this should be."""
+
+    own: Tensor
+    whole: Tensor
+    part: TensorBox
+
+    @property
+    def expected(self) -> Tensor:
+        return self.part.of(self.whole)
+
+    @property
+    def wrong(self) -> Tensor:
+        """Which elements are: a rank's rows may be made of several ranks' shards."""
+        expected = self.expected.double()
+        return (self.own.double() - expected).abs() > ALIKE * expected.abs()
+
+
+def of_values(
+    scene: Investigation, what: str, sides: Sides, places: Mapping[int, TensorBox]
+) -> Said | None:
+    """Return what it is, in words about `what`; `places` are other ranks' parts. None where nothing
+    is known of it."""
+    own, expected = sides.own, sides.expected
+    for rank, part in places.items():
+        there = part.of(sides.whole)
+        if rank != scene.rank and there.shape == own.shape and relative(own, there) <= EXACT:
+            sentence = f"{what} is the part of rank {rank}: places or groups of ranks are wrong"
+            tried = "one device's there is what the rank has"
+            axis = scene.ranks.axis_of([scene.rank, rank])
+            return Said(f"part of rank {rank}", sentence, tried, axis)
+    for axis in scene.axes:
+        if (order := order_of_slices(own, expected, scene.spec.degree(axis))) is not None:
+            sentence = (
+                f"{what} is put together of the right slices of {axis} in the order "
+                f"{', '.join(map(str, order))}: gather them by rank"
+            )
+            tried = "put in order, they are one device's"
+            return Said("slices in another order", sentence, tried, str(axis))
+    if dtype := rounded_to(own, expected):
+        sentence = f"{what} has the rounding of {dtype}: keep, and compute, it in the spec's dtype"
+        its = rounded(expected, getattr(torch, dtype))
+        is_it = torch.equal(its, own.to(expected.dtype))
+        tried = f"one device's rounded to {dtype} is what is there" if is_it else ""
+        return Said(f"rounded to {dtype}", sentence, tried)
+    fit = multiple(own, expected)
+    if fit.holds(EXACT) and abs(fit.factor - 1.0) > EXACT:
+        text = factor_text(fit.factor, scene.degrees)
+        axes = (n for its in products(fit.factor, scene.degrees) for n in its.axes if n != "K")
+        sentence = f"{what} is {text} of one device's: scale, average or sum it over ranks once"
+        tried = f"divided by {fit.factor:.4g} it is one device's"
+        return Said(text, sentence, tried, next(axes, ""))
+    one_sorted, other = (tensor.double().reshape(-1).sort().values for tensor in (own, expected))
+    if relative(one_sorted, other) <= EXACT:
+        sentence = f"{what} has its elements in other places: load, and gather, shards by rank"
+        return Said("elements in another order", sentence)
+    return None
