@@ -67,27 +67,28 @@ def alive(name: str, trajectory: Trajectory) -> Iterator[Check]:
     that move, a loss that falls. Norms are not finite in steps that a scaled loss skips."""
     norms, losses = trajectory.gradient_norms, trajectory.losses
     wrong = sum(not math.isfinite(loss) for loss in losses)
-    yield _claim(f"{name}: finite", len(losses), wrong == 0, f"{wrong} losses are not finite")
+    yield claim(f"{name}: finite", len(losses), wrong == 0, f"{wrong} losses are not finite")
     if norms:  # min() passes over what is not a number, or not, by its place
         smallest = min((norm for norm in norms if not math.isnan(norm)), default=math.nan)
-        yield _claim(f"{name}: gradients", smallest, smallest > 0.0, "a gradient is zero")
+        yield claim(f"{name}: gradients", smallest, smallest > 0.0, "a gradient is zero")
     travelled = trajectory.travelled
-    yield _claim(
+    yield claim(
         f"{name}: parameters move", travelled, travelled > STILL, "the parameters stood still"
     )
     fall = losses[0] - min(losses[len(losses) // 2 :])
-    yield _claim(f"{name}: loss falls", fall, fall > 0.0, "the loss is flat")
+    yield claim(f"{name}: loss falls", fall, fall > 0.0, "the loss is flat")
 
 
-def _claim(name: str, value: float, holds: bool, otherwise: str) -> Check:
-    """A figure that must be positive; NaN is not."""
+def claim(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
+    """Return the check of something that must be so; `value` is what was measured, if that is a
+    number."""
     why = "" if holds else otherwise
     return Check(name=name, predicted=None, measured=value, tolerance=0.0, holds=holds, why=why)
 
 
 def _losses(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Check:
     if len(reference.losses) != len(run.losses):
-        return _claim("losses", len(run.losses), False, f"{len(reference.losses)} were expected")
+        return claim("losses", len(run.losses), False, f"{len(reference.losses)} were expected")
     differences = _relative(reference.losses, run.losses)
     excess = [difference / tolerances.of_loss(step) for step, difference in enumerate(differences)]
     worst = max(range(len(excess)), key=lambda step: _or_infinite(excess[step]))
@@ -112,7 +113,7 @@ def _parameters(reference: Trajectory, run: Trajectory, tolerances: Tolerances) 
         return
     names = reference.parameters.keys() ^ run.parameters.keys()
     if names:
-        yield _claim("parameters", len(names), False, f"only one side has {sorted(names)[0]}")
+        yield claim("parameters", len(names), False, f"only one side has {sorted(names)[0]}")
         return
     for kind, (name, difference) in _worst(reference.parameters, run.parameters).items():
         yield _check(f"parameters {kind}", difference, tolerances.parameters, name)

@@ -20,6 +20,7 @@ from ptrain.verification.factors import share_of_sum
 from ptrain.verification.parts import relative
 from ptrain.verification.roundings import COARSER, named, rounded
 
+_MOST_VALUES = 4096  # of an output that ranks tell each other
 RULED_OUT = (
     "an addend of a sum over ranks, other parameters, rows of other tokens or experts, keys and "
     f"positions of other slices, {OF_VALUES}"
@@ -46,22 +47,25 @@ def _what(scene: Investigation) -> str:
 
 def _partial(scene: Investigation) -> Cause | None:
     sides = departing(scene)
-    parts = scene.gather_parts(*((sides.own, sides.part) if sides else (None, None)))
+    row = [] if sides is None else sides.own.double().reshape(-1)[:_MOST_VALUES].tolist()
+    everyone = scene.exchange.gather([sides and [sides.part.offset, sides.part.shape], row])
     votes: list[str] = []
-    if sides is not None:
-        expected = sides.expected
-        for axes, ranks in scene.partial_over(parts):
-            values = [parts[rank].values for rank in ranks]
-            wanted = expected.reshape(-1)[: len(values[0])]
-            fit = share_of_sum(values, wanted)
-            is_own = relative(values[ranks.index(scene.rank)], wanted) <= EXACT
-            if fit.holds(EXACT) and abs(fit.factor - 1.0) <= EXACT and not is_own:
-                votes.append(" and ".join(axes))
+    for axis, groups in scene.ranks.summed.items():
+        (line,) = (group for group in groups if scene.rank in group)
+        if sides is None or any(everyone[r][0] != everyone[scene.rank][0] for r in line):
+            continue
+        values = [torch.tensor(everyone[rank][1], dtype=torch.float64) for rank in line]
+        wanted = sides.expected.reshape(-1)[:_MOST_VALUES]
+        fit = share_of_sum(values, wanted)
+        is_own = relative(values[line.index(scene.rank)], wanted) <= EXACT
+        if fit.holds(EXACT) and abs(fit.factor - 1.0) <= EXACT and not is_own:
+            votes.append(axis)
     if (elected := scene.elected(votes)) is None:
         return None
-    axes, by_all = elected
+    axis, by_all = elected
+    axes = axis.replace("+", " and ")
     sentence = f"each rank of {axes} has its own addend of {_what(scene)}: sum it over {axes}"
-    cause = Cause(axes.partition(" ")[0], f"missing all-reduce over {axes}", sentence)
+    cause = Cause(axis.partition("+")[0], f"missing all-reduce over {axes}", sentence)
     return directly(cause, f"summed over {axes} it is one device's", by_all=by_all)
 
 

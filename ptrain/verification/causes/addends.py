@@ -19,7 +19,6 @@ from ptrain.verification.factors import (
     combination,
     is_even,
 )
-from ptrain.verification.jobs.words import families
 from ptrain.verification.parts import TensorBox
 from ptrain.verification.places import data_place
 
@@ -149,22 +148,6 @@ def of_other_ranks(scene: Investigation, names: list[str]) -> Cause | None:
     return proven(scene, cause, words, summed) or replace(cause, tried=tried)
 
 
-def of_single_ranks(scene: Investigation, names: list[str]) -> Cause | None:
-    """Every element is what one of an axis' ranks contributes alone: a gradient was cut, and put
-    together, without a sum."""
-    shares = _shares(scene, names)
-    for axis in (axis for axis in scene.axes if axis in SAMPLE_AXES):
-        sentence = (
-            f"every element of the gradients of {families(names)} is what one rank of {axis} "
-            f"contributes: they are cut and not summed, so reduce-scatter them over {axis}"
-        )
-        cause = Cause(str(axis), f"missing reduction over {axis}", sentence)
-        words = f"for each element what one rank of {axis} contributes"
-        if (alone := proven(scene, cause, words, _nearest(scene, axis, shares))) is not None:
-            return alone
-    return None
-
-
 def _shares(scene: Investigation, names: Sequence[str]) -> dict[str, dict[int, torch.Tensor]]:
     """Return by name and data rank what its samples make of a parameter's gradient together."""
     shares: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
@@ -177,8 +160,42 @@ def _shares(scene: Investigation, names: Sequence[str]) -> dict[str, dict[int, t
     return shares
 
 
-def _nearest(
-    scene: Investigation, axis: Axis, shares: Mapping[str, Mapping[int, torch.Tensor]]
+def _nearest(addends: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    return addends.gather(0, (addends - own).abs().argmin(0, keepdim=True))[0]
+
+
+# What the ranks' addends [ranks, ...] and this rank's gradient make of a sum; how that is called.
+_OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "MAX": lambda addends, own: addends.amax(0),
+    "MIN": lambda addends, own: addends.amin(0),
+    "PRODUCT": lambda addends, own: addends.prod(0),
+    "": _nearest,
+}
+
+
+def of_another_operator(scene: Investigation, names: list[str]) -> Cause | None:
+    """The ranks' gradients were reduced, but not summed; or cut and put together without a
+    reduction, so that every element is what one rank contributes."""
+    shares = _shares(scene, names)
+    for axis in (axis for axis in scene.axes if axis in SAMPLE_AXES):
+        for operator, reduce in _OPERATORS.items():
+            factor, sentence = f"{operator} for SUM", f"by {operator}: sum them"
+            words = f"{operator} over {axis}"
+            if not operator:
+                factor, words = f"missing reduction over {axis}", f"one rank of {axis} alone"
+                sentence = "by nothing, and an element is one rank's: reduce-scatter them"
+            cause = Cause(str(axis), factor, f"gradients are reduced over {axis} {sentence}")
+            reduced = proven(scene, cause, words, _reduced(scene, axis, shares, reduce))
+            if reduced is not None:
+                return reduced
+    return None
+
+
+def _reduced(
+    scene: Investigation,
+    axis: Axis,
+    shares: Mapping[str, Mapping[int, torch.Tensor]],
+    reduce: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> Made:
     of_places: dict[int, set[int]] = {}
     for rank in range(scene.spec.world_size):
@@ -188,46 +205,13 @@ def _nearest(
         pair = own_part_of(scene, name)
         if name not in shares or pair is None:
             return part.of(whole)
-        alone = torch.stack(
-            [
-                torch.stack([part.of(shares[name][place]) for place in places]).sum(0)
-                for places in of_places.values()
-            ]
+        rows = (
+            torch.stack([part.of(shares[name][place]) for place in places]).sum(0)
+            for places in of_places.values()
         )
-        return alone.gather(0, (alone - pair[0]).abs().argmin(0, keepdim=True))[0]
+        return reduce(torch.stack(list(rows)), pair[0])
 
     return made
-
-
-_OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "MAX": lambda shares: shares.amax(0),
-    "MIN": lambda shares: shares.amin(0),
-    "PRODUCT": lambda shares: shares.prod(0),
-}
-
-
-def of_another_operator(scene: Investigation, names: list[str]) -> Cause | None:
-    """The ranks' gradients were reduced, but not summed."""
-    known = [name for name in names if name in scene.evidence.expected_gradients]
-    shares = _shares(scene, known)
-    for axis in (axis for axis in scene.axes if axis in SAMPLE_AXES):
-        line = {data_place(scene.spec, rank) for rank in scene.line(scene.rank, axis)}
-        for operator, reduce in _OPERATORS.items():
-            made = {
-                name: reduce(torch.stack([its[place] for place in sorted(line)]))
-                for name, its in shares.items()
-            }
-            cause = Cause(
-                str(axis), f"{operator} for SUM",
-                f"gradients are reduced over {axis} by {operator}: sum them",
-            )  # fmt: skip
-            reduced = proven(
-                scene, cause, f"{operator} over {axis}",
-                instead(made),
-            )  # fmt: skip
-            if reduced is not None:
-                return reduced
-    return None
 
 
 def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Cause | None:

@@ -14,7 +14,6 @@ from ptrain.verification.causes.addends import (
     of_another_operator,
     of_other_ranks,
     of_samples,
-    of_single_ranks,
 )
 from ptrain.verification.causes.as_job import as_job
 from ptrain.verification.causes.common import own_part_of
@@ -69,7 +68,7 @@ def _causes(scene: Investigation, names: list[str], lost: Sequence[str]) -> Iter
         _one_element,
         of_experts,
     )
-    behind = of_router_losses, of_samples, of_another_operator, of_single_ranks, of_other_ranks
+    behind = of_router_losses, of_samples, of_another_operator, of_other_ranks
     yield from filter(None, (cause(scene, names) for cause in before))
     # a sample, or a rank of cp, says more of uneven weights than a micro-batch
     evidence, limit = as_job(scene), TOLERANCES[torch.float64]

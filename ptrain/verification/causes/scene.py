@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
 from typing import Any
 
 import torch
 
 from ptrain.axes.context.tokens import Span
 from ptrain.report.finding import Certainty, Departure, Moment, Subject
-from ptrain.spec.axis import REDUCED_AXES, TOKEN_AXES, Axis
+from ptrain.spec.axis import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import as_held
@@ -24,7 +23,6 @@ from ptrain.verification.places import coordinates, line
 from ptrain.verification.reference import ReferenceTraining
 
 EXACT = 1e-6  # a relative residual below which a cause explains what was found
-MOST_VALUES = 4096  # of a tensor that ranks tell each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +35,6 @@ class Cause:
     place: str = ""  # where it is not the first departure's
     certainty: Certainty = Certainty.FITS
     tried: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PartValues:
-    """One rank's part of a tensor: where it is, and up to MOST_VALUES of its elements."""
-
-    part: TensorBox
-    values: torch.Tensor
 
 
 class Investigation:
@@ -165,37 +155,6 @@ class Investigation:
             degree=self.spec.degree(Axis.TP),
             place=self.place(self.rank).get(Axis.TP, 0),
         )
-
-    def gather_parts(
-        self, tensor: torch.Tensor | None, part: TensorBox | None
-    ) -> dict[int, PartValues]:
-        """Every rank's part of a tensor, of those that have one. Collective."""
-        own: Any = None
-        if tensor is not None and part is not None:
-            own = [part.offset, part.shape, tensor.double().reshape(-1)[:MOST_VALUES].tolist()]
-        everyone = enumerate(self.exchange.gather(own))
-        return {
-            rank: PartValues(
-                TensorBox(tuple(its[0]), tuple(its[1])), torch.tensor(its[2], dtype=torch.float64)
-            )
-            for rank, its in everyone
-            if its is not None
-        }
-
-    def partial_over(
-        self, parts: dict[int, PartValues]
-    ) -> Iterator[tuple[tuple[Axis, ...], list[int]]]:
-        """The axes along which ranks have the same part of a tensor, with this rank's line: single
-        ones, then several together of those that gradients are summed over."""
-        reduced = [axis for axis in self.axes if axis in REDUCED_AXES]
-        several = chain.from_iterable(
-            combinations(reduced, count) for count in range(2, len(reduced) + 1)
-        )
-        for axes in (*zip(self.axes, strict=True), *several):
-            line = self.line(self.rank, *axes)
-            ranks = [rank for rank in line if rank in parts]
-            if ranks == list(line) and len({parts[rank].part for rank in ranks}) == 1:
-                yield axes, ranks
 
 
 def ranks_of_spec(spec: Spec, exchange: Exchange) -> Ranks:

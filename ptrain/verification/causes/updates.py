@@ -86,7 +86,6 @@ def _case(scene: Investigation, program: Program) -> UpdateCase | None:
                 name, held(tensor), whole.shape, None if at.numel() == whole.numel() else at
             )
     courses = _courses(program, record, evidence.expected_updates, holds)
-    scale = Magnitude.of(evidence.expected_gradients)
     return UpdateCase(
         step=evidence.step,
         rank=scene.rank,
@@ -95,10 +94,7 @@ def _case(scene: Investigation, program: Program) -> UpdateCase | None:
         gradients={},
         holds={name: holds[name] for name in courses},
         courses=courses,
-        is_noise=lambda name: (
-            name in evidence.expected_gradients
-            and scale.is_noise(evidence.expected_gradients[name])
-        ),
+        is_noise=Magnitude.noise_among(evidence.expected_gradients),
         limit=TOLERANCES[torch.float64],
     )
 

@@ -59,7 +59,7 @@ def of_values(
     own, expected = sides.own, sides.expected
     for rank, part in places.items():
         there = part.of(sides.whole)
-        if rank != scene.rank and there.shape == own.shape and relative(own, there) <= EXACT:
+        if part != sides.part and there.shape == own.shape and relative(own, there) <= EXACT:
             sentence = f"{what} is the part of rank {rank}: places or groups of ranks are wrong"
             tried = "one device's there is what the rank has"
             axis = scene.ranks.axis_of([scene.rank, rank])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +48,12 @@ class Magnitude:
 
     def is_noise(self, whole: Tensor) -> bool:
         return _rms(whole) <= NOISE * self.usual
+
+    @classmethod
+    def noise_among(cls, tensors: Mapping[str, Tensor]) -> Callable[[str], bool]:
+        """Return whether one, by name, is noise beside the others."""
+        scale = cls.of(tensors)
+        return lambda name: name in tensors and scale.is_noise(tensors[name])
 
 
 def _rms(tensor: Tensor) -> float:

@@ -4,7 +4,7 @@ otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject, Way
@@ -20,19 +20,21 @@ def culprit(
     state: Subject,
     factor: str,
     sentence: str,
+    names: Iterable[str] | None = None,
+    who: Iterable[int] | None = None,
     axis: str | None = None,
+    certainty: Certainty = Certainty.FITS,
+    tried: str = "",
 ) -> Culprit:
-    """Return the culprit of these departures, in these words."""
-    who = sorted({departure.rank for departure in departures})
+    """Return the culprit of these departures, in these words; of their ranks and their names, and
+    the axis that parts those from the others, where no other ones are given."""
+    blamed = sorted({departure.rank for departure in departures} if who is None else set(who))
     return Culprit(
-        state=state,
-        axis=ranks.parting(who) if axis is None else axis,
-        factor=factor,
-        place=families(departure.name for departure in departures),
-        step=departures[0].step,
-        ranks=tuple(who),
-        sentence=sentence,
-    )
+        state=state, axis=ranks.parting(blamed) if axis is None else axis, factor=factor,
+        place=families([departure.name for departure in departures] if names is None else names),
+        step=departures[0].step, ranks=tuple(blamed), sentence=sentence, certainty=certainty,
+        tried=tried,
+    )  # fmt: skip
 
 
 def explain_start(departures: Sequence[Departure], ranks: Ranks) -> Culprit:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptrain.verification.factors import combination, multiple
 from ptrain.verification.jobs.compare import Magnitude
-from ptrain.verification.jobs.evidence import OwnGradients, Sample
+from ptrain.verification.jobs.evidence import OwnGradients, Sample, together
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.symptoms import Contributions, Symptom, SymptomKind
@@ -176,20 +176,13 @@ def own_factors(samples: Collection[Sample]) -> dict[int, float]:
     """Return of each rank what its gradients are a multiple of, all parameters together."""
     factors = {}
     for rank in sorted({rank for sample in samples for rank in sample.holders()}):
-        pairs = [sample.of(rank) for sample in samples]
-        fit = multiple(torch.cat([mine for mine, _ in pairs]), torch.cat([t for _, t in pairs]))
-        factors[rank] = fit.factor
+        pairs = zip(*(sample.of(rank) for sample in samples), strict=True)
+        factors[rank] = multiple(*(torch.cat(side) for side in pairs)).factor
     return factors
 
 
 def stale_factor(samples: Collection[Sample]) -> tuple[float, float]:
     """Return what the gradients have of this step's and of the step before's."""
-    pairs = [
-        (sample.of(rank)[0], sample.truth[has], sample.before[has])
-        for sample in samples
-        for rank in sample.holders()
-        for has in (~sample.gradients[rank].isnan(),)
-    ]
-    gradient, truth, before = (torch.cat(rows) for rows in zip(*pairs, strict=True))
+    gradient, truth, before = together(samples)
     this, earlier = combination(gradient, [truth, before]).coefficients
     return this, earlier

@@ -10,6 +10,7 @@ import torch
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
 from ptrain.verification.factors import factor_text, products
+from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.cures import Cure, own_factors, stale_factor
 from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.ranks import Ranks
@@ -19,7 +20,7 @@ from ptrain.verification.jobs.symptoms import (
     SymptomKind,
     contributions,
 )
-from ptrain.verification.jobs.words import families, over_axis
+from ptrain.verification.jobs.words import over_axis
 
 # How much some roundings change a gradient, at most; the coarsest first, whose numbers are others'.
 _ROUNDINGS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-5}
@@ -125,18 +126,12 @@ class Diagnosis:
         ranks: Sequence[int] = (),
         state: Subject = Subject.GRADIENTS,
     ) -> Culprit:
-        departing = {
-            departure.rank for departure in self.departures if departure.name in self.names
-        }
-        return Culprit(
-            state=state,
-            axis=axis,
-            factor=factor,
-            place=families(self.names),
-            step=self.departures[0].step,
-            ranks=tuple(ranks or sorted(departing)),
+        here = [departure for departure in self.departures if departure.name in self.names]
+        return culprit(
+            here or self.departures, self.ranks, state=state, axis=axis, factor=factor,
+            names=self.names, who=ranks or {departure.rank for departure in here},
             sentence=sentence,
-        )
+        )  # fmt: skip
 
     def _empty(self) -> Culprit:
         holders = {rank for sample in self.samples for rank in sample.holders()}
@@ -393,22 +388,17 @@ def unclear(
         ),
         None,
     )
-    culprit = Culprit(
-        state=first.subject,
-        axis="",
-        factor=f"differs by {largest:.3g}",
-        place=families(names) or first.name,
-        step=first.step,
-        ranks=tuple(sorted({departure.rank for departure in departures})),
+    unknown = culprit(
+        departures, ranks, state=first.subject, axis="", factor=f"differs by {largest:.3g}",
+        names=names or [first.name], certainty=Certainty.UNEXPLAINED,
         sentence="It is no multiple of one device's and no part of a sum over an axis: compare "
         "what this place is computed from.",
-        certainty=Certainty.UNEXPLAINED,
-    )
+    )  # fmt: skip
     if rounded is None:
-        return culprit
+        return unknown
     dtype = str(rounded).removeprefix("torch.")
     return replace(
-        culprit,
+        unknown,
         factor=f"rounded to {dtype}",
         sentence=f"It differs by {largest:.3g}, which is what roundings to {dtype} make: a "
         "reduction, a communication hook or an operator computes in it. If that is meant, say so: "

@@ -5,7 +5,7 @@ micro-batches contribute to them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -59,6 +59,19 @@ class Sample:
         """Return what this rank has of the sample, and what it should have."""
         has = ~self.gradients[rank].isnan()
         return self.gradients[rank][has], self.truth[has]
+
+
+def together(samples: Iterable[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return in a row each what all ranks have of some samples, what they should have, and what one
+    device had in the step before."""
+    rows = [
+        (sample.gradients[rank][has], sample.truth[has], sample.before[has])
+        for sample in samples
+        for rank in sample.holders()
+        for has in (~sample.gradients[rank].isnan(),)
+    ]
+    own, truth, before = (torch.cat(its) for its in zip(*rows, strict=True))
+    return own, truth, before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

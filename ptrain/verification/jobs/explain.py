@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
 from ptrain.verification.factors import is_even
+from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.cures import Cure, tried
 from ptrain.verification.jobs.diagnosis import Diagnosis, unclear
 from ptrain.verification.jobs.evidence import JobEvidence
@@ -62,16 +63,16 @@ def explain_gradients(
         return rounded
     if not wrong:
         return unexplained
-    culprit: Culprit | None = None
+    likeliest: Culprit | None = None
     for first, alike in _hypotheses(wrong, evidence, ranks, loose):
         if first.kind in without:
             continue
         case = Diagnosis(departures, evidence, ranks, loose, alike, first)
-        culprit = with_trial(case.culprit(), case.cure(scale), evidence, ranks, limit)
-        if culprit.certainty is not Certainty.UNEXPLAINED:
-            return culprit
-    assert culprit is not None, "something is wrong, so there is a hypothesis"
-    return culprit
+        likeliest = with_trial(case.culprit(), case.cure(scale), evidence, ranks, limit)
+        if likeliest.certainty is not Certainty.UNEXPLAINED:
+            return likeliest
+    assert likeliest is not None, "something is wrong, so there is a hypothesis"
+    return likeliest
 
 
 def _loose(limit: Tolerance) -> float:
@@ -221,14 +222,11 @@ def _batch(ledger: Samples, departures: Sequence[Departure], ranks: Ranks) -> Cu
         for word, rows in lists.items()
         if rows
     ]
-    return Culprit(
-        state=Subject.BATCH,
+    return culprit(
+        departures, ranks, state=Subject.BATCH, names=["samples"], who=range(ranks.size),
         axis=next(iter(ranks.axes), "") if ledger.doubled else "",
         factor=" and ".join(word for word, rows in lists.items() if rows),
-        place="samples",
-        step=departures[0].step,
-        ranks=tuple(range(ranks.size)),
         sentence="The ranks together do not see the global batch once: "
         f"{' and '.join(words)}. Look at how each rank's share is drawn (sampler, drop_last, "
         "padding to an even split).",
-    )
+    )  # fmt: skip

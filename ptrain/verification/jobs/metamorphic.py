@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.report.record import Check
+from ptrain.verification.compare import claim
 from ptrain.verification.jobs.again import ModelState
 from ptrain.verification.jobs.compare import Magnitude
 from ptrain.verification.jobs.conditions import Alone
@@ -24,7 +25,6 @@ from ptrain.verification.jobs.record import ForwardCall, StepRecorder
 from ptrain.verification.jobs.seeds import seeded
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.tasks import TokenTask, softmaxed, task_of
-from ptrain.verification.jobs.verdict import claim
 from ptrain.verification.jobs.words import families
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.parts import difference, norm

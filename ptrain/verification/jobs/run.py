@@ -13,6 +13,7 @@ from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.report.record import Check
+from ptrain.verification.compare import claim
 from ptrain.verification.jobs.compare import Differences, at_start, digest, replicas
 from ptrain.verification.jobs.conditions import (
     Alone,
@@ -51,7 +52,6 @@ from ptrain.verification.jobs.verdict import (
     LargestDifference,
     Liveness,
     OwnVerdict,
-    claim,
     first_of,
 )
 from ptrain.verification.jobs.watched import Watched

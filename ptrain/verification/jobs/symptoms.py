@@ -20,7 +20,7 @@ from ptrain.verification.factors import (
     multiple,
     share_of_sum,
 )
-from ptrain.verification.jobs.evidence import Sample
+from ptrain.verification.jobs.evidence import Sample, together
 from ptrain.verification.jobs.ranks import Ranks
 
 
@@ -71,8 +71,7 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
         return Symptom(SymptomKind.EMPTY, ranks=empty)
     if not all(torch.isfinite(mine).all() for mine, _ in pairs.values()):
         return Symptom(SymptomKind.NOT_FINITE)
-    everything = [torch.cat(side) for side in zip(*pairs.values(), strict=True)]
-    even = multiple(*everything)
+    even = multiple(*together([sample])[:2])
     if even.holds(tolerance):
         is_one = abs(even.factor - 1) <= tolerance
         return Symptom(SymptomKind.RIGHT if is_one else SymptomKind.EVEN, factor=even.factor)
@@ -81,7 +80,7 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
         return Symptom(SymptomKind.EACH)
     for explanation in (
         _partial(sample, ranks, tolerance),
-        _earlier(sample, holders, tolerance),
+        _earlier(sample, tolerance),
         _some(sample, ranks, tolerance),
     ):
         if explanation is not None:
@@ -113,20 +112,15 @@ def _shares(sample: Sample, group: Sequence[int]) -> Iterator[LeastSquares | Non
     yield None if are_alike(rows, 1e-6) else share_of_sum(rows, sample.truth[has])
 
 
-def _earlier(sample: Sample, holders: Sequence[int], tolerance: float) -> Symptom | None:
+def _earlier(sample: Sample, tolerance: float) -> Symptom | None:
     """The gradient is that of the step before, alone or on top."""
     if not sample.before.any():
         return None
-    gradients, truth, before = [], [], []
-    for rank in holders:
-        has = ~sample.gradients[rank].isnan()
-        gradients.append(sample.gradients[rank][has])
-        truth.append(sample.truth[has])
-        before.append(sample.before[has])
-    alone = multiple(torch.cat(gradients), torch.cat(before))
+    gradients, truth, before = together([sample])
+    alone = multiple(gradients, before)
     if alone.holds(tolerance):
         return Symptom(SymptomKind.STALE, factor=alone.factor)
-    both = combination(torch.cat(gradients), [torch.cat(truth), torch.cat(before)])
+    both = combination(gradients, [truth, before])
     return (
         Symptom(SymptomKind.ADDED, factor=both.coefficients[1]) if both.holds(tolerance) else None
     )
@@ -236,11 +230,7 @@ def _kept_apart(
 def common_factor(samples: Sequence[Sample], tolerance: float) -> float:
     """Return what most parameters are multiplied by, where the others depart in another way: a clip
     by a norm to which the others contributed. It is 1 where there is no such thing."""
-    fits = []
-    for sample in samples:
-        pairs = [sample.of(rank) for rank in sample.holders()]
-        if pairs:
-            fits.append(multiple(*[torch.cat(side) for side in zip(*pairs, strict=True)]))
+    fits = [multiple(*together([sample])[:2]) for sample in samples if sample.holders()]
     even = sorted(fit.factor for fit in fits if fit.holds(tolerance))
     if 2 * len(even) <= len(fits) or len(even) == len(fits):
         return 1.0

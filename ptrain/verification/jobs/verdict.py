@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ptrain.errors import VerdictFailed
 from ptrain.report.finding import Culprit, Departed, Departure
 from ptrain.report.record import Check
-from ptrain.verification.compare import STILL
+from ptrain.verification.compare import STILL, at_most, claim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +72,8 @@ class LargestDifference:
             self.difference, self.place = difference, place
 
     def check(self) -> Check:
-        holds = self.difference <= self.tolerance
-        why = "" if holds else f"differs by {self.difference:.3g} (relative) at {self.place}"
-        return Check(
-            name=self.name, predicted=0.0, measured=self.difference, tolerance=self.tolerance,
-            holds=holds, why=why,
-        )  # fmt: skip
-
-
-def claim(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
-    """Something that must be so; `value` is what was found, if that is a number."""
-    return Check(
-        name=name, predicted=None, measured=value, tolerance=0.0, holds=holds,
-        why="" if holds else otherwise,
-    )  # fmt: skip
+        why = f"differs by {self.difference:.3g} (relative) at {self.place}"
+        return at_most(self.name, self.difference, self.tolerance, why)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -93,7 +93,6 @@ class UpdateCase:
     ) -> UpdateCase:
         """`sides`: the loop's step and the reference's; `differences`: with how parameters went."""
         seen, expected = sides
-        scale = Magnitude.of(expected.gradients)
         return cls(
             step=differences.step,
             rank=differences.rank,
@@ -102,9 +101,7 @@ class UpdateCase:
             gradients=seen.gradients,
             holds=holds,
             courses=differences.courses,
-            is_noise=lambda name: (
-                name in expected.gradients and scale.is_noise(expected.gradients[name])
-            ),
+            is_noise=Magnitude.noise_among(expected.gradients),
             limit=limit,
         )
 

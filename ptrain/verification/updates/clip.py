@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
 from ptrain.verification.factors import multiple
+from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.jobs.words import families
 from ptrain.verification.parts import square
 from ptrain.verification.updates.case import UpdateCase
 
@@ -244,14 +244,8 @@ def _culprit(
         where = f" on rank {', '.join(map(str, wrong))}"
     elif way.factor == "clipped by the local norm":
         axis = next(iter(ranks.axes), "")
-    return Culprit(
-        state=Subject.NORM,
-        axis=axis,
-        factor=factor,
-        place=families(departure.name for departure in departures),
-        step=departures[0].step,
-        ranks=tuple(wrong),
-        sentence=sentence,
-        certainty=Certainty.PROVEN,
+    return culprit(
+        departures, ranks, state=Subject.NORM, axis=axis, factor=factor, who=wrong,
+        sentence=sentence, certainty=Certainty.PROVEN,
         tried=f"{way.proof}{where}, to {error:.2g}; clipped by the norm of all it is one device's",
-    )
+    )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
 from ptrain.verification.jobs.compare import digest
+from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.words import families
 from ptrain.verification.updates.case import BROKEN, Remainder, UpdateCase
@@ -80,6 +81,11 @@ class UpdateExplainer:
             for departure in self.departures
             if departure.rank == self.case.rank and departure.subject in _UPDATED
         }
+
+    def _rows(self, names: Sequence[str]) -> list[tuple[int, str]]:
+        """Return all ranks' names, each with its rank."""
+        everyones = self.ranks.gather(names)
+        return [(rank, name) for rank, its in enumerate(everyones) for name in its]
 
     def _of_all(self, remainder: Remainder) -> Remainder:
         return Remainder.of_all(self.ranks.gather(remainder.plain()))
@@ -180,8 +186,7 @@ device's to {left.worst:.2g}"
 
     def _written_after(self, departure: Remainder) -> Culprit:
         """What the optimizers left is one device's on every rank."""
-        everyones = self.ranks.gather(self.case.written_after())
-        rows = [(rank, name) for rank, its in enumerate(everyones) for name in its]
+        rows = self._rows(self.case.written_after())
         departing = {(d.rank, d.name) for d in self.departures if d.subject is Subject.PARAMETERS}
         rows = [row for row in rows if row in departing]
         states = [] if departing else [(d.rank, d.name) for d in self.departures]
@@ -213,8 +218,7 @@ device's to {left.worst:.2g}"
                 case.target(name).value.to(case.courses[name].after), case.courses[name].after
             )
         ]
-        everyones = self.ranks.gather(sorted(names))
-        rows = [(rank, name) for rank, its in enumerate(everyones) for name in its]
+        rows = self._rows(sorted(names))
         if not rows:
             return self.unexplained(f"{proof}, and nothing is written after the update")
         return self._proven(
@@ -229,8 +233,7 @@ device's to {left.worst:.2g}"
         case = self.case
         left, outcomes = self._repeated(dict(case.own))
         others = case.repeats(outcomes) if outcomes else sorted(case.own)
-        everyones = self.ranks.gather(others)
-        rows = [(rank, name) for rank, its in enumerate(everyones) for name in its]
+        rows = self._rows(others)
         if obstacle := next(filter(None, self.ranks.gather(self.obstacle)), ""):
             return self.unexplained(f"{obstacle}{self._differing()}")
         if rows and left.is_cure_of(departure):
@@ -307,33 +310,19 @@ device's to {left.worst:.2g}"
         *,
         axis: str | None = None,
     ) -> Culprit:
-        return Culprit(
-            state=state,
-            axis=self.ranks.parting(ranks) if axis is None else axis,
-            factor=factor,
-            place=families(names),
-            step=self.departures[0].step,
-            ranks=tuple(ranks),
-            sentence=sentence,
-            certainty=Certainty.PROVEN,
-            tried=proof,
-        )
+        return culprit(
+            self.departures, self.ranks, state=state, factor=factor, sentence=sentence,
+            names=names, who=ranks, axis=axis, certainty=Certainty.PROVEN, tried=proof,
+        )  # fmt: skip
 
     def unexplained(self, ruled_out: str) -> Culprit:
         first = max(self.departures, key=lambda departure: departure.difference)
         alike = [d for d in self.departures if d.subject is first.subject]
-        ranks = sorted({departure.rank for departure in alike})
-        return Culprit(
-            state=first.subject,
-            axis=self.ranks.parting(ranks),
-            factor=f"differs by {first.difference:.3g}",
-            place=families(departure.name for departure in alike),
-            step=first.step,
-            ranks=tuple(ranks),
+        return culprit(
+            alike, self.ranks, state=first.subject, factor=f"differs by {first.difference:.3g}",
             sentence="The gradients are one device's, and this is not when the step is over.",
-            certainty=Certainty.UNEXPLAINED,
-            tried=ruled_out,
-        )
+            certainty=Certainty.UNEXPLAINED, tried=ruled_out,
+        )  # fmt: skip
 
 
 def _common(case: UpdateCase, outcomes: dict[str, UpdateOutcome]) -> dict[str, UpdateOutcome]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ptrain.report.finding import Certainty, Culprit, Departure
 from ptrain.verification.jobs.compare import digest
+from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.jobs.words import families
 from ptrain.verification.updates.case import UpdateCase
 
 
@@ -26,15 +26,11 @@ def explain_replicas(departures: Sequence[Departure], case: UpdateCase, ranks: R
         f"the optimizers left the same bits on all of them, and rank "
         f"{', '.join(map(str, writers))} has others when its step is over"
     )
-    return Culprit(
-        state=first.subject,
-        axis=ranks.axis_of(first.between),
-        factor="replicas differ",
-        place=families(names),
-        step=first.step,
-        ranks=tuple(writers if is_proven else sorted({d.rank for d in departures})),
+    return culprit(
+        departures, ranks, state=first.subject, axis=ranks.axis_of(first.between),
+        factor="replicas differ", who=writers if is_proven else None,
         sentence=f"Ranks {who} hold the same part and have different bits of it: broadcast it "
         "once, and look at what is computed on each rank.",
         certainty=Certainty.PROVEN if is_proven else Certainty.UNEXPLAINED,
         tried=cure if is_proven else "the difference is rounding beside one device's",
-    )
+    )  # fmt: skip
