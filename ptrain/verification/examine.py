@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from ptrain.spec.axis import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import Capture, watched
+from ptrain.verification.compare import at_most
 from ptrain.verification.drive import drive
 from ptrain.verification.evidence import Evidence, clipped_by
 from ptrain.verification.explain import explain
@@ -248,15 +249,9 @@ class _Examiner:
         self.tally.add(_check_name(moment, subject), difference)
         if difference > TOLERANCE:
             yield Departure(
-                step=step,
-                moment=moment,
-                subject=subject,
-                name=str(subject),
-                rank=self.rank,
-                difference=difference,
-                tolerance=TOLERANCE,
-                told=f"{pair[0]!r} for {pair[1]!r}",
-            )
+                step=step, moment=moment, subject=subject, name=str(subject), rank=self.rank,
+                difference=difference, tolerance=TOLERANCE, told=f"{pair[0]!r} for {pair[1]!r}",
+            )  # fmt: skip
 
     def _state(self, step: int, moment: Moment) -> Iterator[Departure]:
         """Compare parameters, optimizer state, counters and buffers, each part where it is."""
@@ -307,17 +302,10 @@ class _Examiner:
         self.tally.add(_check_name(moment, subject), difference)
         if way is not Way.VALUE or difference > TOLERANCE:
             yield Departure(
-                step=step,
-                moment=moment,
-                subject=subject,
-                name=name,
-                rank=self.rank,
-                way=way,
-                difference=difference,
-                tolerance=TOLERANCE,
-                index=index,
+                step=step, moment=moment, subject=subject, name=name, rank=self.rank, way=way,
+                difference=difference, tolerance=TOLERANCE, index=index,
                 told=f"{tensor.dtype} for {whole.dtype}" if way is Way.DTYPE else "",
-            )
+            )  # fmt: skip
 
     def _of_all_ranks(self, own: list[Departure]) -> tuple[Departure, ...]:
         """Return everybody's departures on every rank, in order of time and along the model."""
@@ -355,18 +343,12 @@ class _Examiner:
 
 
 def _check(name: str, worst: float, failed: Departure | None) -> Check:
-    why = ""
-    if failed is not None:
-        by = f" ({failed.told})" if failed.told else ""
-        why = f"departs at {failed.place}, step {failed.step}, rank {failed.rank}{by}"
-    return Check(
-        name=name,
-        predicted=0.0,
-        measured=worst,
-        tolerance=TOLERANCE,
-        holds=failed is None,
-        why=why,
-    )
+    check = at_most(name, worst, TOLERANCE, "")
+    if failed is None:
+        return replace(check, holds=True)
+    by = f" ({failed.told})" if failed.told else ""
+    why = f"departs at {failed.place}, step {failed.step}, rank {failed.rank}{by}"
+    return replace(check, holds=False, why=why)
 
 
 def _check_of(departure: Departure) -> str:

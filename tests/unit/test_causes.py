@@ -8,11 +8,11 @@ import torch
 from ptrain.spec.axis import Axis
 from ptrain.steps.context import ContextParallel
 from ptrain.verification.causes.attended import _any_of, _hidden
-from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.positions import positions_text
 from ptrain.verification.causes.sent_home import under_other_strides
 from ptrain.verification.causes.targets import _other
 from ptrain.verification.causes.token_layout import TokenLayout
+from ptrain.verification.causes.values import order_of_slices
 from ptrain.verification.masks import DIFFERENT, EVALUATES, UNLIKE, Seen, _differing
 
 WHOLE = torch.randn(8, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,8 @@ from dataclasses import replace
 import torch
 
 from ptrain.spec.axis import REDUCED_AXES, SAMPLE_AXES, Axis
-from ptrain.verification.causes.common import SUM_ONCE, chosen, own_part_of
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.causes.trials import Made, instead, proven
+from ptrain.verification.causes.trials import SUM_ONCE, Made, chosen, instead, own_part_of, proven
 from ptrain.verification.contributions import Source, contributions, slices_of_tokens
 from ptrain.verification.factors import (
     absent,
@@ -99,14 +98,11 @@ def _dividing(scene: Investigation) -> dict[str, tuple[str, Callable[[Source], o
 
 
 def _odd_samples(odd: dict[int, float]) -> Cause:
-    missing = [sample for sample, share in odd.items() if abs(share) < 1e-3]
-    doubled = [sample for sample, share in odd.items() if abs(share - 2.0) < 1e-3]
-    if missing:
-        what = ", ".join(map(str, missing))
-        return Cause("", "missing sample", f"sample {what} is in no gradient: {SUM_ONCE}")
-    if doubled:
-        what = ", ".join(map(str, doubled))
-        return Cause("", "duplicate sample", f"sample {what} counts twice: {SUM_ONCE}")
+    kinds = (0.0, "missing", "is in no gradient"), (2.0, "duplicate", "counts twice")
+    for share, factor, words in kinds:
+        if which := [sample for sample, its in odd.items() if abs(its - share) < 1e-3]:
+            listed = ", ".join(map(str, which))
+            return Cause("", f"{factor} sample", f"sample {listed} {words}: {SUM_ONCE}")
     sample, share = next(iter(odd.items()))
     return Cause("", f"sample × {share:.4g}", f"sample {sample} counts {share:.4g}: {SUM_ONCE}")
 

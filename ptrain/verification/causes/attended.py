@@ -13,7 +13,6 @@ from ptrain.axes.context.tokens import Span
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.models.attention import Core
 from ptrain.models.transformer import LearnedPositions
-from ptrain.verification.causes.order import order_of_slices
 from ptrain.verification.causes.positions import positions_text, runs
 from ptrain.verification.causes.rerun import (
     Heads,
@@ -23,6 +22,7 @@ from ptrain.verification.causes.rerun import (
 )
 from ptrain.verification.causes.scene import Investigation
 from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout, ranks_text
+from ptrain.verification.causes.values import order_of_slices
 from ptrain.verification.own_tokens import own_spans, tokens_in
 
 _BY_GLOBAL = "number tokens as in the whole sequence (Transformer.place_tokens)"

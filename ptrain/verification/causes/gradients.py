@@ -16,11 +16,10 @@ from ptrain.verification.causes.addends import (
     of_samples,
 )
 from ptrain.verification.causes.as_job import as_job
-from ptrain.verification.causes.common import own_part_of
 from ptrain.verification.causes.own_experts import of_experts
 from ptrain.verification.causes.routers import of_router_losses
 from ptrain.verification.causes.scene import Cause, Investigation
-from ptrain.verification.causes.trials import LIKE_ROUNDINGS, directly
+from ptrain.verification.causes.trials import LIKE_ROUNDINGS, directly, own_part_of
 from ptrain.verification.jobs.explain import by_given, explain_gradients, with_trial
 from ptrain.verification.jobs.job import TOLERANCES
 from ptrain.verification.jobs.symptoms import SymptomKind

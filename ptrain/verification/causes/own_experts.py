@@ -3,8 +3,8 @@ gradients count as if all ranks had them, or different experts are taken for cop
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,12 +15,11 @@ from ptrain.facts.stages import is_within
 from ptrain.spec.axis import REDUCED_AXES, Axis
 from ptrain.spec.layout import ranks_over
 from ptrain.spec.spec import Spec
-from ptrain.verification.causes.common import own_part_of
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.causes.trials import directly, instead, proven
-from ptrain.verification.factors import DegreeProduct, factor_text, is_even, multiple, products
+from ptrain.verification.causes.trials import Made, instead, own_part_of, proven
+from ptrain.verification.factors import DegreeProduct, is_even, multiple, products
 from ptrain.verification.jobs.words import families
-from ptrain.verification.parts import relative
+from ptrain.verification.parts import TensorBox, relative
 
 
 def expert_axis(spec: Spec) -> Axis | None:
@@ -91,57 +90,48 @@ def _others(scene: Investigation, axis: Axis) -> str:
 
 
 def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Cause | None:
-    """Return whose parts were added to each other."""
-    said: list[list[str]] = []
+    """Return whose parts were added to each other. Collective."""
     of_experts = scene.spec.expert_axes
     for along in (axis, Axis.TP):
-        dims = (0,) if along in of_experts else (1, 2)
-        factors = [_factor(scene, name, along, dims) for name in names]
-        seen = [factor for factor in factors if factor is not None]
-        if seen and all(abs(factor - seen[0]) <= EXACT * abs(seen[0]) for factor in seen):
-            said.append([str(along), factor_text(seen[0], scene.degrees)])
-    departing = any(
-        relative(pair[0], pair[1]) > EXACT
-        for name in names
-        if (pair := own_part_of(scene, name)) is not None
-    )
-    by_rank = scene.exchange.gather([said, departing])
-    everyone = [tuple(one) for its, _ in by_rank for one in its]
-    if not everyone:
-        return None
-    (along, text), _ = Counter(everyone).most_common(1)[0]
-    degree = scene.degrees[along]
-    what = {"× 1": "summed", f"÷ {degree}": "averaged"}.get(text, f"summed ({text})")
-    which = "experts" if along in of_experts else "features of experts"
-    sentence = (
-        f"gradients of {families(names)} are {what} over {along}, whose ranks have different "
-        f"{which}: reduce them over {_others(scene, axis)}"
-    )
-    tried = f"one device's parts, {what} over {along}, are what the optimizers take of all of them"
-    by_all = all([along, text] in its for its, is_off in by_rank if is_off)
-    return directly(Cause(along, f"{what} over {along}", sentence), tried, by_all=by_all)
+        degree = scene.spec.degree(along)
+        which, dims = ("experts", (0,)) if along in of_experts else ("features of experts", (1, 2))
+        outer = ranks_over(scene.spec, ahead(of_experts, along))
+        for what, factor in (("summed", 1.0), ("averaged", 1.0 / degree)) if degree > 1 else ():
+            sentence = (
+                f"gradients of {families(names)} are {what} over {along}, whose ranks have "
+                f"different {which}: reduce them over {_others(scene, axis)}"
+            )
+            made = _summed(scene, names, (outer, degree), factor, dims)
+            cause = Cause(along, f"{what} over {along}", sentence)
+            if (one := proven(scene, cause, f"its parts {what} over {along}", made)) is not None:
+                return one
+    return None
 
 
-def _factor(scene: Investigation, name: str, along: Axis, dims: Sequence[int]) -> float | None:
-    """Return of which multiple of the sum of the ranks' parts this rank's gradient is; not a number
-    where it is none, None where this rank cannot say."""
-    degree, pair = scene.spec.degree(along), own_part_of(scene, name)
-    if pair is None or degree == 1:
-        return None
-    own, expected, box = pair
-    if relative(own, expected) <= EXACT:
-        return float("nan")  # it is right
-    whole = scene.evidence.expected_gradients[name]
-    outer = ranks_over(scene.spec, ahead(scene.spec.expert_axes, along))
-    for dim in dims:
-        if whole.shape[dim] % (outer * degree):
-            continue
-        parts = whole.unflatten(dim, (outer, degree, -1))
-        summed = parts.sum(dim + 1, keepdim=True).expand_as(parts).flatten(dim, dim + 2)
-        fit = multiple(own, box.of(summed))
-        if fit.holds(EXACT):
-            return fit.factor
-    return float("nan")
+def _summed(
+    scene: Investigation,
+    names: Collection[str],
+    ranks: tuple[int, int],
+    factor: float,
+    dims: Sequence[int],
+) -> Made:
+    """Return what sums the parts of an axis' ranks, along the dimension that a gradient tells:
+    matrices of experts are cut along either."""
+
+    def made(name: str, whole: Tensor, part: TensorBox) -> Tensor:
+        pair = own_part_of(scene, name)
+        count = math.prod(ranks)
+        cut = [dim for dim in dims if whole.dim() > dim and whole.shape[dim] % count == 0]
+        if name not in names or pair is None or not cut:
+            return part.of(whole)
+        sums = []
+        for dim in cut:
+            parts = whole.unflatten(dim, (*ranks, -1))
+            summed = parts.sum(dim + 1, keepdim=True).expand_as(parts).flatten(dim, dim + 2)
+            sums.append(part.of(summed) * factor)
+        return min(sums, key=lambda its: relative(its, pair[0]))
+
+    return made
 
 
 def ahead(axes: Sequence[Axis], axis: Axis) -> Sequence[Axis]:

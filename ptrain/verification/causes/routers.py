@@ -12,10 +12,9 @@ from torch import Tensor
 from ptrain.models.balance import Balance, weigh
 from ptrain.models.moe import Gate
 from ptrain.report.finding import Moment
-from ptrain.verification.causes.common import own_part_of
 from ptrain.verification.causes.rerun import call_of
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.causes.trials import directly, instead, proven
+from ptrain.verification.causes.trials import directly, instead, own_part_of, proven
 from ptrain.verification.factors import factor_text, is_even, multiple, products
 from ptrain.verification.parts import relative
 

@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
 from torch import Tensor
 
 from ptrain.report.finding import Certainty
-from ptrain.verification.causes.common import own_part_of
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.jobs.compare import Magnitude
-from ptrain.verification.parts import TensorBox, difference
+from ptrain.verification.parts import TensorBox, difference, held
 
+SUM_ONCE = "sum each sample's gradient once, over the global number of tokens"
 LIKE_ROUNDINGS = "the difference is as large, and as even, as its roundings make one"
 _SHARE = 0.1  # of what departs, that a cause may leave
 # A parameter's name, one device's gradient of it, and which part of that this rank has, to this
 # part as the cause makes it.
 Made: TypeAlias = "Callable[[str, Tensor, TensorBox], Tensor]"
+
+
+def own_part_of(scene: Investigation, name: str) -> tuple[Tensor, Tensor, TensorBox] | None:
+    """This rank's part of a gradient, that of the reference, and where it is."""
+    evidence = scene.evidence
+    tensor = evidence.gradients.get(name)
+    whole = evidence.expected_gradients.get(name)
+    if tensor is None or whole is None:
+        return None
+    part = scene.own_part(tensor, whole)
+    if part is None or not held(tensor).numel():
+        return None
+    return held(tensor), part.of(whole), part
+
+
+def chosen(scene: Investigation, names: Iterable[str], least: int) -> str:
+    """The smallest parameter of which every rank has at least so many elements, else the largest;
+    chosen by the first departure's kind of tensor, so that it is one that departs."""
+    known = [name for name in names if name in scene.evidence.expected_gradients]
+    sizes = {name: scene.evidence.expected_gradients[name].numel() for name in known}
+    enough = [name for name in known if sizes[name] >= least * scene.spec.world_size]
+    if enough:
+        return min(enough, key=lambda name: sizes[name])
+    return max(known, key=lambda name: sizes[name])
 
 
 def proven(scene: Investigation, cause: Cause, words: str, made: Made) -> Cause | None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from ptrain.verification.jobs.probe import ProbeResult
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
-from ptrain.verification.jobs.rows import RowReport, compare_rows
-from ptrain.verification.jobs.samples import Samples, ledger_of, rows_of
+from ptrain.verification.jobs.rows import RowReport, Samples, compare_rows, ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import square
 from ptrain.verification.roundings import is_number_of

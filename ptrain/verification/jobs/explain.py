@@ -13,7 +13,7 @@ from ptrain.verification.jobs.diagnosis import Diagnosis, unclear
 from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.jobs.samples import Samples
+from ptrain.verification.jobs.rows import Samples
 from ptrain.verification.jobs.symptoms import (
     Symptom,
     SymptomKind,
