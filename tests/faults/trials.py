@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from ptrain.interpreter.program import Program, interpret
-from ptrain.report.finding import Culprit
+from ptrain.report.finding import Certainty, Culprit
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
@@ -38,6 +38,11 @@ class Trial:
     @property
     def caught(self) -> bool:
         return bool(self.failing)
+
+    @property
+    def certainty(self) -> Certainty | None:
+        """How sure the culprit is."""
+        return None if self.culprit is None else self.culprit.certainty
 
     @property
     def localised(self) -> bool:
