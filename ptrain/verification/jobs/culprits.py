@@ -7,10 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject, Way
 from ptrain.verification.factors import factor_text
+from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.words import families
+from ptrain.verification.roundings import named
 
 
 def culprit(
@@ -135,3 +139,41 @@ def explain_loss(
         return replace(blamed, certainty=Certainty.UNEXPLAINED, tried=out)
     tried = f"by loss={fitting[0]!r} it is one device's"
     return replace(blamed, certainty=Certainty.PROVEN, tried=tried)
+
+
+# How much some roundings change a gradient, at most; the coarsest first, whose numbers are others'.
+_ROUNDINGS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-5}
+
+
+def unclear(
+    departures: Sequence[Departure], evidence: JobEvidence, names: Sequence[str], ranks: Ranks
+) -> Culprit:
+    """What departs, where no sum explains it: it may be a rounding. All ranks call it."""
+    first = departures[0]
+    largest = max(departure.difference for departure in departures)
+    rounded = next(
+        (
+            dtype
+            for dtype, most in _ROUNDINGS.items()
+            if largest <= most and all(ranks.gather(evidence.own.is_rounded_to(dtype, names)))
+        ),
+        None,
+    )
+    unknown = culprit(
+        departures, ranks, state=first.subject, axis="", factor=f"differs by {largest:.3g}",
+        names=names or [first.name], certainty=Certainty.UNEXPLAINED,
+        sentence="It is no multiple of one device's and no part of a sum over an axis: compare "
+        "what this place is computed from.",
+    )  # fmt: skip
+    if rounded is None:
+        return unknown
+    dtype = named(rounded)
+    return replace(
+        unknown,
+        factor=f"rounded to {dtype}",
+        sentence=f"It differs by {largest:.3g}, which is what roundings to {dtype} make: a "
+        "reduction, a communication hook or an operator computes in it. If that is meant, say so: "
+        f"Terms(dtype=torch.{dtype}).",
+        certainty=Certainty.PROVEN,
+        tried=f"every element of it is a number of {dtype}, and few of one device's are",
+    )

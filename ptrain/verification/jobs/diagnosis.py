@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-import torch
-
-from ptrain.report.finding import Certainty, Culprit, Departure, Subject
+from ptrain.report.finding import Culprit, Departure, Subject
 from ptrain.verification.factors import factor_text, products
-from ptrain.verification.jobs.culprits import culprit
+from ptrain.verification.jobs.culprits import culprit, unclear
 from ptrain.verification.jobs.cures import Cure, own_factors, stale_factor
 from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.ranks import Ranks
@@ -21,9 +19,6 @@ from ptrain.verification.jobs.symptoms import (
     contributions,
 )
 from ptrain.verification.jobs.words import over_axis
-
-# How much some roundings change a gradient, at most; the coarsest first, whose numbers are others'.
-_ROUNDINGS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-5}
 
 
 class Diagnosis:
@@ -372,40 +367,6 @@ class Diagnosis:
             )
         here = [departure for departure in self.departures if departure.name in self.names]
         return unclear(here, self.evidence, self.names, self.ranks)
-
-
-def unclear(
-    departures: Sequence[Departure], evidence: JobEvidence, names: Sequence[str], ranks: Ranks
-) -> Culprit:
-    """What departs, where no sum explains it: it may be a rounding. All ranks call it."""
-    first = departures[0]
-    largest = max(departure.difference for departure in departures)
-    rounded = next(
-        (
-            dtype
-            for dtype, most in _ROUNDINGS.items()
-            if largest <= most and all(ranks.gather(evidence.own.is_rounded_to(dtype, names)))
-        ),
-        None,
-    )
-    unknown = culprit(
-        departures, ranks, state=first.subject, axis="", factor=f"differs by {largest:.3g}",
-        names=names or [first.name], certainty=Certainty.UNEXPLAINED,
-        sentence="It is no multiple of one device's and no part of a sum over an axis: compare "
-        "what this place is computed from.",
-    )  # fmt: skip
-    if rounded is None:
-        return unknown
-    dtype = str(rounded).removeprefix("torch.")
-    return replace(
-        unknown,
-        factor=f"rounded to {dtype}",
-        sentence=f"It differs by {largest:.3g}, which is what roundings to {dtype} make: a "
-        "reduction, a communication hook or an operator computes in it. If that is meant, say so: "
-        f"Terms(dtype=torch.{dtype}).",
-        certainty=Certainty.PROVEN,
-        tried=f"every element of it is a number of {dtype}, and few of one device's are",
-    )
 
 
 def _mean(numbers: Sequence[float]) -> float:

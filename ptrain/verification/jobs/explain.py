@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
 from ptrain.verification.factors import is_even
-from ptrain.verification.jobs.culprits import culprit
+from ptrain.verification.jobs.culprits import culprit, unclear
 from ptrain.verification.jobs.cures import Cure, tried
-from ptrain.verification.jobs.diagnosis import Diagnosis, unclear
+from ptrain.verification.jobs.diagnosis import Diagnosis
 from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.ranks import Ranks
