@@ -11,7 +11,14 @@ import torch
 
 from ptrain.spec.axis import REDUCED_AXES, SAMPLE_AXES, Axis
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.causes.trials import SUM_ONCE, Made, chosen, instead, own_part_of, proven
+from ptrain.verification.causes.trials import (
+    SUM_ONCE,
+    Hypothesis,
+    chosen,
+    instead,
+    own_part_of,
+    proven,
+)
 from ptrain.verification.contributions import Source, contributions, slices_of_tokens
 from ptrain.verification.factors import (
     absent,
@@ -192,12 +199,12 @@ def _reduced(
     axis: Axis,
     shares: Mapping[str, Mapping[int, torch.Tensor]],
     reduce: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> Made:
+) -> Hypothesis:
     of_places: dict[int, set[int]] = {}
     for rank in range(scene.spec.world_size):
         of_places.setdefault(scene.place(rank)[axis], set()).add(data_place(scene.spec, rank))
 
-    def made(name: str, whole: torch.Tensor, part: TensorBox) -> torch.Tensor:
+    def hypothesis(name: str, whole: torch.Tensor, part: TensorBox) -> torch.Tensor:
         pair = own_part_of(scene, name)
         if name not in shares or pair is None:
             return part.of(whole)
@@ -207,7 +214,7 @@ def _reduced(
         )
         return reduce(torch.stack(list(rows)), pair[0])
 
-    return made
+    return hypothesis
 
 
 def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Cause | None:

@@ -16,7 +16,7 @@ from ptrain.spec.axis import REDUCED_AXES, Axis
 from ptrain.spec.layout import ranks_over
 from ptrain.spec.spec import Spec
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.causes.trials import Made, instead, own_part_of, proven
+from ptrain.verification.causes.trials import Hypothesis, instead, own_part_of, proven
 from ptrain.verification.factors import DegreeProduct, is_even, multiple, products
 from ptrain.verification.jobs.words import families
 from ptrain.verification.parts import TensorBox, relative
@@ -101,9 +101,11 @@ def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Ca
                 f"gradients of {families(names)} are {what} over {along}, whose ranks have "
                 f"different {which}: reduce them over {_others(scene, axis)}"
             )
-            made = _summed(scene, names, (outer, degree), factor, dims)
+            hypothesis = _summed(scene, names, (outer, degree), factor, dims)
             cause = Cause(along, f"{what} over {along}", sentence)
-            if (one := proven(scene, cause, f"its parts {what} over {along}", made)) is not None:
+            if (
+                one := proven(scene, cause, f"its parts {what} over {along}", hypothesis)
+            ) is not None:
                 return one
     return None
 
@@ -114,11 +116,11 @@ def _summed(
     ranks: tuple[int, int],
     factor: float,
     dims: Sequence[int],
-) -> Made:
+) -> Hypothesis:
     """Return what sums the parts of an axis' ranks, along the dimension that a gradient tells:
     matrices of experts are cut along either."""
 
-    def made(name: str, whole: Tensor, part: TensorBox) -> Tensor:
+    def hypothesis(name: str, whole: Tensor, part: TensorBox) -> Tensor:
         pair = own_part_of(scene, name)
         count = math.prod(ranks)
         cut = [dim for dim in dims if whole.dim() > dim and whole.shape[dim] % count == 0]
@@ -131,7 +133,7 @@ def _summed(
             sums.append(part.of(summed) * factor)
         return min(sums, key=lambda its: relative(its, pair[0]))
 
-    return made
+    return hypothesis
 
 
 def ahead(axes: Sequence[Axis], axis: Axis) -> Sequence[Axis]:

@@ -18,7 +18,7 @@ LIKE_ROUNDINGS = "the difference is as large, and as even, as its roundings make
 _SHARE = 0.1  # of what departs, that a cause may leave
 # A parameter's name, one device's gradient of it, and which part of that this rank has, to this
 # part as the cause makes it.
-Made: TypeAlias = "Callable[[str, Tensor, TensorBox], Tensor]"
+Hypothesis: TypeAlias = "Callable[[str, Tensor, TensorBox], Tensor]"
 
 
 def own_part_of(scene: Investigation, name: str) -> tuple[Tensor, Tensor, TensorBox] | None:
@@ -45,7 +45,7 @@ def chosen(scene: Investigation, names: Iterable[str], least: int) -> str:
     return max(known, key=lambda name: sizes[name])
 
 
-def proven(scene: Investigation, cause: Cause, words: str, made: Made) -> Cause | None:
+def proven(scene: Investigation, cause: Cause, words: str, hypothesis: Hypothesis) -> Cause | None:
     """Return the cause, proven, where it makes of one device's gradients those that the program's
     optimizers took, all of them, on all ranks; None where it does not. Collective."""
     truths = scene.evidence.expected_gradients
@@ -56,7 +56,7 @@ def proven(scene: Investigation, cause: Cause, words: str, made: Made) -> Cause 
             continue
         own, expected, part = pair
         length = scale.length(whole, expected)
-        left = max(left, difference(own, made(name, whole, part), length))
+        left = max(left, difference(own, hypothesis(name, whole, part), length))
         departure = max(departure, difference(own, expected, length))
     lefts, departures = zip(*scene.exchange.gather([left, departure]), strict=True)
     if max(lefts) > min(EXACT, _SHARE * max(departures)):
@@ -67,13 +67,13 @@ def proven(scene: Investigation, cause: Cause, words: str, made: Made) -> Cause 
     return replace(cause, certainty=Certainty.PROVEN, tried=tried)
 
 
-def instead(rows: Mapping[str, Tensor]) -> Made:
+def instead(rows: Mapping[str, Tensor]) -> Hypothesis:
     """Return what makes these whole gradients in the place of one device's."""
 
-    def made(name: str, whole: Tensor, part: TensorBox) -> Tensor:
+    def hypothesis(name: str, whole: Tensor, part: TensorBox) -> Tensor:
         return part.of(rows.get(name, whole))
 
-    return made
+    return hypothesis
 
 
 def directly(cause: Cause, words: str, *, by_all: bool) -> Cause:
