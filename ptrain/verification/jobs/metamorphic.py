@@ -17,6 +17,7 @@ from ptrain.report.record import Check
 from ptrain.verification.jobs.again import ModelState
 from ptrain.verification.jobs.compare import Magnitude, difference, norm
 from ptrain.verification.jobs.conditions import Alone
+from ptrain.verification.jobs.drawing import Drawing
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.modules import Calls, ModuleCall, ModuleRecorder, is_within
 from ptrain.verification.jobs.probe import autocast_of
@@ -46,11 +47,11 @@ class Metamorphic:
     whether the first dimension of a batch is samples, as the ranks' shares say."""
 
     def __init__(
-        self, job: Job, wholes: Mapping[str, ParameterShard], limit: Tolerance, *, ranks: int,
-        rows: bool,
+        self, job: Job, wholes: Mapping[str, ParameterShard], limit: Tolerance, *,
+        drawing: Drawing, rows: bool,
     ) -> None:  # fmt: skip
         self._job, self._wholes, self._limit = job, wholes, limit
-        self._ranks, self._rows = tuple(range(ranks)), rows
+        self._ranks, self._rows, self._drawing = tuple(range(drawing.ranks.size)), rows, drawing
         self.notes: list[str] = []
 
     def relations(self, batch: Any, trained: Collection[str]) -> Iterator[TriedRelation]:
@@ -73,7 +74,9 @@ class Metamorphic:
         yield from self._of_tokens(seen.calls)
 
     def _step(self, batch: Any) -> StepRecorder:
-        with seeded(self._job.model), StepRecorder(self._job.model, self._wholes) as seen, Alone():
+        model = self._job.model
+        still = self._drawing.stilled(model)  # whatever is dropped, it is the same in all passes
+        with seeded(model), StepRecorder(model, self._wholes) as seen, still, Alone():
             self._job.step(batch)
         return seen
 
@@ -234,7 +237,8 @@ class Metamorphic:
         return relation is not None and relation.check.holds
 
     def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:
-        with torch.no_grad(), seeded(self._job.model), autocast_of([call]):
+        still = self._drawing.stilled(self._job.model)
+        with torch.no_grad(), seeded(self._job.model), autocast_of([call]), still:
             output = self._job.model(*args, **kwargs)
         return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double()
 

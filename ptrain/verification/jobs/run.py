@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from ptrain.verification.jobs.conditions import (
     has_parameters,
     loss_dtype,
     number,
-    require_comparable,
+    require_plain,
     require_one_reference,
 )
 from ptrain.verification.jobs.culprits import (
@@ -30,6 +30,7 @@ from ptrain.verification.jobs.culprits import (
     explain_start,
     reference_not_finite,
 )
+from ptrain.verification.jobs.drawing import Drawing, RandomState, drawing_from
 from ptrain.verification.jobs.history import History
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, tolerance_of
@@ -74,8 +75,10 @@ _KINDS = {
 class Examiner:
     """`run` once. Everything that decides is gathered, so that all ranks do the same."""
 
-    def __init__(self, reference: Job, loop: Job, terms: Terms) -> None:
-        require_comparable(reference, loop)
+    def __init__(
+        self, reference: Job, loop: Job, terms: Terms, still: Collection[str] = ()
+    ) -> None:
+        require_plain(reference)
         has_parameters(reference.model)
         self.terms = terms
         self.ranks = ranks_of(loop.model.parameters(), terms.mesh)
@@ -84,6 +87,7 @@ class Examiner:
             self.ranks, {n: digest(whole.flatten()) for n, whole in wholes.items()}
         )
         self.loss = GlobalLoss(terms.loss, self.ranks)
+        self.drawing, self.random = Drawing(self.ranks, still), RandomState.of(loop.model)
         self.limit = terms.tolerance or tolerance_of(terms.dtype, wholes.values())
         self.pair = LoopPair(
             reference=reference,
@@ -106,7 +110,8 @@ class Examiner:
         self.departures: list[Departure] = []
         self.culprit: Culprit | None = None
         self.before: dict[str, torch.Tensor] = {}
-        self._share: Any = None  # of the step that is examined
+        self._batch: Any = None  # of the step that is examined
+        self._share: Any = None
         self._has_rows = False  # a batch's first dimension is samples, which ranks have some of
         self.watched = Watched()
 
@@ -137,7 +142,7 @@ class Examiner:
         shared = [relation.check for relation in relations]
         return OwnVerdict(
             checks=(*self._checks(life, repeats), *shared),
-            notes=(*self.notes, *notes),
+            notes=(*self.drawing.notes(), *self.notes, *notes),
             departures=tuple(self.departures),
             culprit=self.culprit,
             losses=(tuple(self.losses[0]), tuple(self.losses[1])),
@@ -148,7 +153,7 @@ class Examiner:
     def _relations(self, batch: Any) -> tuple[list[TriedRelation], list[str]]:
         """What both sides share is tried on the reference alone, on every rank."""
         metamorphic = Metamorphic(
-            self.pair.reference, self.pair.wholes, self.limit, ranks=self.ranks.size,
+            self.pair.reference, self.pair.wholes, self.limit, drawing=self.drawing,
             rows=self._has_rows,
         )  # fmt: skip
         relations = list(self.watched.relations(self.pair.origin, self.ranks.size))
@@ -187,12 +192,13 @@ class Examiner:
         return bool(self.departures)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
-        self._share = share
-        seen = run_step(self.pair, step, self.ranks.rank, batch, share, self.limit)
+        self._batch, self._share = batch, share
+        seen = run_step(self.pair, step, batch, share, self.limit, self.drawing)
         sums = checksums(self.pair, seen.seen.gradients)
         self.sums += [sums] if step < _REPEATED else []
         self._gather(seen.differences)
         self.departures += replicas(step, self.ranks.gather(sums["parameters"]), Subject.PARAMETERS)
+        self.drawing.require_attributed(bool(self.departures))
         self._note_norms(seen)
         self.watched.see(seen.expected, self.pair.wholes)
         if step == 0:
@@ -268,7 +274,10 @@ class Examiner:
         for actual, expected in lower:
             if actual != expected:
                 return explain_precision(actual, expected, first[0].step, self.ranks)
-        inquiry = Inquiry(self.pair, step, self.limit, loss=self.loss, share=self._share)
+        inquiry = Inquiry(
+            self.pair, step, self.limit, loss=self.loss, batch=self._batch, share=self._share,
+            drawing=self.drawing,
+        )  # fmt: skip
         return inquiry.culprit(first, self.before)
 
     def _explain_loss(self, departures: Sequence[Departure], own: float | None) -> Culprit:
@@ -280,8 +289,12 @@ class Examiner:
 
     def _both(self, batch: Any, share: Any) -> tuple[Any, Any]:
         """What both steps return."""
-        loss = self.pair.loop.step(share)
-        with Alone():
+        random = RandomState.of(self.pair.loop.model)
+        with self.drawing.recorded(self.pair.loop.model):
+            loss = self.pair.loop.step(share)
+        self.drawing.exchange()
+        plain = self.pair.reference.model
+        with drawing_from(random, plain), self.drawing.replayed(plain), Alone():
             return self.pair.reference.step(batch), loss
 
     def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
@@ -317,8 +330,10 @@ class Examiner:
         wholes = {
             name: row.view(self.pair.wholes[name].shape) for name, row in self.pair.origin.items()
         }
+        job = again()
+        self.random.restore()
         cause = repeated(
-            again(), wholes, self.terms, shares=shares, first=self.sums, ranks=self.ranks
+            job, wholes, self.terms, shares=shares, first=self.sums, drawing=self.drawing
         )
         self.culprit = cause or self.culprit
         return claim("the same twice", None, cause is None, "other bits")

@@ -25,6 +25,7 @@ from ptrain.verification.jobs.compare import (
     sure_of,
 )
 from ptrain.verification.jobs.conditions import Alone
+from ptrain.verification.jobs.drawing import Drawing, RandomState, drawing_from
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
@@ -54,7 +55,7 @@ class LoopPair:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
-    `loop_state`: what both models had before; `unclipped`: squares of the reference's gradients as
+    `loop_state`: what both models had before, `random` the loop's generators; `unclipped`: squares of the reference's gradients as
     its backward pass left them."""
 
     differences: Differences
@@ -63,22 +64,31 @@ class StepComparison:
     losses: tuple[Any, Any]
     reference_state: ModelState
     loop_state: ModelState
+    random: RandomState
     case: UpdateCase
     unclipped: dict[str, float]
 
 
 def run_step(
-    pair: LoopPair, number_: int, rank: int, batch: Any, share: Any, limit: Tolerance
+    pair: LoopPair, number_: int, batch: Any, share: Any, limit: Tolerance, drawing: Drawing
 ) -> StepComparison:
-    """Run the loop first, then the reference."""
+    """Run the loop first, then the reference, which draws what the loop drew."""
+    random = RandomState.of(pair.loop.model)
     began = ModelState.of(pair.reference.model), ModelState.of(pair.loop.model)
     before, run_before = _values(pair.wholes), _values(pair.holds)
-    with StepRecorder(pair.loop.model, pair.holds) as seen:
+    with StepRecorder(pair.loop.model, pair.holds) as seen, drawing.recorded(pair.loop.model):
         loss = pair.loop.step(share)
+    drawing.exchange()
     unclipped = Accumulation(pair.wholes)
-    with StepRecorder(pair.reference.model, pair.wholes) as expected, unclipped, Alone():
+    with (
+        drawing_from(random, pair.reference.model),
+        StepRecorder(pair.reference.model, pair.wholes) as expected,
+        unclipped,
+        drawing.replayed(pair.reference.model),
+        Alone(),
+    ):
         right = pair.reference.step(batch)
-    differences = Differences(step=number_, rank=rank)
+    differences = Differences(step=number_, rank=drawing.ranks.rank)
     if seen.updates != expected.updates:
         description = f"{seen.updates} updates, one device {expected.updates}"
         differences.differ(Moment.START, Subject.COUNTER, "optimizer.step", description)
@@ -110,7 +120,8 @@ def run_step(
     compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
         differences=differences, expected=expected, seen=seen, losses=(right, loss),
-        reference_state=began[0], loop_state=began[1], case=case, unclipped=unclipped.squares,
+        reference_state=began[0], loop_state=began[1], random=random, case=case,
+        unclipped=unclipped.squares,
     )  # fmt: skip
 
 
