@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.verification.jobs.draws import Draw, DrawMode
-from ptrain.verification.jobs.everyones_draws import EveryonesDraws
+from ptrain.verification.jobs.everyones_draws import EveryonesDraws, Key
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.seeds import cuda_devices
 from ptrain.verification.jobs.words import families
@@ -78,7 +78,7 @@ class Drawing:
         self.doubled |= set(self.everyones.doubled())
         self.ends = not (self.everyones or self.hidden)
 
-    def replayed(self, *models: nn.Module, still: Collection[str] = ()) -> Any:
+    def replayed(self, *models: nn.Module, still: Collection[Key] = ()) -> Any:
         """Return what passes of the plain model are to run in: each sample is dropped out as on the
         rank that had it."""
         if self.ends:
@@ -86,7 +86,7 @@ class Drawing:
         mode: DrawMode
 
         def instead(draw: Draw) -> Tensor | None:
-            if draw.path in self.still or draw.path in still:
+            if draw.path in self.still or (draw.path, draw.number) in still:
                 return draw.stilled()
             return self.everyones.of(draw, mode.rows[draw.outer, draw.call])
 
@@ -94,7 +94,7 @@ class Drawing:
         return mode
 
     def repeated(
-        self, *models: nn.Module, alike: bool = False, still: Collection[str] = ()
+        self, *models: nn.Module, alike: bool = False, still: Collection[Key] = ()
     ) -> Any:
         """Return what passes of the loop's modules, or of plain ones on what these were given, are
         to run in: they draw what this rank's drew in its step. `alike`: ranks with the same samples
@@ -105,7 +105,7 @@ class Drawing:
         mode: DrawMode
 
         def instead(draw: Draw) -> Tensor | None:
-            if draw.path in self.still or draw.path in still:
+            if draw.path in self.still or (draw.path, draw.number) in still:
                 return draw.stilled()
             value = own.get((draw.path, draw.number, draw.call))
             if alike and (first := self.everyones.of_first(draw, mode.rows_now)) is not None:

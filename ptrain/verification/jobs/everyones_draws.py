@@ -34,12 +34,12 @@ class EveryonesDraws:
     """Of a step, on every rank. What a look-up finds out on the way: `assumed`, modules of which
     ranks have slices, taken to lie in the order of the ranks; `lost`, modules whose draws cannot be
     told by samples; `unlike`, modules in which ranks that have the same samples drew differently,
-    with these ranks; `alone`, modules that draw on one device and on no rank."""
+    with these ranks; `alone`, draws of one device that no rank has."""
 
     by_key: dict[Key, list[RankDraw]] = field(default_factory=dict)
     assumed: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
-    alone: set[str] = field(default_factory=set)
+    alone: set[Key] = field(default_factory=set)
     unlike: dict[str, tuple[int, ...]] = field(default_factory=dict)
     used: set[Key] = field(default_factory=set)
     passes: dict[int, set[Rows]] = field(default_factory=dict)  # by number, of all ranks
@@ -78,7 +78,7 @@ class EveryonesDraws:
         """Return what one device is to draw for these samples; None where nothing tells."""
         key = draw.path, draw.number
         if key not in self.by_key:
-            self.alone.add(draw.path)
+            self.alone.add(key)
             return None
         self.used.add(key)
         held = self._of_known_samples(draw, self.by_key[key], rows)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
-from ptrain.verification.jobs.everyones_draws import drawn_again_otherwise
+from ptrain.verification.jobs.everyones_draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.words import families
 
@@ -23,13 +23,10 @@ def culprit_of_masks(inquiry: Inquiry, first: Sequence[Departure]) -> Culprit | 
     if not drawing.any:
         return None
     everyones, ranks = drawing.everyones, inquiry.ranks
-    loop_only = {path for path, number in everyones.by_key if (path, number) not in everyones.used}
-    again = {draw.path or draw.outer for draw in drawn_again_otherwise(drawing.loop)}
-    mine = [sorted(everyones.alone), sorted(loop_only), sorted(again), dict(everyones.unlike)]
-    reports = ranks.gather(mine)
-    alone, loop_only, again = ({p for report in reports for p in report[n]} for n in range(3))
-    unlike = {path: tuple(its) for report in reports for path, its in report[3].items()}
-    everyones.unlike |= unlike
+    alone, loop_only = everyones.alone, set(everyones.by_key) - everyones.used  # as on all ranks
+    unlike = dict(everyones.unlike)
+    mine = sorted({draw.path or draw.outer for draw in drawn_again_otherwise(drawing.loop)})
+    again = {path for paths in ranks.gather(mine) for path in paths}
     step, size = first[0].step, ranks.size
     if unlike and (left := _left_alike(inquiry)) is not None:
         who = tuple(sorted({rank for its in unlike.values() for rank in its}))
@@ -51,15 +48,15 @@ def culprit_of_masks(inquiry: Inquiry, first: Sequence[Departure]) -> Culprit | 
         )  # fmt: skip
     if alone and (left := _left_of_reference(inquiry, alone)) is not None:
         return _said(
-            step, tuple(range(size)), families(alone), "dropout on one device alone",
-            f"{families(alone)} drops out on one device, and on no rank of the loop: it is in "
-            "evaluation mode there (call model.train() before the step), or its rate is 0.",
+            step, tuple(range(size)), _modules(alone), "dropout on one device alone",
+            f"In {_modules(alone)} one device drops out, and no rank of the loop does: that is in "
+            "evaluation mode (call model.train() before the step), or its rate is 0.",
             f"with nothing dropped there on one device, its gradients are the loop's to {left:.1e}",
         )  # fmt: skip
     if loop_only and (left := _left_of_loop(inquiry, loop_only)) is not None:
         return _said(
-            step, tuple(range(size)), families(loop_only), "dropout in the loop alone",
-            f"{families(loop_only)} drops out in the loop, and not on one device: the rates or "
+            step, tuple(range(size)), _modules(loop_only), "dropout in the loop alone",
+            f"In {_modules(loop_only)} the loop drops out, and one device does not: the rates or "
             "the modes (train, eval) of both are not the same.",
             f"with nothing dropped there, the gradients are one device's to {left:.1e}",
         )  # fmt: skip
@@ -80,7 +77,7 @@ def _left_alike(inquiry: Inquiry) -> float | None:
     return _of_loop(inquiry, inquiry.drawing.repeated(inquiry.pair.loop.model, alike=True))
 
 
-def _left_of_loop(inquiry: Inquiry, still: set[str]) -> float | None:
+def _left_of_loop(inquiry: Inquiry, still: set[Key]) -> float | None:
     return _of_loop(inquiry, inquiry.drawing.repeated(inquiry.pair.loop.model, still=still))
 
 
@@ -93,7 +90,7 @@ def _of_loop(inquiry: Inquiry, draws: object) -> float | None:
     return inquiry.left(seen.gradients)
 
 
-def _left_of_reference(inquiry: Inquiry, still: set[str]) -> float | None:
+def _left_of_reference(inquiry: Inquiry, still: set[Key]) -> float | None:
     """Run one device's step once more; return how far the loop's is from it, if that is near."""
     inquiry.rewind()
     pair = inquiry.pair
@@ -101,3 +98,7 @@ def _left_of_reference(inquiry: Inquiry, still: set[str]) -> float | None:
     with StepRecorder(pair.reference.model, pair.wholes) as expected, draws:
         pair.reference.step(inquiry.batch)
     return inquiry.left(inquiry.step.seen.gradients, expected.gradients)
+
+
+def _modules(keys: set[Key]) -> str:
+    return families(path or "the model" for path, _ in sorted(keys))
