@@ -25,6 +25,7 @@ from ptrain.verification.jobs.mask_culprits import culprit_of_masks
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, violations
 from ptrain.verification.jobs.probe import ProbeResult, autocast_of, probed, untouched
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder
+from ptrain.verification.jobs.slice_culprits import SliceInquiry
 from ptrain.verification.jobs.step import LoopPair, StepComparison
 from ptrain.verification.jobs.suspects import Suspect, Suspects
 from ptrain.verification.jobs.words import families
@@ -76,6 +77,8 @@ class Inquiry:
             "one multiple, a sum over an axis, other micro-batches or the step before in all "
             "gradients"
         )
+        if again and (of_slices := SliceInquiry(self, modules).culprit(first)) is not None:
+            return of_slices
         if again and (by_modules := self._of_modules(probe, modules)) is not None:
             return by_modules
         if (dropped := self._dropped_arguments(first)) is not None:
