@@ -13,6 +13,7 @@ from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.report.record import Check
+from ptrain.verification.jobs.averages import explain_average, is_undecided
 from ptrain.verification.jobs.compare import Differences, at_start, digest, replicas
 from ptrain.verification.jobs.conditions import (
     Alone,
@@ -69,6 +70,7 @@ _KINDS = {
     Subject.PARAMETERS: "parameters after the update",
     Subject.OPTIMIZER: "optimizer state",
     Subject.BUFFERS: "buffers",
+    Subject.AVERAGE: "moving averages",
 }
 
 
@@ -110,6 +112,7 @@ class Examiner:
         self.departures: list[Departure] = []
         self.culprit: Culprit | None = None
         self.before: dict[str, torch.Tensor] = {}
+        self._count = 0  # of steps
         self._batch: Any = None  # of the step that is examined
         self._share: Any = None
         self._has_rows = False  # a batch's first dimension is samples, which ranks have some of
@@ -126,7 +129,7 @@ class Examiner:
     ) -> OwnVerdict:
         """Every step, and the first batch once more at the end."""
         self._begin()
-        steps = 0
+        steps, self._count = 0, len(batches)
         for step, (batch, share) in enumerate(zip(batches, shares, strict=True)):
             if self.culprit is not None:
                 break
@@ -154,7 +157,7 @@ class Examiner:
         """What both sides share is tried on the reference alone, on every rank."""
         metamorphic = Metamorphic(
             self.pair.reference, self.pair.wholes, self.limit, drawing=self.drawing,
-            rows=self._has_rows,
+            rows=self._has_rows, document_end=self.terms.document_end,
         )  # fmt: skip
         relations = list(self.watched.relations(self.pair.origin, self.ranks.size))
         try:
@@ -217,10 +220,20 @@ class Examiner:
             )
         if not is_finite(seen.expected.gradients, self.pair.wholes):
             self.culprit = reference_not_finite(step, self.ranks)
-        elif self.departures:
+        elif self.departures and not self._waits(step):
             self.culprit = self._explain(seen)
         self.history.see(self.pair.holds)
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
+
+    def _waits(self, step: int) -> bool:
+        """An average that stands still in its first step: the second says whether it is updated
+        before the parameters are, or never."""
+        mine = is_undecided(self.pair.averages.moves)
+        averages = all(departure.subject is Subject.AVERAGE for departure in self.departures)
+        if not (averages and all(self.ranks.gather(mine)) and step + 1 < self._count):
+            return False
+        self.departures.clear()
+        return True
 
     def _note_norms(self, step: StepComparison) -> None:
         if not step.expected.updates or step.expected.has_closure:
@@ -251,7 +264,10 @@ class Examiner:
             case _ if first[0].subject is Subject.LOSS:
                 return self._explain_loss(first, number(step.losses[1]))
             case _:
-                return explain_update(first, step.case, self.ranks)
+                others = [its for its in first if its.subject is not Subject.AVERAGE]
+                if not others:
+                    return explain_average(first, self.pair.averages, self.ranks)
+                return explain_update(others, step.case, self.ranks)
 
     def _explain_updates(self, first: Sequence[Departure], step: StepComparison) -> Culprit:
         """Ranks whose optimizers do not step as often as one device's, and what these update."""

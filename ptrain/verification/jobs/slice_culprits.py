@@ -292,11 +292,11 @@ class SliceInquiry:
         if left is None:
             return None
         return self._blame(
-            Subject.GRADIENTS, "not summed over the slices", families(alike) or family,
+            Subject.GRADIENTS, "another gradient comes back", families(alike) or family,
             f"{families(alike) or family} returns what it does on one device, and the gradient "
-            f"that comes back to it is not one device's: what brings it to the other ranks over "
-            f"{self._axis()} (keys and values) does not sum their gradients in its backward pass; "
-            "each keeps its own part. Reduce-scatter them.",
+            f"that comes back to it is not one device's: where the other ranks over {self._axis()} "
+            "use it too (keys and values), backward must sum the gradients of all of them "
+            "(reduce-scatter); with its own part alone a rank has not reduced them.",
             f"with one device's gradient of what it returns, all gradients are one device's to "
             f"{left:.1e}",
         )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ptrain.report.finding import Moment, Subject
 from ptrain.verification.jobs.again import ModelState
+from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.compare import (
     Differences,
     Magnitude,
@@ -47,8 +48,10 @@ class LoopPair:
     wholes: dict[str, ParameterShard]
     origin: Rows = field(default_factory=dict)
     sure: Rows = field(default_factory=dict)
+    averages: Averages = field(init=False)
 
     def __post_init__(self) -> None:
+        self.averages = Averages(self.reference, self.loop, self.holds, self.wholes)
         self.origin = _values(self.wholes)
 
 
@@ -76,6 +79,7 @@ def run_step(
     random = RandomState.of(pair.loop.model)
     began = ModelState.of(pair.reference.model), ModelState.of(pair.loop.model)
     before, run_before = _values(pair.wholes), _values(pair.holds)
+    pair.averages.before()
     with StepRecorder(pair.loop.model, pair.holds) as seen, drawing.recorded(pair.loop.model):
         loss = pair.loop.step(share)
     drawing.exchange()
@@ -117,6 +121,7 @@ def run_step(
     compare_states(differences, *states, pair.holds, limit)
     case = UpdateCase.of(differences, (seen, expected), pair.holds, limit)
     compare_masters(differences, case)
+    pair.averages.compare(differences, limit)
     compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
         differences=differences, expected=expected, seen=seen, losses=(right, loss),
