@@ -59,9 +59,7 @@ class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.keeps_state is None:
             return self.out(x + self.branch(x))
-        again = checkpoint(
-            self.branch, x, use_reentrant=False, preserve_rng_state=self.keeps_state
-        )
+        again = checkpoint(self.branch, x, use_reentrant=False, preserve_rng_state=self.keeps_state)
         return self.out(x + again)
 
 
@@ -123,7 +121,9 @@ def over_data(way: str, fault: str = "") -> dict[str, Any]:
     def share(batch: Tensor) -> Tensor:
         return batch.chunk(size)[rank]
 
-    return _told(ptrain.verify(lambda: job(built(Dropping), next_tokens), loop, tokens, share=share))
+    return _told(
+        ptrain.verify(lambda: job(built(Dropping), next_tokens), loop, tokens, share=share)
+    )
 
 
 def over_tensor(fault: str = "") -> dict[str, Any]:

@@ -16,9 +16,7 @@ import ptrain
 ROWS = list(torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(1)))
 
 
-def job(
-    way: str = "by hand", decay: float = 0.99, fault: str = ""
-) -> Callable[[], ptrain.Job]:
+def job(way: str = "by hand", decay: float = 0.99, fault: str = "") -> Callable[[], ptrain.Job]:
     """A loop that keeps an average: `by hand`, `torch's` or the `mean` of all steps."""
 
     def made() -> ptrain.Job:

@@ -21,7 +21,13 @@ def num_asked_across(task: TokenTask, end: int) -> int:
 
 def after_first_documents(tokens: Tensor, end: int) -> Tensor:
     """[rows, positions]: those of a later document than the sample's first."""
-    return _ends(tokens, end).cumsum(1).roll(1, 1).index_fill(1, torch.tensor([0], device=tokens.device), 0) > 0
+    return (
+        _ends(tokens, end)
+        .cumsum(1)
+        .roll(1, 1)
+        .index_fill(1, torch.tensor([0], device=tokens.device), 0)
+        > 0
+    )
 
 
 def instead_of_first_documents(tokens: Tensor, end: int) -> Tensor:

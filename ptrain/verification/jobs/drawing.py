@@ -93,9 +93,7 @@ class Drawing:
         mode = DrawMode(*models, replace=instead)
         return mode
 
-    def repeated(
-        self, *models: nn.Module, alike: bool = False, still: Collection[Key] = ()
-    ) -> Any:
+    def repeated(self, *models: nn.Module, alike: bool = False, still: Collection[Key] = ()) -> Any:
         """Return what passes of the loop's modules, or of plain ones on what these were given, are
         to run in: they draw what this rank's drew in its step. `alike`: ranks with the same samples
         draw what the first of them drew; and backward draws what forward drew."""

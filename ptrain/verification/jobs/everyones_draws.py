@@ -155,9 +155,7 @@ class EveryonesDraws:
         if first.dim() != len(whole) or any(its.value.shape != first.shape for its in same):
             return None
         cut = [
-            dim
-            for dim in range(first.dim())
-            if dim != rows_dim and first.size(dim) != whole[dim]
+            dim for dim in range(first.dim()) if dim != rows_dim and first.size(dim) != whole[dim]
         ]
         if not cut:
             differ = [its.rank for its in same if not torch.equal(its.value, first)]

@@ -55,12 +55,12 @@ class Ranks:
             return [mine]
         sizes = self.gather(len(mine))
         row = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-        row[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)]
+        row[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[
+            : len(mine)
+        ]
         rows = [torch.empty_like(row, device=self.device) for _ in sizes]
         dist.all_gather(rows, row.to(self.device))
-        return [
-            its[:size].cpu().numpy().tobytes() for its, size in zip(rows, sizes, strict=True)
-        ]
+        return [its[:size].cpu().numpy().tobytes() for its, size in zip(rows, sizes, strict=True)]
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -54,9 +54,7 @@ def tokens_of(call: ForwardCall) -> Tensor | None:
     )  # fmt: skip
 
 
-def slice_of(
-    reference: Sequence[ForwardCall], run: Sequence[ForwardCall]
-) -> TokenSlice | None:
+def slice_of(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> TokenSlice | None:
     """Return the slice that this rank's only pass has of one device's only pass; None where it has
     whole samples, or its tokens are not found there."""
     if len(reference) != 1 or len(run) != 1:
