@@ -88,7 +88,7 @@ def main() -> int:
         "verify_time",
         [head, *page(results, missing)],
         failed=list(failures(results)),
-        not_covered="a machine that does something else beside it, GPUs, and more than one machine.",
+        not_covered="other work on the same machine, GPUs, and more than one machine.",
         is_saved=args.save,
     )
 

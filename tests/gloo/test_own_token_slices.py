@@ -12,7 +12,7 @@ from torch import Tensor
 import ptrain
 from tests.corpus import context
 from tests.corpus.collectives import GatherParts
-from tests.corpus.parts import adamw, axis, average, looped, token_batches, writer
+from tests.corpus.parts import adamw, average, axis, looped, token_batches, writer
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo

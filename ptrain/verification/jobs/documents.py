@@ -16,7 +16,7 @@ def num_ends(task: TokenTask, end: int) -> int:
 
 def num_asked_across(task: TokenTask, end: int) -> int:
     """Return how many of these ends have a label."""
-    return int((_ends(task.tokens, end) & task.asked).sum())
+    return int((_ends(task.tokens, end) & task.has_label).sum())
 
 
 def after_first_documents(tokens: Tensor, end: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.verification.jobs.draws import Draw, DrawMode
+from ptrain.verification.jobs.draws import RandomDraw, DrawMode
 from ptrain.verification.jobs.everyones_draws import EveryonesDraws, Key
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.seeds import cuda_devices
@@ -60,7 +60,7 @@ class Drawing:
 
     @property
     def any(self) -> bool:
-        return bool(self.everyones)
+        return bool(self.everyones or self.everyones.alone)
 
     def recorded(self, model: nn.Module) -> Any:
         """Return what the loop's step is to run in."""
@@ -76,7 +76,6 @@ class Drawing:
         self.hidden |= {path for paths in hidden for path in paths}
         self.count = len(self.everyones.by_key)
         self.doubled |= set(self.everyones.doubled())
-        self.ends = not (self.everyones or self.hidden)
 
     def replayed(self, *models: nn.Module, still: Collection[Key] = ()) -> Any:
         """Return what passes of the plain model are to run in: each sample is dropped out as on the
@@ -85,7 +84,7 @@ class Drawing:
             return nullcontext()
         mode: DrawMode
 
-        def instead(draw: Draw) -> Tensor | None:
+        def instead(draw: RandomDraw) -> Tensor | None:
             if draw.path in self.still or (draw.path, draw.number) in still:
                 return draw.stilled()
             return self.everyones.of(draw, mode.rows[draw.outer, draw.call])
@@ -102,7 +101,7 @@ class Drawing:
         own = {(draw.path, draw.number, draw.call): draw.value for draw in self.loop.draws}
         mode: DrawMode
 
-        def instead(draw: Draw) -> Tensor | None:
+        def instead(draw: RandomDraw) -> Tensor | None:
             if draw.path in self.still or (draw.path, draw.number) in still:
                 return draw.stilled()
             value = own.get((draw.path, draw.number, draw.call))
@@ -110,7 +109,7 @@ class Drawing:
                 value = first
             return value if value is not None and value.shape == draw.value.shape else None
 
-        def as_in_forward(draw: Draw) -> Tensor | None:
+        def as_in_forward(draw: RandomDraw) -> Tensor | None:
             return mode.before(draw) if alike else None
 
         mode = DrawMode(*models, replace=instead, replace_again=as_in_forward)
@@ -118,11 +117,12 @@ class Drawing:
 
     def stilled(self, model: nn.Module) -> Any:
         """Return what passes are to run in that are to draw nothing."""
-        return nullcontext() if self.ends else DrawMode(model, replace=Draw.stilled)
+        return nullcontext() if self.ends else DrawMode(model, replace=RandomDraw.stilled)
 
     def require_attributed(self, departs: bool) -> None:
         """Raises Unattributed on every rank where what one device draws is not told, or something
-        departs and it was assumed. All ranks call it."""
+        departs and it was assumed. All ranks call it, when one device has done its step too."""
+        self.ends = not (self.any or self.hidden)
         if not self.any:
             return
         everyones = self.everyones
@@ -133,10 +133,10 @@ class Drawing:
 
     def notes(self) -> Iterator[str]:
         """Say what was replayed, and what was not."""
-        if self.any:
+        if self.everyones:
             yield (
-                f"random numbers of {self.count} places in the model (dropout's masks) are replayed "
-                "on one device, sample by sample"
+                f"random numbers of {self.count} places in the model (dropout's masks) are "
+                "replayed on one device, sample by sample"
             )
         if self.still:
             yield (
@@ -156,13 +156,13 @@ class Drawing:
                 "draw by the rank (torch.manual_seed(seed + rank)), once the model is built"
             )
 
-    def _stilled(self, draw: Draw) -> Tensor | None:
+    def _stilled(self, draw: RandomDraw) -> Tensor | None:
         return draw.stilled() if draw.path in self.still else None
 
 
 @contextmanager
 def drawing_from(state: RandomState, model: nn.Module) -> Iterator[None]:
-    """Draw from `state` on within, and go on afterwards from where the generators stand now."""
+    """RandomDraw from `state` on within, and go on afterwards from where the generators stand now."""
     now = RandomState.of(model)
     state.restore()
     try:

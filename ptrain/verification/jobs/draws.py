@@ -27,7 +27,7 @@ _DRAWN = _CHANCES | _UNIFORM | _NORMAL | _OTHERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class RandomDraw:
     """One tensor that an operator `kind` drew: in which module (`path`), as the how many-th there
     (`number`) in which pass of the outermost module that ran (`outer`, `call`). `kept`: of a mask
     the share that it lets pass."""
@@ -52,11 +52,11 @@ class Draw:
         return torch.zeros_like(self.value) if self.kind in _NORMAL else None
 
 
-Replace = Callable[[Draw], Tensor | None]
+Replace = Callable[[RandomDraw], Tensor | None]
 Rows = tuple[str, ...]
 
 
-def nothing(draw: Draw) -> None:
+def nothing(draw: RandomDraw) -> None:
     """Leave what was drawn."""
 
 
@@ -71,8 +71,8 @@ class DrawMode(OperatorMode):
         self, *models: nn.Module, replace: Replace = nothing, replace_again: Replace = nothing
     ) -> None:
         super().__init__()
-        self.draws: list[Draw] = []
-        self.again: list[Draw] = []
+        self.draws: list[RandomDraw] = []
+        self.again: list[RandomDraw] = []
         self.rows: dict[tuple[str, int], Rows] = {}
         self.hidden: set[str] = set()
         self._models, self._replace, self._replace_again = models, replace, replace_again
@@ -88,7 +88,7 @@ class DrawMode(OperatorMode):
         """Return the rows of the pass that runs."""
         return self.rows.get((self._outer, self._call), ())
 
-    def before(self, draw: Draw) -> Tensor | None:
+    def before(self, draw: RandomDraw) -> Tensor | None:
         """Return what forward had where backward draws again: in the module that it is in, or of
         the only draw of that kind; None where several may be meant."""
         alike = [
@@ -141,7 +141,7 @@ class DrawMode(OperatorMode):
             return result
         place = self._running[-1] if self._running else (0, "")
         value = held(result[1] if isinstance(result, tuple) else result)
-        draw = Draw(
+        draw = RandomDraw(
             path=place[1], number=self._counts.get(place, 0), outer=self._outer, call=self._call,
             kind=name, value=value.detach().clone(), kept=_kept(name, args),
         )  # fmt: skip
@@ -153,7 +153,7 @@ class DrawMode(OperatorMode):
             return args[0] * other / draw.kept, other
         return result.copy_(other) if name.endswith("_") else other
 
-    def _instead(self, draw: Draw, place: tuple[int, str], is_again: bool) -> Tensor | None:
+    def _instead(self, draw: RandomDraw, place: tuple[int, str], is_again: bool) -> Tensor | None:
         """Keep a draw; return what is to stand in its place. What is drawn again is told by its
         bits: the generator is put back for it."""
         if is_again:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ptrain.verification.jobs.compare import digest
-from ptrain.verification.jobs.draws import Draw, DrawMode, Rows
+from ptrain.verification.jobs.draws import RandomDraw, DrawMode, Rows
 from ptrain.verification.jobs.ranks import Ranks
 
 Key = tuple[str, int]  # a module's path, the how many-th draw in it
@@ -74,7 +74,7 @@ class EveryonesDraws:
     def __bool__(self) -> bool:
         return bool(self.by_key)
 
-    def of(self, draw: Draw, rows: Rows) -> Tensor | None:
+    def of(self, draw: RandomDraw, rows: Rows) -> Tensor | None:
         """Return what one device is to draw for these samples; None where nothing tells."""
         key = draw.path, draw.number
         if key not in self.by_key:
@@ -92,7 +92,7 @@ class EveryonesDraws:
         return value
 
     def _of_known_samples(
-        self, draw: Draw, held: Sequence[RankDraw], rows: Rows
+        self, draw: RandomDraw, held: Sequence[RankDraw], rows: Rows
     ) -> Sequence[RankDraw]:
         """A later stage is given what an earlier one returned: the samples of its n-th pass are
         those of the n-th pass of the ranks that are given samples."""
@@ -109,7 +109,7 @@ class EveryonesDraws:
         self.assumed.add(draw.path)
         return [replace(its, rows=known[its.call][0]) for its in held]
 
-    def _in_one_pass(self, draw: Draw, rows: Rows, held: Sequence[RankDraw]) -> Tensor | None:
+    def _in_one_pass(self, draw: RandomDraw, rows: Rows, held: Sequence[RankDraw]) -> Tensor | None:
         """These samples are those of a pass of some ranks, or slices of them are."""
         same = [its for its in held if its.rows == rows]
         if not same:  # slices of the tokens, or a stage, whose input is none of one device's
@@ -120,7 +120,7 @@ class EveryonesDraws:
             self.assumed |= {draw.path} if same else set()
         return self._together(draw, same, len(draw.value.shape) + 1)
 
-    def _by_rows(self, draw: Draw, rows: Rows, held: Sequence[RankDraw]) -> Tensor | None:
+    def _by_rows(self, draw: RandomDraw, rows: Rows, held: Sequence[RankDraw]) -> Tensor | None:
         """Of every sample its own rows, of whichever pass has them."""
         passes: dict[tuple[int, Rows], list[RankDraw]] = {}
         for its in held:
@@ -146,7 +146,7 @@ class EveryonesDraws:
         stacked = torch.stack([blocks[place] for blocks, place in chosen])
         return stacked.flatten(0, 1).movedim(0, dim)
 
-    def _together(self, draw: Draw, same: Sequence[RankDraw], rows_dim: int) -> Tensor | None:
+    def _together(self, draw: RandomDraw, same: Sequence[RankDraw], rows_dim: int) -> Tensor | None:
         """Return what ranks with the same samples drew for them: one of them, or their slices one
         after the other."""
         if not same:
@@ -167,14 +167,15 @@ class EveryonesDraws:
         self.assumed.add(draw.path)
         return torch.cat([its.value for its in same], cut[0])
 
-    def of_first(self, draw: Draw, rows: Rows) -> Tensor | None:
+    def of_first(self, draw: RandomDraw, rows: Rows) -> Tensor | None:
         """Return what the first of the ranks with these samples drew, in the modules in which they
         drew differently."""
         held = self.by_key.get((draw.path, draw.number), [])
         same = (its for its in held if its.rows == rows and its.call == draw.call)
         first = next(same, None)
-        is_unlike = draw.path in self.unlike and first is not None
-        return first.value if is_unlike and first.value.shape == draw.value.shape else None
+        if first is None or draw.path not in self.unlike:
+            return None
+        return first.value if first.value.shape == draw.value.shape else None
 
     def doubled(self) -> tuple[int, ...]:
         """Return ranks that drew the same, every time, for other samples."""
@@ -243,7 +244,7 @@ def _unpacked(body: bytes, kind: str, shape: Sequence[int]) -> Tensor:
     return raw.view(dtype).view(*shape).clone()
 
 
-def drawn_again_otherwise(drawn: DrawMode) -> Iterator[Draw]:
+def drawn_again_otherwise(drawn: DrawMode) -> Iterator[RandomDraw]:
     """Yield what backward passes drew that no forward pass had, though one drew such a tensor."""
     seen = {digest(draw.value) for draw in drawn.draws}
     for draw in drawn.again:
@@ -252,5 +253,5 @@ def drawn_again_otherwise(drawn: DrawMode) -> Iterator[Draw]:
             yield draw
 
 
-def _is_alike(left: Draw, right: Draw) -> bool:
+def _is_alike(left: RandomDraw, right: RandomDraw) -> bool:
     return (left.kind, left.value.shape) == (right.kind, right.value.shape)

@@ -5,7 +5,6 @@ right ones in their place."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject

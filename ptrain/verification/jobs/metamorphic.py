@@ -219,19 +219,19 @@ class Metamorphic:
                 "have several: Terms(document_end=...)"
             )
             return
-        count, asked = num_ends(task, end), num_asked_across(task, end)
+        count, across = num_ends(task, end), num_asked_across(task, end)
         if not count:
             self.notes.append(f"labels across documents: not tried, no sample has token {end}")
             return
         name = "shared code: no label is of another document"
-        check = claim(name, None, not asked, f"of {asked} of {count} ends of documents")
+        check = claim(name, None, not across, f"of {across} of {count} ends of documents")
         yield TriedRelation(check=check, culprit=self._blame(
             Subject.BATCH, "labels across documents", [],
             f"The loss asks the last token of a document (token {end}) for the first one of the "
             "next document: leave these labels out (ignore_index), on both sides.",
-            f"{asked} of {count} tokens {end} have a label, told by the gradient of their logits",
+            f"{across} of {count} tokens {end} have a label, told by the gradient of their logits",
             place="labels",
-        ) if asked else None)  # fmt: skip
+        ) if across else None)  # fmt: skip
         other = instead_of_first_documents(task.tokens, end)
         size = self._apart_after(call, task.tokens, other, after_first_documents(task.tokens, end))
         if size is not None and size > _LOOSE * self._limit.outputs:

@@ -248,8 +248,8 @@ def alone(
     ]
     if call.place is not None:
         given = leaves[call.place]
-        asked = given.clone().requires_grad_()
-        leaves = [asked if leaf is given else leaf for leaf in leaves]
+        fresh = given.clone().requires_grad_()
+        leaves = [fresh if leaf is given else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(leaves, spec)
     with torch.enable_grad():
         output = module(*args, **kwargs)

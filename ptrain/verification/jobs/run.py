@@ -20,8 +20,8 @@ from ptrain.verification.jobs.conditions import (
     has_parameters,
     loss_dtype,
     number,
-    require_plain,
     require_one_reference,
+    require_plain,
 )
 from ptrain.verification.jobs.culprits import (
     culprit,
@@ -38,7 +38,6 @@ from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, tolerance_of
 from ptrain.verification.jobs.losses import GlobalLoss, apart
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation
 from ptrain.verification.jobs.ranks import ranks_of
-from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.repeat import repeated, start_sums
 from ptrain.verification.jobs.samples import ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names
@@ -46,9 +45,10 @@ from ptrain.verification.jobs.step import (
     LoopPair,
     StepComparison,
     checksums,
+    gradient_norms,
     is_finite,
     run_step,
-    squares_of,
+    travelled,
 )
 from ptrain.verification.jobs.verdict import (
     LargestDifference,
@@ -238,18 +238,10 @@ class Examiner:
     def _note_norms(self, step: StepComparison) -> None:
         if not step.expected.updates or step.expected.has_closure:
             return  # an optimizer that torch knows nothing of, a step that is left out
-        self.norms[0].append(math.sqrt(sum(squares_of(step.expected.gradients).values())))
-        mine = [
-            squares_of(step.seen.gradients),
-            {n: g.numel() for n, g in step.seen.gradients.items()},
-        ]
-        everyones = self.ranks.gather(mine)
-        total = 0.0
-        for name, shard in self.pair.wholes.items():  # replicas count once
-            held = sum(counts.get(name, 0) for _, counts in everyones)
-            squares = sum(sums.get(name, 0.0) for sums, _ in everyones)
-            total += squares * shard.shape.numel() / held if held else 0.0
-        self.norms[1].append(math.sqrt(total))
+        for norms, norm in zip(
+            self.norms, gradient_norms(step, self.pair, self.ranks), strict=True
+        ):
+            norms.append(norm)
 
     def _explain(self, step: StepComparison) -> Culprit:
         first = first_of(self.departures)
@@ -286,7 +278,7 @@ class Examiner:
         wholes = step.unclipped, step.expected.gradients
         if (clipped := clipping(first, step.case, wholes, self.ranks)) is not None:
             return clipped
-        lower = self.ranks.gather([_autocast(step.seen), _autocast(step.expected)])
+        lower = self.ranks.gather([step.seen.autocast, step.expected.autocast])
         for actual, expected in lower:
             if actual != expected:
                 return explain_precision(actual, expected, first[0].step, self.ranks)
@@ -366,35 +358,16 @@ class Examiner:
                 f"one more step cannot be run, so that no loss is known after: {error}"
             )
         again = right, self.loss.of(right, mine)
-        travelled = self._travelled()
+        ways = travelled(self.pair, self.start, self.ranks)
         return [
             Liveness(
                 name=name, losses=list(losses), norms=list(norms), travelled=way,
                 again=math.nan if loss is None else loss,
             )
             for name, losses, norms, way, loss in zip(
-                ("reference", "loop"), self.losses, self.norms, travelled, again, strict=True
+                ("reference", "loop"), self.losses, self.norms, ways, again, strict=True
             )
         ]  # fmt: skip
-
-    def _travelled(self) -> tuple[float, float]:
-        """Return how far the parameters went relative to the initial weights, by the 2-norm; the
-        loop's over all ranks' parts."""
-        distances = []
-        for holds, start in (
-            (self.pair.wholes, self.pair.origin),
-            (self.pair.holds, self.start),
-        ):
-            moved = sum(
-                float((shard.value().double() - start[name].double()).square().sum())
-                for name, shard in holds.items()
-            )
-            length = sum(float(row.double().square().sum()) for row in start.values())
-            both = [
-                sum(by_rank) for by_rank in zip(*self.ranks.gather([moved, length]), strict=True)
-            ]
-            distances.append(math.sqrt(both[0] / both[1]) if both[1] else math.inf)
-        return distances[0], distances[1]
 
     def _checks(self, life: Sequence[Liveness], repeats: Sequence[Check]) -> Iterator[Check]:
         starts = [departure for departure in self.departures if departure.moment is Moment.START]
@@ -410,9 +383,3 @@ class Examiner:
             yield self.worst_loss.check()
         for liveness in life:
             yield from liveness.checks()
-
-
-def _autocast(run: StepRecorder) -> str:
-    """The dtype in which the model's first forward ran, as far as autocast says."""
-    dtype = run.calls[0].autocast if run.calls else None
-    return str(dtype).removeprefix("torch.") if dtype else "its own dtype"

@@ -169,8 +169,8 @@ class SliceInquiry:
         if not all(self.ranks.gather(own is not None and truth is not None and own.dim() == 3)):
             return None
         assert own is not None and truth is not None, "every rank has both"
-        asked = AskedTokens.of(own, truth)
-        reports = [AskedTokens(**its) for its in self.ranks.gather(asked.plain())]
+        labels = AskedTokens.of(own, truth)
+        reports = [AskedTokens(**its) for its in self.ranks.gather(labels.plain())]
         factors = [report.factor for report in reports]
         is_even = max(factors) - min(factors) <= _NEAR * max(map(abs, factors))
         if all(report.is_right for report in reports) and is_even:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from ptrain.verification.jobs.compare import (
 from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.drawing import Drawing, RandomState, drawing_from
 from ptrain.verification.jobs.job import Job, Tolerance
+from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.updates.case import UpdateCase, compare_masters
@@ -58,8 +60,8 @@ class LoopPair:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
-    `loop_state`: what both models had before, `random` the loop's generators; `unclipped`: squares of the reference's gradients as
-    its backward pass left them."""
+    `loop_state`: what both models had before, `random` the loop's generators; `unclipped`: squares
+    of the reference's gradients as its backward pass left them."""
 
     differences: Differences
     expected: StepRecorder
@@ -140,6 +142,35 @@ def checksums(pair: LoopPair, gradients: Mapping[str, Tensor]) -> dict[str, dict
 
 def squares_of(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(gradient.double().square().sum()) for name, gradient in gradients.items()}
+
+
+def gradient_norms(step: StepComparison, pair: LoopPair, ranks: Ranks) -> tuple[float, float]:
+    """Return one device's norm of all gradients and the loop's, in which replicas count once. All
+    ranks call it."""
+    sizes = {name: gradient.numel() for name, gradient in step.seen.gradients.items()}
+    everyones = ranks.gather([squares_of(step.seen.gradients), sizes])
+    total = 0.0
+    for name, shard in pair.wholes.items():
+        held = sum(counts.get(name, 0) for _, counts in everyones)
+        squares = sum(sums.get(name, 0.0) for sums, _ in everyones)
+        total += squares * shard.shape.numel() / held if held else 0.0
+    right = sum(squares_of(step.expected.gradients).values())
+    return math.sqrt(right), math.sqrt(total)
+
+
+def travelled(pair: LoopPair, start: Mapping[str, Tensor], ranks: Ranks) -> tuple[float, float]:
+    """Return how far the parameters went relative to the initial weights, by the 2-norm: one
+    device's, and the loop's over all ranks' parts, which began at `start`. All ranks call it."""
+    distances = []
+    for holds, began in ((pair.wholes, pair.origin), (pair.holds, start)):
+        moved = sum(
+            float((shard.value().double() - began[name].double()).square().sum())
+            for name, shard in holds.items()
+        )
+        length = sum(float(row.double().square().sum()) for row in began.values())
+        both = [sum(of_rank) for of_rank in zip(*ranks.gather([moved, length]), strict=True)]
+        distances.append(math.sqrt(both[0] / both[1]) if both[1] else math.inf)
+    return distances[0], distances[1]
 
 
 def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShard]) -> bool:
