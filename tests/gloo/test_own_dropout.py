@@ -18,7 +18,7 @@ def test_masks_of_data_ranks_and_micro_batches_are_replayed_sample_by_sample(
     verdict = ranks.run(2, own_dropout.over_data, way)[0]
     assert verdict["holds"], verdict["text"]
     assert "(limit 1e-11)" in verdict["text"]
-    assert "random numbers of 5 places" in verdict["text"]
+    assert "what the model draws in 5 places" in verdict["text"]
 
 
 def test_a_fault_beside_dropout_is_named_as_without_it(ranks: Ranks) -> None:
@@ -43,7 +43,7 @@ def test_data_ranks_that_draw_the_same_masks_hold_with_a_note(ranks: Ranks) -> N
 def test_masks_of_slices_of_features_are_put_together(ranks: Ranks, fault: str) -> None:
     verdict = ranks.run(2, own_dropout.over_tensor, fault)[0]
     assert verdict["holds"], verdict["text"]
-    assert "random numbers of 2 places" in verdict["text"]
+    assert "what the model draws in 2 places" in verdict["text"]
 
 
 def test_ranks_of_tp_that_draw_other_masks_for_copies_are_named(ranks: Ranks) -> None:

@@ -117,7 +117,7 @@ class Averages:
 
     def _values(self) -> tuple[Rows, Rows]:
         """Return the loop's averages on this rank, and the same elements of one device's."""
-        (loop, holds), (reference, wholes) = self._sides
+        (loop, holds), (reference, _) = self._sides
         right = dict(_tensors(reference.average))
         own, whole = {}, {}
         for name, tensor in _tensors(loop.average):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.verification.jobs.draws import RandomDraw, DrawMode
+from ptrain.verification.jobs.draws import DrawMode, RandomDraw
 from ptrain.verification.jobs.everyones_draws import EveryonesDraws, Key
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.seeds import cuda_devices
@@ -135,8 +135,8 @@ class Drawing:
         """Say what was replayed, and what was not."""
         if self.everyones:
             yield (
-                f"random numbers of {self.count} places in the model (dropout's masks) are "
-                "replayed on one device, sample by sample"
+                f"what the model draws in {self.count} place{'s' * (self.count != 1)} (dropout's "
+                "masks) is replayed on one device, sample by sample"
             )
         if self.still:
             yield (
@@ -162,7 +162,7 @@ class Drawing:
 
 @contextmanager
 def drawing_from(state: RandomState, model: nn.Module) -> Iterator[None]:
-    """RandomDraw from `state` on within, and go on afterwards from where the generators stand now."""
+    """Draw from `state` on within, and go on afterwards from where the generators stand now."""
     now = RandomState.of(model)
     state.restore()
     try:

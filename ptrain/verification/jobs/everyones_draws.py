@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ptrain.verification.jobs.compare import digest
-from ptrain.verification.jobs.draws import RandomDraw, DrawMode, Rows
+from ptrain.verification.jobs.draws import DrawMode, RandomDraw, Rows
 from ptrain.verification.jobs.ranks import Ranks
 
 Key = tuple[str, int]  # a module's path, the how many-th draw in it

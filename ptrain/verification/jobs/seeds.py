@@ -17,7 +17,7 @@ def cuda_devices(model: nn.Module) -> list[int]:
 
 @contextmanager
 def seeded(model: nn.Module) -> Iterator[None]:
-    """RandomDraw from one seed within, and as before afterwards."""
+    """Draw from one seed within, and as before afterwards."""
     with torch.random.fork_rng(devices=cuda_devices(model)):
         torch.manual_seed(0)
         yield

@@ -143,7 +143,7 @@ class Watched:
         return BrokenRelation(
             Subject.PARAMETERS, "units that are copies of each other", families(alike),
             "All rows are the same after updates, as they were made alike (zeros, one value): they "
-            "get the same gradient and will never differ. RandomDraw them (nn.init).",
+            "get the same gradient and will never differ. Draw them (nn.init).",
             f"the rows are the same to the bit after {len(self.steps)} steps",
         )  # fmt: skip
 
