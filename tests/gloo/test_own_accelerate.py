@@ -27,7 +27,7 @@ def test_a_script_that_accumulates_and_clips_holds(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("loss_divided_by_accelerate_too", "÷ 2 (micro-batches)"),
+        ("loss_divided_by_accelerate_too", "or of micro-batches (2)"),
         ("optimizer_not_prepared", "2 updates, one device 1"),
     ],
 )

@@ -44,6 +44,7 @@ def culprit_of_masks(inquiry: Inquiry, first: Sequence[Departure]) -> Culprit | 
             "random numbers than in forward: keep the generator's state "
             "(checkpoint(..., preserve_rng_state=True)), or draw outside of what is recomputed.",
             f"with forward's masks in backward, the gradients are one device's to {left:.1e}",
+            state=Subject.GRADIENTS,
         )  # fmt: skip
     if alone and (left := _left_of_reference(inquiry, alone)) is not None:
         return _said(
@@ -64,10 +65,10 @@ def culprit_of_masks(inquiry: Inquiry, first: Sequence[Departure]) -> Culprit | 
 
 def _said(
     step: int, who: Sequence[int], place: str, factor: str, sentence: str, tried: str,
-    axis: str = "",
+    axis: str = "", state: Subject = Subject.RANDOM,
 ) -> Culprit:  # fmt: skip
     return Culprit(
-        state=Subject.RANDOM, axis=axis, factor=factor, place=place or "the model", step=step,
+        state=state, axis=axis, factor=factor, place=place or "the model", step=step,
         ranks=tuple(who), sentence=sentence, certainty=Certainty.PROVEN, tried=tried,
     )  # fmt: skip
 
