@@ -17,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ptrain
+from tests.corpus.collectives import GatherParts
+from tests.corpus.context import tokens_of_rank
+from tests.corpus.parts import average, axis, looped, token_batches, token_loss, writer
 
 WIDTH, WORDS, HEADS = 8, 11, 2
 
@@ -163,3 +166,84 @@ def _rows() -> Tensor:
 
 def _told(verdict: Any) -> dict[str, Any]:
     return {"holds": verdict.holds, "text": str(verdict)}
+
+
+class Stage(nn.Module):
+    """One of two stages, or (None) both: each drops out."""
+
+    def __init__(self, place: int | None = None) -> None:
+        super().__init__()
+        up, down = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.place = place
+        if place != 1:
+            self.up = up
+        if place != 0:
+            self.down = down
+        self.first, self.last = nn.Dropout(0.2), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.place == 1 else self.first(F.gelu(self.up(x)))
+        return x if self.place == 0 else self.down(self.last(x))
+
+
+def over_stages() -> dict[str, Any]:
+    """Two stages by hand, two micro-batches: the second is given none of the samples."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+
+    def loop() -> ptrain.Job:
+        place = dist.get_rank()
+        model = built(lambda: Stage(place), 20 + place)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def first(rows: Tensor) -> None:
+            hidden = model(rows)
+            dist.send(hidden.detach().contiguous(), 1)
+            gradient = torch.empty_like(hidden)
+            dist.recv(gradient, 1)
+            hidden.backward(gradient)
+
+        def last(rows: Tensor) -> Tensor:
+            hidden = torch.empty(len(rows), 16, dtype=rows.dtype)
+            dist.recv(hidden, 0)
+            hidden.requires_grad_()
+            loss = (model(hidden) - rows.sum(1, keepdim=True)).square().mean() / 2
+            loss.backward()
+            dist.send(hidden.grad, 0)
+            return loss.detach()
+
+        def step(batch: Tensor) -> Any:
+            losses = [(last if place else first)(rows) for rows in batch.chunk(2)]
+            optimizer.step()
+            optimizer.zero_grad()
+            return sum(losses) if place else None
+
+        return ptrain.Job(model=model, step=step)
+
+    plain = lambda: job(built(Stage), squares)  # noqa: E731
+    return _told(ptrain.verify(plain, loop, _rows(), terms=ptrain.Terms(mesh=mesh)))
+
+
+def over_tokens() -> dict[str, Any]:
+    """Slices of the tokens by hand, each with masks of its own."""
+
+    def model(seed: int = 0) -> nn.Module:
+        net = writer()
+        net.mlp.append(nn.Dropout(0.25))
+        torch.manual_seed(seed)
+        return net
+
+    def sliced() -> ptrain.Job:
+        net = model(10 + dist.get_rank())
+
+        def loss(called: Any, part: Any) -> Tensor:
+            inputs, labels, first = part
+            logits = called(inputs, first, lambda kv: GatherParts.apply(kv, 1))
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+        return looped(net, loss=loss, before_update=lambda: average(net.parameters()))
+
+    plain = lambda: looped(model(), loss=token_loss)  # noqa: E731
+    verdict = ptrain.verify(
+        plain, sliced, token_batches(), share=tokens_of_rank, terms=ptrain.Terms(mesh=axis("cp"))
+    )
+    return _told(verdict)

@@ -67,3 +67,10 @@ def test_a_mask_for_all_rows_is_left_out_of_the_comparison_and_said(ranks: Ranks
 def test_a_mask_for_all_rows_of_jobs_that_cannot_be_built_anew_is_refused(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="give functions that make the jobs"):
         ranks.run(2, own_dropout.for_all_rows, True)
+
+
+@pytest.mark.parametrize("way", ["over_stages", "over_tokens"])
+def test_masks_of_stages_and_of_slices_of_the_tokens_are_replayed(ranks: Ranks, way: str) -> None:
+    verdict = ranks.run(2, getattr(own_dropout, way))[0]
+    assert verdict["holds"], verdict["text"]
+    assert "is replayed on one device" in verdict["text"]
