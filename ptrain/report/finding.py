@@ -34,6 +34,7 @@ class Subject(StrEnum):
     BUFFERS = "buffers"
     RANDOM = "random state"
     COUNTER = "step counter"
+    AVERAGE = "moving average"
     LEARNING_RATE = "learning rate"
     NORM = "gradient norm"
     LOSS = "loss"

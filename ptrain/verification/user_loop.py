@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ptrain.errors import PtrainError
+from ptrain.verification.jobs.drawing import Unattributed
 from ptrain.verification.jobs.job import Job, Terms
 from ptrain.verification.jobs.run import Examiner
 from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.words import families
 
 Make = Job | Callable[[], Job]
 
@@ -41,7 +43,7 @@ def verify(
     share: what this rank's step is given of each: a function of the global batch, or the batches
         themselves. None: all of it (tensor parallelism alone).
 
-    Raises PtrainError for jobs that cannot be compared (dropout, a reference that communicates, no
+    Raises PtrainError for jobs that cannot be compared (a reference that communicates, no
     batch); a loop that is wrong is told by the verdict.
     """
     terms = terms or Terms()
@@ -50,10 +52,29 @@ def verify(
         raise PtrainError("verify: no batch\n  remedy: give at least one global batch")
     shares = _shares(whole, share)
     count = len(whole) if terms.steps is None else terms.steps
-    return Examiner(_built(reference), _built(distributed), terms).run(
-        [whole[step % len(whole)] for step in range(count)],
-        [shares[step % len(whole)] for step in range(count)],
-        again=distributed if not isinstance(distributed, Job) else None,
+    steps = [whole[step % len(whole)] for step in range(count)]
+    own = [shares[step % len(whole)] for step in range(count)]
+
+    def run(still: tuple[str, ...]) -> OwnVerdict:
+        again = distributed if not isinstance(distributed, Job) else None
+        examiner = Examiner(_built(reference), _built(distributed), terms, still)
+        return examiner.run(steps, own, again)
+
+    try:
+        return run(())
+    except Unattributed as first:
+        if isinstance(reference, Job) or isinstance(distributed, Job):
+            raise _not_told(first, "give functions that make the jobs, to run both anew") from None
+        try:
+            return run(first.paths)
+        except Unattributed as second:
+            raise _not_told(second, "set its rate to 0 for the verdict, on both sides") from None
+
+
+def _not_told(unattributed: Unattributed, remedy: str) -> PtrainError:
+    return PtrainError(
+        f"verify: {families(unattributed.paths)}: what it draws cannot be told by samples\n"
+        f"  remedy: {remedy}"
     )
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import ptrain
 from tests.corpus import (  # noqa: F401 - each enters its own
+    accelerated,
     context,
     ddp,
     experts,

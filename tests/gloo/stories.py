@@ -198,7 +198,7 @@ def accelerated(fault: bool) -> OwnVerdict:
     from accelerate import Accelerator
 
     plain, micro_batches = built(), 4
-    with _as_launched():
+    with AsLaunched():
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
     bare = copy.deepcopy(plain)
     model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2))
@@ -326,7 +326,7 @@ def _of_all(counts: Tensor) -> Tensor:
     return everyone
 
 
-class _as_launched:
+class AsLaunched:
     """What a launcher tells accelerate through the environment, and none of its own state of
     before."""
 

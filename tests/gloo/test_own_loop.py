@@ -236,17 +236,16 @@ def test_a_loop_that_does_not_repeat_itself_is_told() -> None:
     assert verdict.culprit.factor == "not the same twice"
 
 
-@pytest.mark.parametrize(
-    ("jobs", "message"),
-    [
-        ((_line(), _line(p=0.5)), "dropout drops out"),
-        ((_line(), None), "ptrain.Job is needed"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(jobs: tuple, message: str) -> None:
-    reference, loop = jobs
-    with pytest.raises(PtrainError, match=message):
-        ptrain.verify(reference, loop or (lambda: None), ROWS)
+def test_dropout_on_one_side_alone_is_named() -> None:
+    culprit = ptrain.verify(_line(), _line(p=0.5), ROWS).culprit
+    assert culprit is not None
+    assert culprit.factor == "dropout in the loop alone"
+    assert culprit.certainty == "proven by trying"
+
+
+def test_what_is_no_job_is_refused() -> None:
+    with pytest.raises(PtrainError, match=r"ptrain.Job is needed"):
+        ptrain.verify(_line(), lambda: None, ROWS)
 
 
 def test_no_batch_and_a_wrong_number_of_shares_are_refused() -> None:

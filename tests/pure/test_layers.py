@@ -52,6 +52,7 @@ LAYERS = (
     r"ptrain\.charts(\..*)?",
     r"ptrain\.convert(\..*)?",
     r"ptrain\.cli(\..*)?|ptrain\.testing",
+    r"ptrain\.pytest_plugin",
     r"ptrain|ptrain\.__main__",
 )
 TORCH_LINE = next(i for i, layer in enumerate(LAYERS) if "internals" in layer)
@@ -90,6 +91,7 @@ LAZY = {
     "ptrain.charts.canvas",
     "ptrain.selection.arrays",
     "ptrain.verification.rank_of_test",
+    "ptrain.pytest_plugin",
 }
 # The world reads the environment; a launcher hands it on to the ranks it starts; an entry sees in
 # it whether the current folder was put on the import path by name; the cache, where it is to be.

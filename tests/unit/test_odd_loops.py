@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ptrain
+from ptrain.verification.jobs.compare import Magnitude, difference
 from ptrain.verification.jobs.verdict import OwnVerdict
 
 ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).double())
@@ -240,3 +241,13 @@ def test_a_task_that_is_to_copy_is_a_note() -> None:
     verdict = ptrain.verify(made, made, TOKENS)
     held(verdict)
     assert any("if the task is to copy" in note for note in verdict.notes)
+
+
+def test_a_bias_whose_gradient_is_a_sum_that_cancels_is_as_exact_as_its_addends() -> None:
+    scale = Magnitude(usual=0.1)
+    bias, rounding = torch.tensor([3e-4]), 6e-8
+    own = bias + rounding
+    assert difference(own, bias, scale.length(bias, bias)) < 1e-5
+    assert difference(2 * bias, bias, scale.length(bias, bias)) > 1e-2
+    row = bias.expand(2)
+    assert difference(row + rounding, row, scale.length(row, row)) > 1e-5

@@ -22,6 +22,8 @@ from ptrain.verification.parts import difference, held, norm, root_mean_square
 
 # A rank's elements may be a quiet corner of a tensor, whose rounding is that of the others.
 _QUIET = 1e-2
+# One number may be a sum that cancels (a bias in front of a loss), and rounds as its addends do.
+_CANCELLED = 0.1
 _SURE = 10  # tolerances of a gradient, relative to its root mean square
 _ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ by
 
@@ -44,7 +46,8 @@ class Magnitude:
     def quiet(self, whole: Tensor) -> float:
         """Return the size of an element of it that is nothing."""
         mean = _rms(whole)
-        return self.usual if mean <= NOISE * self.usual else _QUIET * mean
+        least = _CANCELLED * self.usual if whole.numel() == 1 else 0.0
+        return self.usual if mean <= NOISE * self.usual else max(_QUIET * mean, least)
 
     def is_noise(self, whole: Tensor) -> bool:
         return _rms(whole) <= NOISE * self.usual

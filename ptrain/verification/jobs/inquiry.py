@@ -16,13 +16,16 @@ from ptrain.report.finding import Certainty, Culprit, Departure, Subject
 from ptrain.verification.jobs.again import swapped
 from ptrain.verification.jobs.compare import Magnitude, digests
 from ptrain.verification.jobs.conditions import number
+from ptrain.verification.jobs.drawing import Drawing
 from ptrain.verification.jobs.evidence import JobEvidence, evidence
 from ptrain.verification.jobs.explain import explain_gradients, of_own_samples
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.losses import GlobalLoss
+from ptrain.verification.jobs.mask_culprits import culprit_of_masks
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, violations
 from ptrain.verification.jobs.probe import ProbeResult, autocast_of, probed, untouched
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder
+from ptrain.verification.jobs.slice_culprits import SliceInquiry
 from ptrain.verification.jobs.step import LoopPair, StepComparison
 from ptrain.verification.jobs.suspects import Suspect, Suspects
 from ptrain.verification.jobs.words import families
@@ -43,10 +46,12 @@ class Inquiry:
         limit: Tolerance,
         *,
         loss: GlobalLoss,
+        batch: Any,
         share: Any,
+        drawing: Drawing,
     ) -> None:
         self.pair, self.step, self.ranks, self.limit = pair, step, loss.ranks, limit
-        self._loss, self._share = loss, share
+        self._loss, self.batch, self.share, self.drawing = loss, batch, share, drawing
         self.suspects = Suspects(
             ranks=loss.ranks, limit=limit, step=step.differences.step,
             reference=pair.reference.model,
@@ -57,7 +62,9 @@ class Inquiry:
     def culprit(self, first: Sequence[Departure], before: Mapping[str, Tensor]) -> Culprit:
         """Explain the first departures, at the moment of gradients; `before` are one device's
         gradients of the step before."""
-        self._rewind()
+        if (of_masks := culprit_of_masks(self, first)) is not None:
+            return of_masks
+        self.rewind()
         modules, again = self._run_again()
         probe = self._probe()
         job_evidence = evidence(
@@ -71,6 +78,8 @@ class Inquiry:
             "one multiple, a sum over an axis, other micro-batches or the step before in all "
             "gradients"
         )
+        if again and (of_slices := SliceInquiry(self, modules).culprit(first)) is not None:
+            return of_slices
         if again and (by_modules := self._of_modules(probe, modules)) is not None:
             return by_modules
         if (dropped := self._dropped_arguments(first)) is not None:
@@ -104,25 +113,33 @@ class Inquiry:
             "wrapper or the step does not hand it on.",
         )  # fmt: skip
 
-    def _rewind(self) -> None:
+    def rewind(self) -> None:
+        """Put both models and the loop's generators back to where the step began."""
+        self.step.random.restore()
         self.step.loop_state.restore()
         self.step.reference_state.restore()
 
     def _run_again(self) -> tuple[Calls, bool]:
         """Every module's passes, and whether the step gave the same bits."""
         model, holds = self.pair.loop.model, self.pair.holds
-        with StepRecorder(model, holds) as seen, ModuleRecorder(model) as recorder:
-            self.pair.loop.step(self._share)
+        with (
+            StepRecorder(model, holds) as seen,
+            ModuleRecorder(model) as recorder,
+            self.drawing.repeated(model),
+        ):
+            self.pair.loop.step(self.share)
         same = digests(holds, seen.gradients) == digests(holds, self.step.seen.gradients)
         return recorder.calls, all(self.ranks.gather(same))
 
     def _probe(self) -> ProbeResult:
-        return probed(self.pair.reference.model, self.step.seen.calls)
+        with self.drawing.replayed(self.pair.reference.model):
+            return probed(self.pair.reference.model, self.step.seen.calls)
 
     def _of_modules(self, probe: ProbeResult, modules: Calls) -> Culprit | None:
         """Put plain modules in the place of those that depart by themselves, the innermost, one
         family after the other and then all; what makes the step right is where the fault is."""
-        with untouched(self.pair.reference.model), autocast_of(self.step.seen.calls[:1]):
+        reference, autocast = self.pair.reference.model, autocast_of(self.step.seen.calls[:1])
+        with untouched(reference), autocast, self.drawing.repeated(reference):
             mine = violations(self.pair.reference.model, probe.modules, modules, self.limit)
         self._is_plain = not any(self.ranks.gather(any(not v.path for v in mine.list)))
         suspects, tested = self.suspects.of_all_ranks(mine.list, mine.tested, probe.modules)
@@ -153,7 +170,7 @@ class Inquiry:
         """Run the step with plain modules in these places. Return the largest difference that is
         left (relative) over all ranks, of the loss and of the gradients of what is not in them, and
         how many gradients these are; None where neither can be compared."""
-        self._rewind()
+        self.rewind()
         reference, model = self.pair.reference.model, self.pair.loop.model
         plain = {path: reference.get_submodule(path) for path in paths}
         holds = self.pair.holds
@@ -162,8 +179,13 @@ class Inquiry:
             name for name, whole in self.pair.wholes.items()
             if id(whole.parameter) not in inside and name in self.step.expected.gradients
         ]  # fmt: skip
-        with untouched(reference), swapped(model, plain), StepRecorder(model, holds) as seen:
-            loss = self.pair.loop.step(self._share)
+        with (
+            untouched(reference),
+            swapped(model, plain),
+            StepRecorder(model, holds) as seen,
+            self.drawing.repeated(model, reference),
+        ):
+            loss = self.pair.loop.step(self.share)
         before = [*self._gradients_apart(names, self.step.seen.gradients), *self._loss_apart()]
         after = [*self._gradients_apart(names, seen.gradients), *self._loss_apart(loss)]
         bound = _LOOSE * self.limit.gradients
@@ -178,11 +200,14 @@ class Inquiry:
         return (max(worst) if worst and departed else None), len(names)
 
     def _gradients_apart(
-        self, names: Sequence[str], gradients: Mapping[str, Tensor]
+        self,
+        names: Sequence[str],
+        gradients: Mapping[str, Tensor],
+        truth: Mapping[str, Tensor] | None = None,
     ) -> Iterator[float]:
         """Yield how far gradients are from one device's (relative); one that is missing, and is
         more than rounding there, infinitely."""
-        expected = self.step.expected.gradients
+        expected = self.step.expected.gradients if truth is None else truth
         scale = Magnitude.of(expected)
         for name in names:
             if name not in self.pair.holds:
@@ -193,6 +218,16 @@ class Inquiry:
                 yield difference(gradients[name], part, scale.length(whole, part))
             elif not scale.is_noise(whole):
                 yield math.inf
+
+    def left(
+        self, gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor] | None = None
+    ) -> float | None:
+        """Return the largest difference of a gradient (relative) over all ranks, from one device's
+        or `expected`, where it is rounding; else None. All ranks call it."""
+        its = self.step.expected.gradients if expected is None else expected
+        mine = max(self._gradients_apart(list(its), gradients, its), default=0.0)
+        most = max(self.ranks.gather(mine))
+        return most if most <= _LOOSE * self.limit.gradients else None
 
     def _loss_apart(self, *losses: Any) -> list[float]:
         """How far the global loss is from one device's: of this rank's, or of the step as it was;

@@ -3,7 +3,7 @@ is asked for: its optimizers are found when they step, its shards by what its te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ptrain.errors import PtrainError
 
 Known: TypeAlias = Literal["mean", "sum", "same"]
+Average: TypeAlias = nn.Module | Mapping[str, Tensor]
 Losses: TypeAlias = Known | Callable[[Sequence[float]], float]
 
 
@@ -21,10 +22,13 @@ Losses: TypeAlias = Known | Callable[[Sequence[float]], float]
 class Job:
     """A model as the loop has it (wrapped, or plain for the reference), and one step of the loop:
     forward, backward and update on a batch. It returns the loss, as a number or a tensor, or None
-    where nobody computes it."""
+    where nobody computes it. `average`: a moving average of the parameters, if the loop keeps one:
+    a module (torch.optim.swa_utils.AveragedModel) or tensors by the parameters' names, the same
+    object in every step; None on ranks that keep none."""
 
     model: nn.Module
     step: Callable[[Any], Any]
+    average: Average | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,8 @@ class Terms:
     loss: what the ranks' losses make up the global one: their mean, their sum, each has it (same),
         or a function of all ranks' losses.
     mesh: the ranks' axes, where no DTensor tells them.
+    document_end: the token that ends a document, where samples have several: nothing is asked of it
+        then, as the next one is another document's.
     part: (name, whole tensor) -> this rank's piece of it, for tensors that are cut in a way that
         neither a DTensor nor their shape tells.
     """
@@ -71,6 +77,7 @@ class Terms:
     loss: Losses = "mean"
     mesh: DeviceMesh | None = None
     part: Callable[[str, Tensor], Tensor] | None = None
+    document_end: int | None = None
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:

@@ -18,6 +18,13 @@ from ptrain.verification.compare import claim
 from ptrain.verification.jobs.again import ModelState
 from ptrain.verification.jobs.compare import Magnitude
 from ptrain.verification.jobs.conditions import Alone
+from ptrain.verification.jobs.documents import (
+    after_first_documents,
+    instead_of_first_documents,
+    num_asked_across,
+    num_ends,
+)
+from ptrain.verification.jobs.drawing import Drawing
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.modules import Calls, ModuleCall, ModuleRecorder, is_within
 from ptrain.verification.jobs.probe import autocast_of
@@ -47,11 +54,12 @@ class Metamorphic:
     whether the first dimension of a batch is samples, as the ranks' shares say."""
 
     def __init__(
-        self, job: Job, wholes: Mapping[str, ParameterShard], limit: Tolerance, *, ranks: int,
-        rows: bool,
+        self, job: Job, wholes: Mapping[str, ParameterShard], limit: Tolerance, *,
+        drawing: Drawing, rows: bool, document_end: int | None = None,
     ) -> None:  # fmt: skip
         self._job, self._wholes, self._limit = job, wholes, limit
-        self._ranks, self._rows = tuple(range(ranks)), rows
+        self._ranks, self._rows, self._drawing = tuple(range(drawing.ranks.size)), rows, drawing
+        self._document_end = document_end
         self.notes: list[str] = []
 
     def relations(self, batch: Any, trained: Collection[str]) -> Iterator[TriedRelation]:
@@ -74,7 +82,9 @@ class Metamorphic:
         yield from self._of_tokens(seen.calls)
 
     def _step(self, batch: Any) -> StepRecorder:
-        with seeded(self._job.model), StepRecorder(self._job.model, self._wholes) as seen, Alone():
+        model = self._job.model
+        still = self._drawing.stilled(model)  # whatever is dropped, it is the same in all passes
+        with seeded(model), StepRecorder(model, self._wholes) as seen, still, Alone():
             self._job.step(batch)
         return seen
 
@@ -198,26 +208,51 @@ class Metamorphic:
         yield TriedRelation(check=claim(name, None, True, ""))
         if (seen := self._sees_no_future(calls[0], task)) is not None:
             yield seen
+        yield from self._of_documents(calls[0], task)
+
+    def _of_documents(self, call: ForwardCall, task: TokenTask) -> Iterator[TriedRelation]:
+        """Nothing is asked of the last token of a document; whether a document notices those before
+        it is said."""
+        end = self._document_end
+        if end is None:
+            self.notes.append(
+                "labels across documents: not tried; say which token ends a document, if samples "
+                "have several: Terms(document_end=...)"
+            )
+            return
+        count, across = num_ends(task, end), num_asked_across(task, end)
+        if not count:
+            self.notes.append(f"labels across documents: not tried, no sample has token {end}")
+            return
+        name = "shared code: no label is of another document"
+        check = claim(name, None, not across, f"of {across} of {count} ends of documents")
+        yield TriedRelation(check=check, culprit=self._blame(
+            Subject.BATCH, "labels across documents", [],
+            f"The loss asks the last token of a document (token {end}) for the first one of the "
+            "next document: leave these labels out (ignore_index), on both sides.",
+            f"{across} of {count} tokens {end} have a label, told by the gradient of their logits",
+            place="labels",
+        ) if across else None)  # fmt: skip
+        other = instead_of_first_documents(task.tokens, end)
+        size = self._apart_after(call, task.tokens, other, after_first_documents(task.tokens, end))
+        if size is not None and size > _LOOSE * self._limit.outputs:
+            self.notes.append(
+                f"a document sees those before it in its sample (its logits change by {size:.3g} "
+                "with their tokens): meant, if attention has no mask of documents"
+            )
 
     def _sees_no_future(self, call: ForwardCall, task: TokenTask) -> TriedRelation | None:
         tokens = task.tokens
         at = tokens.size(1) // 2
         other = tokens.clone()
         other[:, at:] = other[:, at:].roll(1, 0) if tokens.size(0) > 1 else other[:, at:].flip(1)
-        changed = (other != tokens).any(1)
-
-        def instead(leaf: Any) -> Any:
-            same = isinstance(leaf, Tensor) and leaf.shape == tokens.shape
-            return other if same and torch.equal(leaf, tokens) else leaf
-
-        before = self._logits(call, call.args, call.kwargs)
-        if not torch.equal(before, self._logits(call, call.args, call.kwargs)):
+        earlier = (other != tokens).any(1, keepdim=True).expand_as(tokens).clone()
+        earlier[:, at:] = False
+        size = self._apart_after(call, tokens, other, earlier)
+        if size is None:
             self.notes.append("the causal mask: not tried, the model draws or counts as it runs")
             return None
-        after = self._logits(call, *tree_map(instead, (call.args, call.kwargs)))
-        rows = before[changed, :at], after[changed, :at]
-        size = norm(rows[0] - rows[1]) / max(norm(rows[0]), 1e-30)
-        holds = size <= _LOOSE * self._limit.outputs or not bool(changed.any())
+        holds = size <= _LOOSE * self._limit.outputs
         why = "logits change with later tokens"
         check = claim("shared code: no token sees its future", size, holds, why)
         if holds:
@@ -230,12 +265,31 @@ class Metamorphic:
             place="attention",
         ))  # fmt: skip
 
+    def _apart_after(
+        self, call: ForwardCall, tokens: Tensor, other: Tensor, where: Tensor
+    ) -> float | None:
+        """Return how far logits part where `where` [rows, positions] says (relative) when the model
+        is given `other` in the place of the tokens; None of a model that is not the same twice."""
+
+        def instead(leaf: Any) -> Any:
+            same = isinstance(leaf, Tensor) and leaf.shape == tokens.shape
+            return other if same and torch.equal(leaf, tokens) else leaf
+
+        before = self._logits(call, call.args, call.kwargs)
+        if not torch.equal(before, self._logits(call, call.args, call.kwargs)):
+            return None
+        after = self._logits(call, *tree_map(instead, (call.args, call.kwargs)))
+        where = where.to(before.device)
+        rows = before[where], after[where]
+        return norm(rows[0] - rows[1]) / max(norm(rows[0]), 1e-30)
+
     def _is_causal(self, call: ForwardCall, task: TokenTask) -> bool:
         relation = self._sees_no_future(call, task)
         return relation is not None and relation.check.holds
 
     def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:
-        with torch.no_grad(), seeded(self._job.model), autocast_of([call]):
+        still = self._drawing.stilled(self._job.model)
+        with torch.no_grad(), seeded(self._job.model), autocast_of([call]), still:
             output = self._job.model(*args, **kwargs)
         return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double()
 

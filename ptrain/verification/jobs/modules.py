@@ -100,7 +100,9 @@ class ModuleRecorder:
         if key in self.calls:
             return None
         leaves, spec = tree_flatten((args, kwargs))
-        kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        # one tensor that is given twice stays one: attention to itself is computed in another way
+        copies = {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)}
+        kept = [copies.get(id(leaf), leaf) for leaf in leaves]
         place = next(
             (at for at, leaf in enumerate(leaves) if is_real(leaf) and leaf.requires_grad), None
         )
@@ -114,10 +116,10 @@ class ModuleRecorder:
             return None
         # a node of its own: the gradient that this module hands back, without that of others that
         # take the same tensor
-        node = leaves[place].view_as(leaves[place])
+        first = leaves[place]
+        node = first.view_as(first)
         node.register_hook(partial(_keep, call, "handed"))
-        leaves[place] = node
-        return tree_unflatten(leaves, spec)
+        return tree_unflatten([node if leaf is first else leaf for leaf in leaves], spec)
 
     def _ends(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         call = self.calls.get((path, max(self._micro_batch, 0)))
@@ -240,7 +242,9 @@ def alone(
         for leaf, dtype in zip(leaves, dtypes, strict=True)
     ]
     if call.place is not None:
-        leaves[call.place] = leaves[call.place].clone().requires_grad_()
+        given = leaves[call.place]
+        fresh = given.clone().requires_grad_()
+        leaves = [fresh if leaf is given else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(leaves, spec)
     with torch.enable_grad():
         output = module(*args, **kwargs)

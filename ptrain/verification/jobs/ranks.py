@@ -51,6 +51,20 @@ class Ranks:
             dist.broadcast(shared, src=0, group=self.group)
         return shared.cpu()
 
+    def bytes(self, bodies: Sequence[bytes]) -> list[bytes]:
+        """Every rank's bytes, all of a rank's in a row."""
+        mine = b"".join(bodies)
+        if self.size == 1:
+            return [mine]
+        sizes = self.gather(len(mine))
+        row = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        row[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[
+            : len(mine)
+        ]
+        rows = [torch.empty_like(row, device=self.device) for _ in sizes]
+        dist.all_gather(rows, row.to(self.device))
+        return [its[:size].cpu().numpy().tobytes() for its, size in zip(rows, sizes, strict=True)]
+
     @property
     def degrees(self) -> dict[str, int]:
         return {axis: len(groups[0]) for axis, groups in self.axes.items()}

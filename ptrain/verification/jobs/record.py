@@ -77,6 +77,12 @@ class StepRecorder:
         """How often the optimizer that stepped most did."""
         return max(self.num_updates.values(), default=0)
 
+    @property
+    def autocast(self) -> str:
+        """Return the dtype in which the model's first forward ran, as far as autocast says."""
+        dtype = self.calls[0].autocast if self.calls else None
+        return str(dtype).removeprefix("torch.") if dtype else "its own dtype"
+
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if counts():
             leaves = tree_leaves((args, kwargs))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ptrain.report.finding import Culprit, Subject
 from ptrain.verification.jobs.compare import digests
+from ptrain.verification.jobs.drawing import Drawing
 from ptrain.verification.jobs.job import Job, Terms
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
@@ -25,10 +26,10 @@ def repeated(
     *,
     shares: Sequence[Any],
     first: Sequence[Sums],
-    ranks: Ranks,
+    drawing: Drawing,
 ) -> Culprit | None:
     """Runs as many steps as `first` has checksums of, which begins with those of the start."""
-    holds = held_by(job.model, wholes, terms.part)
+    holds, ranks = held_by(job.model, wholes, terms.part), drawing.ranks
     differing = _gathered(ranks, _differing(first[0], {"parameters": _sums(holds)}))
     if differing:
         return _culprit(
@@ -37,7 +38,7 @@ def repeated(
             "Built anew, the loop has other weights: seed what builds it, on every rank.",
         )
     for step, (share, expected) in enumerate(zip(shares, first[1:], strict=True)):
-        with StepRecorder(job.model, holds) as seen:
+        with StepRecorder(job.model, holds) as seen, drawing.recorded(job.model):
             job.step(share)
         now = {"gradients": digests(holds, seen.gradients), "parameters": _sums(holds)}
         differing = _gathered(ranks, _differing(expected, now))

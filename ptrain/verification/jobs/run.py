@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +14,15 @@ from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import claim
+from ptrain.verification.jobs.averages import explain_average, is_undecided
 from ptrain.verification.jobs.compare import Differences, at_start, digest, replicas
 from ptrain.verification.jobs.conditions import (
     Alone,
     has_parameters,
     loss_dtype,
     number,
-    require_comparable,
     require_one_reference,
+    require_plain,
 )
 from ptrain.verification.jobs.culprits import (
     culprit,
@@ -31,13 +32,13 @@ from ptrain.verification.jobs.culprits import (
     explain_start,
     reference_not_finite,
 )
+from ptrain.verification.jobs.drawing import Drawing, RandomState, drawing_from
 from ptrain.verification.jobs.history import History
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, tolerance_of
 from ptrain.verification.jobs.losses import GlobalLoss
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation
 from ptrain.verification.jobs.ranks import ranks_of
-from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.repeat import repeated, start_sums
 from ptrain.verification.jobs.rows import ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names, values_of
@@ -45,8 +46,10 @@ from ptrain.verification.jobs.step import (
     LoopPair,
     StepComparison,
     checksums,
+    gradient_norms,
     is_finite,
     run_step,
+    travelled,
 )
 from ptrain.verification.jobs.verdict import (
     LargestDifference,
@@ -57,7 +60,7 @@ from ptrain.verification.jobs.verdict import (
 from ptrain.verification.jobs.watched import Watched
 from ptrain.verification.jobs.words import families
 from ptrain.verification.names import canonical_parameters
-from ptrain.verification.parts import apart, square
+from ptrain.verification.parts import apart
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
 
@@ -68,14 +71,17 @@ _KINDS = {
     Subject.PARAMETERS: "parameters after the update",
     Subject.OPTIMIZER: "optimizer state",
     Subject.BUFFERS: "buffers",
+    Subject.AVERAGE: "moving averages",
 }
 
 
 class Examiner:
     """`run` once. Everything that decides is gathered, so that all ranks do the same."""
 
-    def __init__(self, reference: Job, loop: Job, terms: Terms) -> None:
-        require_comparable(reference, loop)
+    def __init__(
+        self, reference: Job, loop: Job, terms: Terms, still: Collection[str] = ()
+    ) -> None:
+        require_plain(reference)
         has_parameters(reference.model)
         self.terms = terms
         self.ranks = ranks_of(loop.model.parameters(), terms.mesh)
@@ -84,6 +90,7 @@ class Examiner:
             self.ranks, {n: digest(whole.flatten()) for n, whole in wholes.items()}
         )
         self.loss = GlobalLoss(terms.loss, self.ranks)
+        self.drawing, self.random = Drawing(self.ranks, still), RandomState.of(loop.model)
         self.limit = terms.tolerance or tolerance_of(terms.dtype, wholes.values())
         self.pair = LoopPair(
             reference=reference,
@@ -106,7 +113,9 @@ class Examiner:
         self.departures: list[Departure] = []
         self.culprit: Culprit | None = None
         self.before: dict[str, torch.Tensor] = {}
-        self._share: Any = None  # of the step that is examined
+        self._count = 0  # of steps
+        self._batch: Any = None  # of the step that is examined
+        self._share: Any = None
         self._has_rows = False  # a batch's first dimension is samples, which ranks have some of
         self.watched = Watched()
 
@@ -121,7 +130,7 @@ class Examiner:
     ) -> OwnVerdict:
         """Every step, and the first batch once more at the end."""
         self._begin()
-        steps = 0
+        steps, self._count = 0, len(batches)
         for step, (batch, share) in enumerate(zip(batches, shares, strict=True)):
             if self.culprit is not None:
                 break
@@ -137,7 +146,7 @@ class Examiner:
         shared = [relation.check for relation in relations]
         return OwnVerdict(
             checks=(*self._checks(life, repeats), *shared),
-            notes=(*self.notes, *notes),
+            notes=(*self.drawing.notes(), *self.notes, *notes),
             departures=tuple(self.departures),
             culprit=self.culprit,
             losses=(tuple(self.losses[0]), tuple(self.losses[1])),
@@ -148,8 +157,8 @@ class Examiner:
     def _relations(self, batch: Any) -> tuple[list[TriedRelation], list[str]]:
         """What both sides share is tried on the reference alone, on every rank."""
         metamorphic = Metamorphic(
-            self.pair.reference, self.pair.wholes, self.limit, ranks=self.ranks.size,
-            rows=self._has_rows,
+            self.pair.reference, self.pair.wholes, self.limit, drawing=self.drawing,
+            rows=self._has_rows, document_end=self.terms.document_end,
         )  # fmt: skip
         relations = list(self.watched.relations(self.pair.origin, self.ranks.size))
         try:
@@ -187,12 +196,13 @@ class Examiner:
         return bool(self.departures)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
-        self._share = share
-        seen = run_step(self.pair, step, self.ranks.rank, batch, share, self.limit)
+        self._batch, self._share = batch, share
+        seen = run_step(self.pair, step, batch, share, self.limit, self.drawing)
         sums = checksums(self.pair, seen.seen.gradients)
         self.sums += [sums] if step < _REPEATED else []
         self._gather(seen.differences)
         self.departures += replicas(step, self.ranks.gather(sums["parameters"]), Subject.PARAMETERS)
+        self.drawing.require_attributed(bool(self.departures))
         self._note_norms(seen)
         self.watched.see(seen.expected, self.pair.wholes)
         if step == 0:
@@ -211,26 +221,28 @@ class Examiner:
             )
         if not is_finite(seen.expected.gradients, self.pair.wholes):
             self.culprit = reference_not_finite(step, self.ranks)
-        elif self.departures:
+        elif self.departures and not self._waits(step):
             self.culprit = self._explain(seen)
         self.history.see(self.pair.holds)
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
+    def _waits(self, step: int) -> bool:
+        """An average that stands still in its first step: the second says whether it is updated
+        before the parameters are, or never."""
+        mine = is_undecided(self.pair.averages.moves)
+        averages = all(departure.subject is Subject.AVERAGE for departure in self.departures)
+        if not (averages and all(self.ranks.gather(mine)) and step + 1 < self._count):
+            return False
+        self.departures.clear()
+        return True
+
     def _note_norms(self, step: StepComparison) -> None:
         if not step.expected.updates or step.expected.has_closure:
             return  # an optimizer that torch knows nothing of, a step that is left out
-        self.norms[0].append(math.sqrt(sum(map(square, step.expected.gradients.values()))))
-        mine = [
-            {n: square(g) for n, g in step.seen.gradients.items()},
-            {n: g.numel() for n, g in step.seen.gradients.items()},
-        ]
-        everyones = self.ranks.gather(mine)
-        total = 0.0
-        for name, shard in self.pair.wholes.items():  # replicas count once
-            held = sum(counts.get(name, 0) for _, counts in everyones)
-            squares = sum(sums.get(name, 0.0) for sums, _ in everyones)
-            total += squares * shard.shape.numel() / held if held else 0.0
-        self.norms[1].append(math.sqrt(total))
+        for norms, norm in zip(
+            self.norms, gradient_norms(step, self.pair, self.ranks), strict=True
+        ):
+            norms.append(norm)
 
     def _explain(self, step: StepComparison) -> Culprit:
         first = first_of(self.departures)
@@ -245,7 +257,10 @@ class Examiner:
             case _ if first[0].subject is Subject.LOSS:
                 return self._explain_loss(first, number(step.losses[1]))
             case _:
-                return explain_update(first, step.case, self.ranks)
+                others = [its for its in first if its.subject is not Subject.AVERAGE]
+                if not others:
+                    return explain_average(first, self.pair.averages, self.ranks)
+                return explain_update(others, step.case, self.ranks)
 
     def _explain_updates(self, first: Sequence[Departure], step: StepComparison) -> Culprit:
         """Ranks whose optimizers do not step as often as one device's, and what these update."""
@@ -264,11 +279,14 @@ class Examiner:
         wholes = step.unclipped, step.expected.gradients
         if (clipped := clipping(first, step.case, wholes, self.ranks)) is not None:
             return clipped
-        lower = self.ranks.gather([_autocast(step.seen), _autocast(step.expected)])
+        lower = self.ranks.gather([step.seen.autocast, step.expected.autocast])
         for actual, expected in lower:
             if actual != expected:
                 return explain_precision(actual, expected, first[0].step, self.ranks)
-        inquiry = Inquiry(self.pair, step, self.limit, loss=self.loss, share=self._share)
+        inquiry = Inquiry(
+            self.pair, step, self.limit, loss=self.loss, batch=self._batch, share=self._share,
+            drawing=self.drawing,
+        )  # fmt: skip
         return inquiry.culprit(first, self.before)
 
     def _explain_loss(self, departures: Sequence[Departure], own: float | None) -> Culprit:
@@ -280,8 +298,12 @@ class Examiner:
 
     def _both(self, batch: Any, share: Any) -> tuple[Any, Any]:
         """What both steps return."""
-        loss = self.pair.loop.step(share)
-        with Alone():
+        random = RandomState.of(self.pair.loop.model)
+        with self.drawing.recorded(self.pair.loop.model):
+            loss = self.pair.loop.step(share)
+        self.drawing.exchange()
+        plain = self.pair.reference.model
+        with drawing_from(random, plain), self.drawing.replayed(plain), Alone():
             return self.pair.reference.step(batch), loss
 
     def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
@@ -317,8 +339,10 @@ class Examiner:
         wholes = {
             name: row.view(self.pair.wholes[name].shape) for name, row in self.pair.origin.items()
         }
+        job = again()
+        self.random.restore()
         cause = repeated(
-            again(), wholes, self.terms, shares=shares, first=self.sums, ranks=self.ranks
+            job, wholes, self.terms, shares=shares, first=self.sums, drawing=self.drawing
         )
         self.culprit = cause or self.culprit
         return claim("the same twice", None, cause is None, "other bits")
@@ -335,35 +359,16 @@ class Examiner:
                 f"one more step cannot be run, so that no loss is known after: {error}"
             )
         again = right, self.loss.of(right, mine)
-        travelled = self._travelled()
+        ways = travelled(self.pair, self.start, self.ranks)
         return [
             Liveness(
                 name=name, losses=list(losses), norms=list(norms), travelled=way,
                 again=math.nan if loss is None else loss,
             )
             for name, losses, norms, way, loss in zip(
-                ("reference", "loop"), self.losses, self.norms, travelled, again, strict=True
+                ("reference", "loop"), self.losses, self.norms, ways, again, strict=True
             )
         ]  # fmt: skip
-
-    def _travelled(self) -> tuple[float, float]:
-        """Return how far the parameters went relative to the initial weights, by the 2-norm; the
-        loop's over all ranks' parts."""
-        distances = []
-        for holds, start in (
-            (self.pair.wholes, self.pair.origin),
-            (self.pair.holds, self.start),
-        ):
-            moved = sum(
-                square(shard.value().double() - start[name].double())
-                for name, shard in holds.items()
-            )
-            length = sum(map(square, start.values()))
-            both = [
-                sum(by_rank) for by_rank in zip(*self.ranks.gather([moved, length]), strict=True)
-            ]
-            distances.append(math.sqrt(both[0] / both[1]) if both[1] else math.inf)
-        return distances[0], distances[1]
 
     def _checks(self, life: Sequence[Liveness], repeats: Sequence[Check]) -> Iterator[Check]:
         starts = [departure for departure in self.departures if departure.moment is Moment.START]
@@ -379,9 +384,3 @@ class Examiner:
             yield self.worst_loss.check()
         for liveness in life:
             yield from liveness.checks()
-
-
-def _autocast(run: StepRecorder) -> str:
-    """The dtype in which the model's first forward ran, as far as autocast says."""
-    dtype = run.calls[0].autocast if run.calls else None
-    return str(dtype).removeprefix("torch.") if dtype else "its own dtype"

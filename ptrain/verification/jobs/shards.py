@@ -107,6 +107,11 @@ def held_by(
     return {name: shards[name] for name in wholes if name in shards}
 
 
+def shard_of(name: str, tensor: DTensor, shape: torch.Size) -> ParameterShard:
+    """Return which elements of a tensor of this shape a DTensor has on this rank."""
+    return _checked(ParameterShard(name, tensor, shape, _row(_cut(numbered(shape), tensor), shape)))
+
+
 def parameter_names(model: nn.Module) -> list[str]:
     """Canonical, also of what FSDP1 has flattened away."""
     return [name for name, _, _ in _tensors(model)]

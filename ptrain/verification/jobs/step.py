@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ptrain.report.finding import Moment, Subject
 from ptrain.verification.jobs.again import ModelState
+from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.compare import (
     Differences,
     Magnitude,
@@ -25,9 +27,12 @@ from ptrain.verification.jobs.compare import (
     sure_of,
 )
 from ptrain.verification.jobs.conditions import Alone
+from ptrain.verification.jobs.drawing import Drawing, RandomState, drawing_from
 from ptrain.verification.jobs.job import Job, Tolerance
+from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard, values_of
+from ptrain.verification.parts import square
 from ptrain.verification.updates.case import UpdateCase, compare_masters
 from ptrain.verification.updates.clip import Accumulation
 
@@ -46,16 +51,18 @@ class LoopPair:
     wholes: dict[str, ParameterShard]
     origin: Rows = field(default_factory=dict)
     sure: Rows = field(default_factory=dict)
+    averages: Averages = field(init=False)
 
     def __post_init__(self) -> None:
+        self.averages = Averages(self.reference, self.loop, self.holds, self.wholes)
         self.origin = values_of(self.wholes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
-    `loop_state`: what both models had before; `unclipped`: squares of the reference's gradients as
-    its backward pass left them."""
+    `loop_state`: what both models had before, `random` the loop's generators; `unclipped`: squares
+    of the reference's gradients as its backward pass left them."""
 
     differences: Differences
     expected: StepRecorder
@@ -63,22 +70,32 @@ class StepComparison:
     losses: tuple[Any, Any]
     reference_state: ModelState
     loop_state: ModelState
+    random: RandomState
     case: UpdateCase
     unclipped: dict[str, float]
 
 
 def run_step(
-    pair: LoopPair, number_: int, rank: int, batch: Any, share: Any, limit: Tolerance
+    pair: LoopPair, number_: int, batch: Any, share: Any, limit: Tolerance, drawing: Drawing
 ) -> StepComparison:
-    """Run the loop first, then the reference."""
+    """Run the loop first, then the reference, which draws what the loop drew."""
+    random = RandomState.of(pair.loop.model)
     began = ModelState.of(pair.reference.model), ModelState.of(pair.loop.model)
     before, run_before = values_of(pair.wholes), values_of(pair.holds)
-    with StepRecorder(pair.loop.model, pair.holds) as seen:
+    pair.averages.before()
+    with StepRecorder(pair.loop.model, pair.holds) as seen, drawing.recorded(pair.loop.model):
         loss = pair.loop.step(share)
+    drawing.exchange()
     unclipped = Accumulation(pair.wholes)
-    with StepRecorder(pair.reference.model, pair.wholes) as expected, unclipped, Alone():
+    with (
+        drawing_from(random, pair.reference.model),
+        StepRecorder(pair.reference.model, pair.wholes) as expected,
+        unclipped,
+        drawing.replayed(pair.reference.model),
+        Alone(),
+    ):
         right = pair.reference.step(batch)
-    differences = Differences(step=number_, rank=rank)
+    differences = Differences(step=number_, rank=drawing.ranks.rank)
     if seen.updates != expected.updates:
         description = f"{seen.updates} updates, one device {expected.updates}"
         differences.differ(Moment.START, Subject.COUNTER, "optimizer.step", description)
@@ -107,10 +124,12 @@ def run_step(
     compare_states(differences, *states, pair.holds, limit)
     case = UpdateCase.of(differences, (seen, expected), pair.holds, limit)
     compare_masters(differences, case)
+    pair.averages.compare(differences, limit)
     compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
         differences=differences, expected=expected, seen=seen, losses=(right, loss),
-        reference_state=began[0], loop_state=began[1], case=case, unclipped=unclipped.squares,
+        reference_state=began[0], loop_state=began[1], random=random, case=case,
+        unclipped=unclipped.squares,
     )  # fmt: skip
 
 
@@ -120,6 +139,35 @@ def checksums(pair: LoopPair, gradients: Mapping[str, Tensor]) -> dict[str, dict
         "parameters": digests(pair.holds, values_of(pair.holds)),
         "gradients": digests(pair.holds, gradients),
     }
+
+
+def gradient_norms(step: StepComparison, pair: LoopPair, ranks: Ranks) -> tuple[float, float]:
+    """Return one device's norm of all gradients and the loop's, in which replicas count once. All
+    ranks call it."""
+    sizes = {name: gradient.numel() for name, gradient in step.seen.gradients.items()}
+    own = {name: square(gradient) for name, gradient in step.seen.gradients.items()}
+    everyones = ranks.gather([own, sizes])
+    total = 0.0
+    for name, shard in pair.wholes.items():
+        held = sum(counts.get(name, 0) for _, counts in everyones)
+        squares = sum(sums.get(name, 0.0) for sums, _ in everyones)
+        total += squares * shard.shape.numel() / held if held else 0.0
+    right = sum(map(square, step.expected.gradients.values()))
+    return math.sqrt(right), math.sqrt(total)
+
+
+def travelled(pair: LoopPair, start: Mapping[str, Tensor], ranks: Ranks) -> tuple[float, float]:
+    """Return how far the parameters went relative to the initial weights, by the 2-norm: one
+    device's, and the loop's over all ranks' parts, which began at `start`. All ranks call it."""
+    distances = []
+    for holds, began in ((pair.wholes, pair.origin), (pair.holds, start)):
+        moved = sum(
+            square(shard.value().double() - began[name].double()) for name, shard in holds.items()
+        )
+        length = sum(map(square, began.values()))
+        both = [sum(of_rank) for of_rank in zip(*ranks.gather([moved, length]), strict=True)]
+        distances.append(math.sqrt(both[0] / both[1]) if both[1] else math.inf)
+    return distances[0], distances[1]
 
 
 def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShard]) -> bool:

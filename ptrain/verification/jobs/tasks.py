@@ -21,11 +21,13 @@ _FITS = 1e-4  # of a gradient's rows, relative
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTask:
     """`shift`: how far behind a position (in tokens) is what it is asked for; None where that is
-    no token of the input. `count`: how many positions have a target."""
+    no token of the input. `count`: how many positions have a target; `has_label` [rows, positions]:
+    which."""
 
     tokens: Tensor
     shift: int | None
     count: int
+    has_label: Tensor
 
 
 def task_of(call: ForwardCall) -> TokenTask | None:
@@ -58,8 +60,9 @@ def task_of(call: ForwardCall) -> TokenTask | None:
     others = max(share for shift, share in shares.items() if shift != likeliest)
     is_clear = shares[likeliest] >= _NEARLY_ALL and others <= _RARELY
     return TokenTask(
-        tokens=tokens, shift=likeliest if is_clear else None, count=int(has_target.sum())
-    )
+        tokens=tokens, shift=likeliest if is_clear else None, count=int(has_target.sum()),
+        has_label=has_target,
+    )  # fmt: skip
 
 
 def softmaxed(call: ForwardCall) -> str:

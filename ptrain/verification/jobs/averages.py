@@ -1,0 +1,266 @@
+"""Moving averages of the parameters (torch.optim.swa_utils.AveragedModel, or a copy by hand) beside
+one device's after every step, and what an update of one that departs was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
+from ptrain.verification.factors import multiple
+from ptrain.verification.jobs.compare import Differences
+from ptrain.verification.jobs.culprits import culprit
+from ptrain.verification.jobs.job import Average, Job, Tolerance
+from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.shards import ParameterShard, shard_of
+from ptrain.verification.jobs.words import families
+from ptrain.verification.names import canonical_name
+from ptrain.verification.parts import difference, held, norm
+
+_ROUNDINGS = 4  # of an average, in its own dtype
+_LARGE = 0.05  # of its way: a fault is larger, even where its way is not much more than roundings
+_FITS = 1e-2  # relative to an update: of which it is made; roundings are added
+_SAME = 0.02  # of two weights
+
+Rows = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AverageMove:
+    """This rank's elements of one side, all in a row: the average before and after a step, and the
+    parameters."""
+
+    before: Tensor
+    after: Tensor
+    run_before: Tensor
+    run_after: Tensor
+
+    @property
+    def way(self) -> Tensor:
+        return self.after - self.before
+
+    @property
+    def rounding(self) -> float:
+        """Return how far roundings bring it."""
+        is_single = torch.equal(self.after.float().double(), self.after)
+        eps = torch.finfo(torch.float32 if is_single else torch.float64).eps
+        return _ROUNDINGS * eps * norm(self.after)
+
+    @property
+    def stands_still(self) -> bool:
+        return norm(self.way) <= self.rounding / 2
+
+    def weight(self, parameters: Tensor) -> float | None:
+        """Return the weight with which these parameters were mixed into it; None where they were
+        not, or no parameter parts from the average."""
+        step = parameters - self.before
+        if not (bool(step.any()) and bool(self.way.any())):
+            return None
+        fit = multiple(self.way, step)
+        left = norm(self.way - fit.factor * step)
+        return fit.factor if left <= _FITS * norm(self.way) + self.rounding else None
+
+
+class Averages:
+    """`begin` once, then `before` and `compare` around every step."""
+
+    def __init__(
+        self, reference: Job, loop: Job, holds: Mapping[str, ParameterShard],
+        wholes: Mapping[str, ParameterShard],
+    ) -> None:  # fmt: skip
+        self._sides = (loop, holds), (reference, wholes)
+        self._origin: Rows = {}
+        self._before: tuple[Rows, Rows] = {}, {}
+        self._parameters: tuple[Rows, Rows] = {}, {}
+        self.moves: tuple[AverageMove, AverageMove] | None = None
+        self._repeated: Tensor | None = None  # updated as one device's, with the loop's parameters
+        self.left = 0.0
+
+    def before(self) -> None:
+        """Take the averages, and the parameters, before a step."""
+        self._before = self._values()
+        self._parameters = self._own_parameters()
+        self._origin = self._origin or self._before[1]
+
+    def compare(self, differences: Differences, limit: Tolerance) -> None:
+        """Add a departure of each average that is not one device's."""
+        now, wholes = self._values()
+        parameters = self._own_parameters()
+        names = [name for name in now if name in wholes]
+        for name in names:
+            right = wholes[name]
+            way = norm(right.double() - self._origin[name].double())
+            own = now[name]
+            size = _size(own, right, way, limit)
+            stood = torch.equal(own, self._before[0][name])
+            if stood and 2 * int((right != self._before[1][name]).sum()) > right.numel():
+                size = max(size, 1.0)
+            differences.compare(
+                Moment.UPDATE, Subject.AVERAGE, name, difference=size, tolerance=limit.updates
+            )
+        self.moves = _moves(names, self._before, (now, wholes), self._parameters, parameters)
+        self._repeat()
+
+    def _repeat(self) -> None:
+        """Update the average that the loop began with as one device updates its own."""
+        if self.moves is None:
+            return
+        own, right = self.moves
+        average = own.before if self._repeated is None else self._repeated
+        weight = right.weight(right.run_after) or 0.0
+        self._repeated = average + weight * (own.run_after - average)
+        self.left = norm(self._repeated - right.after) / (norm(right.way) or 1.0)
+
+    def _values(self) -> tuple[Rows, Rows]:
+        """Return the loop's averages on this rank, and the same elements of one device's."""
+        (loop, holds), (reference, _) = self._sides
+        right = dict(_tensors(reference.average))
+        own, whole = {}, {}
+        for name, tensor in _tensors(loop.average):
+            if name in right and name in holds:
+                shard = _shard(name, tensor, right[name].shape, holds[name])
+                own[name] = shard.value().clone()
+                whole[name] = shard.of(right[name].detach()).clone()
+        return own, whole
+
+    def _own_parameters(self) -> tuple[Rows, Rows]:
+        (loop, holds), (reference, wholes) = self._sides
+        right = dict(_tensors(reference.average))
+        own, whole = {}, {}
+        for name, tensor in _tensors(loop.average):
+            if name not in right or name not in holds:
+                continue
+            shard = _shard(name, tensor, right[name].shape, holds[name])
+            value = wholes[name].value().view(wholes[name].shape)
+            whole[name] = shard.of(value).clone()
+            is_alike = shard.value().numel() == holds[name].value().numel()
+            own[name] = holds[name].value().clone() if is_alike else whole[name]
+        return own, whole
+
+
+def _size(own: Tensor, right: Tensor, way: float, limit: Tolerance) -> float:
+    """Return how far an average is from one device's, relative to its way or its roundings."""
+    eps = torch.finfo(own.dtype).eps * _ROUNDINGS * norm(right)
+    tight = difference(own, right, max(way, eps / limit.updates))
+    loose = difference(own, right, max(way, eps / _LARGE))
+    return max(tight, loose * limit.updates / _LARGE)
+
+
+def _shard(
+    name: str, tensor: Tensor, shape: torch.Size, parameter: ParameterShard
+) -> ParameterShard:
+    """Return which elements of the whole an average is: as it says itself, all, or those that the
+    rank has of the parameter."""
+    if isinstance(tensor, DTensor):
+        return shard_of(name, tensor, shape)
+    if tensor.shape == shape:
+        return ParameterShard(name, tensor, shape)
+    return replace(parameter, parameter=tensor, within=None)
+
+
+def _tensors(average: Average | None) -> Iterator[tuple[str, Tensor]]:
+    if average is None:
+        return
+    rows = average.named_parameters() if isinstance(average, nn.Module) else average.items()
+    for name, tensor in rows:
+        if tensor.is_floating_point():
+            yield canonical_name(name), tensor
+
+
+def _moves(
+    names: Sequence[str], before: tuple[Rows, Rows], after: tuple[Rows, Rows],
+    run_before: tuple[Rows, Rows], run_after: tuple[Rows, Rows],
+) -> tuple[AverageMove, AverageMove] | None:  # fmt: skip
+    if not names:
+        return None
+    both = []
+    for side in range(2):
+        rows = [
+            torch.cat([held(its[side][name]).double().flatten() for name in names])
+            for its in (before, after, run_before, run_after)
+        ]
+        both.append(
+            AverageMove(before=rows[0], after=rows[1], run_before=rows[2], run_after=rows[3])
+        )
+    return both[0], both[1]
+
+
+def cause_of(moves: tuple[AverageMove, AverageMove]) -> tuple[str, float, float]:
+    """Return what the loop's average was made of, the weight of the parameters in it, and in one
+    device's."""
+    own, right = moves
+    weight = right.weight(right.run_after)
+    if weight is None:
+        return "", 0.0, 0.0
+    if own.stands_still:
+        return "not updated", 0.0, weight
+    if torch.equal(own.after, own.run_after):
+        return "the parameters", 1.0, weight
+    now, old = own.weight(own.run_after), own.weight(own.run_before)
+    if now is None:
+        return ("of before the update" if old is not None else ""), old or 0.0, weight
+    if abs(now - weight) > _SAME * weight:
+        twice = 1 - (1 - weight) ** 2
+        return ("twice" if abs(now - twice) <= _SAME * twice else "weight"), now, weight
+    elsewhere = norm(own.before - right.before) > _LARGE * norm(right.way)
+    return "begins elsewhere" if elsewhere else "", now, weight
+
+
+def is_undecided(moves: tuple[AverageMove, AverageMove] | None) -> bool:
+    """Return whether an average that stands still may have been mixed with the parameters of before
+    the update: these are what it is."""
+    if moves is None:
+        return True
+    own, _ = moves
+    return own.stands_still and norm(own.before - own.run_before) <= own.rounding
+
+
+def explain_average(
+    departures: Sequence[Departure],
+    averages: Averages,
+    ranks: Ranks,
+) -> Culprit:
+    """Explain averages that depart though the parameters do not. All ranks call it."""
+    mine = ("", 0.0, 0.0) if averages.moves is None else cause_of(averages.moves)
+    everyones = ranks.gather([*mine, averages.left])
+    who = sorted({departure.rank for departure in departures})
+    causes = {everyones[rank][0] for rank in who}
+    largest = max(departure.difference for departure in departures)
+    cause = causes.pop() if len(causes) == 1 else ""
+    _, now, weight, _ = everyones[who[0]]
+    left = max(everyones[rank][3] for rank in who)
+    place = families(departure.name for departure in departures)
+    where = f"on rank {', '.join(map(str, who))}" if len(who) < ranks.size else "on every rank"
+    sentences = {
+        "begins elsewhere": f"{where} it does not begin as on one device: copy the model's first "
+        "weights into it, on every rank, or load it with the checkpoint",
+        "not updated": f"{where} it is what it was before the step: update it on every rank",
+        "the parameters": f"{where} it is what the parameters are: keep copies of them (deepcopy); "
+        "AveragedModel's first update is one that copies",
+        "of before the update": f"{where} it is mixed with the parameters of before the update: "
+        "update it after optimizer.step()",
+        "twice": f"{where} it is updated twice in a step: the parameters have the weight "
+        f"{now:.4g}, which is that of two updates with {weight:.4g}",
+        "weight": f"{where} the parameters are mixed in with the weight {now:.4g} (decay "
+        f"{1 - now:.4g}), on one device with {weight:.4g} (decay {1 - weight:.4g})",
+    }  # fmt: skip
+    is_proven = bool(cause) and (left <= _FITS or cause == "begins elsewhere")
+    said = culprit(
+        departures, ranks, state=Subject.AVERAGE, factor=cause or f"differs by {largest:.3g}",
+        sentence=f"The parameters are one device's, and their moving average ({place}) is not"
+        + (f": {sentences[cause]}." if cause else "."),
+    )  # fmt: skip
+    if not is_proven:
+        out = "ruled out: another decay, two updates, the parameters of before the update"
+        return replace(said, certainty=Certainty.UNEXPLAINED, tried=out)
+    if cause == "begins elsewhere":
+        return said
+    return replace(
+        said, certainty=Certainty.PROVEN,
+        tried=f"updated once a step, with one device's weight ({weight:.4g} now) and the "
+        f"parameters of after the update, it is one device's to {left:.1e} of its step",
+    )  # fmt: skip

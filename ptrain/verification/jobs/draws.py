@@ -1,0 +1,191 @@
+"""The random numbers that a model draws while it runs (the masks of dropout above all): seen by the
+operators that draw them, and others put in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ptrain.internals.autograd import is_in_backward
+from ptrain.models.ledger import OperatorMode
+from ptrain.verification.jobs.compare import digest
+from ptrain.verification.names import canonical_modules
+from ptrain.verification.parts import held
+
+_CHANCES = {"bernoulli", "bernoulli_", "native_dropout"}
+_UNIFORM = {"rand", "rand_like", "uniform", "uniform_"}
+_NORMAL = {"randn", "randn_like", "normal", "normal_"}
+_OTHERS = {"exponential_", "multinomial", "randint", "randint_like", "randperm", "random_"}
+_DRAWN = _CHANCES | _UNIFORM | _NORMAL | _OTHERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomDraw:
+    """One tensor that an operator `kind` drew: in which module (`path`), as the how many-th there
+    (`number`) in which pass of the outermost module that ran (`outer`, `call`). `kept`: of a mask
+    the share that it lets pass."""
+
+    path: str
+    number: int
+    outer: str
+    call: int
+    kind: str
+    value: Tensor
+    kept: float = 1.0
+
+    def stilled(self) -> Tensor | None:
+        """Return what drops nothing and adds nothing: a mask that is divided by its share is one
+        then. None of what has no such value."""
+        if self.kind == "native_dropout":
+            return torch.ones_like(self.value)
+        if self.kind in _CHANCES:
+            return torch.full_like(self.value, self.kept)
+        if self.kind in _UNIFORM:
+            return torch.full_like(self.value, 0.5)
+        return torch.zeros_like(self.value) if self.kind in _NORMAL else None
+
+
+Replace = Callable[[RandomDraw], Tensor | None]
+Rows = tuple[str, ...]
+
+
+def nothing(draw: RandomDraw) -> None:
+    """Leave what was drawn."""
+
+
+class DrawMode(OperatorMode):
+    """`with DrawMode(model) as drawn:` around a step. `draws` are those of forward passes,
+    `again` those of backward passes, which repeat a part of one; `rows` are checksums of the rows
+    that a pass of the outermost module was given. `replace` returns what is to stand in the place
+    of a draw, if anything; in backward that is what stood there in forward. Attention that drops
+    out within its kernel has no mask to be seen: it drops nothing in here (`hidden`)."""
+
+    def __init__(
+        self, *models: nn.Module, replace: Replace = nothing, replace_again: Replace = nothing
+    ) -> None:
+        super().__init__()
+        self.draws: list[RandomDraw] = []
+        self.again: list[RandomDraw] = []
+        self.rows: dict[tuple[str, int], Rows] = {}
+        self.hidden: set[str] = set()
+        self._models, self._replace, self._replace_again = models, replace, replace_again
+        self._running: list[tuple[int, str]] = []
+        self._visits: dict[tuple[int, str], int] = {}
+        self._counts: dict[tuple[int, str], int] = {}
+        self._outer, self._call, self._counted = "", 0, False
+        self._replaced: dict[str, Tensor] = {}
+        self._hooks = ExitStack()
+
+    @property
+    def rows_now(self) -> Rows:
+        """Return the rows of the pass that runs."""
+        return self.rows.get((self._outer, self._call), ())
+
+    def before(self, draw: RandomDraw) -> Tensor | None:
+        """Return what forward had where backward draws again: in the module that it is in, or of
+        the only draw of that kind; None where several may be meant."""
+        alike = [
+            its for its in self.draws
+            if (its.kind, its.value.shape) == (draw.kind, draw.value.shape)
+            and draw.path in ("", its.path)
+        ]  # fmt: skip
+        values = [self._replaced.get(digest(its.value), its.value) for its in alike]
+        return values[0] if len(values) == 1 else None
+
+    def __enter__(self) -> Self:
+        for index, model in enumerate(self._models):
+            for path, module in canonical_modules(model):
+                begins = module.register_forward_pre_hook(
+                    partial(self._begins, (index, path)), prepend=True, with_kwargs=True
+                )
+                ends = module.register_forward_hook(self._ends, always_call=True)
+                self._hooks.callback(begins.remove)
+                self._hooks.callback(ends.remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._hooks.close()
+
+    def _begins(self, place: tuple[int, str], module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._running and not is_in_backward():
+            self._counted = torch.is_grad_enabled()  # a checkpoint's forward has none, inside
+            if self._counted:
+                self._call = self._visits.get(place, 0)
+                self._visits[place] = self._call + 1
+                self._outer = place[1]
+                self._counts.clear()
+                self.rows[place[1], self._call] = _rows_of((args, kwargs))
+        self._running.append(place)
+
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = function._schema.name.partition("::")[2]
+        is_again = is_in_backward()
+        if not (self._running or is_again):
+            return function(*args, **kwargs)
+        if name not in _DRAWN:
+            return function(*self._undropped(function, args), **kwargs)
+        result = function(*args, **kwargs)
+        if not (self._counted or is_again):
+            return result
+        place = self._running[-1] if self._running else (0, "")
+        value = held(result[1] if isinstance(result, tuple) else result)
+        draw = RandomDraw(
+            path=place[1], number=self._counts.get(place, 0), outer=self._outer, call=self._call,
+            kind=name, value=value.detach().clone(), kept=_kept(name, args),
+        )  # fmt: skip
+        other = self._instead(draw, place, is_again)
+        if other is None:
+            return result
+        other = other.to(value)
+        if isinstance(result, tuple):
+            return args[0] * other / draw.kept, other
+        return result.copy_(other) if name.endswith("_") else other
+
+    def _instead(self, draw: RandomDraw, place: tuple[int, str], is_again: bool) -> Tensor | None:
+        """Keep a draw; return what is to stand in its place. What is drawn again is told by its
+        bits: the generator is put back for it."""
+        if is_again:
+            self.again.append(draw)
+            before = self._replaced.get(digest(draw.value))
+            return self._replace_again(draw) if before is None else before
+        self._counts[place] = draw.number + 1
+        self.draws.append(draw)
+        other = self._replace(draw)
+        if other is not None:
+            self._replaced[digest(draw.value)] = other
+        return other
+
+    def _undropped(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Fused attention, and its backward pass, drop nothing."""
+        names = [argument.name for argument in function._schema.arguments]
+        place = names.index("dropout_p") if "dropout_p" in names else len(args)
+        if place >= len(args) or not args[place]:
+            return args
+        self.hidden |= {self._running[-1][1]} if self._running else set()
+        return *args[:place], 0.0, *args[place + 1 :]
+
+
+def _rows_of(given: Any) -> Rows:
+    first = next((leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), None)
+    if first is None or not first.dim():
+        return ()
+    return tuple(digest(row.flatten()) for row in held(first.detach()))
+
+
+def _kept(name: str, args: tuple[Any, ...]) -> float:
+    """Return the share that a mask lets pass, where one number says it."""
+    if name not in _CHANCES or len(args) < 2 or not isinstance(args[1], float | int):
+        return 1.0 if name not in _CHANCES else 0.5
+    return 1 - args[1] if name == "native_dropout" else float(args[1])

@@ -1,0 +1,35 @@
+"""Scripts of accelerate, as they are: a sound one holds, faults that users reported are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import Ranks
+
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+pytestmark = pytest.mark.gloo
+
+
+def judged(case: str, *arguments: Any) -> dict[str, Any]:
+    from tests.corpus import accelerated
+
+    verdict = getattr(accelerated, case)(*arguments)
+    return {"holds": verdict.holds, "text": str(verdict)}
+
+
+def test_a_script_that_accumulates_and_clips_holds(ranks: Ranks) -> None:
+    verdict = ranks.run(2, judged, "accelerated_script")[0]
+    assert verdict["holds"], verdict["text"]
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("loss_divided_by_accelerate_too", "or of micro-batches (2)"),
+        ("optimizer_not_prepared", "2 updates, one device 1"),
+    ],
+)
+def test_a_fault_of_a_script_is_named(ranks: Ranks, case: str, said: str) -> None:
+    assert said in ranks.run(2, judged, case, True)[0]["text"]

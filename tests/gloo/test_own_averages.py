@@ -1,0 +1,69 @@
+"""Moving averages on ranks: whole or in shards, on some ranks or all."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ptrain
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+DECAY = 0.99
+
+
+def judged(way: str, fault: str = "") -> dict[str, Any]:
+    """`way`: ddp, fsdp2 (an average in shards) or first (rank 0 alone keeps one); `fault`: rank (1
+    does not update its own)."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
+
+    def job(wrap: str = "") -> ptrain.Job:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+        if wrap == "fsdp2":
+            model = fully_shard(model)
+            average = {name: value.detach().clone() for name, value in model.named_parameters()}
+        else:
+            average = copy.deepcopy(dict(model.named_parameters()))
+            model = DistributedDataParallel(model) if wrap else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(batch: Tensor) -> Tensor:
+            loss = (model(batch) - batch[:, :2]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not (wrap and fault == "rank" and rank == 1):
+                for kept, value in zip(average.values(), model.parameters(), strict=True):
+                    kept.data.mul_(DECAY).add_(value.data, alpha=1 - DECAY)
+            return loss.detach()
+
+        keeps = wrap != "first" or rank == 0
+        return ptrain.Job(model=model, step=step, average=average if keeps else None)
+
+    verdict = ptrain.verify(
+        job, lambda: job(way), rows, share=lambda batch: batch.chunk(size)[rank]
+    )
+    return {"holds": verdict.holds, "text": str(verdict)}
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "first"])
+def test_a_sound_average_holds(ranks: Ranks, way: str) -> None:
+    verdict = ranks.run(2, judged, way)[0]
+    assert verdict["holds"], verdict["text"]
+    assert "moving averages" in verdict["text"]
+
+
+def test_an_average_that_one_rank_does_not_update_is_named(ranks: Ranks) -> None:
+    text = ranks.run(2, judged, "ddp", "rank")[0]["text"]
+    assert "culprit: moving average · axis ranks · not updated" in text
+    assert "on rank 1 it is what it was before the step" in text
+    assert "proven by trying" in text

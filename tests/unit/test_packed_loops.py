@@ -1,0 +1,84 @@
+"""Several documents in a sample: labels that reach across their ends are told once it is said which
+token ends one. One process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ptrain
+from ptrain.verification.jobs.verdict import OwnVerdict
+
+END, WORDS = 0, 11
+
+
+class Writer(nn.Module):
+    """A causal model: a token sees the mean of those up to it, of its own document alone if it is
+    told to."""
+
+    def __init__(self, stays: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.stays = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS), stays
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.size(1)
+        sees = torch.ones(length, length).tril().bool().expand(len(tokens), -1, -1)
+        if self.stays:
+            document = (tokens == END).cumsum(1) - (tokens == END).long()
+            sees = sees & (document[:, :, None] == document[:, None, :])
+        weights = sees / sees.sum(-1, keepdim=True)
+        return self.head(weights.double() @ self.embed(tokens))
+
+
+def judged(*, across: bool, stays: bool = True, end: int | None = END) -> OwnVerdict:
+    tokens = torch.randint(1, WORDS, (3, 6, 13), generator=torch.Generator().manual_seed(2))
+    tokens[:, :, 5] = END
+
+    def made() -> ptrain.Job:
+        torch.manual_seed(0)
+        model = Writer(stays).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(batch: Tensor) -> Tensor:
+            labels = batch[:, 1:].clone()
+            if not across:
+                labels[batch[:, :-1] == END] = -100
+            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), labels.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return ptrain.Job(model=model, step=step)
+
+    make: Callable[[], ptrain.Job] = made
+    return ptrain.verify(make, make, list(tokens), terms=ptrain.Terms(document_end=end))
+
+
+def test_labels_across_documents_are_named() -> None:
+    culprit = judged(across=True).culprit
+    assert culprit is not None
+    assert culprit.factor == "labels across documents"
+    assert "6 of 6" not in culprit.sentence and "6 of 6 tokens 0" in culprit.tried
+
+
+def test_labels_that_stay_within_their_document_hold() -> None:
+    verdict = judged(across=False)
+    assert verdict.holds, verdict
+    assert "ok   shared code: no label is of another document" in str(verdict)
+    assert not any("sees those before it" in note for note in verdict.notes)
+
+
+def test_a_document_that_sees_those_before_it_is_a_note() -> None:
+    verdict = judged(across=False, stays=False)
+    assert verdict.holds, verdict
+    assert any("sees those before it" in note for note in verdict.notes)
+
+
+def test_without_the_token_it_is_said_that_this_was_not_tried() -> None:
+    verdict = judged(across=True, end=None)
+    assert verdict.holds, verdict
+    assert any("Terms(document_end=...)" in note for note in verdict.notes)
