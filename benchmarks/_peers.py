@@ -1,8 +1,9 @@
 """The contenders of `peers.py`: one step each of the same model on the same samples.
 
-Each maker wraps llama-10m with what its library documents, options as equal as it lets them be,
-and gives a function that makes one step and returns this rank's share of the loss. A peer is
-imported by its maker, in the ranks.
+Each maker wraps the spec's model with what its library documents, options as equal as it lets them
+be, and gives a function that makes one step and returns this rank's share of the loss. A peer is
+imported by its maker, in the ranks. What is written by hand on torch's own parts is in
+`_by_hand.py`.
 """
 
 from __future__ import annotations
@@ -11,64 +12,36 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from step_time import RANKS, _ptrain, _samples, _spec, _wrapped_by_hand
+from _by_hand import adamw, built, by_hand, loop, pipelined, tensor_parallel, zero_redundancy
+from step_time import RANKS
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from ptrain.spec.spec import Spec
 
 Step = Callable[[], float]
-Maker = Callable[[], Step]
+Maker = Callable[["Spec"], Step]
 
 
-def environment(rank: int) -> None:
+def environment(rank: int, ranks: int = RANKS) -> None:
     """What a launcher tells the ranks, for libraries that ask the environment; the process group is
     there already."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29531",
         "DS_ACCELERATOR": "cpu",
     }
 
 
-def ptrain(strategy: str) -> Maker:
-    return lambda: _ptrain(strategy)
-
-
-def by_hand(strategy: str) -> Maker:
-    """Raw wrapper, torch's clipping, fused AdamW."""
-
-    def make() -> Step:
-        spec = _spec(strategy)
-        model = _wrapped_by_hand(strategy, spec)
-        return loop(spec, model, adamw(spec, model))
-
-    return make
-
-
-def by_hand_zero1() -> Step:
-    """DistributedDataParallel and torch's ZeroRedundancyOptimizer."""
-    import torch
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    spec = _spec("ddp")
-    model = _wrapped_by_hand("ddp", spec)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **_adamw(spec)
-    )
-    return loop(spec, model, optimizer)
-
-
-def accelerate_ddp() -> Step:
+def accelerate_ddp(spec: Spec) -> Step:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    spec = _spec("ddp")
     options = DistributedDataParallelKwargs(
         bucket_cap_mb=spec.bucket_bytes / 2**20,
         gradient_as_bucket_view=True,
@@ -79,8 +52,8 @@ def accelerate_ddp() -> Step:
     return _accelerated(spec, accelerator)
 
 
-def accelerate_fsdp2() -> Step:
-    return _accelerated(_spec("zero3"), sharding_accelerator(reshard=True, **BY_BLOCK))
+def accelerate_fsdp2(spec: Spec) -> Step:
+    return _accelerated(spec, sharding_accelerator(reshard=True, **BY_BLOCK))
 
 
 BY_BLOCK = {
@@ -134,10 +107,9 @@ def prepared(accelerator: Any, model: nn.Module, optimizer: Optimizer) -> tuple[
     return wrapped, its_optimizer
 
 
-def fabric_ddp() -> Step:
+def fabric_ddp(spec: Spec) -> Step:
     from lightning_fabric.strategies import DDPStrategy
 
-    spec = _spec("ddp")
     strategy = DDPStrategy(
         bucket_cap_mb=spec.bucket_bytes / 2**20,
         gradient_as_bucket_view=True,
@@ -149,7 +121,7 @@ def fabric_ddp() -> Step:
     return _in_fabric(spec, fabric, model, optimizer)
 
 
-def fabric_fsdp2() -> Step:
+def fabric_fsdp2(spec: Spec) -> Step:
     from lightning_fabric.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
@@ -158,7 +130,6 @@ def fabric_fsdp2() -> Step:
             fully_shard(block, mesh=mesh["data_parallel"], reshard_after_forward=True)
         return fully_shard(model, mesh=mesh["data_parallel"], reshard_after_forward=True)
 
-    spec = _spec("zero3")
     fabric = _fabric(ModelParallelStrategy(shard, data_parallel_size=RANKS, tensor_parallel_size=1))
     model = fabric.setup_module(built(spec))
     return _in_fabric(spec, fabric, model, fabric.setup_optimizers(adamw(spec, model)))
@@ -188,11 +159,10 @@ def deepspeed(stage: int) -> Maker:
     """DeepSpeed's engine around torch's AdamW, in single precision, over gloo like the others: its
     all-reduce through shared memory would be compiled first and is left out."""
 
-    def make() -> Step:
+    def make(spec: Spec) -> Step:
         import deepspeed as ds
 
         ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        spec = _spec("ddp")
         model = built(spec)
         config = {
             "train_micro_batch_size_per_gpu": spec.batch.micro,
@@ -216,99 +186,33 @@ def deepspeed(stage: int) -> Maker:
     return make
 
 
-def built(spec: Spec) -> nn.Module:
-    """llama-10m, the same on every rank."""
-    from ptrain.models.build import build
-    from ptrain.models.initialize import initialize
-
-    model = build(spec.model, sequence=spec.batch.sequence)
-    initialize(model, spec.train.seed)
-    return model
-
-
-def adamw(spec: Spec, model: nn.Module) -> Optimizer:
-    import torch
-
-    return torch.optim.AdamW(model.parameters(), **_adamw(spec))
-
-
-def _adamw(spec: Spec) -> dict[str, Any]:
-    settings = spec.optimizer
-    return {
-        "lr": settings.lr,
-        "betas": settings.betas,
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-        "fused": True,
-    }
-
-
-def _backward(loss: Tensor) -> None:
-    loss.backward()
-
-
-def loop(
-    spec: Spec,
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    backward: Callable[[Any], Any] = _backward,
-    clip: Callable[[float], Any] | None = None,
-    step: Callable[[], Any] | None = None,
-    rows_of: Callable[[int], Tensor] | None = None,
-) -> Step:
-    """The loop that one would write, with the library's own backward, clipping and step; on
-    ptrain's samples of two gloo ranks, or on these rows."""
-    import torch
-    import torch.nn.functional as F
-
-    rows_of = rows_of or _samples(spec)
-    numbers, settings = iter(range(10**9)), spec.optimizer
-    assert settings.clip is not None
-
-    def once() -> float:
-        number = next(numbers)
-        rows = rows_of(number)
-        logits = model(rows[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-        backward(loss)
-        if clip:
-            clip(settings.clip)
-        else:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, (number + 1) / max(1, settings.schedule.warmup))
-        if step:
-            step()
-        else:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.item() / RANKS
-
-    return once
-
-
-# What each needs besides ptrain's own packages, and how its step is made
+# Strategy -> contenders: what each needs besides ptrain's own packages, and how its step is made.
+# The first one is what ptrain is held against.
 GROUPS: dict[str, dict[str, tuple[str | None, Maker]]] = {
-    "gradients all-reduced (DDP)": {
-        "by hand": (None, by_hand("ddp")),
-        "ptrain ddp": (None, ptrain("ddp")),
+    "ddp": {
+        "by hand": (None, by_hand),
         "accelerate DDP": ("accelerate", accelerate_ddp),
         "Fabric DDP": ("lightning-fabric", fabric_ddp),
         "DeepSpeed stage 0": ("deepspeed", deepspeed(0)),
     },
-    "optimizer sharded (ZeRO-1)": {
-        "by hand": (None, by_hand_zero1),
-        "ptrain zero1": (None, ptrain("zero1")),
+    "zero1": {
+        "by hand": (None, zero_redundancy),
         "DeepSpeed stage 1": ("deepspeed", deepspeed(1)),
     },
-    "everything sharded (FSDP2, ZeRO-3)": {
-        "by hand": (None, by_hand("zero3")),
-        "ptrain zero3": (None, ptrain("zero3")),
+    "zero2": {
+        "by hand": (None, zero_redundancy),
+        "DeepSpeed stage 2": ("deepspeed", deepspeed(2)),
+    },
+    "zero3": {
+        "by hand": (None, by_hand),
         "accelerate FSDP2": ("accelerate", accelerate_fsdp2),
         "Fabric FSDP2": ("lightning-fabric", fabric_fsdp2),
         "DeepSpeed stage 3": ("deepspeed", deepspeed(3)),
     },
+    "fsdp-mixed": {"by hand": (None, by_hand)},
+    "hsdp": {"by hand": (None, by_hand)},
+    "tp": {"by hand": (None, tensor_parallel)},
+    "pp-1f1b": {"by hand": (None, pipelined)},
 }
 
 

@@ -15,15 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from _peers import (
-    BY_BLOCK,
-    adamw,
-    built,
-    environment,
-    forget_accelerate,
-    prepared,
-    sharding_accelerator,
-)
+from _by_hand import adamw, built
+from _peers import BY_BLOCK, environment, forget_accelerate, prepared, sharding_accelerator
 from step_time import RANKS, _samples
 
 if TYPE_CHECKING:

@@ -191,7 +191,7 @@ def _samples(spec: Spec) -> Callable[[int], Tensor]:
 
 def samples(spec: Spec, *, index: int, groups: int) -> Callable[[int], Tensor]:
     """A step's rows of one of so many groups of ranks with samples of their own: ptrain's samples,
-    but drawn beforehand."""
+    but drawn beforehand. Of several micro-batches all, where one group has all samples."""
     import torch
 
     from ptrain.data.corpus import corpus
@@ -201,11 +201,12 @@ def samples(spec: Spec, *, index: int, groups: int) -> Callable[[int], Tensor]:
     tokens = torch.from_numpy(source.train.astype("int64"))
     windows, length = source.num_samples(spec.batch.sequence), spec.batch.sequence
     drawn = [sample(i, windows=windows, seed=spec.train.seed) % windows for i in range(4096)]
-    micro = spec.batch.micro
+    own = spec.batch.micro * spec.batch.accumulate
+    assert groups == 1 or spec.batch.accumulate == 1, "else its samples are no stretch"
 
     def rows(number: int) -> Tensor:
-        first = (number * groups + index) * micro
-        starts = drawn[first : first + micro]
+        first = (number * groups + index) * own
+        starts = drawn[first : first + own]
         return torch.stack([tokens[length * at : length * (at + 1) + 1] for at in starts])
 
     return rows
