@@ -57,6 +57,7 @@ class Case:
     strategy: str
     model: str
     length: str
+    dials: tuple[str, ...] = ()  # ptrain's own
 
     @property
     def ranks(self) -> int:
@@ -92,7 +93,7 @@ def measure(case: Case, names: Sequence[str], rounds: int, folder: str) -> dict[
     environment(dist.get_rank(), case.ranks)
     spec = legal(case.strategy, case.words)
     steps = {name: GROUPS[case.strategy][name][1](spec) for name in names}
-    own, others = beside(case.strategy, case.words, rounds, folder, steps)
+    own, others = beside(case.strategy, (*case.words, *case.dials), rounds, folder, steps)
     return {OWN: own, **others}
 
 
@@ -185,6 +186,9 @@ def main() -> int:
     parser.add_argument("--strategies", nargs="+", default=list(GROUPS), choices=list(GROUPS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=list(LENGTHS))
+    parser.add_argument(
+        "--dials", nargs="+", default=(), metavar="a.b=c", help="of ptrain's spec alone"
+    )
     parser.add_argument("--no-traps", action="store_true", help="only the tables")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
@@ -201,7 +205,7 @@ def main() -> int:
         lines += ["", f"## {strategy}", "", *_TABLE]
         for model in args.models:
             for length in args.lengths:
-                case = Case(strategy=strategy, model=model, length=length)
+                case = Case(strategy=strategy, model=model, length=length, dials=tuple(args.dials))
                 rows, wrong = report(case, run(case, names, args.launches, args.rounds))
                 lines += rows
                 failed += wrong
