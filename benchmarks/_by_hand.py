@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 from step_time import replicated, samples
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from ptrain.spec.spec import Spec

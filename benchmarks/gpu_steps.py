@@ -22,8 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from _machine import conclude, header, this_command
 from _by_hand import loop, settings_of
+from _machine import conclude, header, this_command
 from step_time import bound, legal, program_steps, replicated, samples
 from torch import nn
 from torch.distributed import GradBucket
@@ -73,7 +73,10 @@ def by_hand(spec: Spec, strategy: str, device: torch.device) -> Step:
         optimizer = torch.optim.AdamW(wrapped.parameters(), **settings_of(spec))
     else:
         optimizer = ZeroRedundancyOptimizer(
-            wrapped.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **settings_of(spec)
+            wrapped.parameters(),
+            torch.optim.AdamW,
+            parameters_as_bucket_view=True,
+            **settings_of(spec),
         )
     rows = samples(spec, index=0, groups=RANKS)
     return loop(spec, wrapped, optimizer, rows_of=lambda number: rows(number).to(device))

@@ -56,24 +56,37 @@ def test_a_command_can_be_copied_from_a_page(benchmark):
     assert "| command | `python x.py --groups 'a group (of two)'` |" in text
 
 
-def test_every_row_of_the_peers_has_its_own_verdict(benchmark):
-    turns = benchmark["peers"].Turns
-    found = {
-        "by hand": turns([1.0] * ROUNDS, [2.0]),
-        "ptrain fast": turns([1.01] * ROUNDS, [2.0]),
-        "ptrain slow": turns([1.06] * ROUNDS, [2.0]),
-        "ptrain other": turns([1.0] * ROUNDS, [3.0]),
-        "a library": turns([1.5] * ROUNDS, [2.0]),
-    }
-    rows, failed = benchmark["peers"].report(found)
-    assert [row.split(" | ")[-1] for row in rows] == [
-        " |", "holds |", "fails |", "fails |", "no claim |"
-    ]  # fmt: skip
-    assert failed == [
-        "ptrain slow: median ratio 1.0600, at most 1.02",
-        "ptrain slow: upper 95 % bound 1.0600, at most 1.05",
-        "ptrain other: losses 5.0e-01 apart, not less than 0.0001",
+def test_a_row_of_the_peers_says_who_is_too_slow_and_who_is_faster(benchmark):
+    peers, turns = benchmark["peers"], benchmark["peers"].Turns
+    case = peers.Case(strategy="ddp", model="10m", length="long")
+
+    def verdicts(own: float, loss: float = 2.0) -> tuple[list[str], list[str]]:
+        total = {
+            "ptrain": turns([own] * ROUNDS, [own] * ROUNDS, [loss]),
+            "by hand": turns([1.0] * ROUNDS, [1.0] * ROUNDS, [2.0]),
+            "a library": turns([1.05] * ROUNDS, [1.0] * ROUNDS, [2.0]),
+        }
+        rows, failed = peers.report(case, total)
+        return [row.split(" | ")[-1] for row in rows], failed
+
+    assert verdicts(1.01) == (["holds |", " |", "holds |"], [])
+    assert verdicts(1.06) == (
+        ["fails |", " |", "fails |"],
+        [
+            "ddp, 10m, long steps: median ratio 1.0600, at most 1.02",
+            "ddp, 10m, long steps: a library is faster, by 1.010 at least",
+        ],
+    )
+    assert verdicts(1.0, 3.0)[1] == [
+        "ddp, 10m, long steps: losses 5.0e-01 apart, not less than 0.0001"
     ]
+
+
+def test_nothing_is_claimed_of_a_sharded_optimizer_at_the_smallest_size(benchmark):
+    case = benchmark["peers"].Case
+    assert case(strategy="zero1", model="1m", length="short").limit is None
+    assert case(strategy="zero1", model="10m", length="short").limit == 1.05
+    assert case(strategy="zero2", model="10m", length="long").limit == 1.02
 
 
 def test_a_loss_that_is_no_number_is_not_the_same_loss(benchmark):
