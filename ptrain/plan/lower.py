@@ -142,11 +142,12 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
     optimizer_tier = tier_of(data, State.OPTIMIZER)
     on_host = optimizer_tier is not Tier.DEVICE and spec.offload.update is Tier.HOST
     consumed = bool(cut(State.GRADIENTS, Distribution.MATERIALIZED))
+    gradients = cut(State.GRADIENTS, *CUT)
     return FlatUnits(
         axes=tuple(factor.axis for factor in data),
         parameters=stored if materialized else cut(State.PARAMETERS, *CUT),
         optimizer=stored,
-        gradients=cut(State.GRADIENTS, *CUT),
+        gradients=gradients,
         updated=updated,
         sync=spec.sync,
         reduce_scatter=spec.reduce_scatter,
@@ -158,7 +159,7 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
         materialized=materialized,
         consumed=consumed,
         gathered_gradients=tuple(axis for axis in gathered if axis not in updated),
-        overlaps=spec.overlap is Overlap.BACKWARD,
+        overlaps=spec.overlap is Overlap.BACKWARD or (spec.overlap is None and bool(gradients)),
         prefetch=spec.prefetch or 0,
         gather_after_update=spec.gather_after_update,
         path=spec.offload.path,

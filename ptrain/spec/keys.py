@@ -177,7 +177,7 @@ class Keys:
         Overlap | None,
         Choice(
             "whether gradients are reduced beside the backward pass; without: as the wrapper does "
-            "by itself (DDP and fully_shard: backward; flat units: none)",
+            "by itself (backward; flat units whose gradients stay whole: none)",
             {
                 "none": "a reduction is awaited before anything goes on; DDP's begin when "
                 "backward is over, and fully_shard gathers nothing ahead",
