@@ -18,6 +18,7 @@ from ptrain.axes.data.form import (
     form_of,
     frozen_factors,
     places_frozen,
+    reduces_in_backward,
     tier_of,
     whole_axes,
 )
@@ -31,7 +32,6 @@ from ptrain.facts.parameters import expert_layers
 from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis, Factor
-from ptrain.spec.dials import Overlap
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.role import Fusions, Roles
@@ -110,7 +110,7 @@ def _wrap(spec: Spec) -> Wrap:
             return Replicate(
                 axes=tuple(factor.axis for factor in data),
                 bucket_bytes=spec.bucket_bytes,
-                overlaps=spec.overlap is not Overlap.NONE,
+                overlaps=reduces_in_backward(spec, form, keeps_parts=False),
                 zero_redundancy=form is Form.SPREAD_UPDATE,
             )
         case Form.FULLY_SHARD | Form.MATERIALIZE:
@@ -122,7 +122,7 @@ def _wrap(spec: Spec) -> Wrap:
                 reduce_scatter=spec.reduce_scatter,
                 materialized=form is Form.MATERIALIZE,
                 prefetch=spec.prefetch,
-                overlaps=spec.overlap is not Overlap.NONE,
+                overlaps=reduces_in_backward(spec, form, keeps_parts=True),
             )
         case Form.FLAT:
             return _flat(spec, data)
@@ -159,7 +159,7 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
         materialized=materialized,
         consumed=consumed,
         gathered_gradients=tuple(axis for axis in gathered if axis not in updated),
-        overlaps=spec.overlap is Overlap.BACKWARD or (spec.overlap is None and bool(gradients)),
+        overlaps=reduces_in_backward(spec, Form.FLAT, keeps_parts=bool(gradients)),
         prefetch=spec.prefetch or 0,
         gather_after_update=spec.gather_after_update,
         path=spec.offload.path,

@@ -9,7 +9,14 @@ from functools import partial
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
-from ptrain.axes.data.form import BY_TENSOR, Form, form_of, has, tier_of
+from ptrain.axes.data.form import (
+    BY_TENSOR,
+    Form,
+    form_of,
+    has,
+    reduces_in_backward,
+    tier_of,
+)
 from ptrain.costs import State
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.selection.arrays import by_value, distinct, numpy
@@ -17,7 +24,7 @@ from ptrain.selection.moves import PartedMoves, UnitMoves, inside
 from ptrain.selection.profile import Sizes
 from ptrain.selection.wires import Wires
 from ptrain.spec.axis import Factor
-from ptrain.spec.dials import GradientSync, Overlap, UnitKind, UnitSize
+from ptrain.spec.dials import GradientSync, UnitKind, UnitSize
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
@@ -115,9 +122,7 @@ def ways_of(
             unit=2 if kind is UnitKind.SUB_BLOCK else int(kind is UnitKind.BLOCKS),
             keeps_forward=is_brought and not spec.sync.reshard_after_forward,
             keeps_backward=is_brought and not spec.sync.reshard_after_backward,
-            overlaps=(
-                spec.overlap is Overlap.BACKWARD if is_flat else spec.overlap is not Overlap.NONE
-            ),
+            overlaps=reduces_in_backward(spec, said.form, keeps_parts=any(said.cut[_GRADS])),
             ahead=(spec.prefetch or 0) if is_flat else int(is_brought),
             is_copied_back=spec.offload.update is Tier.DEVICE,
         )

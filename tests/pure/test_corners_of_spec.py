@@ -342,7 +342,7 @@ NAMED = {
     "attention has a backward pass": INTEGRITY,
 }
 WAITING = """replicas outside shards;
-    experts are no matrices; hops know of no mask;
+    experts are no matrices; flash knows of no mask;
     keys are as wide as values; ranks have as many stretches;
     experts are cut over tp too; the naive plan cuts experts;
     all tokens between the blocks; the naive plan has all tokens; the naive plan has no latents;
@@ -350,7 +350,6 @@ WAITING = """replicas outside shards;
     slices have one kind of shards;
     units within a stage; one policy for both passes; units wait for their weights;
     saved slices are gathered once; shared gradients meet before the update;
-    stages have no tokens;
     matrices of a whole model; what is brought back is used once;
     attention has a module of its own; a budget's peaks are predicted;
     what is recomputed is gathered; the naive plan keeps what it saves"""

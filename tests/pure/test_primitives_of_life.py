@@ -17,7 +17,7 @@ from ptrain.derivation.flat import Flat, GhostScale
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.optimizers.ghost import GhostFused
 from ptrain.plan.lower import lower
-from ptrain.spec.dials import GatherAfterUpdate
+from ptrain.spec.dials import GatherAfterUpdate, Overlap
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import LAYOUTS, ZERO16
 from ptrain.spec.spec import Spec
@@ -27,6 +27,7 @@ from ptrain.timeline import Kind, Timeline
 from tests.pure.build import ZERO_2, make_facts, tuple_of
 from tests.pure.test_flat_life import on_two, plans
 from tests.pure.written_life import (
+    FACTS,
     asked,
     of_kind,
     opened,
@@ -251,6 +252,23 @@ def test_a_unit_ahead_is_begun_in_both_directions():
     assert forward == ["gather awaited", "gather begun"]
     assert of_kind(backward, "gather") == ["gather awaited", "gather begun"]
     assert of_kind(backward, "reduce") == ["reduce-scatter awaited"] * 2
+
+
+@pytest.mark.parametrize(
+    ("modes", "overlap", "overlaps"),
+    [
+        ("R,S,S", None, True),
+        ("S*,S@host,S@host", None, True),
+        ("R,S,R", None, False),
+        ("R,S,S", Overlap.NONE, False),
+        ("R,S,R", Overlap.BACKWARD, True),
+    ],
+)
+def test_what_is_kept_in_parts_is_reduced_beside_backward_unless_the_spec_says_otherwise(
+    modes, overlap, overlaps
+):
+    spec = on_two(tuple_of(modes), overlap=overlap)
+    assert lower(spec, FACTS.unit_modules).wrap.overlaps is overlaps
 
 
 @followed

@@ -43,10 +43,7 @@ _GIVEN_BACK = {
     GradientSync.LAST: ((True, True), (False, False)),
 }
 UNITS = (UnitSize(), UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
-OVERLAPS = (None, Overlap.BACKWARD)
-# With how many units are gathered ahead: what is not beside what is computed begins none.
-_OVERLAPS = tuple((overlap, None) for overlap in OVERLAPS)
-_OVERLAPS_GATHERED = (*_OVERLAPS, (Overlap.BACKWARD, 1))
+OVERLAPS = (None, Overlap.NONE, Overlap.BACKWARD)
 
 
 # Fields that are not chosen, and stay as they are written.
@@ -135,7 +132,7 @@ def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:
                 reshard_after_forward=after_forward,
                 reshard_after_backward=after_backward,
             )
-            overlaps = _OVERLAPS_GATHERED if is_gathered else _OVERLAPS
+            overlaps = _overlaps(is_whole=is_whole, is_gathered=is_gathered)
             for unit, (overlap, prefetch) in product(UNITS, overlaps):
                 yield (
                     ("sync", sync),
@@ -145,12 +142,22 @@ def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:
                 )
 
 
+def _overlaps(
+    *, is_whole: bool, is_gathered: bool
+) -> tuple[tuple[Overlap | None, int | None], ...]:
+    """Return when gradients are reduced, what happens by itself first, and how many units are
+    gathered ahead: what is not beside what is computed begins none."""
+    other = Overlap.BACKWARD if is_whole else Overlap.NONE
+    ahead = ((Overlap.BACKWARD, 1),) if is_gathered else ()
+    return ((None, None), (other, None), *ahead)
+
+
 def says_the_usual(spec: Spec, written: Written) -> bool:
-    """Return whether a dial says what the wrapper does by itself, and nobody wrote it: the same
-    spec without it does the same. DDP and FSDP2 reduce beside the backward pass."""
-    if written.says("overlap") or spec.overlap is None or form_of(spec) is Form.FLAT:
+    """Return whether a dial of a candidate is left out, if nobody wrote it. DDP and FSDP2 reduce
+    beside the backward pass by themselves, and nobody looks at them without."""
+    if written.says("overlap") or spec.overlap is None:
         return False
-    return spec.overlap is Overlap.BACKWARD
+    return form_of(spec) is not Form.FLAT
 
 
 SPACE = AxisSpace(

@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from ptrain.costs import State
 from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, Axis, Factor, without
+from ptrain.spec.dials import Overlap
 from ptrain.spec.placement import CUT, S_STAR, TIER_DISTANCE, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec
 
@@ -31,6 +32,15 @@ class Form(Enum):
 
 
 BY_TENSOR = (Form.FULLY_SHARD, Form.MATERIALIZE)  # each tensor's rows are cut by themselves
+
+
+def reduces_in_backward(spec: Spec, form: Form, *, keeps_parts: bool) -> bool:
+    """Return whether gradients are reduced while the backward pass goes on. Where the spec does not
+    say, they are; but for flat units that keep them whole: what reduces those is the update, and a
+    rank would be left with a part of them. `keeps_parts`: the tuples cut what is kept."""
+    if spec.overlap is None:
+        return keeps_parts or form is not Form.FLAT
+    return spec.overlap is Overlap.BACKWARD
 
 
 def data_factors(spec: Spec) -> tuple[Factor, ...]:
