@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -267,7 +268,7 @@ def test_a_unit_ahead_is_begun_in_both_directions():
 def test_what_is_kept_in_parts_is_reduced_beside_backward_unless_the_spec_says_otherwise(
     modes, overlap, overlaps
 ):
-    spec = on_two(tuple_of(modes), overlap=overlap)
+    spec = replace(on_two(tuple_of(modes)), overlap=overlap)
     assert lower(spec, FACTS.unit_modules).wrap.overlaps is overlaps
 
 
