@@ -26,7 +26,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.interrupt import Interrupts, strongest
 from ptrain.train.look import DeviceSums, HostLook, Look, StepFigures, can_be_late
 
-_REMEDY = "a lower optimizer.lr, a longer optimizer.schedule.warmup, or clip: 1.0"
+_REMEDY = "a lower optimizer.lr, a longer optimizer.schedule.warmup, or optimizer.clip=1.0"
 _NOT_AGAIN = (
     "gradients are not finite; computed again they are: a device may be at fault, or the model "
     "keeps something between its passes"

@@ -43,7 +43,15 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ALONE)
-@pytest.mark.parametrize("more", [(), ("optimizer.clip=null",), ("precision.layout=bf16",)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("optimizer.clip=null",),
+        ("precision.layout=bf16",),
+        ("precision.layout=bf16", "optimizer.clip=null"),
+    ],
+)
 def test_the_host_never_waits_between_two_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: tuple[str, ...]
 ) -> None:

@@ -86,9 +86,12 @@ def test_a_loss_that_is_not_finite_is_not_sound(share: float) -> None:
     assert not figures(sums, share, 0.5).is_sound
 
 
+@pytest.mark.parametrize("layout", ["fp32", "bf16"])
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf"), float("-inf")])
-def test_without_a_norm_all_gradients_are_looked_at_and_stay_what_they_are(value: float) -> None:
-    program = program_of("ddp", "optimizer.clip=null")
+def test_without_a_norm_all_gradients_are_looked_at_and_stay_what_they_are(
+    value: float, layout: str
+) -> None:
+    program = program_of("ddp", "optimizer.clip=null", f"precision.layout={layout}")
     program.forward_backward(program.samples(0))
     norm = program.reduce()
     gradients = program.gradients()
