@@ -17,7 +17,7 @@ from ptrain.selection.task import Scored, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
 from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.dials import UnitSize
+from ptrain.spec.dials import Overlap, UnitSize
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.units import format_bytes, format_count
@@ -258,7 +258,9 @@ def _dials(spec: Spec) -> Iterator[str]:
     if not spec.sync.reshard_after_forward:
         yield "kept" if not spec.sync.reshard_after_backward else "kept for backward"
     if spec.overlap is not None:
-        yield f"overlap{f' prefetch {spec.prefetch}' if spec.prefetch else ''}"
+        yield "no overlap" if spec.overlap is Overlap.NONE else "overlap"
+    if spec.prefetch:
+        yield f"prefetch {spec.prefetch}"
 
 
 def command(selection: PlacementRanking, row: Ranked) -> str:

@@ -65,6 +65,14 @@ def test_the_plan_says_what_happens(placement, changes, words):
     assert words in shown(placement, **changes)
 
 
+def test_nothing_runs_beside_backward_where_a_unit_is_updated_within_it():
+    """G is M over one axis and cut over the other."""
+    words = ["placement.dp_replicate=R,S,M,R", "placement.dp_shard=R,S,S,R"]
+    spec = load("hsdp", [*words, "optimizer.clip=null", "batch.micro=4"]).spec
+    text = show(spec, derive(spec).plan)
+    assert "G used up" in text and "beside backward" not in text
+
+
 def test_owners_broadcast_where_torch_spreads_the_update():
     spec = load("ddp-zero-redundancy").spec
     assert "whose owners update and broadcast them" in show(spec, derive(spec).plan)

@@ -37,10 +37,14 @@ BY_TENSOR = (Form.FULLY_SHARD, Form.MATERIALIZE)  # each tensor's rows are cut b
 def reduces_in_backward(spec: Spec, form: Form, *, keeps_parts: bool) -> bool:
     """Return whether gradients are reduced while the backward pass goes on. Where the spec does not
     say, they are; but for flat units that keep them whole: what reduces those is the update, and a
-    rank would be left with a part of them. `keeps_parts`: the tuples cut what is kept."""
-    if spec.overlap is None:
-        return keeps_parts or form is not Form.FLAT
-    return spec.overlap is Overlap.BACKWARD
+    rank would be left with a part of them; and for those whose update waits for it within the
+    backward pass (G = M). `keeps_parts`: the tuples cut what is kept."""
+    if spec.overlap is not None:
+        return spec.overlap is Overlap.BACKWARD
+    if form is not Form.FLAT:
+        return True
+    is_used_up = has(data_factors(spec), State.GRADIENTS, Distribution.MATERIALIZED)
+    return keeps_parts and not is_used_up
 
 
 def data_factors(spec: Spec) -> tuple[Factor, ...]:
