@@ -121,8 +121,8 @@ def can_be_late(program: Program, queue: DeviceQueue) -> bool:
     later, all of the update lies on it, and a flag there leaves it out. Not so by Muon, and not
     where backward updates. `verify_every` wants the state behind a step, which waits anyway."""
     spec = program.spec
-    is_told_at_once = spec.verify_every or program.updates_in_backward
-    if not queue.runs_ahead or is_told_at_once or not is_left_out_in_place(spec.optimizer.name):
+    is_read_at_once = spec.verify_every or program.updates_in_backward
+    if not queue.runs_ahead or is_read_at_once or not is_left_out_in_place(spec.optimizer.name):
         return False
     states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
     return all(tier_of(spec.factors, state) is Tier.DEVICE for state in states)

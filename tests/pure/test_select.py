@@ -19,7 +19,7 @@ from ptrain.charts.front import front_sheet
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.throughput import throughput
 from ptrain.errors import SpecError
-from ptrain.report.selection import as_spec, described, selection_text
+from ptrain.report.selection import as_spec, selection_text
 from ptrain.report.selection_record import as_csv, as_record
 from ptrain.selection.choose import Chooser
 from ptrain.selection.figures import folded
@@ -40,7 +40,7 @@ from ptrain.selection.space import (
 from ptrain.selection.task import Scored, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.axis import Axis
-from ptrain.spec.dials import Overlap, UnitKind, UnitSize
+from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.load import load
 from tests.pure.paces import HandPace
 from tests.pure.searches import BACKWARD, FORWARD, chooser, machine
@@ -190,14 +190,6 @@ def test_a_model_that_is_whole_answers_for_none_that_is_cut(on_eight):
 
 
 # -- constraints
-
-
-@pytest.mark.parametrize(
-    ("overlap", "end"),
-    [(None, "sync every"), (Overlap.NONE, "every no overlap"), (Overlap.BACKWARD, "every overlap")],
-)
-def test_a_candidate_that_waits_for_its_reductions_is_said_to(overlap, end):
-    assert described(replace(load("zero2").spec, overlap=overlap)).endswith(end)
 
 
 def test_a_search_keeps_to_its_constraints():

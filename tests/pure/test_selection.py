@@ -10,10 +10,12 @@ from ptrain.algebra.legality import check, executed, require
 from ptrain.costs import PLACED
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit
+from ptrain.report.selection import described
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import cheaper, more_ranks, require_fit
 from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
+from ptrain.spec.dials import Overlap
 from ptrain.spec.load import load
 from ptrain.spec.placement import Mode, Tier
 from ptrain.spec.spec import Spec
@@ -282,3 +284,11 @@ def test_an_offer_never_changes_which_sums_tp_takes():
         for variant in cheaper(spec):
             after = require(load(name, list(variant.overrides)))
             assert (after.factors, after.tensor) == (variant.spec.factors, spec.tensor)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "end"),
+    [(None, "sync every"), (Overlap.NONE, "every no overlap"), (Overlap.BACKWARD, "every overlap")],
+)
+def test_a_candidate_that_waits_for_its_reductions_is_said_to(overlap, end):
+    assert described(replace(load("zero2").spec, overlap=overlap)).endswith(end)
