@@ -195,7 +195,7 @@ class _Examiner:
             (Moment.BACKWARD, evidence.outputs.backward, evidence.expected_outputs.backward),
         )
         for moment, actual, expected in pairs:
-            usual = root_mean_square(expected.values())
+            usual = root_mean_square([_shown(whole) for whole in expected.values()])
             for (path, micro_batch), tensor in actual.items():
                 whole = expected.get((path, micro_batch))
                 if whole is None:
@@ -258,7 +258,7 @@ class _Examiner:
         expected = of_reference(self.reference, self.rank)
         of_kinds: dict[Subject, list[torch.Tensor]] = {}
         for (kind, _), tensor in expected.items():
-            shown = without_masks(tensor, tensor)[0] if kind is Subject.BUFFERS else tensor
+            shown = _shown(tensor) if kind is Subject.BUFFERS else tensor
             of_kinds.setdefault(kind, []).append(shown)
         of_kinds.pop(Subject.COUNTER, None)
         usual = {kind: root_mean_square(tensors) for kind, tensors in of_kinds.items()}
@@ -365,6 +365,11 @@ def _check_name(moment: Moment, subject: Subject) -> str:
     if subject is Subject.BATCH:
         return "samples"
     return str(subject)
+
+
+def _shown(tensor: torch.Tensor) -> torch.Tensor:
+    """Without what a mask of attention hides, which is infinite: nothing is small beside that."""
+    return without_masks(tensor, tensor)[0]
 
 
 def _least(expected: torch.Tensor, usual: float) -> float:
