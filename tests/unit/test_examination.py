@@ -19,6 +19,7 @@ from ptrain.verification.capture import modules
 from ptrain.verification.consistency import consistency
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.examine import KEPT, examine
+from ptrain.verification.parts import apart
 from ptrain.verification.protocol import STAGES, Context, Request, interpreted
 from ptrain.verification.undropped import NOTE
 
@@ -29,8 +30,8 @@ TINY = (
 )  # fmt: skip
 
 
-def program() -> Program:
-    return interpret(settled(load("zero2", TINY)), world=World())
+def program(*more: str) -> Program:
+    return interpret(settled(load("zero2", (*TINY, *more))), world=World())
 
 
 def test_micro_batches_in_another_order_fail_the_ledger_though_every_sum_is_right() -> None:
@@ -60,6 +61,19 @@ def test_the_evidence_of_a_late_step_has_the_states_of_the_last_few_alone(
     monkeypatch.setattr(examination, "Evidence", evidence)
     assert examine(program(), Exchange(World()), KEPT + 2).steps == KEPT + 2
     assert counts == [*range(1, KEPT + 1), KEPT, KEPT]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.0 + 1e-6])
+def test_beside_the_mask_of_documents_activations_are_judged(factor: float) -> None:
+    """The mask is a module's output, and mostly infinite."""
+    packed = program("model.document_start=32")
+
+    def scaled(module: torch.nn.Module, given: object, output: torch.Tensor) -> torch.Tensor:
+        return output * factor
+
+    packed.model.blocks[0].register_forward_hook(scaled)
+    checks = {check.name: check.holds for check in examine(packed, Exchange(World()), 1).checks}
+    assert checks["activations"] is (factor == 1.0)
 
 
 @pytest.mark.parametrize("name", ["window_TT", "cos_TK"])
@@ -101,7 +115,6 @@ def test_a_rank_that_is_alone_has_no_check_of_what_ranks_share() -> None:
     ("pair", "off"),
     [
         ((0.0, 0.0), 0.0),
-        ((math.inf, math.inf), 0.0),
         ((1e-30, 0.0), math.inf),
         ((math.nan, 1.0), math.inf),
         ((math.nan, math.nan), math.inf),
@@ -113,7 +126,8 @@ def test_a_rank_that_is_alone_has_no_check_of_what_ranks_share() -> None:
 def test_two_numbers_are_apart_relative_to_the_expected_one(
     pair: tuple[float, float], off: float
 ) -> None:
-    assert examination._off(*pair) == off
+    measured, right = pair
+    assert apart(right, measured) == off
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.0])
