@@ -129,3 +129,43 @@ def test_what_a_small_update_learned_is_not_hidden_by_other_masks(seed: int) -> 
     make = with_rates(always, 1e-4, seed)
     verdict = ptrain.verify(make, make, ROWS)
     assert verdict.holds, str(verdict)
+
+
+class Stray(nn.Module):
+    """It draws what nothing depends on, if it does."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.draws, self.body = draws, nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.draws:
+            dropped(x)
+        return self.body(x)
+
+
+def once_wrong(draws: bool, wrong_pass: int) -> ptrain.Job:
+    """A loop that leaves a part of the gradients out in one pass, and not when that is repeated."""
+    torch.manual_seed(0)
+    model = Stray(draws).double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    passes = iter(range(100))
+
+    def step(rows: Tensor) -> Tensor:
+        loss = model(rows).square().mean()
+        loss.backward()
+        if next(passes) == wrong_pass:
+            model.body.weight.grad[:, ::2] = 0
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return ptrain.Job(model=model, step=step)
+
+
+def test_a_fault_that_a_repetition_has_not_is_not_put_down_to_dropout() -> None:
+    culprit = ptrain.verify(once_wrong(False, -1), once_wrong(True, 2), ROWS).culprit
+    assert culprit is not None
+    assert culprit.step == 2
+    assert "dropout" not in culprit.factor
+    assert culprit.certainty != "proven by trying"

@@ -22,7 +22,10 @@ from ptrain.verification.parts import held
 _CHANCES = {"bernoulli", "bernoulli_", "native_dropout"}
 _UNIFORM = {"rand", "rand_like", "uniform", "uniform_"}
 _NORMAL = {"randn", "randn_like", "normal", "normal_"}
-_OTHERS = {"exponential_", "multinomial", "randint", "randint_like", "randperm", "random_"}
+_OTHERS = {
+    "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "poisson",
+    "randint", "randint_like", "randperm", "random_", "_sample_dirichlet", "_standard_gamma",
+}  # fmt: skip
 _DRAWN = _CHANCES | _UNIFORM | _NORMAL | _OTHERS
 
 
