@@ -169,3 +169,13 @@ def test_a_fault_that_a_repetition_has_not_is_not_put_down_to_dropout() -> None:
     assert culprit.step == 2
     assert "dropout" not in culprit.factor
     assert culprit.certainty != "proven by trying"
+
+
+def test_slopes_that_are_drawn_are_seen_and_others_put_in_their_place() -> None:
+    model, x = nn.RReLU(), ROWS[0].clone().requires_grad_()
+    with DrawMode(model, replace=lambda draw: torch.full_like(draw.value, 0.5)) as drawn:
+        out = model(x)
+        out.sum().backward()
+    assert len(drawn.draws) == 1
+    assert torch.equal(out, x * 0.5)
+    assert torch.equal(x.grad, torch.full_like(x, 0.5))

@@ -26,7 +26,8 @@ _OTHERS = {
     "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "poisson",
     "randint", "randint_like", "randperm", "random_", "_sample_dirichlet", "_standard_gamma",
 }  # fmt: skip
-_DRAWN = _CHANCES | _UNIFORM | _NORMAL | _OTHERS
+_SLOPES = "rrelu_with_noise"  # drawn into its second argument, by which it multiplies the first
+_DRAWN = _CHANCES | _UNIFORM | _NORMAL | _OTHERS | {_SLOPES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +158,10 @@ class DrawMode(OperatorMode):
             return result
         visit = self._running[-1] if self._running else ModuleVisit((0, ""))
         place = visit.place
-        value = held(result[1] if isinstance(result, tuple) else result)
+        if name == _SLOPES and not (len(args) > 4 and args[4]):
+            return result  # in evaluation it draws none
+        drawn = result[1] if isinstance(result, tuple) else result
+        value = held(args[1] if name == _SLOPES else drawn)
         draw = RandomDraw(
             path=place[1], number=self._counts.get(place, 0), outer=self._outer, call=self._call,
             kind=name, value=value.detach().clone(), kept=_kept(name, args),
@@ -166,6 +170,8 @@ class DrawMode(OperatorMode):
         if other is None:
             return result
         other = other.to(value)
+        if name == _SLOPES:
+            return args[0] * args[1].copy_(other)
         if isinstance(result, tuple):
             return args[0] * other / draw.kept, other
         return result.copy_(other) if name.endswith("_") else other
