@@ -3,6 +3,7 @@ made of is named, and tried. One process."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ def job(way: str = "by hand", decay: float = 0.99, fault: str = "") -> Callable[
         model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         average, follow = _average(way, model, decay)
+        steps = itertools.count()
         if fault == "zeros":
             average["0.weight"].zero_()
 
@@ -34,7 +36,8 @@ def job(way: str = "by hand", decay: float = 0.99, fault: str = "") -> Callable[
                 follow()
             optimizer.step()
             optimizer.zero_grad()
-            for _ in range({"before": 0, "never": 0, "twice": 2}.get(fault, 1)):
+            times = {"before": 0, "never": 0, "twice": 2, "every other": next(steps) % 2}
+            for _ in range(times.get(fault, 1)):
                 follow()
             return loss
 
@@ -71,6 +74,7 @@ def test_a_sound_average_holds(way: str) -> None:
         ("twice", "two updates", 0),
         ("before", "the parameters of before the update", 1),
         ("never", "it is what it was before the step", 1),
+        ("every other", "it was not updated in a step before", 1),
     ],
 )
 def test_what_a_faulty_average_was_made_of_is_named(

@@ -33,7 +33,8 @@ def as_job(scene: Investigation, *, as_given: bool = False) -> JobEvidence:
     )
     own = OwnGradients(
         holds=holds, truths=truths, taken={n: row for n, row in taken.items() if n in holds},
-        given=given, before=evidence.earlier_gradients, micro_batches=len(given),
+        given=given, before=evidence.earlier_gradients,
+        micro_batches=max(scene.exchange.gather(len(given))),  # as many rows on all ranks
     )  # fmt: skip
     return sampled(scene.ranks, own, _known(scene))
 

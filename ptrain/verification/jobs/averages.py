@@ -79,6 +79,7 @@ class Averages:
         self.moves: tuple[AverageMove, AverageMove] | None = None
         self._repeated: Tensor | None = None  # updated as one device's, with the loop's parameters
         self.left = 0.0
+        self.stood = False  # in a step in which one device's was updated
 
     def before(self) -> None:
         """Take the averages, and the parameters, before a step."""
@@ -110,6 +111,7 @@ class Averages:
         if self.moves is None:
             return
         own, right = self.moves
+        self.stood |= own.stands_still and not right.stands_still
         average = own.before if self._repeated is None else self._repeated
         weight = right.weight(right.run_after) or 0.0
         self._repeated = average + weight * (own.run_after - average)
@@ -226,6 +228,8 @@ def explain_average(
 ) -> Culprit:
     """Explain averages that depart though the parameters do not. All ranks call it."""
     mine = ("", 0.0, 0.0) if averages.moves is None else cause_of(averages.moves)
+    if mine[0] == "begins elsewhere" and averages.stood:
+        mine = "left out in a step", *mine[1:]
     everyones = ranks.gather([*mine, averages.left])
     who = sorted({departure.rank for departure in departures})
     causes = {everyones[rank][0] for rank in who}
@@ -238,6 +242,8 @@ def explain_average(
     sentences = {
         "begins elsewhere": f"{where} it does not begin as on one device: copy the model's first "
         "weights into it, on every rank, or load it with the checkpoint",
+        "left out in a step": f"{where} it was not updated in a step before this one: update it in "
+        "every step",
         "not updated": f"{where} it is what it was before the step: update it on every rank",
         "the parameters": f"{where} it is what the parameters are: keep copies of them (deepcopy); "
         "AveragedModel's first update is one that copies",

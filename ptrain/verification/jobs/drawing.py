@@ -26,6 +26,11 @@ class Unattributed(Exception):
     paths: tuple[str, ...]
 
 
+class DrawsLater(Exception):
+    """All ranks raise it: a loop that drew nothing in its first step, and so is not recorded any
+    more, draws in a later one; both loops are to be run anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class RandomState:
     """Torch's generators: the CPU's, and those of the GPUs that a model is on."""
@@ -38,6 +43,12 @@ class RandomState:
         gpus = {device: torch.cuda.get_rng_state(device) for device in cuda_devices(model)}
         return cls(torch.get_rng_state(), gpus)
 
+    def is_now(self, model: nn.Module) -> bool:
+        """Return whether nothing was drawn since."""
+        now = RandomState.of(model)
+        its = (self.cpu, *self.gpus.values()), (now.cpu, *now.gpus.values())
+        return all(torch.equal(left, right) for left, right in zip(*its, strict=True))
+
     def restore(self) -> None:
         """Let them go on from here."""
         torch.set_rng_state(self.cpu)
@@ -47,16 +58,18 @@ class RandomState:
 
 class Drawing:
     """All ranks call `exchange` after the loop's step, before one device's. `still`: modules whose
-    draws are stilled on both sides."""
+    draws are stilled on both sides. `lasts`: steps are recorded though the first drew nothing."""
 
-    def __init__(self, ranks: Ranks, still: Collection[str] = ()) -> None:
+    def __init__(self, ranks: Ranks, still: Collection[str] = (), *, lasts: bool = True) -> None:
         self.ranks, self.still = ranks, frozenset(still)
         self.everyones = EveryonesDraws()
         self.loop = DrawMode()
         self.hidden: set[str] = set()
         self.count = 0
         self.doubled: set[int] = set()
+        self.lasts = lasts
         self.ends = False  # nothing was drawn in the first step
+        self._before: tuple[RandomState, nn.Module] | None = None  # the loop's step
 
     @property
     def any(self) -> bool:
@@ -64,12 +77,17 @@ class Drawing:
 
     def recorded(self, model: nn.Module) -> Any:
         """Return what the loop's step is to run in."""
+        self._before = RandomState.of(model), model
         self.loop = DrawMode(model, replace=self._stilled)
         return nullcontext() if self.ends else self.loop
 
     def exchange(self) -> None:
-        """All ranks tell each other what they drew."""
+        """All ranks tell each other what they drew. Raises DrawsLater."""
         if self.ends:
+            assert self._before is not None, "a step was recorded"
+            state, model = self._before
+            if not all(self.ranks.gather(state.is_now(model))):
+                raise DrawsLater
             return
         self.everyones = EveryonesDraws.gathered(self.loop, self.ranks)
         hidden = self.ranks.gather(sorted(self.loop.hidden))
@@ -122,7 +140,8 @@ class Drawing:
     def require_attributed(self, departs: bool) -> None:
         """Raises Unattributed on every rank where what one device draws is not told, or something
         departs and it was assumed. All ranks call it, when one device has done its step too."""
-        self.ends = not (self.any or self.hidden)
+        self.lasts |= self.any or bool(self.hidden)
+        self.ends = not self.lasts
         if not self.any:
             return
         everyones = self.everyones

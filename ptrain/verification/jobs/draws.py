@@ -22,8 +22,12 @@ from ptrain.verification.parts import held
 _CHANCES = {"bernoulli", "bernoulli_", "native_dropout"}
 _UNIFORM = {"rand", "rand_like", "uniform", "uniform_"}
 _NORMAL = {"randn", "randn_like", "normal", "normal_"}
-_OTHERS = {"exponential_", "multinomial", "randint", "randint_like", "randperm", "random_"}
-_DRAWN = _CHANCES | _UNIFORM | _NORMAL | _OTHERS
+_OTHERS = {
+    "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "poisson",
+    "randint", "randint_like", "randperm", "random_", "_sample_dirichlet", "_standard_gamma",
+}  # fmt: skip
+_SLOPES = "rrelu_with_noise"  # drawn into its second argument, by which it multiplies the first
+_DRAWN = _CHANCES | _UNIFORM | _NORMAL | _OTHERS | {_SLOPES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,17 @@ class RandomDraw:
         return torch.zeros_like(self.value) if self.kind in _NORMAL else None
 
 
+@dataclass(slots=True)
+class ModuleVisit:
+    """A pass of the module at `place` (which of the models, its path) that runs, and how many
+    tensors it has drawn itself."""
+
+    place: tuple[int, str]
+    drawn: int = 0
+
+
 Replace = Callable[[RandomDraw], Tensor | None]
+Seen = tuple[tuple[int, str], int, str]  # a place, the how many-th of a visit, the bits
 Rows = tuple[str, ...]
 
 
@@ -76,11 +90,13 @@ class DrawMode(OperatorMode):
         self.rows: dict[tuple[str, int], Rows] = {}
         self.hidden: set[str] = set()
         self._models, self._replace, self._replace_again = models, replace, replace_again
-        self._running: list[tuple[int, str]] = []
+        self._running: list[ModuleVisit] = []
         self._visits: dict[tuple[int, str], int] = {}
         self._counts: dict[tuple[int, str], int] = {}
         self._outer, self._call, self._counted = "", 0, False
         self._replaced: dict[str, Tensor] = {}
+        self._of_visits: dict[Seen, list[Tensor]] = {}
+        self._stood: dict[int, Tensor] = {}  # in the place of a draw of `draws`
         self._hooks = ExitStack()
 
     @property
@@ -96,8 +112,9 @@ class DrawMode(OperatorMode):
             if (its.kind, its.value.shape) == (draw.kind, draw.value.shape)
             and draw.path in ("", its.path)
         ]  # fmt: skip
-        values = [self._replaced.get(digest(its.value), its.value) for its in alike]
-        return values[0] if len(values) == 1 else None
+        if len(alike) != 1:
+            return None
+        return self._stood.get(id(alike[0]), alike[0].value)
 
     def __enter__(self) -> Self:
         for index, model in enumerate(self._models):
@@ -124,7 +141,7 @@ class DrawMode(OperatorMode):
                 self._outer = place[1]
                 self._counts.clear()
                 self.rows[place[1], self._call] = _rows_of((args, kwargs))
-        self._running.append(place)
+        self._running.append(ModuleVisit(place))
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
@@ -139,32 +156,47 @@ class DrawMode(OperatorMode):
         result = function(*args, **kwargs)
         if not (self._counted or is_again):
             return result
-        place = self._running[-1] if self._running else (0, "")
-        value = held(result[1] if isinstance(result, tuple) else result)
+        visit = self._running[-1] if self._running else ModuleVisit((0, ""))
+        place = visit.place
+        if name == _SLOPES and not (len(args) > 4 and args[4]):
+            return result  # in evaluation it draws none
+        drawn = result[1] if isinstance(result, tuple) else result
+        value = held(args[1] if name == _SLOPES else drawn)
         draw = RandomDraw(
             path=place[1], number=self._counts.get(place, 0), outer=self._outer, call=self._call,
             kind=name, value=value.detach().clone(), kept=_kept(name, args),
         )  # fmt: skip
-        other = self._instead(draw, place, is_again)
+        other = self._instead(draw, visit, is_again)
         if other is None:
             return result
         other = other.to(value)
+        if name == _SLOPES:
+            return args[0] * args[1].copy_(other)
         if isinstance(result, tuple):
             return args[0] * other / draw.kept, other
         return result.copy_(other) if name.endswith("_") else other
 
-    def _instead(self, draw: RandomDraw, place: tuple[int, str], is_again: bool) -> Tensor | None:
+    def _instead(self, draw: RandomDraw, visit: ModuleVisit, is_again: bool) -> Tensor | None:
         """Keep a draw; return what is to stand in its place. What is drawn again is told by its
-        bits: the generator is put back for it."""
+        bits, as the generator is put back for it, and by where that is: small masks are alike in
+        many places. Backward goes through the visits of a place from the last to the first. A part
+        of a module that is recomputed by itself is told by its bits alone."""
+        bits = digest(draw.value)
+        seen = visit.place, visit.drawn, bits
+        visit.drawn += 1
         if is_again:
             self.again.append(draw)
-            before = self._replaced.get(digest(draw.value))
-            return self._replace_again(draw) if before is None else before
-        self._counts[place] = draw.number + 1
+            known = self._of_visits.get(seen, [])
+            if known:
+                return known.pop() if len(known) > 1 else known[0]
+            other = self._replace_again(draw)
+            return self._replaced.get(bits) if other is None and not self._running else other
+        self._counts[visit.place] = draw.number + 1
         self.draws.append(draw)
         other = self._replace(draw)
         if other is not None:
-            self._replaced[digest(draw.value)] = other
+            self._replaced[bits] = self._stood[id(draw)] = other
+            self._of_visits.setdefault(seen, []).append(other)
         return other
 
     def _undropped(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -173,7 +205,7 @@ class DrawMode(OperatorMode):
         place = names.index("dropout_p") if "dropout_p" in names else len(args)
         if place >= len(args) or not args[place]:
             return args
-        self.hidden |= {self._running[-1][1]} if self._running else set()
+        self.hidden |= {self._running[-1].place[1]} if self._running else set()
         return *args[:place], 0.0, *args[place + 1 :]
 
 

@@ -62,10 +62,12 @@ class Inquiry:
     def culprit(self, first: Sequence[Departure], before: Mapping[str, Tensor]) -> Culprit:
         """Explain the first departures, at the moment of gradients; `before` are one device's
         gradients of the step before."""
-        if (of_masks := culprit_of_masks(self, first)) is not None:
+        self.rewind()
+        modules, again, departs = self._run_again()
+        # a step that is right by itself the second time is put right by no other masks
+        if departs and (of_masks := culprit_of_masks(self, first)) is not None:
             return of_masks
         self.rewind()
-        modules, again = self._run_again()
         probe = self._probe()
         job_evidence = evidence(
             self.ranks, self.pair.holds, reference=self.step.expected, run=self.step.seen,
@@ -119,8 +121,8 @@ class Inquiry:
         self.step.loop_state.restore()
         self.step.reference_state.restore()
 
-    def _run_again(self) -> tuple[Calls, bool]:
-        """Every module's passes, and whether the step gave the same bits."""
+    def _run_again(self) -> tuple[Calls, bool, bool]:
+        """Every module's passes, whether the step gave the same bits, and whether it departs."""
         model, holds = self.pair.loop.model, self.pair.holds
         with (
             StepRecorder(model, holds) as seen,
@@ -129,7 +131,7 @@ class Inquiry:
         ):
             self.pair.loop.step(self.share)
         same = digests(holds, seen.gradients) == digests(holds, self.step.seen.gradients)
-        return recorder.calls, all(self.ranks.gather(same))
+        return recorder.calls, all(self.ranks.gather(same)), self.left(seen.gradients) is None
 
     def _probe(self) -> ProbeResult:
         with self.drawing.replayed(self.pair.reference.model):

@@ -62,7 +62,7 @@ class Ranks:
             : len(mine)
         ]
         rows = [torch.empty_like(row, device=self.device) for _ in sizes]
-        dist.all_gather(rows, row.to(self.device))
+        dist.all_gather(rows, row.to(self.device), group=self.group)
         return [its[:size].cpu().numpy().tobytes() for its, size in zip(rows, sizes, strict=True)]
 
     @property

@@ -79,8 +79,9 @@ class Examiner:
     """`run` once. Everything that decides is gathered, so that all ranks do the same."""
 
     def __init__(
-        self, reference: Job, loop: Job, terms: Terms, still: Collection[str] = ()
-    ) -> None:
+        self, reference: Job, loop: Job, terms: Terms, still: Collection[str] = (),
+        *, lasts: bool = True,
+    ) -> None:  # fmt: skip
         require_plain(reference)
         has_parameters(reference.model)
         self.terms = terms
@@ -90,7 +91,8 @@ class Examiner:
             self.ranks, {n: digest(whole.flatten()) for n, whole in wholes.items()}
         )
         self.loss = GlobalLoss(terms.loss, self.ranks)
-        self.drawing, self.random = Drawing(self.ranks, still), RandomState.of(loop.model)
+        self.drawing = Drawing(self.ranks, still, lasts=lasts)
+        self.random = RandomState.of(loop.model)
         self.limit = terms.tolerance or tolerance_of(terms.dtype, wholes.values())
         self.pair = LoopPair(
             reference=reference,
@@ -352,6 +354,7 @@ class Examiner:
         can be run."""
         try:
             with boundary(lambda error: Fault(place="step", finding=said(error))):
+                self.random.restore()  # what the first step drew: other masks are another loss
                 right, mine = map(number, self._both(batch, share))
         except CodeRaised as error:
             right = mine = None

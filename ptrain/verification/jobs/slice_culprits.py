@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ptrain.verification.jobs.inquiry import Inquiry
 
 _NEAR = 1e-3  # relative: what a slice has of one device's tensor; a fault is larger
-_FEWEST = 0.5  # of a slice's tokens that are right, where some are said to be wrong
+_ROUNDED_AWAY = 4  # roundings of a logit: smaller effects are seen on one side by chance
 _MOST_TOKENS = 16  # that are changed, one after the other, to see which others notice
 
 
@@ -232,7 +232,7 @@ class SliceInquiry:
             return None
         assert right is not None and own is not None, "every rank knows both"
         truth = right[:, part.columns]
-        blind, sees = (truth & ~own), (own & ~truth)
+        blind, sees = seen_by_one(truth, own), seen_by_one(own, truth)
         pairs = [
             [int(part.columns[column]), changed[row]]
             for tensor in (blind, sees)
@@ -352,12 +352,13 @@ class AskedTokens:
 def noticed(
     model: Callable[..., Any], call: ForwardCall, changed: Sequence[int], columns: Sequence[int]
 ) -> Tensor | None:
-    """Return [changed, columns] of truth values: whose logits are others when the token at a place
-    of the whole sample is another one. `columns`: the places of the tokens that the model is given.
-    None of a model that returns no logits of its tokens, or draws. All ranks call it alike."""
+    """Return [changed, columns]: by how much logits are others, relative to the largest, when the
+    token at a place of the whole sample is another one; roundings of their dtype are 1. `columns`:
+    the places of the tokens that the model is given. None of a model that returns no logits of its
+    tokens, or draws. All ranks call it alike."""
     tokens = tokens_of(call)
     assert tokens is not None, "the slice was found by them"
-    before, again = (_logits(model, call, tokens) for _ in range(2))
+    (before, eps), (again, _) = (_logits(model, call, tokens) for _ in range(2))
     known = before.dim() == 3 and before.shape[:2] == tokens.shape and torch.equal(before, again)
     rows = []
     for place in changed:
@@ -367,13 +368,19 @@ def noticed(
             other[:, column] = tokens[:, column].roll(1) if tokens.size(0) > 1 else 0
             same = other[:, column] == tokens[:, column]
             other[same, column] = (tokens[same, column] + 1) % (int(tokens.max()) + 1)
-        after = _logits(model, call, other)  # where this rank has it not, another one has
-        rows.append((after != before).any(-1).any(0) if known else torch.zeros(1))
-    return torch.stack(rows) if known else None
+        after, _ = _logits(model, call, other)  # where this rank has it not, another one has
+        rows.append((after - before).abs().amax((0, 2)) if known else torch.zeros(1))
+    return torch.stack(rows) / (eps * before.abs().max()) if known else None
+
+
+def seen_by_one(those: Tensor, others: Tensor) -> Tensor:
+    """Return where `those` notice, by more than what is rounded away, and `others` nothing."""
+    return (those > _ROUNDED_AWAY) & (others == 0)
 
 
 @torch.no_grad()
-def _logits(model: Callable[..., Any], call: ForwardCall, tokens: Tensor) -> Tensor:
+def _logits(model: Callable[..., Any], call: ForwardCall, tokens: Tensor) -> tuple[Tensor, float]:
+    """Return the logits in fp64, and the roundings of their dtype."""
     first = tokens_of(call)
 
     def instead(leaf: Any) -> Any:
@@ -382,4 +389,5 @@ def _logits(model: Callable[..., Any], call: ForwardCall, tokens: Tensor) -> Ten
     args, kwargs = tree_map(instead, (call.args, call.kwargs))
     with autocast_of([call]):
         output = model(*args, **kwargs)
-    return next(leaf for leaf in tree_leaves(output) if is_real(leaf)).double()
+    logits = next(leaf for leaf in tree_leaves(output) if is_real(leaf))
+    return logits.double().nan_to_num(posinf=0, neginf=0), torch.finfo(logits.dtype).eps

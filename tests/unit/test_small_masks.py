@@ -1,0 +1,181 @@
+"""Masks of few elements, of which several places draw the same, are replayed where they belong; and
+what is drawn first in a later step is seen. One process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ptrain
+from ptrain.verification.jobs.draws import DrawMode, RandomDraw
+
+ROWS = list(torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(1)).double())
+RATE = 0.3
+
+
+def dropped(x: Tensor) -> Tensor:
+    """One number a sample: whole branches are dropped."""
+    return x * x.new_empty(x.size(0), 1).bernoulli_(1 - RATE) / (1 - RATE)
+
+
+class Branch(nn.Module):
+    """Two branches that a module drops itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + dropped(torch.tanh(self.left(x)))
+        return x + dropped(torch.tanh(self.right(x)))
+
+
+class Branches(nn.Module):
+    """The last two blocks are the same one; all are recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branch() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, self.blocks[-1]):
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class OtherMask:
+    """Replaces every draw by the next mask of a list; keeps what stood where."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, draw: RandomDraw) -> Tensor:
+        row = torch.rand(draw.value.shape, generator=self.generator, dtype=draw.value.dtype)
+        return (row < 1 - RATE).to(draw.value)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_stands_in_the_place_of_a_mask_stands_there_in_the_recomputation(seed: int) -> None:
+    torch.manual_seed(0)
+    model = Branches().double()
+    gradients = []
+    for keeps in (True, False):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        with DrawMode(model, replace=OtherMask()):
+            x = ROWS[0]
+            for block in (*model.blocks, model.blocks[-1]):
+                x = checkpoint(block, x, use_reentrant=False) if keeps else block(x)
+            x.square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def with_rates(
+    rates: Callable[[int], float], lr: float = 1e-3, seed: int = 0
+) -> Callable[[], ptrain.Job]:
+    """A loop whose dropout changes from step to step."""
+
+    def made() -> ptrain.Job:
+        torch.manual_seed(seed)
+        drop = nn.Dropout()
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), drop, nn.Linear(8, 1)).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        steps = iter(range(100))
+
+        def step(rows: Tensor) -> Tensor:
+            drop.p = rates(next(steps))
+            loss = model(rows).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return ptrain.Job(model=model, step=step)
+
+    return made
+
+
+def begins_late(step: int) -> float:
+    return 0.0 if step < 2 else 0.2
+
+
+def rests_once(step: int) -> float:
+    return 0.0 if step == 1 else 0.2
+
+
+@pytest.mark.parametrize("rates", [begins_late, rests_once])
+@pytest.mark.parametrize("are_jobs", [False, True])
+def test_dropout_that_is_off_in_some_steps_is_replayed(
+    rates: Callable[[int], float], are_jobs: bool
+) -> None:
+    make = with_rates(rates)
+    both = (make(), make()) if are_jobs else (make, make)
+    verdict = ptrain.verify(*both, ROWS)
+    assert not verdict.departures, str(verdict)
+    assert "is replayed on one device" in str(verdict)
+
+
+def always(step: int) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_small_update_learned_is_not_hidden_by_other_masks(seed: int) -> None:
+    make = with_rates(always, 1e-4, seed)
+    verdict = ptrain.verify(make, make, ROWS)
+    assert verdict.holds, str(verdict)
+
+
+class Stray(nn.Module):
+    """It draws what nothing depends on, if it does."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.draws, self.body = draws, nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.draws:
+            dropped(x)
+        return self.body(x)
+
+
+def once_wrong(draws: bool, wrong_pass: int) -> ptrain.Job:
+    """A loop that leaves a part of the gradients out in one pass, and not when that is repeated."""
+    torch.manual_seed(0)
+    model = Stray(draws).double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    passes = iter(range(100))
+
+    def step(rows: Tensor) -> Tensor:
+        loss = model(rows).square().mean()
+        loss.backward()
+        if next(passes) == wrong_pass:
+            model.body.weight.grad[:, ::2] = 0
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return ptrain.Job(model=model, step=step)
+
+
+def test_a_fault_that_a_repetition_has_not_is_not_put_down_to_dropout() -> None:
+    culprit = ptrain.verify(once_wrong(False, -1), once_wrong(True, 2), ROWS).culprit
+    assert culprit is not None
+    assert culprit.step == 2
+    assert "dropout" not in culprit.factor
+    assert culprit.certainty != "proven by trying"
+
+
+def test_slopes_that_are_drawn_are_seen_and_others_put_in_their_place() -> None:
+    model, x = nn.RReLU(), ROWS[0].clone().requires_grad_()
+    with DrawMode(model, replace=lambda draw: torch.full_like(draw.value, 0.5)) as drawn:
+        out = model(x)
+        out.sum().backward()
+    assert len(drawn.draws) == 1
+    assert torch.equal(out, x * 0.5)
+    assert torch.equal(x.grad, torch.full_like(x, 0.5))
