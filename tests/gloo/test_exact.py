@@ -9,7 +9,7 @@ import pytest
 
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.estimate import derive
-from ptrain.interpreter import program as interpreter
+from ptrain.interpreter import look
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare, verdict
 from ptrain.spec.spec import Spec
@@ -124,10 +124,10 @@ def _settings(strategy: str) -> dict[str, object]:
 
 def _train_another_plan(spec: Spec, other: Spec, steps: int) -> Report:
     """The program says `spec` and executes the plan of `other`."""
-    lower = interpreter.lower
-    interpreter.lower = lambda _, *model: lower(other, *model)  # type: ignore[assignment]
+    lower = look.lower
+    look.lower = lambda _, *model: lower(other, *model)  # type: ignore[assignment]
     report = train(spec, steps, MEASURED_STEP)
-    interpreter.lower = lower
+    look.lower = lower
     return report
 
 

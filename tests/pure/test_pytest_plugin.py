@@ -34,9 +34,10 @@ def test_pytest_finds_the_plugin_where_ptrain_is_installed() -> None:
 def test_fixtures_are_there_and_collecting_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_mine.py").write_text(TESTS)
-    words = ["-p", "no:cacheprovider", "-p", "ptrain.pytest_plugin", "-q", "test_mine.py"]
+    # by its module, whether what is installed has the entry point or not
+    words = ["-p", "no:cacheprovider", "-p", "no:ptrain", "-p", "ptrain.pytest_plugin", "-q"]
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", *words],
+        [sys.executable, "-P", "-m", "pytest", *words, "test_mine.py"],
         cwd=tmp_path, env=environment.alone(sys.path), capture_output=True, text=True, timeout=60,
         check=False,
     )  # fmt: skip

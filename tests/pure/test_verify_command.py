@@ -223,7 +223,7 @@ def test_the_verdict_comes_last_and_names_the_culprit():
     text = end_text((GOOD, BAD), torch="2.13.0", culprit=CULPRIT, notes=("no dropout",))
     assert text.splitlines()[:2] == ["note: no dropout", "verdict: fails (1 of 2)"]
     assert "culprit: gradients · axis dp_shard · × 2 · a.w · step 1 · ranks 0, 1" in text
-    assert text.endswith("sum them once.")
+    assert text.endswith("sum them once.\n  fits: its cure was not tried")
     held = end_text((GOOD,), torch="2.13.0", culprit=None, notes=())
     assert held == "verdict: holds (1 of 1)"
 

@@ -109,8 +109,10 @@ def test_a_layer_computes_what_a_loop_over_its_tokens_does(name: str, factor: fl
     torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
     inputs = [x_BTC, *layer.parameters()]
     ours, expected = (torch.autograd.grad(y.square().sum(), inputs) for y in outputs)
+    # small elements are what large terms leave: processors round those each in their own way
+    largest = max(float(other.abs().max()) for other in expected)
     for gradient, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(gradient, other, rtol=0.0, atol=1e-14 * largest)
 
 
 def test_first_choices_have_their_places_before_second_ones():

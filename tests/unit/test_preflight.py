@@ -26,7 +26,7 @@ def test_a_warning_of_the_prediction_stands_below_the_preflight(caplog):
         session = SimpleNamespace(heading="tp", spec=spec, world=world, options=options)
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="ptrain"):
-            _announce(session, derive(spec).exact)
+            _announce(session, derive(spec).exact, "")
         lines = [record.getMessage() for record in caplog.records]
         assert lines[1].startswith("preflight  peak ")
         assert sum("warning: tp spans 2 nodes" in line for line in lines[2:]) == warned
