@@ -19,7 +19,7 @@ from ptrain.algebra.open_spec import Memo, OpenSpec, memos
 from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
 from ptrain.axes.context.candidates import SPACE as CONTEXT_SPACE
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
-from ptrain.axes.data.candidates import says_the_usual
+from ptrain.axes.data.candidates import is_left_out
 from ptrain.axes.expert.candidates import SPACE as EXPERT_SPACE
 from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
@@ -200,7 +200,7 @@ class Legality:
                     yield choice
 
     def _says_more(self, spec: Spec) -> bool:
-        return not says_the_usual(spec, self.written)
+        return not is_left_out(spec, self.written)
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it

@@ -87,7 +87,7 @@ class Reports:
         """Whatever ends a training, a sound step that the device was done with is written down;
         where all ranks stop alike, the device is waited for."""
         waits = isinstance(error, TrainingStopped)
-        with suppress(RuntimeError):  # of a device that is lost
+        with suppress(RuntimeError, OSError):  # of a device that is lost, of a disk that is full
             while self._waiting and (waits or self._waiting[0].span[1].is_passed):
                 launched = self._waiting.popleft()
                 if (figures := launched.look.figures()).is_sound:

@@ -8,7 +8,7 @@ import pytest
 
 from ptrain.algebra.legality import is_sound
 from ptrain.algebra.open_spec import Memo, OpenSpec
-from ptrain.axes.data.candidates import says_the_usual
+from ptrain.axes.data.candidates import is_left_out
 from ptrain.selection.job import searched_job
 from ptrain.selection.space import (
     THROUGH,
@@ -38,7 +38,7 @@ def test_choices_of_the_data_axes_are_legal_where_each_by_itself_is(through, man
 def _is_legal(legality, choice, within, through, many) -> bool:
     number = 4 if many else 1
     spec = legality._tall((THROUGH[through], choice, *within), number, legality._even)
-    return is_sound(spec) and not says_the_usual(spec, legality.written)
+    return is_sound(spec) and not is_left_out(spec, legality.written)
 
 
 def test_a_schedule_is_legal_with_the_micro_batches_with_which_it_is_by_itself():

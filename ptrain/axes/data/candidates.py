@@ -152,7 +152,7 @@ def _overlaps(
     return ((None, None), (other, None), *ahead)
 
 
-def says_the_usual(spec: Spec, written: Written) -> bool:
+def is_left_out(spec: Spec, written: Written) -> bool:
     """Return whether a dial of a candidate is left out, if nobody wrote it. DDP and FSDP2 reduce
     beside the backward pass by themselves, and nobody looks at them without."""
     if written.says("overlap") or spec.overlap is None:
