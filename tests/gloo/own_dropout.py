@@ -142,7 +142,10 @@ def over_tensor(fault: str = "") -> dict[str, Any]:
         return job(model, squares)
 
     terms = ptrain.Terms(mesh=mesh, loss="same")
-    plain = lambda: job(built(lambda: Branch(middle=middle)), squares)  # noqa: E731
+
+    def plain() -> ptrain.Job:
+        return job(built(lambda: Branch(middle=middle)), squares)
+
     return _told(ptrain.verify(plain, loop, _rows(), terms=terms))
 
 
@@ -219,7 +222,9 @@ def over_stages() -> dict[str, Any]:
 
         return ptrain.Job(model=model, step=step)
 
-    plain = lambda: job(built(Stage), squares)  # noqa: E731
+    def plain() -> ptrain.Job:
+        return job(built(Stage), squares)
+
     return _told(ptrain.verify(plain, loop, _rows(), terms=ptrain.Terms(mesh=mesh)))
 
 
@@ -242,7 +247,9 @@ def over_tokens() -> dict[str, Any]:
 
         return looped(net, loss=loss, before_update=lambda: average(net.parameters()))
 
-    plain = lambda: looped(model(), loss=token_loss)  # noqa: E731
+    def plain() -> ptrain.Job:
+        return looped(model(), loss=token_loss)
+
     verdict = ptrain.verify(
         plain, sliced, token_batches(), share=tokens_of_rank, terms=ptrain.Terms(mesh=axis("cp"))
     )

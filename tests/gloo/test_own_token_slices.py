@@ -70,7 +70,9 @@ def ignoring(fault: str) -> dict[str, Any]:
             before_update=lambda: average(model.parameters()),
         )  # fmt: skip
 
-    plain = lambda: looped(writer(), loss=whole)  # noqa: E731
+    def plain() -> ptrain.Job:
+        return looped(writer(), loss=whole)
+
     terms = ptrain.Terms(mesh=axis("cp"))
     verdict = ptrain.verify(plain, sliced, token_batches(), terms=terms)
     return {"holds": verdict.holds, "text": str(verdict)}
