@@ -27,11 +27,11 @@ NAMED = {
     ),
     "fsdp2_clip": ("gradient norm", "dp", "clipped by the local norm", "embed.weight"),
     "fsdp2_twice": ("gradients", "dp", "÷ 2", "embed.weight"),
-    "fsdp2_optimizer": ("parameters", "", "not updated", "embed.weight"),
+    "fsdp2_optimizer": ("parameters", "", "not updated", "blocks.*.down.bias"),
     "gathered_context": ("gradients", "", "differs by 1.34", "blocks.1.value"),
     "experts_averaged": ("gradients", "ep", "× 2", "blocks.*.experts.up"),
-    "balance_per_rank": ("gradients", "", "differs by 0.051", "blocks.1.router"),
-    "counts_overwritten": ("gradients", "", "differs by 0.674", "blocks.1.router"),
+    "balance_per_rank": ("loss", "", "differs by 0.051", "blocks.1.router"),
+    "counts_overwritten": ("loss", "", "differs by 0.674", "blocks.1.router"),
     "accelerated": ("loss", "", "÷ 4 (micro-batches)", "embed.weight"),
 }
 MARKS = {
