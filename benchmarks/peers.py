@@ -11,11 +11,12 @@ moves a step by 1 % for as long as it lives. Steps are long (512 tokens on a ran
 
 Claim: the median ratio of ptrain's step to the loop by hand is at most 1.02, of zero1 and zero2,
 which torch's ZeroRedundancyOptimizer is held against, 1.05 in short steps, and nothing at 1m; the
-losses are equal but for the order of sums; and no library is faster than ptrain beyond the noise
-(the lower 95 % bound of the paired ratio is at most 1). Nothing is claimed of fsdp-mixed and hsdp.
+losses are equal but for the order of sums, of fsdp-mixed's bf16 to 1e-2; and no library is faster
+than ptrain beyond the noise (the lower 95 % bound of the paired ratio is at most 1). Of the time of
+fsdp-mixed and hsdp nothing is claimed.
 
 Needs, besides ptrain's packages: `pip install accelerate lightning-fabric deepspeed`; a peer that
-is missing is left out with a line. All cases take two hours on two quiet cores.
+is missing is left out with a line. At 10m all cases take ten minutes on two quiet cores.
 
 The section `traps` asks accelerate for two things that it silently does not do, and shows what
 `ptrain.measure` says of its model. Prints; writes a result only with --save.

@@ -44,5 +44,5 @@ def test_a_token_that_one_side_does_not_notice_is_told() -> None:
 def test_what_rounds_away_is_noticed_by_chance_and_not_told() -> None:
     whole, short = seen(Decaying(0.02)), seen(Decaying(0.02, begin=2))
     by_chance = (whole > 0) & (short == 0)
-    told = seen_by_one(whole, short)
-    assert told[0, 0] and told[1, 1] and told.sum() < by_chance.sum()
+    noticed = seen_by_one(whole, short)
+    assert noticed[0, 0] and noticed[1, 1] and noticed.sum() < by_chance.sum()
