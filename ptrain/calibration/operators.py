@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 _PLACES, _COLD_ELEMENTS = 16, 4 * 2**20
 _COLD_BYTES = 4 * _COLD_ELEMENTS
 _FEWEST_PRODUCTS = 8  # of all dtypes: a roofline has two of each at least
+# Of all dtypes: in the third size the bytes decide, and no longer the dispatch.
+_FEWEST_SIZES = 6
 _ROW = 256  # elements of a row that is normed, or looked up by its number
 
 
@@ -60,9 +62,8 @@ def _layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors, ...]:
 
 
 def attention(bench: Bench, sheet: RateSheet, points: Points) -> None:
-    for dtype in points.sides:
-        for shape in bench.in_time(points.attention):
-            _attention(bench, sheet, shape, dtype)
+    for shape, dtype in bench.in_time(list(product(points.attention, points.sides)), least=4):
+        _attention(bench, sheet, shape, dtype)
 
 
 def _attention(bench: Bench, sheet: RateSheet, shape: AttentionShape, dtype: DType) -> None:
@@ -93,15 +94,14 @@ def _attention(bench: Bench, sheet: RateSheet, shape: AttentionShape, dtype: DTy
 
 def memory_bound(bench: Bench, sheet: RateSheet, points: Points) -> None:
     """Each kind by the bytes that it reads and writes."""
-    for dtype in points.sides:
-        for size in bench.in_time(points.sizes_of(dtype)):
-            num_places = min(_PLACES, max(1, _COLD_BYTES // size))
-            places = [_works(size, TORCH_DTYPES[dtype], bench.device) for _ in range(num_places)]
-            for alike in zip(*places, strict=True):
-                kind, times, works = alike[0]
-                work = _in_turns([works for *_, works in alike], num_places)
-                taken = bench.busy_seconds(work, parts=len(works))
-                sheet.note("operators", kind, dtype, times * size, seconds=taken)
+    for size, dtype in bench.in_time(points.operator_sizes(), least=_FEWEST_SIZES):
+        num_places = min(_PLACES, max(1, _COLD_BYTES // size))
+        places = [_works(size, TORCH_DTYPES[dtype], bench.device) for _ in range(num_places)]
+        for alike in zip(*places, strict=True):
+            kind, times, works = alike[0]
+            work = _in_turns([works for *_, works in alike], num_places)
+            taken = bench.busy_seconds(work, parts=len(works))
+            sheet.note("operators", kind, dtype, times * size, seconds=taken)
 
 
 def _in_turns(places: Sequence[tuple[Work, ...]], num_kept: int) -> Work:
@@ -109,11 +109,16 @@ def _in_turns(places: Sequence[tuple[Work, ...]], num_kept: int) -> Work:
     neither what is read nor where it is written is in the nearest cache, and both would be if the
     same call came again."""
     turns = cycle(places)
-    kept: deque[object] = deque(maxlen=min(_PLACES, max(1, num_kept)))
+    maxlen = min(_PLACES, max(1, num_kept))
+    kept: deque[object] = deque(maxlen=maxlen)
 
     def work() -> None:
         kept.append([operator() for operator in next(turns)])
 
+    # A process's first touch of memory costs a page fault for every 4 KiB, up to ten times as long
+    # as the operator; from its second step on a training writes where others stood before.
+    for _ in range(maxlen + 1):
+        work()
     return work
 
 

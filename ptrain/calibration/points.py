@@ -34,10 +34,15 @@ class Points:
     units: int = 8
     rounds: int = 9
 
-    def sizes_of(self, dtype: DType) -> tuple[int, ...]:
-        """Return the bytes of operators in a dtype."""
-        is_first = dtype is next(iter(self.sides))
-        return tuple(size for size in self.sizes if is_first or size <= self.most_of_others)
+    def operator_sizes(self) -> list[tuple[int, DType]]:
+        """Return the bytes of operators by dtype, smallest first."""
+        first = next(iter(self.sides))
+        return [
+            (size, dtype)
+            for size in self.sizes
+            for dtype in self.sides
+            if dtype is first or size <= self.most_of_others
+        ]
 
     def products(self) -> list[tuple[DType, ProductShape]]:
         """Return the shapes, smallest first: what is left out for want of time is large."""

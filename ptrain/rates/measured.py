@@ -95,7 +95,7 @@ class MeasuredPace:
         column = rates.at_once.index(self.ranks) if self.ranks in rates.at_once else -1
         self.curves = {
             key: Curve(points)
-            for key, points in _by_last(_figures(rates.operators, column)).items()
+            for key, points in _by_last(_completed(rates.operators, column)).items()
         }
         self.nearest: dict[tuple[OperatorKind, DType], Curve] = {}
         self.collectives = {
@@ -103,7 +103,7 @@ class MeasuredPace:
             for key, points in _by_last(_figures(rates.collectives, column)).items()
         }
         self.copies = {
-            key: Curve(points) for key, points in _by_last(_figures(rates.copies, column)).items()
+            key: Curve(points) for key, points in _by_last(_completed(rates.copies, column)).items()
         }
         self.hooks = {key[0]: taken for key, taken in _figures(rates.hooks, column)}
         self.products = self._products(_by_first(_figures(rates.products, column), 1))
@@ -357,6 +357,21 @@ Figures = list[tuple[tuple[Any, ...], float]]
 def _figures(rows: Iterable[RateRow], column: int) -> Figures:
     """What was measured with so many ranks at once."""
     return [(row.key, taken) for row in rows if (taken := row.figures[column]) is not None]
+
+
+def _completed(rows: Sequence[RateRow], column: int) -> Figures:
+    """The same of rows by size, some of which were left out for want of time: they take as much
+    longer than with fewer ranks at once as the largest one does that was measured with both."""
+    figures = dict(_figures(rows, column))
+    for fewer in reversed(range(column)):
+        of_fewer = dict(_figures(rows, fewer))
+        for kind, sizes in _by_last(list(of_fewer.items())).items():
+            if both := [size for size in sizes if (*kind, size) in figures]:
+                most = max(both)
+                longer = figures[(*kind, most)] / sizes[most]
+                for size, taken in sizes.items():
+                    figures.setdefault((*kind, size), longer * taken)
+    return list(figures.items())
 
 
 def _by_last(figures: Figures) -> dict[tuple[Any, ...], dict[int, float]]:

@@ -16,8 +16,12 @@ from ptrain.calibration.write import conclude
 from ptrain.cli.main import main
 from ptrain.costs import Collective
 from ptrain.errors import SpecError
+from ptrain.facts.operators import Operator
 from ptrain.rates.measured import CALIBRATED, pace_of
+from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
+from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 
 
 def part(ranks: int, *, spread: float = 0.02, **tables: list[list[object]]) -> MeasuredPart:
@@ -31,10 +35,7 @@ def part(ranks: int, *, spread: float = 0.02, **tables: list[list[object]]) -> M
 GATHERS: list[list[object]] = [["all_gather", 2, 1, 8_000_000, 4e-3]]
 
 
-def test_what_was_measured_is_a_cluster_that_a_spec_may_name(tmp_path, capsys):
-    out = tmp_path / "here.yaml"
-    assert conclude([part(1), part(2, collectives=GATHERS)], CalibrationOptions(out=out)) == 0
-    assert "copy fp32 6400" in capsys.readouterr().out
+def cluster_of(out: Path) -> Cluster:
     mapping: dict[str, object] = {
         "model": {"preset": "llama-tiny"},
         "mesh": {"dp_replicate": 2},
@@ -43,7 +44,16 @@ def test_what_was_measured_is_a_cluster_that_a_spec_may_name(tmp_path, capsys):
         "cluster": {"preset": str(out)},
     }
     cluster = load(mapping).spec.cluster
-    assert cluster is not None and cluster.rates is not None
+    assert cluster is not None
+    return cluster
+
+
+def test_what_was_measured_is_a_cluster_that_a_spec_may_name(tmp_path, capsys):
+    out = tmp_path / "here.yaml"
+    assert conclude([part(1), part(2, collectives=GATHERS)], CalibrationOptions(out=out)) == 0
+    assert "copy fp32 6400" in capsys.readouterr().out
+    cluster = cluster_of(out)
+    assert cluster.rates is not None
     assert (cluster.name, cluster.kind, cluster.devices_per_node) == ("here", "cpu", 2)
     assert cluster.intra_node_bandwidth == 1e9, "half of 8 MB in 4 ms"
     assert (cluster.rates.at_once, cluster.rates.spread) == ((1, 2), (0.02, 0.02))
@@ -53,6 +63,19 @@ def test_what_was_measured_is_a_cluster_that_a_spec_may_name(tmp_path, capsys):
     assert pace is not None
     gather = pace.collective_seconds(Collective.ALL_GATHER, ranks=2, nodes=1, payload=8_000_000)
     assert gather == 4e-3
+
+
+def test_a_size_left_out_takes_as_much_longer_than_with_fewer_ranks_as_the_largest(
+    tmp_path,
+):
+    sizes: list[list[object]] = [["copy", "fp32", size, 1e-9 * size] for size in (64, 6400, 640000)]
+    slower: list[list[object]] = [["copy", "fp32", size, 3e-9 * size] for size in (64, 6400)]
+    parts = [part(1, operators=sizes), part(2, operators=slower)]
+    conclude(parts, CalibrationOptions(out=tmp_path / "here.yaml"))
+    pace = pace_of(cluster_of(tmp_path / "here.yaml"), 2)
+    assert pace is not None
+    operator = Operator(OperatorKind.COPY, DType.FP32, (640000,))
+    assert pace.operator_seconds(operator) == pytest.approx(3e-9 * 640000, rel=1e-3)
 
 
 def test_the_fields_of_a_cluster_stay(tmp_path, capsys):
@@ -195,4 +218,5 @@ def test_products_are_of_all_sides_and_the_largest_come_last(points):
         small = sides[0]
         assert {(1, rows, small, small) for rows in sides} <= shapes
         assert max(map(operations, shapes)) <= 4 * points.flops[dtype]
-        assert points.sizes_of(dtype)[:5] == points.sizes[:5]
+        measured = [size for size, known in points.operator_sizes() if known is dtype]
+        assert measured[:5] == list(points.sizes[:5])
