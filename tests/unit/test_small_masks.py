@@ -179,3 +179,44 @@ def test_slopes_that_are_drawn_are_seen_and_others_put_in_their_place() -> None:
     assert len(drawn.draws) == 1
     assert torch.equal(out, x * 0.5)
     assert torch.equal(x.grad, torch.full_like(x, 0.5))
+
+
+class Twice(nn.Module):
+    """A part that is frozen and drops out runs without gradients, and then everything twice on the
+    same samples, whose two outputs are to agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Linear(8, 8), nn.Dropout(RATE))
+        self.head = nn.Sequential(nn.Dropout(RATE), nn.Linear(8, 1))
+
+
+def agreeing(build: Callable[[], Twice], micro_batches: int) -> Callable[[], ptrain.Job]:
+    def made() -> ptrain.Job:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(rows: Tensor) -> None:
+            for part in rows.chunk(micro_batches):
+                with torch.no_grad():
+                    features = model.frozen(part)
+                first, second = model.head(features), model.head(features)
+                loss = first.square().mean() + (first - second).square().mean()
+                (loss / micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return ptrain.Job(model=model, step=step)
+
+    return made
+
+
+def twice() -> Twice:
+    torch.manual_seed(0)
+    return Twice().double()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_masks_without_gradients_and_of_a_second_pass_are_replayed(micro_batches: int) -> None:
+    verdict = ptrain.verify(agreeing(twice, 1), agreeing(twice, micro_batches), ROWS)
+    assert verdict.holds, verdict

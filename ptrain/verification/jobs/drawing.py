@@ -105,7 +105,8 @@ class Drawing:
         def instead(draw: RandomDraw) -> Tensor | None:
             if draw.path in self.still or (draw.path, draw.number) in still:
                 return draw.stilled()
-            return self.everyones.of(draw, mode.rows[draw.outer, draw.call])
+            place = draw.outer, draw.call
+            return self.everyones.of(draw, mode.rows[place], mode.times[place])
 
         mode = DrawMode(*models, replace=instead)
         return mode

@@ -33,8 +33,8 @@ _DRAWN = _CHANCES | _UNIFORM | _NORMAL | _OTHERS | {_SLOPES}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomDraw:
     """One tensor that an operator `kind` drew: in which module (`path`), as the how many-th there
-    (`number`) in which pass of the outermost module that ran (`outer`, `call`). `kept`: of a mask
-    the share that it lets pass."""
+    (`number`) in which pass of the outermost module that ran (`outer`, `call`: from 0 on, of those
+    without gradients from -1 down). `kept`: of a mask the share that it lets pass."""
 
     path: str
     number: int
@@ -88,12 +88,13 @@ class DrawMode(OperatorMode):
         self.draws: list[RandomDraw] = []
         self.again: list[RandomDraw] = []
         self.rows: dict[tuple[str, int], Rows] = {}
+        self.times: dict[tuple[str, int], int] = {}  # how many passes of these rows came before
         self.hidden: set[str] = set()
         self._models, self._replace, self._replace_again = models, replace, replace_again
         self._running: list[ModuleVisit] = []
-        self._visits: dict[tuple[int, str], int] = {}
+        self._visits: dict[tuple[int, str, bool], int] = {}
         self._counts: dict[tuple[int, str], int] = {}
-        self._outer, self._call, self._counted = "", 0, False
+        self._outer, self._call = "", 0
         self._replaced: dict[str, Tensor] = {}
         self._of_visits: dict[Seen, list[Tensor]] = {}
         self._stood: dict[int, Tensor] = {}  # in the place of a draw of `draws`
@@ -134,14 +135,22 @@ class DrawMode(OperatorMode):
 
     def _begins(self, place: tuple[int, str], module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._running and not is_in_backward():
-            self._counted = torch.is_grad_enabled()  # a checkpoint's forward has none, inside
-            if self._counted:
-                self._call = self._visits.get(place, 0)
-                self._visits[place] = self._call + 1
-                self._outer = place[1]
-                self._counts.clear()
-                self.rows[place[1], self._call] = _rows_of((args, kwargs))
+            self._begins_outermost(place, _rows_of((args, kwargs)))
         self._running.append(ModuleVisit(place))
+
+    def _begins_outermost(self, place: tuple[int, str], rows: Rows) -> None:
+        """A pass without gradients (a frozen part, a recomputation's forward, an evaluation) has a
+        number of its own, as one side may make more of these."""
+        graded = torch.is_grad_enabled()
+        count = self._visits.get((*place, graded), 0)
+        self._visits[*place, graded] = count + 1
+        self._outer, self._call = place[1], count if graded else -1 - count
+        self._counts.clear()
+        self.times[place[1], self._call] = sum(
+            outer == place[1] and (call >= 0) == graded and its == rows
+            for (outer, call), its in self.rows.items()
+        )
+        self.rows[place[1], self._call] = rows
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
@@ -154,8 +163,6 @@ class DrawMode(OperatorMode):
         if name not in _DRAWN:
             return function(*self._undropped(function, args), **kwargs)
         result = function(*args, **kwargs)
-        if not (self._counted or is_again):
-            return result
         visit = self._running[-1] if self._running else ModuleVisit((0, ""))
         place = visit.place
         if name == _SLOPES and not (len(args) > 4 and args[4]):

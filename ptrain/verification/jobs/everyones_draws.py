@@ -3,6 +3,7 @@ of each sample what was drawn for it, on whichever rank it was."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,12 +22,14 @@ _BITS = "bits"  # a mask of zeros and ones, eight in a byte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDraw:
-    """A draw of one rank, in the pass `call` of the samples `rows`."""
+    """A draw of one rank, in the pass `call` of the samples `rows`, which so many passes of the
+    rank had before (`times`)."""
 
     rank: int
     call: int
     rows: Rows
     value: Tensor
+    times: int = 0
 
 
 @dataclass(slots=True)
@@ -54,34 +57,42 @@ class EveryonesDraws:
                 [draw.path, draw.number, draw.outer, draw.call, *how]
                 for draw, (how, _) in zip(drawn.draws, packed, strict=True)
             ],
-            "rows": [[outer, call, list(row)] for (outer, call), row in rows],
+            "rows": [
+                [outer, call, drawn.times[outer, call], list(row)] for (outer, call), row in rows
+            ],
         }
         everyones = ranks.gather(own)
         bodies = ranks.bytes([body for _, body in packed])
         result = cls()
         for rank, (report, body) in enumerate(zip(everyones, bodies, strict=True)):
-            known = {(outer, call): tuple(row) for outer, call, row in report["rows"]}
+            known = {(outer, call): tuple(row) for outer, call, _, row in report["rows"]}
+            times = {(outer, call): before for outer, call, before, _ in report["rows"]}
             for (_, call), row in known.items():
                 result.passes.setdefault(call, set()).add(row)
             start = 0
             for path, number, outer, call, kind, shape, size in report["draws"]:
                 value = _unpacked(body[start : start + size], kind, shape)
                 start += size
-                draw = RankDraw(rank=rank, call=call, rows=known[outer, call], value=value)
+                draw = RankDraw(
+                    rank=rank, call=call, rows=known[outer, call], value=value,
+                    times=times[outer, call],
+                )  # fmt: skip
                 result.by_key.setdefault((path, number), []).append(draw)
         return result
 
     def __bool__(self) -> bool:
         return bool(self.by_key)
 
-    def of(self, draw: RandomDraw, rows: Rows) -> Tensor | None:
-        """Return what one device is to draw for these samples; None where nothing tells."""
+    def of(self, draw: RandomDraw, rows: Rows, times: int = 0) -> Tensor | None:
+        """Return what one device is to draw for these samples, which so many of its passes had
+        before; None where nothing tells."""
         key = draw.path, draw.number
         if key not in self.by_key:
             self.alone.add(key)
             return None
         self.used.add(key)
-        held = self._of_known_samples(draw, self.by_key[key], rows)
+        held = _of_such_passes(self.by_key[key], draw, rows, times)
+        held = self._of_known_samples(draw, held, rows)
         value = self._in_one_pass(draw, rows, held)
         if value is None and _is_one(held) and held[0].value.shape == draw.value.shape:
             value = held[0].value
@@ -192,6 +203,17 @@ class EveryonesDraws:
             and all(_is_copy(a, b) for a, b in zip(own, by_rank[rank], strict=True))
         ]
         return (first, *alike) if alike else ()
+
+
+def _of_such_passes(
+    held: Sequence[RankDraw], draw: RandomDraw, rows: Rows, times: int
+) -> Sequence[RankDraw]:
+    """Return the draws of passes with gradients for one with, of those without for one without; and
+    where the same samples pass several times, of the same time; whatever there is, where none of
+    these has all the samples."""
+    graded = [its for its in held if (its.call >= 0) == (draw.call >= 0)] or held
+    same = [its for its in graded if its.times == times]
+    return same if not Counter(rows) - Counter(row for its in same for row in its.rows) else graded
 
 
 def _is_copy(left: RankDraw, right: RankDraw) -> bool:
