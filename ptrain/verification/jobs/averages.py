@@ -25,19 +25,22 @@ _ROUNDINGS = 4  # of an average, in its own dtype
 _LARGE = 0.05  # of its way: a fault is larger, even where its way is not much more than roundings
 _FITS = 1e-2  # relative to an update: of which it is made; roundings are added
 _SAME = 0.02  # of two weights
+_KEPT = 3  # steps before, whose parameters a stale copy may have
+_BEFORE, _STALE = "of before the update", "of a copy that is {} steps old"
 
 Rows = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AverageMove:
-    """This rank's elements of one side, all in a row: the average before and after a step, and the
-    parameters."""
+    """This rank's elements of one side, all in a row: the average before and after a step, the
+    parameters, and these as they were before `earlier` steps, the last first."""
 
     before: Tensor
     after: Tensor
     run_before: Tensor
     run_after: Tensor
+    earlier: tuple[Tensor, ...] = ()
 
     @property
     def way(self) -> Tensor:
@@ -76,6 +79,7 @@ class Averages:
         self._origin: Rows = {}
         self._before: tuple[Rows, Rows] = {}, {}
         self._parameters: tuple[Rows, Rows] = {}, {}
+        self._earlier: list[Rows] = []  # the loop's, before earlier steps, the last first
         self.moves: tuple[AverageMove, AverageMove] | None = None
         self._repeated: Tensor | None = None  # updated as one device's, with the loop's parameters
         self.left = 0.0
@@ -84,6 +88,7 @@ class Averages:
     def before(self) -> None:
         """Take the averages, and the parameters, before a step."""
         self._before = self._values()
+        self._earlier = [self._parameters[0], *self._earlier][:_KEPT]
         self._parameters = self._own_parameters()
         self._origin = self._origin or self._before[1]
 
@@ -103,7 +108,9 @@ class Averages:
             differences.compare(
                 Moment.UPDATE, Subject.AVERAGE, name, difference=size, tolerance=limit.updates
             )
-        self.moves = _moves(names, self._before, (now, wholes), self._parameters, parameters)
+        self.moves = _moves(
+            names, self._before, (now, wholes), self._parameters, parameters, self._earlier
+        )
         self._repeat()
 
     def _repeat(self) -> None:
@@ -147,7 +154,7 @@ class Averages:
 def _size(own: Tensor, right: Tensor, way: float, limit: Tolerance) -> float:
     """Return how far an average is from one device's, relative to its way or its roundings."""
     eps = torch.finfo(own.dtype).eps * _ROUNDINGS * norm(right)
-    tight = difference(own, right, max(way, eps / limit.updates))
+    tight = difference(own, right, max(way, limit.length_of(eps)))
     loose = difference(own, right, max(way, eps / _LARGE))
     return max(tight, loose * limit.updates / _LARGE)
 
@@ -175,20 +182,22 @@ def _tensors(average: Average | None) -> Iterator[tuple[str, Tensor]]:
 
 def _moves(
     names: Sequence[str], before: tuple[Rows, Rows], after: tuple[Rows, Rows],
-    run_before: tuple[Rows, Rows], run_after: tuple[Rows, Rows],
+    run_before: tuple[Rows, Rows], run_after: tuple[Rows, Rows], earlier: Sequence[Rows],
 ) -> tuple[AverageMove, AverageMove] | None:  # fmt: skip
     if not names:
         return None
+
+    def together(rows: Rows) -> Tensor:
+        return torch.cat([held(rows[name]).double().flatten() for name in names])
+
     both = []
     for side in range(2):
-        rows = [
-            torch.cat([held(its[side][name]).double().flatten() for name in names])
-            for its in (before, after, run_before, run_after)
-        ]
+        rows = [together(its[side]) for its in (before, after, run_before, run_after)]
         both.append(
             AverageMove(before=rows[0], after=rows[1], run_before=rows[2], run_after=rows[3])
         )
-    return both[0], both[1]
+    known = tuple(together(its) for its in earlier if its)
+    return replace(both[0], earlier=known), both[1]
 
 
 def cause_of(moves: tuple[AverageMove, AverageMove]) -> tuple[str, float, float]:
@@ -200,11 +209,11 @@ def cause_of(moves: tuple[AverageMove, AverageMove]) -> tuple[str, float, float]
         return "", 0.0, 0.0
     if own.stands_still:
         return "not updated", 0.0, weight
-    if torch.equal(own.after, own.run_after):
+    if torch.equal(own.after, own.run_after) and weight < 1 - _SAME:
         return "the parameters", 1.0, weight
-    now, old = own.weight(own.run_after), own.weight(own.run_before)
+    now = own.weight(own.run_after)
     if now is None:
-        return ("of before the update" if old is not None else ""), old or 0.0, weight
+        return _of_earlier(own, weight)
     if abs(now - weight) > _SAME * weight:
         twice = 1 - (1 - weight) ** 2
         return ("twice" if abs(now - twice) <= _SAME * twice else "weight"), now, weight
@@ -212,13 +221,26 @@ def cause_of(moves: tuple[AverageMove, AverageMove]) -> tuple[str, float, float]
     return "begins elsewhere" if elsewhere else "", now, weight
 
 
+def _of_earlier(own: AverageMove, weight: float) -> tuple[str, float, float]:
+    """Return which parameters of before were mixed in: those of before the update, or of before a
+    step before it."""
+    for back, parameters in enumerate((own.run_before, *own.earlier)):
+        old = own.weight(parameters)
+        if old is not None and abs(old - weight) <= _SAME * weight:
+            return (_STALE.format(back) if back else _BEFORE), old, weight
+    return "", 0.0, weight
+
+
 def is_undecided(moves: tuple[AverageMove, AverageMove] | None) -> bool:
     """Return whether an average that stands still may have been mixed with the parameters of before
-    the update: these are what it is."""
+    the update, or of before a step before it: these are what it is."""
     if moves is None:
         return True
     own, _ = moves
-    return own.stands_still and norm(own.before - own.run_before) <= own.rounding
+    return own.stands_still and any(
+        norm(own.before - parameters) <= own.rounding
+        for parameters in (own.run_before, *own.earlier)
+    )
 
 
 def explain_average(
@@ -244,16 +266,22 @@ def explain_average(
         "weights into it, on every rank, or load it with the checkpoint",
         "left out in a step": f"{where} it was not updated in a step before this one: update it in "
         "every step",
-        "not updated": f"{where} it is what it was before the step: update it on every rank",
+        "not updated": f"{where} it is what it was before the step: update it on every rank, by "
+        "the parameters themselves and not by a copy of them that was made once",
         "the parameters": f"{where} it is what the parameters are: keep copies of them (deepcopy); "
         "AveragedModel's first update is one that copies",
-        "of before the update": f"{where} it is mixed with the parameters of before the update: "
+        _BEFORE: f"{where} it is mixed with the parameters of before the update: "
         "update it after optimizer.step()",
         "twice": f"{where} it is updated twice in a step: the parameters have the weight "
         f"{now:.4g}, which is that of two updates with {weight:.4g}",
         "weight": f"{where} the parameters are mixed in with the weight {now:.4g} (decay "
         f"{1 - now:.4g}), on one device with {weight:.4g} (decay {1 - weight:.4g})",
     }  # fmt: skip
+    if cause.startswith(_STALE.partition("{")[0]):
+        sentences[cause] = (
+            f"{where} it is mixed with parameters {cause}: refresh that copy after each "
+            "optimizer.step(), before the average is updated"
+        )
     is_proven = bool(cause) and (left <= _FITS or cause == "begins elsewhere")
     said = culprit(
         departures, ranks, state=Subject.AVERAGE, factor=cause or f"differs by {largest:.3g}",
@@ -261,7 +289,10 @@ def explain_average(
         + (f": {sentences[cause]}." if cause else "."),
     )  # fmt: skip
     if not is_proven:
-        out = "ruled out: another decay, two updates, the parameters of before the update"
+        out = (
+            "ruled out: another decay, two updates, the parameters of before the update and of "
+            f"{_KEPT} steps before it"
+        )
         return replace(said, certainty=Certainty.UNEXPLAINED, tried=out)
     if cause == "begins elsewhere":
         return said

@@ -176,7 +176,7 @@ def compare_in_use(
         if is_old and torch.equal(reference[name], before[0][name]):
             continue
         right, earlier = (holds[name].of(whole) for whole in (reference[name], before[0][name]))
-        rounding = _ROUNDINGS * torch.finfo(value.dtype).eps * norm(right) / limit.updates
+        rounding = limit.length_of(_ROUNDINGS * torch.finfo(value.dtype).eps * norm(right))
         size = difference(value, right, max(norm(right.double() - earlier.double()), rounding))
         differences.compare(
             Moment.FORWARD, Subject.PARAMETERS, name, difference=size, tolerance=limit.updates
@@ -248,7 +248,7 @@ def compare_update(
     after, run_after = course.after[course.sure], course.run_after[course.sure]
     moved = norm(after.double() - course.origin[course.sure].double())
     eps = torch.finfo(run_after.dtype).eps
-    rounding = _ROUNDINGS * eps * norm(after) / limit.updates
+    rounding = limit.length_of(_ROUNDINGS * eps * norm(after))
     size = 0.0 if is_noise else difference(run_after, after, max(moved, rounding))
     size = size if bool(torch.isfinite(course.run_after).all()) else math.inf
     if course.stood_still and course.reference_moved:  # roundings would hide it in 16 bits

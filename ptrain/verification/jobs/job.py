@@ -41,6 +41,11 @@ class Tolerance:
     updates: float
     losses: float
 
+    def length_of(self, rounding: float) -> float:
+        """Return beside which length a rounding is just what an update may be off; none, where
+        nothing may be."""
+        return rounding / self.updates if self.updates else 0.0
+
 
 # fp64 and fp32: sums over the same addends in another order, with room for three steps of Adam,
 # which turns an element's rounding into a step of its own. 16 bits: a rounding is 2^-8 or 2^-11,

@@ -229,14 +229,14 @@ class Examiner:
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
     def _waits(self, step: int) -> bool:
-        """An average that stands still in its first step: the second says whether it is updated
-        before the parameters are, or never."""
-        mine = is_undecided(self.pair.averages.moves)
-        averages = all(departure.subject is Subject.AVERAGE for departure in self.departures)
-        if not (averages and all(self.ranks.gather(mine)) and step + 1 < self._count):
+        """An average that stands still may be updated before the parameters are, from a stale copy
+        of them, or never: a later step says which. It stays the first departure."""
+        if any(departure.subject is not Subject.AVERAGE for departure in self.departures):
+            self.departures = [its for its in self.departures if its.step == step]
             return False
-        self.departures.clear()
-        return True
+        mine = is_undecided(self.pair.averages.moves)
+        last = min(self._count, self.terms.examined or self._count) - 1
+        return all(self.ranks.gather(mine)) and step < last
 
     def _note_norms(self, step: StepComparison) -> None:
         if not step.expected.updates or step.expected.has_closure:
