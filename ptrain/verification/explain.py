@@ -29,6 +29,7 @@ from ptrain.verification.causes.trials import directly
 from ptrain.verification.causes.updates import proven_update
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.factors import factor_text, products
+from ptrain.verification.jobs.evidence import untold
 from ptrain.verification.parts import held
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.samples import OF_ITS_SAMPLES
@@ -249,7 +250,9 @@ def _unexplained(scene: Investigation) -> Cause:
         "comes before it is that of one device, so look at how it is computed and moved between "
         "ranks"
     )
-    out = {Moment.GRADIENTS: GRADIENTS_RULED_OUT}.get(first.moment, OUTPUTS_RULED_OUT)
+    out = OUTPUTS_RULED_OUT
+    if first.moment is Moment.GRADIENTS:
+        out = GRADIENTS_RULED_OUT + untold(scene.spec.batch.accumulate)
     return Cause(
         scene.axis_of(ranks), f"differs by {first.difference:.3g}", sentence,
         certainty=Certainty.UNEXPLAINED, tried=f"ruled out: {out}",

@@ -16,9 +16,12 @@ from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
 from ptrain.verification import examine as examination
 from ptrain.verification.capture import modules
+from ptrain.verification.causes import as_job
 from ptrain.verification.consistency import consistency
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.examine import KEPT, examine
+from ptrain.verification.jobs.evidence import MOST, JobEvidence, KnownFactors, OwnGradients
+from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.parts import apart
 from ptrain.verification.protocol import STAGES, Context, Request, interpreted
 from ptrain.verification.undropped import NOTE
@@ -146,3 +149,30 @@ def test_dropout_that_a_model_brings_along_is_off_and_it_is_said(rate) -> None:
     )
     failing = {check.name: check.why for check in outcome.checks if not check.holds}
     assert (outcome.notes, failing) == ((NOTE,) if rate else (), {})
+
+
+def test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said() -> None:
+    many = program("batch.global=40", "batch.micro=2")
+
+    def unlike(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + 0.01 * gradient.abs().mean() * torch.ones_like(gradient).cumsum(-1)
+
+    for parameter in many.model.parameters():
+        parameter.register_hook(unlike)
+    culprit = examine(many, Exchange(World()), 1).culprit
+    assert culprit is not None
+    assert culprit.certainty == "not explained"
+    assert f"of 20 micro-batches of a rank the first {MOST} alone were told apart" in culprit.tried
+
+
+def test_what_many_micro_batches_gave_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    run = as_job.sampled
+
+    def sampled(ranks: Ranks, own: OwnGradients, known: KnownFactors | None) -> JobEvidence:
+        seen.append((len(own.given), own.micro_batches))
+        return run(ranks, own, known)
+
+    monkeypatch.setattr(as_job, "sampled", sampled)
+    test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said()
+    assert seen == [(MOST, MOST)]

@@ -3,11 +3,19 @@ optimizers took, what one device has, and what each rank's micro-batches give by
 
 from __future__ import annotations
 
+from itertools import islice
+
 from torch import Tensor
 
 from ptrain.verification.causes.scene import Investigation
 from ptrain.verification.contributions import of_given, of_micro_batches
-from ptrain.verification.jobs.evidence import JobEvidence, KnownFactors, OwnGradients, sampled
+from ptrain.verification.jobs.evidence import (
+    MOST,
+    JobEvidence,
+    KnownFactors,
+    OwnGradients,
+    sampled,
+)
 from ptrain.verification.jobs.shards import ParameterShard, numbered
 from ptrain.verification.parts import held
 from ptrain.verification.places import data_place, token_place
@@ -15,7 +23,8 @@ from ptrain.verification.places import data_place, token_place
 
 def as_job(scene: Investigation, *, as_given: bool = False) -> JobEvidence:
     """Gather what explains gradients of any loop, and what a program alone shows; `as_given`: with
-    the micro-batches that each rank was given, which may be others than its own. Collective."""
+    the micro-batches that each rank was given, which may be others than its own. Of these the first
+    MOST alone. Collective."""
     evidence = scene.evidence
     truths = evidence.expected_gradients
     taken = {name: held(its).flatten() for name, its in evidence.gradients.items()}
@@ -26,11 +35,12 @@ def as_job(scene: Investigation, *, as_given: bool = False) -> JobEvidence:
         if (shard := _shard(scene, name, whole, is_reached=name in reached)) is not None
     }
     place = data_place(scene.spec, scene.rank), token_place(scene.spec, scene.rank)
-    given = list(
+    micro_batches = (
         of_given(scene.reference, evidence.batch, evidence.scale, place[0])
         if as_given
         else of_micro_batches(scene.reference, evidence.step, evidence.scale, place)
     )
+    given = list(islice(micro_batches, MOST))  # each is as large as all parameters
     own = OwnGradients(
         holds=holds, truths=truths, taken={n: row for n, row in taken.items() if n in holds},
         given=given, before=evidence.earlier_gradients,

@@ -6,22 +6,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from ptrain.verification.causes.scene import Cause, Investigation
+from ptrain.models.batch import SampleBatch, TokenPair
+from ptrain.models.loss import IGNORED
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.causes.trials import directly
 from ptrain.verification.own_tokens import TokensOfRank
-from ptrain.verification.parts import held
+from ptrain.verification.parts import held, relative
 from ptrain.verification.places import data_place
+from ptrain.verification.reference import MicroBatch
 
 _MOST = 0.99  # of the tokens that agree, where the ends of rows may not
 
 
 def targets_cause(scene: Investigation) -> Cause | None:
     """The logits are right and the loss is not: it has other targets. Collective."""
-    said = next(_said(scene), None)
-    everyone = scene.exchange.gather(said)
+    answers = scene.exchange.gather(next(_said(scene), ["", True]))
+    everyone = [targets for targets, _ in answers]
     counts = Counter(answer for answer in everyone if answer)
     if not counts:
         return None
@@ -30,13 +36,18 @@ def targets_cause(scene: Investigation) -> Cause | None:
     sentence = (
         f"the logits are right, and the loss compares them with {targets}: look at the loader"
     )
-    tried = "nearly all positions are asked for these, as the gradient of the logits tells"
-    lacking = [rank for rank, answer in enumerate(everyone) if answer not in ("", None, targets)]
+    lacking = [rank for rank, answer in enumerate(everyone) if answer not in ("", targets)]
     cause = Cause(scene.axis_of(ranks), targets, sentence, "loss")
+    if not all(is_made for _, is_made in answers):
+        tried = "nearly all positions are asked for these, as the gradient of the logits tells"
+        return replace(cause, tried=tried)
+    tried = "with these, the loss of one device's logits has the gradient that the ranks' has"
     return directly(cause, tried, by_all=not lacking)
 
 
-def _said(scene: Investigation) -> Iterator[str]:
+def _said(scene: Investigation) -> Iterator[list[Any]]:
+    """Yield which targets the loss had, and whether one device's loss of these has the gradient
+    that is there."""
     wanted = _targets(scene)
     for (path, k), whole in scene.evidence.expected_outputs.forward.items():
         gradient = scene.evidence.outputs.backward.get((path, k))
@@ -45,20 +56,35 @@ def _said(scene: Investigation) -> Iterator[str]:
             continue
         own = held(gradient)
         if own.shape == whole.shape:
-            yield from _other(own.argmin(-1), wanted, k)
+            used = own.argmin(-1)
+            for targets in _other(used, wanted, k):
+                yield [targets, _is_made(scene, k, (whole, own), used)]
+
+
+def _is_made(scene: Investigation, k: int, sides: tuple[Tensor, Tensor], used: Tensor) -> bool:
+    """Return whether the loss of one device's logits with the targets `used` has the gradient that
+    is there. `sides`: these logits, and that gradient."""
+    (micro_batch,) = (its for its in _micro_batches(scene) if its.k == k)
+    inputs, right = micro_batch.samples.data
+    samples = SampleBatch(TokenPair(inputs, used.where(right != IGNORED, right)))
+    objective, logits = scene.reference.objective, sides[0].detach().requires_grad_()
+    loss = objective.of(logits, samples) / objective.divisor(micro_batch.batch, samples)
+    (gradient,) = torch.autograd.grad(loss * scene.evidence.scale, [logits])
+    return relative(sides[1], gradient) <= EXACT
+
+
+def _micro_batches(scene: Investigation) -> Iterator[MicroBatch]:
+    """Yield those of this rank's share of the batch."""
+    place = data_place(scene.spec, scene.rank)
+    for micro_batch in scene.reference.micro_batches(scene.evidence.step):
+        if micro_batch.data_index == place:
+            yield micro_batch
 
 
 def _targets(scene: Investigation) -> dict[int, Tensor]:
     """Return the targets of this rank's tokens, by micro-batch."""
-    place = data_place(scene.spec, scene.rank)
-    step = scene.evidence.step
-    micro_batches = scene.reference.micro_batches(step)
     own = TokensOfRank(scene.spec, scene.rank)
-    return {
-        micro_batch.k: own.of_output(micro_batch.samples.targets)
-        for micro_batch in micro_batches
-        if micro_batch.data_index == place
-    }
+    return {its.k: own.of_output(its.samples.targets) for its in _micro_batches(scene)}
 
 
 def _other(used: Tensor, wanted: dict[int, Tensor], k: int) -> Iterator[str]:

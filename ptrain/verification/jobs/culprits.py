@@ -168,12 +168,15 @@ def unclear(
     if rounded is None:
         return unknown
     dtype = named(rounded)
+    is_it = all(ranks.gather(evidence.own.is_rounding_of(rounded, names)))
     return replace(
         unknown,
         factor=f"rounded to {dtype}",
         sentence=f"It differs by {largest:.3g}, which is what roundings to {dtype} make: a "
         "reduction, a communication hook or an operator computes in it. If that is meant, say so: "
         f"Terms(dtype=torch.{dtype}).",
-        certainty=Certainty.PROVEN,
-        tried=f"every element of it is a number of {dtype}, and few of one device's are",
+        certainty=Certainty.PROVEN if is_it else Certainty.FITS,
+        tried=f"one device's rounded to {dtype} is what the optimizers take"
+        if is_it
+        else f"every element of it is a number of {dtype}, and few of one device's are",
     )

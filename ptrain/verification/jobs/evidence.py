@@ -16,13 +16,14 @@ from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.rows import RowReport, Samples, compare_rows, ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.parts import square
-from ptrain.verification.roundings import is_number_of
+from ptrain.verification.parts import difference, norm, square
+from ptrain.verification.roundings import is_number_of, rounded
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
 ROW_TOLERANCE = 1e-3  # relative: of outputs, and of what a loss asks; a fault is larger
-_CHUNK = 1 << 20  # elements that all ranks' rows are gathered of at once
-_MOST = 16  # micro-batches whose contributions are told apart
+_SHARE = 0.1  # of what departs, that a rounding may leave
+_CHUNK = 1 << 25  # numbers (in fp64) that are gathered of all ranks' rows at once
+MOST = 16  # micro-batches whose contributions are told apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +108,8 @@ class OwnGradients:
     def is_rounded_to(self, dtype: torch.dtype, names: Collection[str]) -> bool:
         """Return whether every element that this rank's optimizer took is a number of a coarser
         dtype, as near to one device's as such numbers lie, which are none of that dtype."""
-        own = {name: row for name, row in self.taken.items() if name in names}
-        right = {
-            name: self.holds[name].of(self.truths[name].view(self.holds[name].shape))
-            for name in own
-        }
+        right = self._expected(names)
+        own = {name: self.taken[name] for name in right}
         if not sum(row.numel() for row in own.values()):
             return True  # it has nothing to say
         return (
@@ -120,10 +118,29 @@ class OwnGradients:
             and all(_is_near(own[name], row, dtype) for name, row in right.items())
         )
 
+    def is_rounding_of(self, dtype: torch.dtype, names: Collection[str]) -> bool:
+        """Return whether what this rank's optimizer took is one device's rounded to a dtype, but
+        for elements that roundings before it bring to the next number."""
+        for name, right in self._expected(names).items():
+            own, length = self.taken[name], norm(right)
+            left = difference(own, rounded(right, dtype), length)
+            if left > _SHARE * difference(own, right, length):
+                return False
+        return True
+
+    def _expected(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return one device's elements of what this rank's optimizer took."""
+        return {
+            name: self.holds[name].of(self.truths[name].view(self.holds[name].shape))
+            for name in self.taken
+            if name in names
+        }
+
     def of_all_ranks(self, name: str, ranks: Ranks) -> Iterator[Sample]:
         """Yield every element of a parameter, some at a time. All ranks call it."""
-        for rows in self.rows(name).split(_CHUNK, dim=1):
-            yield Sample.of_rows(ranks.stack(rows))
+        rows = self.rows(name)
+        for piece in rows.split(max(_CHUNK // (ranks.size * rows.size(0)), 1), dim=1):
+            yield Sample.of_rows(ranks.stack(piece))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +192,16 @@ def evidence(
     )
 
 
+def untold(count: int) -> str:
+    """Return in words which of so many micro-batches of a rank are not told apart; nothing where
+    all are."""
+    if count <= MOST:
+        return ""
+    return f"; of {count} micro-batches of a rank the first {MOST} alone were told apart"
+
+
 def _most(ranks: Ranks, given: Sequence[object]) -> int:
-    return min(max(ranks.gather(len(given))), _MOST)
+    return min(max(ranks.gather(len(given))), MOST)
 
 
 def sampled(ranks: Ranks, own: OwnGradients, known: KnownFactors | None = None) -> JobEvidence:
