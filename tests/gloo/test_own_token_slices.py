@@ -12,7 +12,17 @@ from torch import Tensor
 import ptrain
 from tests.corpus import context
 from tests.corpus.collectives import GatherParts
-from tests.corpus.parts import adamw, average, axis, looped, token_batches, writer
+from tests.corpus.parts import (
+    TokenWriter,
+    adamw,
+    average,
+    axis,
+    looped,
+    rank,
+    token_batches,
+    token_loss,
+    writer,
+)
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -42,7 +52,8 @@ def test_a_fault_of_a_slice_is_named_and_tried(ranks: Ranks, case: str, said: st
 
 def ignoring(fault: str) -> dict[str, Any]:
     """Labels of some tokens do not count, most of them in the first slice; `fault`: `means` divides
-    by a slice's own count, `lost` has no label for the last token of a slice."""
+    by a slice's own count, `lost` has no label for the last token of a slice, `weights` counts the
+    first slice for more."""
     left_out = torch.zeros(4, 8, dtype=torch.bool)
     left_out[:, :3] = True
 
@@ -63,6 +74,7 @@ def ignoring(fault: str) -> dict[str, Any]:
             logits = called(inputs, first, lambda kv: GatherParts.apply(kv, 1))
             total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             counted = (labels != IGNORED).sum() if fault == "means" else 20 / 2
+            counted = counted / 1.3 if fault == "weights" and not first else counted
             return total / counted
 
         return looped(
@@ -80,7 +92,11 @@ def ignoring(fault: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [("means", "averaged slice by slice"), ("lost", "is asked for nothing, not the one")],
+    [
+        ("means", "averaged slice by slice"),
+        ("lost", "is asked for nothing, not the one"),
+        ("weights", "slices of uneven weight"),
+    ],
 )
 def test_what_a_slice_is_asked_for_is_compared(ranks: Ranks, fault: str, said: str) -> None:
     text = ranks.run(2, ignoring, fault)[0]["text"]
@@ -91,3 +107,88 @@ def test_what_a_slice_is_asked_for_is_compared(ranks: Ranks, fault: str, said: s
 def test_slices_with_labels_that_do_not_count_hold(ranks: Ranks) -> None:
     verdict = ranks.run(2, ignoring, "")[0]
     assert verdict["holds"], verdict["text"]
+
+
+class Attending(TokenWriter):
+    """A writer with torch's attention, whose keys `order` brings into the whole sample's order."""
+
+    def __init__(self, mask: str = "") -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, tokens: Tensor, places: Tensor | None = None, gather: Any = None) -> Tensor:
+        places = torch.arange(tokens.shape[1]) if places is None else places
+        x = self.embed(tokens) + self.position(places)
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        k, v = (its if gather is None else gather(its) for its in (k, v))
+        keys = torch.arange(k.shape[1]) if self.mask != "own keys" else places
+        seen = places[:, None] >= keys
+        if self.mask == "none":
+            seen = torch.ones_like(seen)
+        if self.mask == "local index":
+            seen = torch.arange(len(places))[:, None] >= keys
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+        return self.head(x + self.mlp(x))
+
+
+def attending(mask: str) -> dict[str, Any]:
+    """Slices in two chunks a rank, an early and a late one (zigzag), cut by hand; `mask`: what is
+    wrong with what a token attends to."""
+
+    def built(**options: Any) -> Attending:
+        torch.manual_seed(0)
+        return Attending(**options)
+
+    def zigzag(tensor: Tensor) -> Tensor:
+        chunks = tensor.chunk(4, dim=1)
+        return torch.cat([chunks[rank()], chunks[3 - rank()]], dim=1)
+
+    def unsorted(tensor: Tensor) -> Tensor:
+        if mask == "own keys":
+            return tensor
+        first, fourth, second, third = GatherParts.apply(tensor, 1).chunk(4, dim=1)
+        return torch.cat([first, second, third, fourth], dim=1)
+
+    def sliced() -> ptrain.Job:
+        model = built(mask=mask)
+
+        def loss(called: Any, tokens: Tensor) -> Tensor:
+            places = zigzag(torch.arange(tokens.shape[1] - 1)[None])[0]
+            logits = called(zigzag(tokens[:, :-1]), places, unsorted)
+            return F.cross_entropy(logits.flatten(0, 1), zigzag(tokens[:, 1:]).flatten())
+
+        def reduced() -> None:
+            left_out = set(model.norm.parameters()) if mask == "norm not reduced" else set()
+            average([its for its in model.parameters() if its not in left_out])
+
+        return looped(model, loss=loss, optimizer=adamw(model), before_update=reduced)
+
+    def plain() -> ptrain.Job:
+        return looped(built(), loss=token_loss)
+
+    terms = ptrain.Terms(mesh=axis("cp"))
+    verdict = ptrain.verify(plain, sliced, token_batches(), terms=terms)
+    return {"holds": verdict.holds, "text": str(verdict)}
+
+
+@pytest.mark.parametrize("mask", ["none", "local index"])
+def test_the_mask_of_the_whole_sample_is_tried(ranks: Ranks, mask: str) -> None:
+    text = ranks.run(2, attending, mask)[0]["text"]
+    assert "sees to" in text
+    assert "proven by trying: with that mask the gradients are one device's" in text
+
+
+def test_what_no_mask_cures_is_measured_and_not_proven(ranks: Ranks) -> None:
+    text = ranks.run(2, attending, "own keys")[0]["text"]
+    assert "sees too few tokens" in text
+    assert "proven" not in text
+
+
+def test_zigzag_slices_cut_by_hand_hold(ranks: Ranks) -> None:
+    verdict = ranks.run(2, attending, "")[0]
+    assert verdict["holds"], verdict["text"]
+
+
+def test_of_zigzag_slices_neither_labels_nor_places_are_accused(ranks: Ranks) -> None:
+    text = ranks.run(2, attending, "norm not reduced")[0]["text"]
+    assert "missing all-reduce over cp" in text and "norm" in text

@@ -17,7 +17,7 @@ from ptrain.verification.jobs.again import swapped
 from ptrain.verification.jobs.compare import Magnitude, digests
 from ptrain.verification.jobs.conditions import number
 from ptrain.verification.jobs.drawing import Drawing
-from ptrain.verification.jobs.evidence import JobEvidence, evidence
+from ptrain.verification.jobs.evidence import JobEvidence, evidence, untold
 from ptrain.verification.jobs.explain import explain_gradients, of_own_samples
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.losses import GlobalLoss
@@ -82,7 +82,8 @@ class Inquiry:
             "one multiple, a sum over an axis, other micro-batches or the step before in all "
             "gradients"
         )
-        if again and (of_slices := SliceInquiry(self, modules).culprit(first)) is not None:
+        of_slices = SliceInquiry(self, modules).culprit() if again else None
+        if of_slices is not None and of_slices.certainty is Certainty.PROVEN:
             return of_slices
         if again and (by_modules := self._of_modules(probe, modules)) is not None:
             return by_modules
@@ -92,6 +93,8 @@ class Inquiry:
         if own is not None and own.certainty is Certainty.PROVEN:
             is_tied = own.state is Subject.LOSS
             return _with_norms(own, self.pair.reference.model) if is_tied else own
+        if of_slices is not None:
+            return of_slices
         if by_sums.certainty is Certainty.FITS:
             return by_sums
         return self._unexplained(first, job_evidence, probe, again)
@@ -250,7 +253,7 @@ class Inquiry:
     ) -> Culprit:
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
         largest = max(departure.difference for departure in first)
-        out = "; ".join(self._ruled_out)
+        out = "; ".join(self._ruled_out) + untold(job_evidence.micro_batches)
         module, later = _right_down_to(names, _in_order(job_evidence, probe.modules))
         place = module or families(names) or first[0].name
         if len(later) > 0:

@@ -1,79 +1,35 @@
 """Faults of loops whose ranks have slices of the samples' tokens (context parallelism by hand).
-What modules are given, what the loss asks for and what comes back to a module is compared with the
-same tokens' of one device; what departs first is put right in one more step of the loop, or, of
-attention, measured by other tokens."""
+What modules are given, what the loss asks for, which tokens notice others and what comes back to a
+module is compared with the same tokens' of one device; what departs first is put right in one more
+step of the loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from ptrain.report.finding import Certainty, Culprit, Departure, Subject
+from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.verification.factors import multiple
+from ptrain.verification.jobs.asked_tokens import AskedTokens
 from ptrain.verification.jobs.modules import Calls
-from ptrain.verification.jobs.probe import autocast_of, probed, untouched
-from ptrain.verification.jobs.record import ForwardCall, StepRecorder
-from ptrain.verification.jobs.token_slices import TokenSlice, slice_of, tokens_of
+from ptrain.verification.jobs.noticed import noticed, seen_by_one
+from ptrain.verification.jobs.probe import probed, untouched
+from ptrain.verification.jobs.record import StepRecorder
+from ptrain.verification.jobs.slice_trials import Forced, MaskOfPlaces, forced
+from ptrain.verification.jobs.token_slices import TokenSlice, slice_of
 from ptrain.verification.jobs.words import families
-from ptrain.verification.names import canonical_modules
-from ptrain.verification.outputs import is_real
 
 if TYPE_CHECKING:
     from ptrain.verification.jobs.inquiry import Inquiry
 
 _NEAR = 1e-3  # relative: what a slice has of one device's tensor; a fault is larger
-_ROUNDED_AWAY = 4  # roundings of a logit: smaller effects are seen on one side by chance
 _MOST_TOKENS = 16  # that are changed, one after the other, to see which others notice
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forced:
-    """What the passes of one module get in the place of what they have: leaves of what it is given
-    by their place, and the gradient of the first tensor that it returns."""
-
-    given: Mapping[int, Tensor] | None = None
-    upstream: Tensor | None = None
-
-
-@contextmanager
-def forced(model: nn.Module, places: Mapping[str, Forced]) -> Iterator[None]:
-    """Within it these modules, by path, get other inputs or gradients."""
-    modules = dict(canonical_modules(model))
-    with ExitStack() as stack:
-        for path, instead in places.items():
-            if instead.given is not None:
-                before = partial(_give, instead.given)
-                handle = modules[path].register_forward_pre_hook(before, with_kwargs=True)
-                stack.callback(handle.remove)
-            if instead.upstream is not None:
-                after = partial(_hand_back, instead.upstream)
-                stack.callback(modules[path].register_forward_hook(after).remove)
-        yield
-
-
-def _give(given: Mapping[int, Tensor], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    leaves, spec = tree_flatten((args, kwargs))
-    return tree_unflatten([given.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
-
-
-def _hand_back(upstream: Tensor, module: nn.Module, args: Any, output: Any) -> Any:
-    first = next(leaf for leaf in tree_leaves(output) if is_real(leaf))
-
-    def put(leaf: Any) -> Any:
-        if leaf is not first or not leaf.requires_grad:
-            return leaf
-        copy = leaf.clone()
-        copy.register_hook(lambda gradient: upstream.to(gradient))
-        return copy
-
-    return tree_map(put, output)
 
 
 class SliceInquiry:
@@ -84,17 +40,24 @@ class SliceInquiry:
         self.ranks, self.step = inquiry.ranks, inquiry.step
         self.slice = slice_of(self.step.expected.calls, self.step.seen.calls)
 
-    def culprit(self, first: Sequence[Departure]) -> Culprit | None:
-        """Return what a trial proves; None where ranks have no slices, or none does."""
+    def culprit(self) -> Culprit | None:
+        """Return what a trial proves, else what was measured; None where ranks have no slices, or
+        nothing is known."""
         if not all(self.ranks.gather(self.slice is not None)):
             return None
         assert self.slice is not None, "every rank has a slice"
         with self.inquiry.drawing.replayed(self.inquiry.pair.reference.model):
             self.truth = probed(self.inquiry.pair.reference.model, self.step.expected.calls).modules
-        of_inputs = self._of_inputs(self.slice)
-        return of_inputs or self._of_loss(self.slice) or self._of_attention(self.slice) or (
-            self._of_exchanges(self.slice)
+        fits: Culprit | None = None
+        causes: tuple[Callable[[TokenSlice], Culprit | None], ...] = (
+            self._of_inputs, self._of_loss, self._of_attention, self._of_exchanges,
         )  # fmt: skip
+        for cause in causes:
+            culprit = cause(self.slice)
+            if culprit is not None and culprit.certainty is Certainty.PROVEN:
+                return culprit
+            fits = fits or culprit
+        return fits
 
     def _blame(
         self, state: Subject, factor: str, place: str, sentence: str, tried: str,
@@ -107,12 +70,18 @@ class SliceInquiry:
             certainty=Certainty.PROVEN, tried=tried,
         )  # fmt: skip
 
-    def _left(self, places: Mapping[str, Forced]) -> float | None:
+    def _left(
+        self, places: Mapping[str, Forced], mask: AbstractContextManager[object] | None = None
+    ) -> float | None:
         """Run the step with this in some modules; how far it is from one device's, if near."""
         self.inquiry.rewind()
         pair, draws = self.inquiry.pair, self.inquiry.drawing
         model = pair.loop.model
-        with StepRecorder(model, pair.holds) as seen, draws.repeated(model), forced(model, places):
+        within = mask or nullcontext()
+        with (
+            StepRecorder(model, pair.holds) as seen, draws.repeated(model),
+            forced(model, places), within,
+        ):  # fmt: skip
             pair.loop.step(self.inquiry.share)
         return self.inquiry.left(seen.gradients)
 
@@ -173,29 +142,67 @@ class SliceInquiry:
         reports = [AskedTokens(**its) for its in self.ranks.gather(labels.plain())]
         factors = [report.factor for report in reports]
         is_even = max(factors) - min(factors) <= _NEAR * max(map(abs, factors))
-        if all(report.is_right for report in reports) and is_even:
+        is_right = all(report.is_right for report in reports)
+        if is_right and is_even:
             return None
         sizes = dict.fromkeys((float(self.ranks.size), *map(float, self.ranks.degrees.values())))
-        for factor in dict.fromkeys((*sizes, 1.0, max(factors), min(factors))):
+        factors = list(dict.fromkeys((*sizes, 1.0, max(factors), min(factors))))
+        if is_right:
+            return self._of_counts(own, labels.count, reports) or self._of_weights(
+                truth, factors, reports
+            )
+        for factor in factors:
             left = self._left({"": Forced(upstream=factor * truth)})
             if left is not None:
-                return self._said_of_loss(reports, f"{left:.1e}")
+                return self._said_of_labels(reports, f"{left:.1e}")
         return None
 
-    def _said_of_loss(self, reports: Sequence[AskedTokens], left: str) -> Culprit:
+    def _of_counts(self, own: Tensor, count: int, reports: Sequence[AskedTokens]) -> Culprit | None:
+        """Each rank divides by its own number of targets: that is undone, and the number in the
+        whole samples divides in its place."""
+        whole = self.step.expected.calls[0].upstream[0]
+        total = int(whole.abs().amax(-1).bool().sum())
+        counts = [report.count for report in reports]
+        if not all(counts) or len(set(counts)) == 1:
+            return None
+        listed = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+        for size in dict.fromkeys((self.ranks.size, *self.ranks.degrees.values(), 1)):
+            left = self._left({"": Forced(upstream=own * (count * size / total))})
+            if left is not None:
+                return self._blame(
+                    Subject.LOSS, "averaged slice by slice", "loss",
+                    f"Each rank of {self._axis()} divides the loss by the number of targets in its "
+                    f"own slice, and these numbers differ ({listed}): divide the sum of the loss "
+                    "by the number of targets in the whole samples.",
+                    f"with each rank's gradient of the logits times its own number, and divided by "
+                    f"that of all ({total}), the gradients are one device's to {left:.1e}",
+                )  # fmt: skip
+        return None
+
+    def _of_weights(
+        self, truth: Tensor, factors: Sequence[float], reports: Sequence[AskedTokens]
+    ) -> Culprit | None:
+        listed = ", ".join(f"rank {n}: × {its.factor:.3g}" for n, its in enumerate(reports))
+        for factor in factors:
+            left = self._left({"": Forced(upstream=factor * truth)})
+            if left is not None:
+                return self._blame(
+                    Subject.LOSS, "slices of uneven weight", "loss",
+                    f"The tokens of a slice do not count in the loss as on one device, and on the "
+                    f"ranks of {self._axis()} by other factors ({listed}), which the slices' "
+                    "numbers of targets do not explain: give each token the weight that it has in "
+                    "the whole samples.",
+                    f"with one device's weight of each token the gradients are one device's to "
+                    f"{left:.1e}",
+                )  # fmt: skip
+        return None
+
+    def _said_of_labels(self, reports: Sequence[AskedTokens], left: str) -> Culprit:
         tried = (
             f"with one device's gradient of the logits of each slice's tokens the gradients are "
             f"one device's to {left}"
         )
         who = [rank for rank, report in enumerate(reports) if not report.is_right]
-        if not who:
-            listed = ", ".join(f"rank {n}: × {its.factor:.3g}" for n, its in enumerate(reports))
-            return self._blame(
-                Subject.LOSS, "averaged slice by slice", "loss",
-                f"Each rank of {self._axis()} divides the loss by the number of targets in its own "
-                f"slice, and these numbers differ ({listed} of one device's): divide the sum of "
-                "the loss by the number of targets in the whole samples.", tried,
-            )  # fmt: skip
         at_ends = all(reports[rank].at_end for rank in who)
         asks = "another token than" if any(reports[rank].other for rank in who) else "nothing, not"
         count = sum(reports[rank].other + reports[rank].lacking for rank in who)
@@ -213,8 +220,8 @@ class SliceInquiry:
         )  # fmt: skip
 
     def _of_attention(self, part: TokenSlice) -> Culprit | None:
-        """Which tokens notice another one: measured, on both sides. The model itself is called, on
-        all ranks as often."""
+        """Which tokens notice another one is measured on both sides, where the model itself is
+        called, on all ranks as often; then the mask of their places is tried."""
         if not all(self.ranks.gather(len(self.step.seen.calls) == 1)):
             return None
         width = part.whole[1]
@@ -247,15 +254,47 @@ class SliceInquiry:
         verb = "does not notice" if lacking else "notices"
         factor = "sees too few tokens" if lacking else "sees tokens that it must not"
         counts = f"{lacking} pairs of tokens less and {more} more than on one device"
-        return self._blame(
+        left = self._left_by_mask(right, changed, part)
+        culprit = self._blame(
             Subject.ACTIVATIONS, factor, "attention",
             f"On rank {who[0]} token {token} {verb} token {other}, which on one device it "
             f"{'does' if lacking else 'does not'}: the mask of attention must be that of the "
             f"tokens' places in the whole sample (a slice's queries begin at its first token, keys "
             f"of all of {self._axis()} at theirs), and all of their keys must be brought there.",
-            f"tokens are changed one by one, and what changes of the logits is compared: {counts}",
-            who,
+            f"with that mask the gradients are one device's to {left or 0.0:.1e}", who,
         )  # fmt: skip
+        if left is not None:
+            return culprit
+        measured = (
+            f"tokens were changed one by one, and what changes of the logits compared: {counts}; "
+            "no cure was tried that helps"
+        )
+        return replace(culprit, certainty=Certainty.FITS, tried=measured)
+
+    def _left_by_mask(
+        self, right: Tensor, changed: Sequence[int], part: TokenSlice
+    ) -> float | None:
+        """Run the step with one device's mask, laid over the scores by the tokens' places in the
+        whole sample. `right`: which tokens notice those that were changed, on one device. None
+        where the mask is neither causal nor none, or does not help."""
+        width = part.whole[1]
+        tokens = torch.tensor(changed)[:, None], torch.arange(width)
+        is_seen, before = right > 0, tokens[1] < tokens[0]
+        is_causal = not bool((is_seen & before).any())
+        if not (is_causal or bool(is_seen.all())):
+            return None
+        columns = part.columns.tolist()
+        everyones = self.ranks.gather([part.rows[0].item(), columns])
+        first = part.rows[0].item()
+        joined = [place for row, its in everyones if row == first for place in its]
+        orders = [list(range(width)), joined]  # keys as they stand in a sample, or by rank
+        for keys in [order for at, order in enumerate(orders) if order not in orders[:at]]:
+            places = part.columns[:, None], torch.tensor(keys)
+            mask = places[1] <= places[0] if is_causal else torch.ones(len(columns), len(keys))
+            left = self._left({}, MaskOfPlaces(mask.bool()))
+            if left is not None:
+                return left
+        return None
 
     def _of_exchanges(self, part: TokenSlice) -> Culprit | None:
         """The last module that returns what it must, and to which another gradient comes back."""
@@ -309,85 +348,3 @@ def _stars(path: str) -> str:
 def _is_near(own: Tensor, truth: Tensor) -> bool:
     size = torch.linalg.vector_norm(own.double() - truth.double())
     return bool(size <= _NEAR * torch.linalg.vector_norm(truth.double()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedTokens:
-    """What a rank's loss asks of its tokens beside one device's: how many have another target, how
-    many have none where one device has one, whether all of these stand at the end of the slice, and
-    the factor of the others' gradient."""
-
-    other: int
-    lacking: int
-    at_end: bool
-    factor: float
-
-    @classmethod
-    def of(cls, own: Tensor, truth: Tensor) -> AskedTokens:
-        """[samples, tokens, vocabulary] both: gradients of logits."""
-        has, should = ((side < 0).sum(-1) == 1 for side in (own, truth))
-        other = has & should & (own.argmin(-1) != truth.argmin(-1))
-        lacking = should & ~own.abs().amax(-1).bool()
-        wrong = other | lacking
-        right = should & ~wrong
-        fit = multiple(own[right].flatten(), truth[right].flatten()) if bool(right.any()) else None
-        before = wrong[:, :-1]
-        return cls(
-            other=int(other.sum()), lacking=int(lacking.sum()),
-            at_end=bool(wrong.any()) and not bool(before.any()),
-            factor=1.0 if fit is None else fit.factor,
-        )  # fmt: skip
-
-    @property
-    def is_right(self) -> bool:
-        return not (self.other or self.lacking)
-
-    def plain(self) -> dict[str, Any]:
-        return {
-            "other": self.other, "lacking": self.lacking, "at_end": self.at_end,
-            "factor": self.factor,
-        }  # fmt: skip
-
-
-def noticed(
-    model: Callable[..., Any], call: ForwardCall, changed: Sequence[int], columns: Sequence[int]
-) -> Tensor | None:
-    """Return [changed, columns]: by how much logits are others, relative to the largest, when the
-    token at a place of the whole sample is another one; roundings of their dtype are 1. `columns`:
-    the places of the tokens that the model is given. None of a model that returns no logits of its
-    tokens, or draws. All ranks call it alike."""
-    tokens = tokens_of(call)
-    assert tokens is not None, "the slice was found by them"
-    (before, eps), (again, _) = (_logits(model, call, tokens) for _ in range(2))
-    known = before.dim() == 3 and before.shape[:2] == tokens.shape and torch.equal(before, again)
-    rows = []
-    for place in changed:
-        other = tokens.clone()
-        if place in columns:
-            column = list(columns).index(place)
-            other[:, column] = tokens[:, column].roll(1) if tokens.size(0) > 1 else 0
-            same = other[:, column] == tokens[:, column]
-            other[same, column] = (tokens[same, column] + 1) % (int(tokens.max()) + 1)
-        after, _ = _logits(model, call, other)  # where this rank has it not, another one has
-        rows.append((after - before).abs().amax((0, 2)) if known else torch.zeros(1))
-    return torch.stack(rows) / (eps * before.abs().max()) if known else None
-
-
-def seen_by_one(those: Tensor, others: Tensor) -> Tensor:
-    """Return where `those` notice, by more than what is rounded away, and `others` nothing."""
-    return (those > _ROUNDED_AWAY) & (others == 0)
-
-
-@torch.no_grad()
-def _logits(model: Callable[..., Any], call: ForwardCall, tokens: Tensor) -> tuple[Tensor, float]:
-    """Return the logits in fp64, and the roundings of their dtype."""
-    first = tokens_of(call)
-
-    def instead(leaf: Any) -> Any:
-        return tokens if leaf is first else leaf
-
-    args, kwargs = tree_map(instead, (call.args, call.kwargs))
-    with autocast_of([call]):
-        output = model(*args, **kwargs)
-    logits = next(leaf for leaf in tree_leaves(output) if is_real(leaf))
-    return logits.double().nan_to_num(posinf=0, neginf=0), torch.finfo(logits.dtype).eps

@@ -3,7 +3,7 @@ part of whatever one device has of all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ptrain.verification.jobs.record import ForwardCall
+
+_MOST_PAIRS = 1 << 26  # of tokens that are compared, 5 bytes for each: 8k of 8k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +74,42 @@ def slice_of(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> To
 
 
 def _columns(whole: Tensor, own: Tensor) -> Tensor | None:
-    """Return which columns these are: the ones that follow each other where several are alike."""
-    alike = (whole[:, None, :] == own[:, :, None]).all(0)  # [own, whole]
+    """Return which columns these are: those of a usual way to cut, where one fits, else the ones
+    that follow each other where several are alike."""
+    for columns in _usual_cuts(whole.size(1), own.size(1)):
+        if torch.equal(whole[:, columns.to(whole.device)], own):
+            return columns
+    if whole.size(1) * own.size(1) > _MOST_PAIRS:
+        return None
+    alike = torch.ones(own.size(1), whole.size(1), dtype=torch.bool, device=own.device)
+    for of_whole, of_own in zip(whole, own, strict=True):
+        alike &= of_own[:, None] == of_whole
     if not bool(alike.any(1).all()):
         return None
+    return _following(alike.cpu())
+
+
+def _usual_cuts(whole: int, own: int) -> Iterator[Tensor]:
+    """Yield columns: a slice in one piece; an early and a late one (zigzag), as rank r of n has
+    the slices r and 2n - 1 - r; every n-th token."""
+    if not own or whole % own:
+        return
+    count = whole // own
+    tokens = torch.arange(whole)
+    yield from tokens.chunk(count)
+    if own % 2 == 0:
+        chunks = tokens.chunk(2 * count)
+        yield from (torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(count))
+    yield from (tokens[rank::count] for rank in range(count))
+
+
+def _following(alike: Tensor) -> Tensor | None:
+    """[own, whole]: which are alike."""
     runs = _longest_runs(alike)
     chosen: list[int] = []
-    for place in range(own.size(1)):
+    for place in range(alike.size(0)):
         following = chosen[-1] + 1 if chosen else -1
-        fits = 0 <= following < whole.size(1) and bool(alike[place, following])
+        fits = 0 <= following < alike.size(1) and bool(alike[place, following])
         chosen.append(following if fits else int(runs[place].argmax()))
     columns = torch.tensor(chosen)
     return columns if columns.unique().numel() == columns.numel() else None
@@ -88,7 +117,7 @@ def _columns(whole: Tensor, own: Tensor) -> Tensor | None:
 
 def _longest_runs(alike: Tensor) -> Tensor:
     """[own, whole]: for how many columns from there on both go on alike."""
-    runs = alike.long()
+    runs = alike.int()
     for place in range(alike.size(0) - 2, -1, -1):
         runs[place, :-1] += torch.where(alike[place, :-1], runs[place + 1, 1:], 0)
     return runs
