@@ -15,7 +15,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification.permuted import Permuted, PermutedSums
 from ptrain.verification.progress import Progress
 from ptrain.verification.reference import ReferenceTraining, Trajectory
-from ptrain.verification.references import Ask, ReferenceRun, Solo, references
+from ptrain.verification.references import Ask, ReferenceRun, Solo, _owners, references
 from ptrain.verification.tolerances import (
     FEW,
     MANY,
@@ -281,3 +281,13 @@ def test_other_micro_batches_are_one_or_as_few_as_are_legal(name, accumulate):
 def test_one_micro_batch_is_compared_with_several():
     other, _ = in_other_batches(tiny("zero3", "batch.micro=4", "batch.global=8"))
     assert other is not None and other.batch.accumulate > 1
+
+
+def test_ranks_share_references_by_what_these_take() -> None:
+    asks = plan(tiny("ddp"), 3).asks  # one in fp64; one and three permuted ones in fp32
+    owners = _owners(list({ask.key: ask for ask in asks}.values()), 2)
+    loads = [
+        sum({its.key: its.cost for its in asks if owners[its.key] == n}.values()) for n in (0, 1)
+    ]
+    assert max(loads) <= 1.2 * min(loads)
+    assert set(owners) == {ask.key for ask in asks}
