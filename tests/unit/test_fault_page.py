@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -66,3 +67,17 @@ def test_an_axis_is_named_only_where_the_fault_has_one(page: ModuleType) -> None
         found.setdefault(kind, set()).add(page._named(name, tried()))
     assert all(said == {kind} for kind, said in found.items())
     assert "state" in found
+
+
+def test_how_sure_the_culprits_are_is_counted(page: ModuleType) -> None:
+    sure = ["proven by trying", "fits", "not explained", "proven by trying"]
+    names = [name for name in FAULTS if not FAULTS[name].undetectable]
+    faults = {name: tried() | {"certainty": its} for name, its in zip(names, sure, strict=False)}
+    said = "How sure the 4 culprits are: 2 proven by trying, 1 fits, 1 not explained."
+    assert said in page.page(faults, {}, 0)
+
+
+def test_a_part_is_every_nth(page: ModuleType) -> None:
+    assert page._part("2/5") == (1, 5)
+    with pytest.raises(argparse.ArgumentTypeError):
+        page._part("6/5")
