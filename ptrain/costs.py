@@ -231,6 +231,7 @@ class Spent(Word):
 
     COMPUTE = "compute"  # the model's operators, and autograd's sums of gradients
     WRAPPERS = "wrappers"  # what wrappers do on the host, and what they copy within the device
+    LAUNCHES = "launches"  # a device waits for its host to issue what comes next
     COLLECTIVES = "collectives"  # waiting for them
     COPIES = "copies"  # waiting for what moves between tiers
     UPDATE = "update"  # the norm and the optimizer

@@ -19,6 +19,7 @@ Work = Callable[[], object]
 Point = TypeVar("Point")
 
 _ROUNDS, FEWEST = 5, 3
+_ISSUES = 25  # of some tenths of a millisecond
 _SECONDS = 0.004  # of a round
 # In which of ranks that share cores each has had one for some slices of the scheduler.
 _SHARED_SECONDS = 0.008
@@ -89,6 +90,18 @@ class Bench:
         rounds = FEWEST if number < 0 else _ROUNDS
         samples = [self._timed(work, abs(number)) for _ in range(rounds)]
         return self.noted(samples) / parts
+
+    def issuing_seconds(self, work: Work) -> float:
+        """Return the median seconds in which the host issues a call, for which it never waits: each
+        begins with an empty queue, which holds what few calls issue."""
+        self._timed(work, FEWEST)
+        return self.noted([self._issued(work) for _ in range(_ISSUES)])
+
+    def _issued(self, work: Work) -> float:
+        self.settle()
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
 
     @property
     def is_shared(self) -> bool:

@@ -1,5 +1,6 @@
 """What the host takes around operators: tiny models' passes against the operators in them,
-called by themselves. The rest is modules, autograd, and what only looks at a tensor."""
+called by themselves. The rest is modules, autograd, and what only looks at a tensor. Beside a GPU
+it is all that the host takes to issue them."""
 
 from __future__ import annotations
 
@@ -64,31 +65,42 @@ class _Called(OperatorMode):
 
 
 def host(bench: Bench, sheet: RateSheet, _: Points) -> None:
-    """Of both families the mean; of a GPU nothing, for its host runs ahead of it."""
-    if bench.device.type == "cuda":
-        return
+    """Of both families the mean."""
+    of_pass = issuing_seconds if bench.device.type == "cuda" else _seconds_more
     excess: dict[Hook, list[float]] = {}
     for shape in _SHAPES:
         plain = _passes(_model(shape).to(bench.device), bench.device)
         for hook, before, work in (*plain, *_kept(shape, bench.device)):
-            more = _seconds_more(bench, before, work)
-            excess.setdefault(hook, []).append(more)
+            excess.setdefault(hook, []).append(of_pass(bench, before, work))
     for hook, seconds in excess.items():
         sheet.note("hooks", hook, seconds=statistics.fmean(seconds))
 
 
 def _seconds_more(bench: Bench, before: Callable[[], Any], work: Callable[[Any], object]) -> float:
     """What a pass takes beside what its operators take, by their number."""
+    called = _called(before, work)
+    whole: float = bench.busy_seconds(lambda: work(before())) - bench.busy_seconds(before)
+    alone = bench.busy_seconds(called.again)
+    more: float = (whole - alone) / called.number
+    return more
+
+
+def issuing_seconds(
+    bench: Bench, before: Callable[[], Any], work: Callable[[Any], object]
+) -> float:
+    """What the host takes to issue a pass, by the number of its operators."""
+    called = _called(before, work)
+    whole = bench.issuing_seconds(lambda: work(before())) - bench.issuing_seconds(before)
+    return whole / called.number
+
+
+def _called(before: Callable[[], Any], work: Callable[[Any], object]) -> _Called:
     work(before())  # gradients are there, to which backward adds
     called = _Called()
     output = before()
     with called:
         work(output)
-    del output
-    whole: float = bench.busy_seconds(lambda: work(before())) - bench.busy_seconds(before)
-    alone = bench.busy_seconds(called.again)
-    more: float = (whole - alone) / called.number
-    return more
+    return called
 
 
 def _model(fields: dict[str, object]) -> nn.Module:

@@ -36,19 +36,22 @@ class Messages:
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
     """What a pass takes of a layer's operators, of the collectives between them that are awaited at
-    once, by axis, and of the hooks of these. `messages`: those that are awaited later."""
+    once, by axis, and of the hooks of these. `messages`: those that are awaited later. `launches`:
+    in which the host issues the operators, where a device computes beside it."""
 
     compute: float = 0.0
     sums: tuple[tuple[Sent, float], ...] = ()
     hooks: float = 0.0
     messages: tuple[tuple[Sent, Messages], ...] = ()
+    launches: float = 0.0
 
     def in_a_row(self, pace: Pace) -> float:
         """Return the seconds of all this, one thing after the other. Where the device computes by
-        itself the host is ahead with its hooks."""
+        itself it takes as long as that or as its host does, whichever takes longer."""
         sums = sum(seconds for _, seconds in self.sums)
         waited = sum(messages.waited for _, messages in self.messages)
-        return self.compute + sums + waited + (0.0 if pace.overlaps else self.hooks)
+        taken, on_host = self.compute + sums + waited, self.launches + self.hooks
+        return max(taken, on_host) if pace.overlaps else taken + on_host
 
 
 def messages_of(

@@ -6,9 +6,9 @@ on a lane, one call after the other: a lane for each group of mesh axes, and one
 between two tiers. Where cores both compute and send (`Pace.overlaps` is false), what is sent takes
 the rank's own time at once.
 
-Where they do not, the host runs ahead of the device. So what a wrapper does on the host costs
-nothing until the host is behind, and a call may start before what was computed when it was issued
-is there: `since` says from when on, where that is not the moment.
+Where they do not, the host runs ahead of the device: what it does is on a lane of its own, of which
+`launches` says what a step waits for. So a call may start before what was computed when it was
+issued is there: `since` says from when on, where that is not the moment.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from dataclasses import dataclass, replace
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.beside import Messages, PassSeconds, Sent, messages_of
+from ptrain.derivation.launches import with_launches
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
-from ptrain.rates.pace import Pace, TimedOperators, cut_seconds, operators_seconds
+from ptrain.rates.pace import (
+    Pace,
+    TimedOperators,
+    around_seconds,
+    cut_seconds,
+    operators_seconds,
+)
 from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.precision import DType, Layout
@@ -31,6 +38,10 @@ from ptrain.spec.rates import Hook, OperatorKind
 Seconds = dict[TimeKey, float]
 
 _AGREED = 64  # bytes: a few numbers of 8
+_NEVER_BEHIND = (
+    "the host is never behind its devices: the cluster's rates do not say how long it takes to "
+    "issue an operator"
+)
 _COMPUTES = {phase: TimeKey(Spent.COMPUTE, phase) for phase in Phase}
 
 
@@ -62,7 +73,6 @@ class ClockState:
     """A clock's state, to which it can go back."""
 
     now: float
-    issued: float
     free: dict[Hashable, float]
     own: Seconds
     moving: Seconds
@@ -82,14 +92,14 @@ class Clock:
     ) -> None:
         self.pace, self.network, self.tensor_axis = pace, network, tensor_axis
         self.spans: list[LaneSpan] | None = None
-        self.now = self.issued = 0.0
+        self.now = 0.0
         self.phase = Phase.FORWARD
         self.free: dict[Hashable, float] = {}
         self.own: Seconds = {}
         self.moving: Seconds = {}
         self._seconds_of: dict[Hashable, float] = {}
         self._operators = TimedOperators(pace)
-        self._passes: dict[tuple[int, Hook | None], tuple[PassWork, PassSeconds]] = {}
+        self._passes: dict[tuple[int, float], tuple[PassWork, PassSeconds]] = {}
 
     def another(self) -> Clock:
         """Return the clock of another rank of the same machine, at the beginning of a step."""
@@ -123,8 +133,8 @@ class Clock:
         for (axis, collective), seconds in work.sums:
             key = TimeKey(Spent.COLLECTIVES, self.phase, axes_named(axis), collective)
             self._issue(axes_named(axis), key, seconds * share, None).wait()
-        if work.hooks:
-            self._on_host(work.hooks * share)
+        if on_host := work.launches + work.hooks:
+            self._on_host(on_host * share)
 
     def operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
         """An operator reads and writes `size` bytes."""
@@ -163,8 +173,11 @@ class Clock:
         self._on_host(self._once(hook, self.pace.hook_seconds, hook))
 
     def _on_host(self, seconds: float) -> None:
-        self.issued = (self.issued if self.pace.overlaps else self.now) + seconds
-        self.spend_until(TimeKey(Spent.WRAPPERS, self.phase), self.issued)
+        if not self.pace.overlaps:
+            self.spend(TimeKey(Spent.WRAPPERS, self.phase), seconds)
+        elif seconds:
+            key = TimeKey(Spent.LAUNCHES, self.phase)
+            self.moving[key] = self.moving.get(key, 0.0) + seconds
 
     # -- beside it
 
@@ -237,7 +250,7 @@ class Clock:
         if not self.pace.overlaps:
             self.spend(key, seconds)
             return Arrival(self, key, self.now)
-        ready = self.now if since is None else max(since, self.issued)
+        ready = self.now if since is None else since
         start = max(ready, self.free.get(lane, 0.0))
         self.free[lane] = end = start + seconds
         if self.spans is not None:
@@ -276,7 +289,6 @@ class Clock:
         """Return the state of now."""
         return ClockState(
             self.now,
-            self.issued,
             dict(self.free),
             dict(self.own),
             dict(self.moving),
@@ -285,7 +297,7 @@ class Clock:
 
     def back_to(self, moment: ClockState) -> None:
         """What was done since then is not done."""
-        self.now, self.issued, self.free = moment.now, moment.issued, dict(moment.free)
+        self.now, self.free = moment.now, dict(moment.free)
         self.own, self.moving = dict(moment.own), dict(moment.moving)
         if self.spans is not None:
             self.spans[:] = moment.spans
@@ -309,11 +321,30 @@ class Clock:
 
     def step_time(self) -> StepTime:
         """Return a step that is over."""
-        return step_time(self.own, self.moving)
+        rows = self.rows()
+        return StepTime(rows=with_launches(rows, self.launches), assumed=self.assumed)
+
+    def rows(self) -> tuple[TimeRow, ...]:
+        """Return what was spent up to now, as if the host had been ahead of it."""
+        return tuple(
+            TimeRow(key=key, seconds=self.own.get(key, 0.0), moving=self.moving.get(key, 0.0))
+            for key in dict.fromkeys((*self.own, *self.moving))
+        )
+
+    @property
+    def launches(self) -> float:
+        """The seconds of a host's that issues to a device."""
+        return sum(taken for key, taken in self.moving.items() if key.spent is Spent.LAUNCHES)
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What the machine's rates do not say."""
+        is_known = not self.pace.overlaps or self.pace.hook_seconds(Hook.FORWARD_OPERATOR)
+        return () if is_known else (_NEVER_BEHIND,)
 
     def pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
         """Return how long a pass of a layer takes; equal layers are asked about once."""
-        key = id(work), None if self.pace.overlaps else around  # else the host runs ahead
+        key = id(work), self._once(around, self.pace.hook_seconds, around)
         if key not in self._passes:
             self._passes[key] = work, self._pass_seconds(work, around)
         return self._passes[key][1]
@@ -326,7 +357,8 @@ class Clock:
                 sums[sent] = sums.get(sent, 0.0) + item.times * self._inner_seconds(item)
         compute = operators_seconds(self.pace, work, around, self._operators.seconds)
         hooks = cut_seconds(self.pace, work) if self.tensor_axis else 0.0
-        return PassSeconds(compute, tuple(sums.items()), hooks, self._messages(work))
+        launches = around_seconds(self.pace, work, around) if self.pace.overlaps else 0.0
+        return PassSeconds(compute, tuple(sums.items()), hooks, self._messages(work), launches)
 
     def _messages(self, work: PassWork) -> tuple[tuple[Sent, Messages], ...]:
         of_kind: dict[Sent, Messages] = {}
@@ -356,42 +388,6 @@ class Clock:
         if question not in self._seconds_of:
             self._seconds_of[question] = ask(*words)
         return self._seconds_of[question]
-
-
-class Slowest:
-    """Of what different ranks do from a moment on, one after the other on one clock, that which
-    takes longest stays. Without a clock nothing happens."""
-
-    def __init__(self, clock: Clock | None) -> None:
-        self._clock = clock
-        self._start = clock.moment() if clock else None
-        self._end: ClockState | None = None
-        self._most = -1.0
-
-    def begin(self) -> None:
-        """A rank starts where all do."""
-        if self._clock is not None and self._start is not None:
-            self._clock.back_to(self._start)
-
-    def end(self) -> None:
-        """It is there."""
-        if self._clock is not None and self._clock.seconds > self._most:
-            self._most, self._end = self._clock.seconds, self._clock.moment()
-
-    def stay(self) -> None:
-        """No other comes."""
-        if self._clock is not None and self._end is not None:
-            self._clock.back_to(self._end)
-
-
-def step_time(own: Seconds, moving: Seconds) -> StepTime:
-    """Return a step in which this was spent, and so long something moved."""
-    return StepTime(
-        rows=tuple(
-            TimeRow(key=key, seconds=own.get(key, 0.0), moving=moving.get(key, 0.0))
-            for key in dict.fromkeys((*own, *moving))
-        )
-    )
 
 
 def _more(after: Seconds, before: Seconds) -> Seconds:

@@ -2,7 +2,8 @@
 
 A rank's passes are in its order, each as soon as what it needs has come. Where ranks send with the
 cores that compute, a message takes its sender's time, and who waits leaves its cores to the others;
-elsewhere a message is under way beside what is computed. All ranks agree on the loss before any of
+elsewhere a message is under way beside what is computed, and a host issues its passes while its
+device waits for other ranks. All ranks agree on the loss before any of
 them updates, so that updates begin when the last rank's passes are over.
 """
 
@@ -18,6 +19,7 @@ from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.clock import Clock, LaneSpan
 from ptrain.derivation.computing import PassScore, Timing
+from ptrain.derivation.launches import with_launches
 from ptrain.derivation.repeats import Representatives
 from ptrain.facts.model import UnitFacts
 from ptrain.facts.operators import ModelWork
@@ -124,13 +126,15 @@ def pipeline_time(
         timing.spans.extend(_spans(simulation, slowest.values()))
     over = simulation.makespan + max(rank.update for rank in slowest.values())
     busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
-    rows = [*busiest.clock.step_time().rows, *_sent(schedule, busiest.place, sends)]
+    rows = [*busiest.clock.rows(), *_sent(schedule, busiest.place, sends)]
     alone = sum(seconds[action] for action in busiest.seconds)
     factor = simulation.busy[busiest.place] / alone if alone else 1.0
     rows = [row if row.key.phase is Phase.UPDATE else _scaled(row, factor) for row in rows]
     idle = max(over - sum(row.seconds for row in rows), 0.0)
     bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, (Axis.PP.value,)), seconds=idle)
-    return StepTime(rows=(*rows, bubble), assumed=timing.assumed)
+    launches = max(rank.clock.launches for rank in slowest.values())
+    assumed = (*timing.assumed, *busiest.clock.assumed)
+    return StepTime(rows=with_launches((*rows, bubble), launches), assumed=assumed)
 
 
 def _spans(simulation: Simulation, ranks: Iterable[RankTime]) -> Iterator[LaneSpan]:

@@ -13,13 +13,13 @@ from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.costs import Footprint, Peak, Phase, State, StepTime
 from ptrain.derivation import activations
 from ptrain.derivation.balancing import sum_in_time
-from ptrain.derivation.clock import Slowest
 from ptrain.derivation.computing import Computing, PassScore, Timing
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import clip, norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
 from ptrain.derivation.memory import resident
 from ptrain.derivation.repeats import Representatives, represent
+from ptrain.derivation.slowest import Slowest
 from ptrain.derivation.tables import RankCut, setting_of
 from ptrain.derivation.tape import Marks, Scene, Tape, Wrap
 from ptrain.errors import PtrainError

@@ -267,8 +267,8 @@ class MeasuredPace:
         )
 
     def hook_seconds(self, hook: Hook) -> float:
-        """Nothing on GPUs where it was not measured: the host runs ahead of a device that is
-        busy."""
+        """Nothing on GPUs where it was not measured: there a prediction says that its host is taken
+        to run ahead."""
         if hook not in self.hooks and not self.is_cuda:
             raise self._unknown(f"the hook {hook}")
         return self.hooks.get(hook, 0.0)

@@ -106,9 +106,15 @@ def operators_seconds(
     operator_seconds: Callable[[Operator], float] | None = None,
 ) -> float:
     """Return the seconds of a pass's operators, one after the other, and of what the host does
-    `around` them: nothing where a device computes beside its host, which runs ahead. Of an operator
-    they are the pace's, or what somebody knows of it already."""
-    operators = [item for item in work if isinstance(item, Operator)]
-    host = 0.0 if pace.overlaps else pace.hook_seconds(around)
-    number = sum(operator.times for operator in operators)
-    return number * host + sum(map(operator_seconds or pace.operator_seconds, operators))
+    `around` them, unless a device computes beside its host. Of an operator they are the pace's, or
+    what somebody knows of it already."""
+    operators = (item for item in work if isinstance(item, Operator))
+    host = 0.0 if pace.overlaps else around_seconds(pace, work, around)
+    return host + sum(map(operator_seconds or pace.operator_seconds, operators))
+
+
+def around_seconds(pace: Pace, work: PassWork, around: Hook) -> float:
+    """Return the seconds of what the host does `around` a pass's operators. Where a device computes
+    beside it that is all of its work for them: it issues them."""
+    number = sum(item.times for item in work if isinstance(item, Operator))
+    return number * pace.hook_seconds(around)

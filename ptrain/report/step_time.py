@@ -55,7 +55,8 @@ def critical_path(step: StepTime) -> str:
     parts = sorted(_phrases(step), key=lambda part: -part[1])
     large = [part for part in parts if part[1] >= 0.005 * step.seconds][:_NAMED]
     if not large:
-        hidden = sum(row.moving - row.seconds for row in step.rows if row.moving)
+        moving = [row for row in step.rows if row.moving and row.key.spent is not Spent.LAUNCHES]
+        hidden = sum(row.moving - row.seconds for row in moving)
         beside = f", {format_seconds(hidden)} of what moves is hidden" if hidden > 0 else ""
         return f"all of {whole} is computed{beside}"
     (phrase, seconds), *others = large
@@ -154,9 +155,11 @@ def _parts(step: StepTime) -> Iterator[Part]:
     for name, (seconds, moving) in moved.items():
         if moving:
             yield name, seconds, moving
-    for spent in (Spent.WRAPPERS, Spent.UPDATE, Spent.BUBBLE):
-        if seconds := step.spent(spent):
-            yield str(spent), seconds, 0.0
+    for spent in (Spent.WRAPPERS, Spent.LAUNCHES, Spent.UPDATE, Spent.BUBBLE):
+        own = [row for row in step.rows if row.key.spent is spent]
+        seconds, moving = (sum(getattr(row, name) for row in own) for name in ("seconds", "moving"))
+        if seconds or moving:
+            yield str(spent), seconds, moving
 
 
 def _phrases(step: StepTime) -> Iterator[tuple[str, float]]:
@@ -169,6 +172,7 @@ def _phrases(step: StepTime) -> Iterator[tuple[str, float]]:
     yield from waits.items()
     yield "wait for copies between tiers", step.spent(Spent.COPIES)
     yield "go to the wrappers' own work", step.spent(Spent.WRAPPERS)
+    yield "wait for the host's launches", step.spent(Spent.LAUNCHES)
     yield "go to the update", step.spent(Spent.UPDATE)
     yield "are the pipeline's bubble", step.spent(Spent.BUBBLE)
 

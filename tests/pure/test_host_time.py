@@ -5,11 +5,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from ptrain.costs import Phase, Spent
+from ptrain.derivation.estimate import derive
 from ptrain.spec.activations import SELECTIVE, Kept
+from ptrain.spec.load import load
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import ActivationSpec
+from tests.pure.build import ZERO_2
 from tests.pure.paces import HandPace
-from tests.pure.test_clock import BLOCKS, COMPUTED, spec, step
+from tests.pure.test_clock import BEHIND, BLOCKS, COMPUTED, FORWARD, FRONT, spec, step, unit_seconds
 
 
 def test_what_the_host_takes_around_operators_is_computed_on_its_own_cores_and_hidden_on_a_gpu():
@@ -27,3 +33,51 @@ def test_the_host_takes_longer_around_operators_of_layers_that_are_kept_otherwis
     selected = spec(activations=ActivationSpec(default=Kept(policy=SELECTIVE)))
     ends = 2 * (3 + 5)
     assert step(selected, pace).seconds == COMPUTED + BLOCKS * 2 * 11 + ends
+
+
+def test_a_device_waits_for_its_host_where_that_takes_longer_for_the_whole_step():
+    """Forward is issued in 6 x 20 s and computed in 48; backward in 6 x 5, and computed in 96."""
+    hooks = {Hook.FORWARD_OPERATOR: 20.0, Hook.BACKWARD_OPERATOR: 5.0}
+    time = step(spec(), HandPace(hooks=hooks))
+    passes = BLOCKS + 2
+    assert time.seconds == pytest.approx(passes * 25)
+    forward = BLOCKS * FORWARD + FRONT[0] + BEHIND[0]
+    assert time.of_phase(Phase.FORWARD) == pytest.approx(forward + passes * 25 - COMPUTED)
+    assert time.spent(Spent.COMPUTE) == COMPUTED
+    (row,) = [
+        row
+        for row in time.rows
+        if row.key.spent is Spent.LAUNCHES and row.key.phase is Phase.FORWARD
+    ]
+    assert row.moving == passes * 20
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_host_is_behind_by_as_much_in_each_micro_batch(number):
+    hooks = {Hook.FORWARD_OPERATOR: 30.0, Hook.BACKWARD_OPERATOR: 5.0}
+    time = step(spec(accumulate=number), HandPace(hooks=hooks))
+    assert time.seconds == pytest.approx(number * (BLOCKS + 2) * 35)
+
+
+def test_while_a_device_waits_for_others_its_host_issues_what_follows():
+    """What is sent is exposed by more than what the host takes longer than the operators do."""
+    network = unit_seconds(1000)
+    hooks = {Hook.FORWARD_OPERATOR: 30.0, Hook.BACKWARD_OPERATOR: 5.0}
+    times = [step(spec(ZERO_2), replace(network, hooks=known)).seconds for known in ({}, hooks)]
+    assert times[0] == times[1] > (BLOCKS + 2) * 35
+
+
+def test_rates_of_gpus_that_say_nothing_of_their_host_are_said_not_to():
+    words = ["mesh.dp_replicate=1", "model.preset=gpt2-124m", "batch={micro: 1, sequence: 64}"]
+    rows = "[[forward_operator, 1.0e-4], [backward_operator, 1.0e-4]]"
+    hooks = f"cluster.rates={{preset: h100, hooks: {rows}}}"
+    silent, telling = (
+        derive(load("ddp", [*words, "cluster.preset=h100-8", *more]).spec).exact.step
+        for more in ((), (hooks,))
+    )
+    assert silent is not None and telling is not None
+    assert "host is never behind" in silent.assumed[0] and not telling.assumed
+    assert silent.spent(Spent.LAUNCHES) == 0
+    issuing = sum(row.moving for row in telling.rows if row.key.spent is Spent.LAUNCHES)
+    assert telling.seconds == pytest.approx(issuing)
+    assert telling.seconds > silent.seconds

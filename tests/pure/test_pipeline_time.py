@@ -215,6 +215,19 @@ def test_collectives_between_operators_are_awaited_where_they_stand(overlaps):
     assert time.spent(Spent.WRAPPERS) == pytest.approx(0 if overlaps else passes * 0.5)
 
 
+def test_a_pipeline_takes_as_long_as_the_host_that_has_most_to_issue():
+    """Bubbles included, in which a host goes on: two stages of 4 layers, an operator in each
+    pass of a layer, and the last one's hosts that of the end too."""
+    hooks = {Hook.FORWARD_OPERATOR: 30.0, Hook.BACKWARD_OPERATOR: 35.0}
+    work = model(FORWARD, BACKWARD, layers=8, behind=(2, 4))
+    times = [pipeline(HandPace(hooks=known), 2, 4, work=work) for known in ({}, hooks)]
+    assert times[1].seconds == pytest.approx(4 * 5 * (30 + 35))
+    assert times[1].seconds > times[0].seconds
+    assert times[1].spent(Spent.BUBBLE) == pytest.approx(times[0].spent(Spent.BUBBLE))
+    hidden = pipeline(HandPace(hooks={Hook.FORWARD_OPERATOR: 1.0}), 2, 4, work=work)
+    assert hidden.seconds == times[0].seconds
+
+
 def test_a_prediction_without_rates_says_what_gives_them():
     estimate = derive(load(of_all({"mesh": {"dp_shard": 1}})).spec).exact
     assert estimate.step is None

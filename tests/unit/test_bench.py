@@ -57,6 +57,13 @@ def test_of_ranks_that_share_cores_a_processors_seconds_count_as_often_as_there_
     assert taken == pytest.approx(seconds)
 
 
+def test_what_the_host_issues_ends_when_it_is_issued(clocks, monkeypatch):
+    """The device, which is done later, is awaited ahead of a call alone."""
+    monkeypatch.setattr(Bench, "settle", lambda _: clocks.pass_by(9e-3, 0.0))
+    issued = of_turns(1.0).issuing_seconds(lambda: clocks.pass_by(3e-3, 3e-3))
+    assert issued == pytest.approx(3e-3)
+
+
 def test_who_waits_in_a_meeting_leaves_its_core_to_those_that_compute(clocks):
     """Of 5 ms between meetings that take 3 ms a rank computes 2 ms twice, while another does."""
 
