@@ -1,11 +1,17 @@
-"""What the host takes around operators: tiny models' passes against the operators in them,
-called by themselves. The rest is modules, autograd, and what only looks at a tensor. Beside a GPU
-it is all that the host takes to issue them."""
+"""What the host takes around operators: tiny layers' passes against the operators in them, called
+by themselves. The rest is modules, autograd, and what only looks at a tensor. Beside a GPU it is
+all that the host takes to issue them.
+
+It is shared out by the number of operators that a clock reckons with, so that what runs in a pass
+beside these (a copy for each tensor that goes off the device, what torch looks at between the
+halves of a backward pass) is in the seconds of those.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +22,9 @@ from ptrain.activations.run.apply import keep
 from ptrain.axes.pipeline.run.passes import backward_input, backward_weight
 from ptrain.calibration.bench import Bench, RateSheet
 from ptrain.calibration.points import Points
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.work import model_work
+from ptrain.facts.operators import LayerWork, Operator, PassWork
 from ptrain.models.build import build
 from ptrain.models.initialize import initialize
 from ptrain.models.ledger import OperatorMode
@@ -24,11 +33,12 @@ from ptrain.models.work import sizes_of
 from ptrain.rates.pace import around
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
-from ptrain.spec.activations import FULL, SELECTIVE, Kept
+from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook, OperatorKind
+from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.steps.step import Keep
 from ptrain.timeline import Kind
 
@@ -39,112 +49,167 @@ _SHAPES: tuple[dict[str, object], ...] = (
 )
 _VOCAB, _SAMPLES, _TOKENS = 260, 2, 4
 
+Work = Callable[[Any], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPass:
+    """Passes of a tiny model: what comes `before` them, `work` of what that gives, and how many
+    operators a clock counts in them. `computing` is called by itself to compute as much."""
+
+    hook: Hook
+    operators: int
+    before: Callable[[], Any]
+    work: Work
+    computing: Callable[[], object]
+
 
 class _Called(OperatorMode):
-    """Operators that ran while it was entered: `number` of all, and those that compute, to be
-    called again."""
+    """Operators that compute and ran while it was entered, to be called again."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = 0
-        self.computing: list[Callable[[], object]] = []
+        self.calls: list[Callable[[], object]] = []
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
         ran = sizes_of(function, args, kwargs, result)
-        self.number += len(ran)
         if any(what.kind is not OperatorKind.VIEW for what in ran):
-            self.computing.append(partial(function, *args, **kwargs))
+            self.calls.append(partial(function, *args, **kwargs))
         return result
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def again(self) -> None:
-        """Call what computes."""
-        for call in self.computing:
+        """Call them."""
+        for call in self.calls:
             call()
 
 
 def host(bench: Bench, sheet: RateSheet, _: Points) -> None:
     """Of both families the mean."""
-    of_pass = issuing_seconds if bench.device.type == "cuda" else _seconds_more
-    excess: dict[Hook, list[float]] = {}
+    seconds_of = issuing_seconds if bench.device.type == "cuda" else excess_seconds
+    seconds: dict[Hook, list[float]] = {}
     for shape in _SHAPES:
-        plain = _passes(_model(shape).to(bench.device), bench.device)
-        for hook, before, work in (*plain, *_kept(shape, bench.device)):
-            excess.setdefault(hook, []).append(of_pass(bench, before, work))
-    for hook, seconds in excess.items():
-        sheet.note("hooks", hook, seconds=statistics.fmean(seconds))
+        for passes in host_passes(shape, bench.device):
+            seconds.setdefault(passes.hook, []).append(seconds_of(bench, passes))
+    for hook, taken in seconds.items():
+        sheet.note("hooks", hook, seconds=statistics.fmean(taken))
 
 
-def _seconds_more(bench: Bench, before: Callable[[], Any], work: Callable[[Any], object]) -> float:
-    """What a pass takes beside what its operators take, by their number."""
-    called = _called(before, work)
-    whole: float = bench.busy_seconds(lambda: work(before())) - bench.busy_seconds(before)
-    alone = bench.busy_seconds(called.again)
-    more: float = (whole - alone) / called.number
+def excess_seconds(bench: Bench, passes: HostPass) -> float:
+    """What they take beside what their operators take, by the number of these."""
+    whole = bench.busy_seconds(lambda: passes.work(passes.before()))
+    rest = bench.busy_seconds(passes.before) + bench.busy_seconds(passes.computing)
+    more: float = (whole - rest) / passes.operators
     return more
 
 
-def issuing_seconds(
-    bench: Bench, before: Callable[[], Any], work: Callable[[Any], object]
-) -> float:
-    """What the host takes to issue a pass, by the number of its operators."""
-    called = _called(before, work)
-    whole = bench.issuing_seconds(lambda: work(before())) - bench.issuing_seconds(before)
-    return whole / called.number
+def issuing_seconds(bench: Bench, passes: HostPass) -> float:
+    """What the host takes to issue them, by the number of their operators."""
+    whole = bench.issuing_seconds(lambda: passes.work(passes.before()))
+    return (whole - bench.issuing_seconds(passes.before)) / passes.operators
 
 
-def _called(before: Callable[[], Any], work: Callable[[Any], object]) -> _Called:
-    work(before())  # gradients are there, to which backward adds
-    called = _Called()
-    output = before()
-    with called:
-        work(output)
-    return called
+def host_passes(fields: dict[str, object], device: torch.device) -> Iterator[HostPass]:
+    """Yield all kinds of passes of a model."""
+    spec = _spec(fields)
+    yield from _passes(spec, device)
+    for kept in (Kept(policy=FULL), Kept(policy=SELECTIVE), Kept(tier=Tier.HOST)):
+        yield _kept(spec, kept, device)
 
 
-def _model(fields: dict[str, object]) -> nn.Module:
-    """It is given hidden states, as a stage in the middle."""
+def _spec(fields: dict[str, object]) -> Spec:
     written: dict[str, object] = {
         "model": {**fields, "vocab": _VOCAB, "tied": False},
         "mesh": {},
         "batch": {"micro": _SAMPLES, "sequence": _TOKENS},
     }
-    shape = load(written).spec.model
-    assert isinstance(shape, ModelShape), "a built-in model"
-    model = build(shape, sequence=_TOKENS)
+    return load(written).spec
+
+
+def _model(spec: Spec, device: torch.device) -> nn.Module:
+    """Its layers, and nothing around them: given and giving hidden states."""
+    assert isinstance(spec.model, ModelShape), "a built-in model"
+    model = build(spec.model, sequence=_TOKENS)
     initialize(model, seed=0)
-    model.embed = nn.Identity()
-    return model
+    model.embed, model.norm, model.head = nn.Identity(), nn.Identity(), nn.Identity()
+    return model.to(device)
 
 
-def _passes(
-    model: nn.Module, device: torch.device
-) -> Iterator[tuple[Hook, Callable[[], Any], Callable[[Any], object]]]:
-    """Each kind of pass, and what comes before it."""
-    x = torch.randn(_SAMPLES, _TOKENS, _HIDDEN, device=device, requires_grad=True)
+def _hidden(device: torch.device) -> torch.Tensor:
+    return torch.randn(_SAMPLES, _TOKENS, _HIDDEN, device=device, requires_grad=True)
+
+
+def _passes(spec: Spec, device: torch.device) -> Iterator[HostPass]:
+    """Each kind of pass of layers whose activations stay."""
+    model, x = _model(spec, device), _hidden(device)
     gradient, parameters = torch.ones_like(model(x)), list(model.parameters())
 
     def halves(output: torch.Tensor) -> None:
         _, groups = backward_input(output, gradient, x, parameters)
         backward_weight(parameters, groups)
 
-    yield Hook.FORWARD_OPERATOR, lambda: x, model
-    yield Hook.BACKWARD_OPERATOR, lambda: model(x), lambda output: output.backward(gradient)
-    yield Hook.HALVES_OPERATOR, lambda: model(x), halves
+    works: dict[Hook, tuple[Callable[[], Any], Work, Callable[[LayerWork], PassWork]]] = {
+        Hook.FORWARD_OPERATOR: (lambda: x, model, lambda layer: layer.forward),
+        Hook.BACKWARD_OPERATOR: (
+            lambda: model(x),
+            lambda output: output.backward(gradient),
+            lambda layer: layer.backward,
+        ),
+        Hook.HALVES_OPERATOR: (
+            lambda: model(x),
+            halves,
+            lambda layer: layer.inputs + layer.weights,
+        ),
+    }
+    for hook, (before, work, part) in works.items():
+        yield HostPass(
+            hook=hook,
+            operators=_operators(spec, PLAIN, part),
+            before=before,
+            work=work,
+            computing=_called(before, work).again,
+        )
 
 
-def _kept(
-    fields: dict[str, object], device: torch.device
-) -> Iterator[tuple[Hook, Callable[[], Any], Callable[[Any], object]]]:
-    """Both passes of models whose layers' activations are kept in other ways."""
-    x = torch.randn(_SAMPLES, _TOKENS, _HIDDEN, device=device, requires_grad=True)
-    for kept in (Kept(policy=FULL), Kept(policy=SELECTIVE), Kept(tier=Tier.HOST)):
-        model = _model(fields).to(device)
-        blocks = tuple((name, kept) for name in blocks_of(model))
-        keep(model, Keep(blocks=blocks), Tiers(device, Registry()))
+def _kept(spec: Spec, kept: Kept, device: torch.device) -> HostPass:
+    """Both passes of layers whose activations are kept in another way. What copies compute is a
+    copy's, by its bytes: to call them by themselves is to be of the layers alone."""
+    x = _hidden(device)
 
-        def passes(_: object, model: nn.Module = model) -> None:
-            model(x).sum().backward()
+    def passes(model: nn.Module) -> Work:
+        return lambda _: model(x).sum().backward()
 
-        yield around(kept, Kind.FORWARD), lambda: None, passes
+    plain, model = _model(spec, device), _model(spec, device)
+    blocks = tuple((name, kept) for name in blocks_of(model))
+    keep(model, Keep(blocks=blocks), Tiers(device, Registry()))
+    counted = model if kept.tier is Tier.DEVICE else plain
+    return HostPass(
+        hook=around(kept, Kind.FORWARD),
+        operators=_operators(spec, kept, lambda layer: layer.forward + layer.backward),
+        before=_nothing,
+        work=passes(model),
+        computing=_called(_nothing, passes(counted)).again,
+    )
+
+
+def _nothing() -> None:
+    """There is nothing to be done before."""
+
+
+def _operators(spec: Spec, kept: Kept, part: Callable[[LayerWork], PassWork]) -> int:
+    """How many operators of all layers a clock counts in a part of their work."""
+    derivation = derive(spec.but(activations=ActivationSpec(default=kept)), is_timed=False)
+    work = model_work(derivation.spec, derivation.plan, derivation.facts)
+    assert work is not None, "a table has the layers of built-in models"
+    items = (item for layer in work.layers for item in part(layer))
+    return sum(item.times for item in items if isinstance(item, Operator))
+
+
+def _called(before: Callable[[], Any], work: Work) -> _Called:
+    work(before())  # gradients are there, to which backward adds
+    called = _Called()
+    output = before()
+    with called:
+        work(output)
+    return called
