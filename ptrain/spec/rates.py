@@ -59,16 +59,17 @@ class OperatorKind(Word):
 
 class Hook(Word):
     """What the host takes each time: a wrapper's own code beside what it sends; modules, autograd
-    and dispatch beside what an operator computes."""
+    and dispatch beside what an operator computes, by the operators that traces have."""
 
     FSDP2_GATHER = "fsdp2_gather"  # a unit's all-gather: copy in, issue, copy out, as views
     FSDP2_REDUCE = "fsdp2_reduce"  # a unit's reduction and the shard's gradient
     DDP_BUCKET = "ddp_bucket"
     FLAT_GATHER = "flat_gather"
     FLAT_REDUCE = "flat_reduce"
-    PIPELINE_PASS = "pipeline_pass"  # of a stage: a forward or a backward pass of a micro-batch
+    PIPELINE_PASS = "pipeline_pass"  # of a stage: forward or backward, with its stand-ins
     CUT_PRODUCT = "cut_product"  # with cut operands: DTensor's dispatch, and issuing what it sends
-    FORWARD_OPERATOR = "forward_operator"  # around any operator in a forward pass, views too
+    # Around any operator, views too; beside a GPU, to issue it:
+    FORWARD_OPERATOR = "forward_operator"
     BACKWARD_OPERATOR = "backward_operator"
     HALVES_OPERATOR = "halves_operator"  # in the halves of a backward pass, looked for in its graph
     # In both passes of a layer:
