@@ -133,14 +133,15 @@ def play_rank(
 
 @dataclass(slots=True)
 class _Stage:
-    """`nets`: bytes that passes leave, but for gradients, by the passes of a micro-batch. `left`:
-    backward passes of the step. What the wrap says of itself is asked once after each pass that was
-    played: with those that are known it stays as it is."""
+    """`nets`: bytes that passes leave, but for gradients, by the passes of a micro-batch, and
+    `losses` those of its loss. `left`: backward passes of the step. What the wrap says of itself is
+    asked once after each pass that was played: with those that are known it stays as it is."""
 
     part: Part
     wrap: Wrap
     left: int
     nets: dict[int, dict[Kind, int]] = field(default_factory=dict)
+    losses: dict[int, int] = field(default_factory=dict)
     begun: bool = False
     turn: tuple[bool, bool] | None = None  # whether the first backward pass is to come, or the last
     state: Hashable = None
@@ -152,6 +153,12 @@ class _Stage:
         if id(passes) not in self.nets:
             self.nets[id(passes)] = {k: sum(map(net, items)) for k, items in passes.items.items()}
         return self.nets[id(passes)][kind]
+
+    def loss(self, passes: Passes) -> int:
+        """Return the bytes of the loss, which are summed up once for many micro-batches."""
+        if id(passes) not in self.losses:
+            self.losses[id(passes)] = passes.loss
+        return self.losses[id(passes)]
 
     def begin(self, *, is_last: bool) -> None:
         """A backward pass is to come."""
@@ -195,8 +202,9 @@ class _Rank:
             self.moved[tier] = self.moved.get(tier, 0) + more
         self.saved -= self.boundaries.passed(kind, action)
         if kind in (Kind.BACKWARD, Kind.WEIGHT):
-            self.saved -= passes.loss
-            self.tape.add(-passes.loss)
+            loss = stage.loss(passes)
+            self.saved -= loss
+            self.tape.add(-loss)
 
     def _begin_backward(self, stage: _Stage, kind: Kind) -> None:
         self.tape.enter(Phase.BACKWARD)
