@@ -144,7 +144,7 @@ def _budget_of_others(spec: Spec) -> Iterator[Fault]:
 
 
 def _parts_of_blocks(spec: Spec) -> Iterator[Fault]:
-    if spec.unit.kind is UnitKind.SUB_BLOCK and data_factors(spec) and recomputes(spec):
+    if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec) and recomputes(spec):
         yield Fault(
             place="unit",
             finding="not yet: sub-block, with blocks that are computed again: their parts would "

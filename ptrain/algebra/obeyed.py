@@ -58,7 +58,7 @@ def _left_out(spec: Spec, unheard: list[str]) -> Iterator[str]:
     has_wrapper = bool(factors) or spec.world_size == 1
     if has_wrapper and isinstance(sync, dict) and "gradients" not in sync:
         yield f"sync.gradients: {spec.sync.gradients}, as the placement has it"
-    by_itself = [key for key in ("overlap", "prefetch") if getattr(spec, key) is None]
+    by_itself = [key for key in ("unit", "overlap", "prefetch") if getattr(spec, key) is None]
     if has_wrapper and by_itself:
         yield f"{', '.join(by_itself)}: as the wrapper does by itself"
     if not has_wrapper:

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from ptrain.axes.data.buckets import buckets_of
 from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.theta import Parameters
 from ptrain.axes.data.units import ModelLife, U, UnitLife, UnitParts
@@ -144,15 +145,16 @@ class Flat:
         scene.tape.is_reading = False
         scene.tape.hooks.update(_HOOKS)
         self.room = GhostRoom(scene.tape, degrees, {})
-        played = [(unit, number) for unit, number in zip(facts, times, strict=True) if unit.numel]
-        self.used, self.times = [unit for unit, _ in played], [number for _, number in played]
+        buckets = [own for own in places_of(scene.plan, facts) if facts[own[0]].numel]
+        self.used = [_joined([facts[place] for place in bucket]) for bucket in buckets]
+        self.times = [times[bucket[0]] for bucket in buckets]
         self.members = [GhostMembers(unit.trained, scene.tape) for unit in self.used]
         self._cuts: dict[tuple[int, tuple[Axis, ...]], Cuts[Ghost]] = {}
         self.parts = [self._parts(*pair) for pair in zip(self.used, self.members, strict=True)]
         self.units = RepeatedLife(self.parts, step, self._repeat)
         self.update_of = self._update()
-        numbers = {id(unit): number for number, unit in enumerate(self.used)}
-        self._played = [numbers.get(id(unit)) for unit in facts]
+        numbers = {place: number for number, bucket in enumerate(buckets) for place in bucket}
+        self._played = [numbers.get(place) for place in range(len(facts))]
         self._root = len(facts) - 1
         self._place = {
             name: (number, index)
@@ -356,6 +358,25 @@ class Flat:
         """Gathers that were issued during the update are awaited."""
         self.units.finish_update()
         self.units.clear_gradients()
+
+
+def places_of(plan: Plan, units: Sequence[UnitFacts]) -> tuple[tuple[int, ...], ...]:
+    """Return the places of the units that have a buffer together."""
+    return buckets_of(plan, [(unit.modules, unit.trained_numel) for unit in units])
+
+
+def joined(plan: Plan, units: Sequence[UnitFacts]) -> list[UnitFacts]:
+    """Return the units of a plan of flat units as they are reduced and updated."""
+    return [_joined([units[place] for place in bucket]) for bucket in places_of(plan, units)]
+
+
+def _joined(units: Sequence[UnitFacts]) -> UnitFacts:
+    if len(units) == 1:
+        return units[0]
+    return UnitFacts(
+        modules=tuple(name for unit in units for name in unit.modules),
+        tensors=tuple(tensor for unit in units for tensor in unit.tensors),
+    )
 
 
 def flat_step_of(plan: Plan, unit: UnitFacts) -> FlatUnits:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ptrain.axes.data.costs import padded_flat
 from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
-from ptrain.derivation.flat import SCALE_BYTES, Flat, cut_axes, flat_step_of
+from ptrain.derivation.flat import SCALE_BYTES, Flat, cut_axes, flat_step_of, joined
 from ptrain.derivation.ghosts.wrapping import micro_batches
 from ptrain.derivation.optimizer_state import needs_whole_tensors
 from ptrain.derivation.tape import Account, Scene, Tape
@@ -63,7 +63,7 @@ def _footprints(sizes: Sizes) -> Iterator[Footprint]:
 def _kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
     """One unit of each kind, and how many there are of it: they keep and send the same."""
     kinds: dict[Hashable, list[UnitFacts]] = {}
-    for unit in facts.units:
+    for unit in joined(plan, facts.units):
         if unit.numel:
             kind = _kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)
             kinds.setdefault(kind, []).append(unit)
@@ -120,7 +120,7 @@ def _sizes(held: Iterable[tuple[State, Ghost]]) -> Sizes:
 def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
     """Elements of the units' flat buffers, padded for all the axes that cut any state."""
     buffers = Counter[int]()
-    for unit in facts.units:
+    for unit in joined(plan, facts.units):
         step = flat_step_of(plan, unit)
         trained, frozen = unit.trained_numel, unit.numel - unit.trained_numel
         for numel, own in ((trained, step), (frozen, step.of_frozen)):

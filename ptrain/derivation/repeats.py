@@ -63,7 +63,7 @@ def alike(spec: Spec, blocks: Sequence[str]) -> tuple[Kept, ...] | None:
     """Return how the activations of these blocks are kept, where they are alike but for that: those
     of a built-in model, of which no unit has more than one. It is None where nobody says that they
     are."""
-    is_within = spec.unit.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
+    is_within = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
     if not isinstance(spec.model, ModelShape) or not is_within:
         return None
     kept = spec.activations.of(spec.model.layers)

@@ -29,7 +29,7 @@ def traced_part(spec: Spec) -> Spec:
         batch=batch,
         precision=spec.precision,
         train=replace(TrainSpec(), seed=spec.train.seed),
-        unit=spec.unit,
+        unit=spec.unit_size,
         tensor=spec.tensor,
         pipeline=spec.pipeline,
         context=spec.context,

@@ -17,6 +17,7 @@ from ptrain.axes.data.form import (
     data_factors,
     form_of,
     frozen_factors,
+    joins_units,
     places_frozen,
     reduces_in_backward,
     tier_of,
@@ -164,6 +165,7 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
         gather_after_update=spec.gather_after_update,
         path=spec.offload.path,
         frozen=_frozen(frozen_factors(spec)) if places_frozen(spec) else None,
+        bucket_bytes=spec.bucket_bytes if joins_units(spec, Form.FLAT) else 0,
     )
 
 

@@ -277,6 +277,8 @@ def _stored(letter: str, axes: Sequence[Axis], tier: Tier) -> str:
 def _flat_dials(step: FlatUnits) -> Iterator[str]:
     if step.path is not None:
         yield f"files in {step.path}"
+    if step.bucket_bytes:
+        yield f"neighbours in one, up to {format_bytes(step.bucket_bytes)} of gradients"
     if step.overlaps:
         yield "reductions run beside backward"
     if step.prefetch:

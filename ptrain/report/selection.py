@@ -17,7 +17,7 @@ from ptrain.selection.task import Scored, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
 from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.dials import Overlap, UnitSize
+from ptrain.spec.dials import Overlap
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.units import format_bytes, format_count
@@ -252,7 +252,7 @@ def _axis(spec: Spec, axis: Axis) -> str:
 
 
 def _dials(spec: Spec) -> Iterator[str]:
-    if spec.unit != UnitSize():
+    if spec.unit is not None:
         yield f"unit {spec.unit}"
     yield f"sync {spec.sync.gradients}"
     if not spec.sync.reshard_after_forward:

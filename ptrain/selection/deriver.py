@@ -148,7 +148,7 @@ class Deriver:
     def _facts(self, spec: Spec) -> ModelFacts:
         if self.cuts is not None and spec.model == self.job.base.model:
             return self.cuts.of(spec)
-        key = spec.model, spec.unit
+        key = spec.model, spec.unit_size
         if key not in self.facts:
             self.facts[key] = own_facts(spec)
         return self.facts[key]

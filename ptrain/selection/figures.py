@@ -12,7 +12,7 @@ from ptrain.derivation.throughput import Throughput, throughput
 from ptrain.selection.fit import Fit, fit
 from ptrain.selection.task import Scored
 from ptrain.spec.axis import Axis
-from ptrain.spec.dials import SyncPolicy, UnitSize
+from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.spec import Spec
 
 _BILLION = 10**9
@@ -109,7 +109,7 @@ def folded(rows: Iterable[Ranked]) -> list[Ranked]:
 def _said(row: Ranked) -> int:
     """How many dials of the data axes are not the default."""
     spec = row.spec
-    dials = spec.overlap is not None, spec.prefetch is not None, spec.unit != UnitSize()
+    dials = spec.overlap is not None, spec.prefetch is not None, spec.unit is not None
     return sum((*dials, spec.sync != SyncPolicy()))
 
 

@@ -16,7 +16,7 @@ from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, SELECTIVE, Kept
 from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.context import ContextAttention, Hybrid
-from ptrain.spec.dials import GradientSync, Overlap
+from ptrain.spec.dials import GradientSync, Overlap, UnitSize
 from ptrain.spec.leaf import nearest
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.pipeline import ScheduleName
@@ -130,7 +130,9 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "context.attention": Quantity(part=Aspect.WITHIN, of=_attention, words=_ATTENTIONS),
     "unit": Quantity(
-        part=Aspect.DATA, of=lambda spec: str(spec.unit), words=tuple(map(str, UNITS))
+        part=Aspect.DATA,
+        of=lambda spec: str(spec.unit_size),
+        words=tuple(str(unit or UnitSize()) for unit in UNITS),
     ),
     "overlap": Quantity(
         part=Aspect.DATA,

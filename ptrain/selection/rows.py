@@ -14,6 +14,7 @@ from ptrain.axes.data.form import (
     Form,
     form_of,
     has,
+    joins_units,
     reduces_in_backward,
     tier_of,
 )
@@ -28,11 +29,14 @@ from ptrain.spec.dials import GradientSync, UnitKind, UnitSize
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
+from ptrain.units import ceil_div
 
 Array = Any
 Columns = dict[str, Array]
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one
+_BUCKET = len(_UNITS)  # of what is joined they follow from the sizes
+_OF_KIND = {UnitKind.BLOCK: 0, UnitKind.MODEL: 0, UnitKind.BLOCKS: 1, UnitKind.SUB_BLOCK: 2}
 # Columns that say how many bytes a rank has.
 OF_MEMORY = (
     *("theta", "omega", "grads", "reduced", "unreduced", "whole", "opened", "flying", "unit"),
@@ -60,7 +64,7 @@ class DataWay:
     is_made: bool
     is_brought: bool
     is_late: bool
-    said_unit: UnitSize
+    said_unit: UnitSize | None
     unit: int
     keeps_forward: bool
     keeps_backward: bool
@@ -108,7 +112,6 @@ def ways_of(
             said = FormOfTuples.of(spec, choice.factors)
         is_brought = said.is_made or any(said.cut[_THETA]) or not said.near[_THETA]
         is_flat = said.form is Form.FLAT
-        kind = spec.unit.kind
         yield DataWay(
             choice=choice,
             form=said.form,
@@ -119,7 +122,7 @@ def ways_of(
             is_brought=is_brought,
             is_late=spec.sync.gradients is GradientSync.LAST,
             said_unit=spec.unit,
-            unit=2 if kind is UnitKind.SUB_BLOCK else int(kind is UnitKind.BLOCKS),
+            unit=_BUCKET if joins_units(spec, said.form) else _OF_KIND[spec.unit_size.kind],
             keeps_forward=is_brought and not spec.sync.reshard_after_forward,
             keeps_backward=is_brought and not spec.sync.reshard_after_backward,
             overlaps=reduces_in_backward(spec, said.form, keeps_parts=any(said.cut[_GRADS])),
@@ -134,7 +137,7 @@ class Ways:
     def __init__(self, wires: Wires, ways: Sequence[DataWay]) -> None:
         np = numpy()
         self.wires, self.ways = wires, ways
-        self._of_units: dict[frozenset[UnitSize], Array] = {}
+        self._of_units: dict[frozenset[UnitSize | None], Array] = {}
         self.layout = wires.base.precision.effective
         self.cut = {
             state: np.array([way.cut[state] for way in ways], dtype=bool)
@@ -163,7 +166,7 @@ class Ways:
         factors = zip(way.factors, degrees, strict=True)
         return replace(way, factors=tuple(replace(f, degree=d) for f, d in factors))
 
-    def of_units(self, units: frozenset[UnitSize]) -> Array:
+    def of_units(self, units: frozenset[UnitSize | None]) -> Array:
         """Return which of them move one of these units."""
         if units not in self._of_units:
             said = {id(way.said_unit): way.said_unit in units for way in self.ways}
@@ -204,7 +207,7 @@ class Ways:
             UnitMoves(self, of_experts, within * sizes.shared_by),
             sizes.own_experts / sizes.block,
         )
-        per_unit = np.array(_UNITS)[self.unit]
+        per_unit = np.array(self._layers_of_units(sizes, layers))[self.unit]
         moved = sizes.block * per_unit  # of sub-blocks, which are unlike, the mean
         unit = np.where(self.unit == 2, sizes.largest_part, moved)
         settled = moves.settle(moved * reduced)
@@ -231,6 +234,12 @@ class Ways:
             **self._updates(parts[_OMEGA], times[_OMEGA], layers, sizes),
             "copied": self._copied(parts, state, held) + np.zeros(len(moved)),
         }
+
+    def _layers_of_units(self, sizes: Sizes, layers: int) -> tuple[float, ...]:
+        """Return the layers of a unit by its kind."""
+        block = sizes.block * self.layout.reduced.itemsize
+        filled = ceil_div(self.wires.base.bucket_bytes, block)
+        return (*_UNITS, float(max(1, min(filled, layers))))
 
     def _parts(self, degrees: Sequence[int]) -> dict[State, Array]:
         """Into how many slices states are cut."""
@@ -319,7 +328,7 @@ class Ways:
         np, ends = numpy(), sizes.front + sizes.behind
         blocks, tensors = layers * sizes.block, layers * len(sizes.tensors)
         values, where = distinct(parts)
-        units = [sizes.block * layers_of_unit for layers_of_unit in _UNITS]
+        units = [sizes.block * number for number in self._layers_of_units(sizes, layers)]
         at_once = self._updated(blocks, tensors, values)
         beside = self._updated(blocks + ends, tensors + 1, values) - at_once
         alone = self._updated(ends, 1, values)

@@ -69,7 +69,7 @@ class Search:
         self.staged: dict[int, list[PipelineFlow]] = {}
         self.running: dict[tuple[int, int], dict[Through, FlowGroup]] = {}
         self.cuttable: dict[tuple[int, int, Through, bool], bool] = {}
-        self.gathered: dict[tuple[int, int], frozenset[UnitSize]] = {}
+        self.gathered: dict[tuple[int, int], frozenset[UnitSize | None]] = {}
         self.ways: dict[tuple[object, ...], Ways] = {}
         self.legal: dict[tuple[object, ...], list[DataWay]] = {}
         self.tables: dict[tuple[object, ...], DataTable] = {}
@@ -272,7 +272,7 @@ class Search:
         inner: InnerCut,
         left: int,
         through: Through,
-        units: frozenset[UnitSize],
+        units: frozenset[UnitSize | None],
         *,
         many: bool,
     ) -> DataTable:
@@ -316,7 +316,11 @@ class Search:
         return self.columns[key]
 
     def _indices(
-        self, ways: Ways, degrees: tuple[int, ...], inner: InnerCut, units: frozenset[UnitSize]
+        self,
+        ways: Ways,
+        degrees: tuple[int, ...],
+        inner: InnerCut,
+        units: frozenset[UnitSize | None],
     ) -> Any:
         """Which of the ways are legal with these degrees, and obey what is asked of them."""
         np = numpy()

@@ -202,7 +202,7 @@ class Legality:
     def _says_more(self, spec: Spec) -> bool:
         return not is_left_out(spec, self.written)
 
-    def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept) -> bool:
+    def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize | None, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it
         what none says of a block."""
         key = ("unit", any(choice.factors for choice in choices), unit, kept)
@@ -212,7 +212,7 @@ class Legality:
         return self.known[key]
 
     def _unit_faults(
-        self, choices: tuple[AxisChoice, ...], unit: UnitSize, kept: Kept
+        self, choices: tuple[AxisChoice, ...], unit: UnitSize | None, kept: Kept
     ) -> set[Fault]:
         by_unit = AxisChoice(factors=_GATHERED.factors, changes=(("unit", unit),))
         spec = kept_so(self._tall((by_unit, *choices), 1, self._even), kept)

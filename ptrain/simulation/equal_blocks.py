@@ -19,6 +19,8 @@ import torch
 
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.derivation.estimate import own_facts
+from ptrain.derivation.flat import joined
+from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.models.contract import forward_once
@@ -39,6 +41,8 @@ from ptrain.spec.dials import UnitKind
 from ptrain.spec.layout import positions
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits
 from ptrain.traces.on_fakes import FakeModel, fake_model
 
 FEWEST = 4  # blocks of the shortest run: more than are gathered ahead, so that it has an end
@@ -106,7 +110,7 @@ def _of_facts(
     """Return the rank's blocks, if the plan treats them alike. Where as many units are gathered
     ahead as the shortest run has blocks, what is gathered at a time grows from run to run and then
     no more: three runs do not show where it ends."""
-    is_within = spec.unit.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
+    is_within = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
     is_far = spec.prefetch is not None and spec.prefetch >= fewest
     if not is_within or is_far or len({*spec.activations.of(layers)}) > 1:
         return None
@@ -114,7 +118,7 @@ def _of_facts(
     plan = lower(
         spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
     )
-    if not plan.wrap.treats_equal_blocks_alike:
+    if not plan.wrap.treats_equal_blocks_alike or _are_joined(plan, facts):
         return None
     if plan.pipeline is None:
         return EqualBlocks(spec=spec, number=layers)
@@ -124,6 +128,17 @@ def _of_facts(
     if len(numbers) > 1:
         return None
     return EqualBlocks(spec=spec, number=numbers.pop(), split=split, own=own)
+
+
+def _are_joined(plan: Plan, facts: ModelFacts) -> bool:
+    """Return whether some blocks of a rank are one unit: how many are is not as many of fewer."""
+    if not isinstance(plan.wrap, FlatUnits):
+        return False
+    parts = [facts.units]
+    if plan.tensor is not None:
+        degree = plan.spec.degree(plan.tensor.axis)
+        parts = [units for units, _ in local_units(facts, plan.tensor, degree)]
+    return any(len(joined(plan, units)) < len(units) for units in parts)
 
 
 # -- the proof

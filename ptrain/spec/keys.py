@@ -138,9 +138,10 @@ class Keys:
     bucket_bytes: Annotated[
         int,
         Size(
-            "DistributedDataParallel's buckets: a bucket is reduced once this many bytes of "
-            "gradients are there; per-tensor: one each; whole: one for all; size: 25 MiB, the "
-            "first one 1 MiB",
+            "what is reduced together where parameters stay whole: a bucket is reduced once this "
+            "many bytes of gradients are there; per-tensor: one each; whole: one for all; size: "
+            "25 MiB, DistributedDataParallel's first one 1 MiB. Flat units have buckets of blocks, "
+            "of at least one",
             words=("size", "per-tensor", "whole"),
             low=2**10,
             high=2**40,
@@ -152,9 +153,11 @@ class Keys:
         ),
     ] = STOCK_BUCKET_BYTES
     unit: Annotated[
-        UnitSize,
+        UnitSize | None,
         Either(
-            "what is gathered, reduced and freed together (the paper's s_unit)",
+            "what is gathered, reduced and freed together (the paper's s_unit); without: block, "
+            "and where all states are R or S on the device and parameters R, as many neighbouring "
+            "blocks as fill a `bucket`",
             "block, sub-block, n blocks or model",
             (
                 Choice(
@@ -172,7 +175,7 @@ class Keys:
             write=str,
             dial=Dial(free="block", other="sub-block"),
         ),
-    ] = UnitSize()
+    ] = None
     overlap: Annotated[
         Overlap | None,
         Choice(

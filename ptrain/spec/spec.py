@@ -12,6 +12,7 @@ from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, SAMPLE_AXES, TOKEN_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
+from ptrain.spec.dials import UnitSize
 from ptrain.spec.function import UserFunction
 from ptrain.spec.keys import Keys
 from ptrain.spec.model import ExternalModel, ModelSpec
@@ -102,6 +103,11 @@ class Spec(Keys, Worded):
 
     def __repr__(self) -> str:
         return f"Spec({self.name})"
+
+    @property
+    def unit_size(self) -> UnitSize:
+        """Return what is wrapped together: where nothing is said, a block."""
+        return self.unit or UnitSize()
 
     @property
     def log_every(self) -> int:

@@ -140,6 +140,7 @@ class FlatUnits(WrapStep):
     made whole again by unit for the update; `consumed`: it is M, and a unit is reduced and updated
     as soon as its gradients are complete. The update works on shards over `updated` (where Omega
     is S), on `update_tier`; along `optimizer` without `updated` (S*) Omega is gathered for it.
+    Neighbouring units are one until they have `bucket_bytes` of gradients (`axes.data.buckets`).
     Frozen parameters of a unit are in a buffer of their own, in the place that `frozen` gives them;
     None for that of the others.
     """
@@ -163,6 +164,7 @@ class FlatUnits(WrapStep):
     gather_after_update: GatherAfterUpdate = GatherAfterUpdate.BLOCKING
     path: str | None = None
     frozen: FrozenPlace | None = None
+    bucket_bytes: int = 0
 
     @property
     def of_frozen(self) -> FlatUnits:

@@ -120,5 +120,5 @@ def _departed(checks: tuple[Check, ...]) -> frozenset[str]:
 
 
 def _predicted(other: Otherwise, facts: ModelFacts) -> Estimate:
-    is_one = other.spec.unit.kind is UnitKind.MODEL
+    is_one = other.spec.unit_size.kind is UnitKind.MODEL
     return in_common(derive(other.spec, facts.as_one_unit() if is_one else facts).exact)

@@ -88,7 +88,7 @@ def _syncs(spec: Spec) -> Iterator[Otherwise]:
 
 def _units(spec: Spec) -> Iterator[Otherwise]:
     """What is gathered together. Other sizes need facts of their own."""
-    if spec.unit.kind is not UnitKind.MODEL:
+    if spec.unit_size.kind is not UnitKind.MODEL:
         other = replace(spec, unit=UnitSize(kind=UnitKind.MODEL))
         yield Otherwise(other, "the whole model is one unit", f"unit: {UnitKind.MODEL}")
 

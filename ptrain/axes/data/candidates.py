@@ -42,7 +42,7 @@ _GIVEN_BACK = {
     GradientSync.EVERY: ((True, True), (False, True)),
     GradientSync.LAST: ((True, True), (False, False)),
 }
-UNITS = (UnitSize(), UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
+UNITS = (None, UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
 OVERLAPS = (None, Overlap.NONE, Overlap.BACKWARD)
 
 
@@ -54,7 +54,7 @@ def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
     yield from divisors(devices)
 
 
-def units_of(written: Written) -> tuple[UnitSize, ...]:
+def units_of(written: Written) -> tuple[UnitSize | None, ...]:
     """Return what may be gathered together."""
     return tuple(dict.fromkeys(written.value("unit", unit) for unit in UNITS))
 

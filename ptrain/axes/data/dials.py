@@ -15,6 +15,7 @@ from ptrain.axes.data.form import (
     form_of,
     frozen_factors,
     has,
+    joins_units,
     tier_of,
     whole_axes,
 )
@@ -174,17 +175,19 @@ def _reduce_scatter(spec: Spec) -> Iterator[Fault]:
 def _bucket(spec: Spec) -> Iterator[Fault]:
     if not data_factors(spec) or spec.bucket_bytes == STOCK_BUCKET_BYTES:
         return
-    if form_of(spec) not in _REPLICATE:
+    form = form_of(spec)
+    if form not in _REPLICATE and not joins_units(spec, form):
         yield Fault(
             place="bucket",
-            finding="buckets are those of DistributedDataParallel, which executes parameters and "
-            "gradients that are R on every axis; here gradients travel by unit",
+            finding="buckets are those of DistributedDataParallel, and of parameters that are R on "
+            "the device, beside states that are R or S there, where `unit` is not written; here "
+            "gradients travel by unit",
             remedy="remove bucket; the size of a unit is `unit`",
         )
 
 
 def _unit(spec: Spec) -> Iterator[Fault]:
-    if not data_factors(spec) or spec.unit == UnitSize():
+    if not data_factors(spec) or spec.unit_size == UnitSize():
         return
     if form_of(spec) in _REPLICATE:
         yield Fault(
@@ -193,11 +196,11 @@ def _unit(spec: Spec) -> Iterator[Fault]:
             "DistributedDataParallel reduces by bucket",
             remedy="remove unit; what is reduced at once is `bucket`",
         )
-    elif isinstance(spec.model, ModelShape) and spec.unit.count > spec.model.layers:
+    elif isinstance(spec.model, ModelShape) and spec.unit_size.count > spec.model.layers:
         layers = spec.model.layers
         yield Fault(
             place="unit",
-            finding=f"{spec.unit}: the model has {layers}",
+            finding=f"{spec.unit_size}: the model has {layers}",
             remedy=f"write unit: model, or {_at_most(layers)}",
         )
 

@@ -47,6 +47,22 @@ def reduces_in_backward(spec: Spec, form: Form, *, keeps_parts: bool) -> bool:
     return keeps_parts and not is_used_up
 
 
+def joins_units(spec: Spec, form: Form) -> bool:
+    """Return whether neighbouring flat units are one, until they fill a bucket: where nothing is
+    brought, made whole or used up by unit, all that units still decide is how many collectives
+    there are. An update of whole tensors knows matrices by their unit, and experts are summed over
+    fewer ranks than what stands beside them."""
+    if spec.unit is not None or form is not Form.FLAT or places_frozen(spec):
+        return False
+    factors = data_factors(spec)
+    return (
+        spec.optimizer.name in ELEMENTWISE
+        and not _have_experts(factors)
+        and all(mode in (R, S) for factor in factors for mode in modes(factor))
+        and all(factor.placement.parameters == R for factor in factors)
+    )
+
+
 def data_factors(spec: Spec) -> tuple[Factor, ...]:
     """The axes of more than one rank whose tuples are those of data axes, outermost first."""
     return tuple([f for f in spec.factors if f.axis in REDUCED_AXES and f.degree > 1])

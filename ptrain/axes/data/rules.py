@@ -178,7 +178,7 @@ def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
 
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
-    if not is_elementwise(spec.optimizer) and spec.unit.kind is UnitKind.MODEL:
+    if not is_elementwise(spec.optimizer) and spec.unit_size.kind is UnitKind.MODEL:
         yield Fault(
             place="unit",
             finding="model: muon is for the matrices of the blocks, and with one unit for all "

@@ -143,11 +143,11 @@ def _listed(spec: Spec) -> str:
 
 
 def _units(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.PP) > 1 and spec.unit.kind in (UnitKind.BLOCKS, UnitKind.MODEL):
+    if spec.degree(Axis.PP) > 1 and spec.unit_size.kind in (UnitKind.BLOCKS, UnitKind.MODEL):
         yield Fault(
             place="unit",
-            finding=f"not yet: {spec.unit}, of which one stage may have a part and another the "
-            "rest",
+            finding=f"not yet: {spec.unit_size}, of which one stage may have a part and another "
+            "the rest",
             remedy="write unit: block or sub-block",
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 from functools import cached_property
 
 from ptrain.costs import Footprint, Traffic
-from ptrain.derivation.flat import Flat, flat_step_of
+from ptrain.derivation.flat import Flat, flat_step_of, places_of
 from ptrain.derivation.flat_rows import FlatRows, flat_buffers, flat_rows, scalars
 from ptrain.derivation.ghosts.unit_notes import accumulation, kept_root
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped
@@ -23,8 +23,10 @@ class Units:
 
     def __init__(self, wrapped: Wrapped, step: FlatUnits) -> None:
         self.wrapped, self.step = wrapped, step
+        units = wrapped.facts.units
+        is_joined = len(places_of(wrapped.plan, units)) < len(units)
         # the reduction of the unit before, and who is gathered ahead or, of files, read
-        self.reach = 1 + step.prefetch + step.reads_files
+        self.reach = None if is_joined else 1 + step.prefetch + step.reads_files
 
     @cached_property
     def _rows(self) -> FlatRows:

@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from ptrain.axes.data.buckets import buckets_of
 from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.run.flat_target import (
@@ -43,6 +44,8 @@ from ptrain.steps.step import Plan
 from ptrain.steps.step import Units as UnitModules
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind
+
+NamedUnit = tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]  # its modules and parameters
 
 
 class Hooks:
@@ -116,13 +119,16 @@ class FlatWrap(OfWholeModel):
         self._by_tensor = plan.update.optimizer not in ELEMENTWISE
         self._targets: list[Sequence[NamedTarget]] = []
         wrapped = list(parameters_by_unit(model, plan.units))
+        buckets = buckets_of(plan, [(modules, _trained(named)) for modules, named in wrapped])
         parts = [
-            self._parts(modules, parameters, plan, room, write) for modules, parameters in wrapped
+            self._parts([wrapped[place] for place in bucket], plan, room, write)
+            for bucket in buckets
         ]
         self.units = ModelLife(parts, step)
         self.hooks = [
-            Hooks(unit, [model.get_submodule(name) for name in modules])
-            for unit, (modules, _) in zip(self.units.all, wrapped, strict=True)
+            Hooks(unit, [model.get_submodule(name) for name in wrapped[place][0]])
+            for unit, bucket in zip(self.units.all, buckets, strict=True)
+            for place in bucket
         ]
         for unit in self.units.trained:
             assert isinstance(unit.state, FlatState), "made here"
@@ -130,12 +136,13 @@ class FlatWrap(OfWholeModel):
 
     def _parts(
         self,
-        modules: tuple[str, ...],
-        parameters: Sequence[tuple[str, nn.Parameter]],
+        joined: Sequence[NamedUnit],
         plan: Plan,
         room: TorchRoom,
         write: RowWriter | None,
     ) -> UnitParts[torch.Tensor]:
+        parameters = [pair for _, named in joined for pair in named]
+        modules, _ = joined[-1]
         own, layout = plan.wrap_of(modules), plan.update.layout
         assert isinstance(own, FlatUnits)
         trained = [(name, stored_part(p)) for name, p in parameters if p.requires_grad]
@@ -230,9 +237,12 @@ def _targets(state: FlatState, *, whole_tensors: bool) -> Sequence[NamedTarget]:
     return [FlatTensorTarget(update, whole, index) for index in range(len(state.named))]
 
 
-def parameters_by_unit(
-    model: nn.Module, units: UnitModules
-) -> Iterator[tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
+def _trained(parameters: Sequence[tuple[str, nn.Parameter]]) -> int:
+    """Return the trained elements that this rank stores of them."""
+    return sum(stored_part(own).numel() for _, own in parameters if own.requires_grad)
+
+
+def parameters_by_unit(model: nn.Module, units: UnitModules) -> Iterator[NamedUnit]:
     """Each unit with the parameters that no unit before it has; units with none are left out."""
     seen: set[int] = set()
     for modules in units:
