@@ -105,10 +105,10 @@ class Case:
         }
         if self.via != "native":
             mapping["reduce_scatter"] = self.via
-        if self.unit:
-            mapping["unit"] = self.unit
         if self.bucket:
             mapping["bucket"] = self.bucket
+        else:  # which has room for all units of a small model
+            mapping["unit"] = self.unit or "block"
         if self.sync:
             gradients, after_forward, after_backward = self.sync
             mapping["sync"] = {

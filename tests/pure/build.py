@@ -9,7 +9,7 @@ from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.spec.axis import SAMPLE_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy, UnitSize
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ExternalModel, Family, ModelShape, ModelSpec
 from ptrain.spec.placement import Mode, Placement
@@ -24,6 +24,7 @@ def tuple_of(text: str) -> Placement:
     return Placement(**dict(zip(names, modes, strict=False)))
 
 
+BLOCK = UnitSize()
 WHOLE = tuple_of("R,R,R")
 ZERO_1 = tuple_of("R,S,R")
 ZERO_2 = tuple_of("R,S,S")
@@ -52,8 +53,10 @@ def make_spec(
     bucket_bytes: int = 25 * 2**20,
     micro: int = 2,
     sequence: int = 16,
+    unit: UnitSize | None = BLOCK,
 ) -> Spec:
-    """A resolved spec over `mesh`, outermost axis first: `{axis: (degree, placement)}`."""
+    """A resolved spec over `mesh`, outermost axis first: `{axis: (degree, placement)}`. Its models
+    are small, and a bucket has room for all of one: units are blocks, so that there are some."""
     factors = tuple(
         Factor(axis=axis, degree=degree, placement=placement)
         for axis, (degree, placement) in mesh.items()
@@ -79,6 +82,7 @@ def make_spec(
         cluster=cluster,
         reduce_scatter=reduce_scatter,
         bucket_bytes=bucket_bytes,
+        unit=unit,
     )
 
 

@@ -15,6 +15,7 @@ from ptrain.axes.data.cost.wrap import closed_form
 from ptrain.axes.data.cost.wrap import sent as sent_in_closed_form
 from ptrain.costs import State, Traffic
 from ptrain.derivation.differing import differing_axes
+from ptrain.derivation.flat import joined
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import resident
 from ptrain.derivation.timeline import replay
@@ -98,8 +99,10 @@ def seeded(timeline: Timeline) -> Timeline:
 
 
 def chain_of(plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> UnitChain:
+    units = joined(plan, facts.units) if isinstance(plan.wrap, FlatUnits) else facts.units
     *blocks, root = (
-        ChainUnit(unit.shapes, unit.is_root, plan.is_apart(unit.modules)) for unit in facts.units
+        ChainUnit(unit.shapes, unit.modules[-1] == "", plan.is_apart(unit.modules))
+        for unit in units
     )
     numel = {tensor.name: tensor.numel for tensor in facts.tensors}
     return UnitChain(

@@ -1,46 +1,119 @@
-"""DDP's buckets are those that torch's own assignment gives."""
+"""Flat units of parameters that stay whole are one until they fill a bucket, and what is predicted
+of them is what closed forms say."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
 import pytest
-import torch
-import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.nn.parallel import distributed
 
-from ptrain.axes.data.costs import bucket_caps, bucket_sizes
-from ptrain.spec.dials import STOCK_BUCKET_BYTES
+from ptrain.algebra.legality import check
+from ptrain.axes.data.buckets import buckets_of
+from ptrain.derivation.flat import joined
+from ptrain.derivation.lowering import lower as lower_of_facts
+from ptrain.plan.lower import lower
+from ptrain.spec.axis import Axis
+from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy, UnitSize
+from ptrain.spec.load import load
+from ptrain.spec.precision import LAYOUTS
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits
+from tests.pure.build import BY_HAND, make_spec, tuple_of
+from tests.pure.closed_forms import MODELS, differences
 
-numels = st.lists(st.integers(min_value=1, max_value=400), min_size=1, max_size=40)
-caps = st.lists(st.integers(min_value=4, max_value=2000), min_size=1, max_size=2)
+ROOT = ("",)
+UNITS = [*((f"blocks.{index}",) for index in range(5)), ROOT]
+NUMELS = (3, 8, 2, 2, 4, 9)
+FP32 = 4  # bytes
+SAMPLE = 40  # of the settings
+OF_TUPLES = {
+    **dict.fromkeys(("R,S,R", "R,S,S", "R,R,S"), True),
+    **dict.fromkeys(("S*,S,R", "M,S,R", "R@host,S,S", "R,S@host,S", "R,S,S@host"), False),
+    **dict.fromkeys(("R,S*,S", "R,S,S*", "R,S,M"), False),
+}
+MESHES = [
+    *({Axis.DP_SHARD: (2, tuple_of(f"R,{o},{g}"))} for o in "RS" for g in "RS" if o + g != "RR"),
+    {Axis.DP_REPLICATE: (2, tuple_of("R,R,R")), Axis.DP_SHARD: (2, tuple_of("R,S,S"))},
+    {Axis.DP_REPLICATE: (2, tuple_of("R,S,R")), Axis.DP_SHARD: (3, tuple_of("R,R,S"))},
+]
 
 
-@given(numels, caps)
-def test_buckets_close_as_in_torch(numel, limits):
-    tensors = [torch.empty(size) for size in numel]
-    indices = list(range(len(tensors)))  # given, so that torch keeps the order
-    assigned, _ = dist._compute_bucket_assignment_by_size(
-        tensors, limits, [False] * len(tensors), indices
+def plan_of(size: int) -> Plan:
+    spec = make_spec(
+        {Axis.DP_SHARD: (2, tuple_of("R,S,S"))}, bucket_bytes=size, model=BY_HAND, unit=None
     )
-    expected = [sum(4 * numel[index] for index in bucket) for bucket in assigned]
-    assert bucket_sizes((4 * size for size in numel), limits) == expected
+    return lower(spec, tuple(UNITS))
 
 
-def test_the_first_cap_holds_once_and_the_last_for_all_that_follow():
-    assert bucket_sizes([6, 6, 6, 6, 6, 6, 6], (10, 20)) == [12, 24, 6]
-
-
-@pytest.mark.skipif(
-    not hasattr(distributed, "_BucketCapacityConfig"), reason="torch 2.11 has no name for its caps"
+@pytest.mark.parametrize(
+    ("elements", "buckets"),
+    [
+        (1, [(0,), (1,), (2,), (3,), (4,), (5,)]),
+        (6, [(1, 2), (3, 4), (0, 5)]),  # 2 + 4, then 8 + 2
+        (7, [(1,), (2, 3, 4), (0, 5)]),
+        (16, [(1, 2, 3, 4), (0, 5)]),
+        (17, [(0, 1, 2, 3, 4), (5,)]),
+        (20, [(0, 1, 2, 3, 4, 5)]),
+    ],
 )
-@pytest.mark.parametrize("megabytes", [None, 1, 40])
-def test_caps_are_those_that_torch_hands_its_reducer(megabytes):
-    config = distributed._BucketCapacityConfig.create(megabytes, None, False)
-    torchs = (config.first_bucket_bytes_cap, config.bucket_bytes_cap)
-    ours = bucket_caps(STOCK_BUCKET_BYTES if megabytes is None else megabytes * 2**20)
-    assert (ours[0], ours[-1]) == torchs
+def test_blocks_fill_buckets_from_the_last_one_and_the_root_is_in_the_last(elements, buckets):
+    units = [*zip(UNITS, NUMELS, strict=True)]
+    assert [*buckets_of(plan_of(FP32 * elements), units)] == buckets
 
 
-def test_no_tensors_make_no_bucket():
-    assert bucket_sizes([], (10,)) == []
+def test_what_is_frozen_altogether_is_no_part_of_a_bucket():
+    units = [*zip(UNITS, (3, 0, 2, 2, 4, 9), strict=True)]
+    assert [*buckets_of(plan_of(2**40), units)] == [(1,), (0, 2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize(("modes", "are_joined"), OF_TUPLES.items())
+def test_units_are_joined_where_nothing_is_brought_or_made_whole_by_unit(modes, are_joined):
+    spec = make_spec({Axis.DP_SHARD: (2, tuple_of(modes))}, unit=None, layout=LAYOUTS["megatron18"])
+    wrap = lower(spec, ()).wrap
+    assert isinstance(wrap, FlatUnits) and (wrap.bucket_bytes > 0) is are_joined
+    written = lower(replace(spec, unit=UnitSize()), ()).wrap
+    assert isinstance(written, FlatUnits) and written.bucket_bytes == 0
+
+
+def test_a_bucket_is_of_whole_parameters_and_no_unit_beside_it():
+    zero1 = ("zero1", ["mesh.dp_shard=2", "bucket=1MiB"])
+    assert not check(load(*zero1).spec)
+    for strategy, *more in (("zero3",), ("zero1", "unit=block"), ("zero-offload",)):
+        spec = load(strategy, ["mesh.dp_shard=2", "bucket=1MiB", *more]).spec
+        assert "bucket" in {fault.place for fault in check(spec)}
+
+
+def test_what_two_stages_share_is_summed_by_itself_and_stays_apart():
+    spec = load("pp-zero2", ["mesh={pp: 2, dp_shard: 2}", "model={preset: gpt-tiny}"]).spec
+    plan = lower_of_facts(spec)
+    assert plan.pipeline is not None and plan.pipeline.shared
+    units = [(("blocks.0",), 5), (("embed",), 7), (ROOT, 2)]
+    assert [*buckets_of(plan, units)] == [(1,), (0, 2)]
+
+
+def _settings() -> Iterator[Spec]:
+    for mesh, elements in itertools.product(MESHES, (20, 30, 10**6)):
+        for number, layout in enumerate(("fp32", "megatron18", "zero20")):
+            sizes = {"bucket_bytes": elements * 4, "layout": LAYOUTS[layout], "unit": None}
+            spec = make_spec(mesh, model=BY_HAND, accumulate=1 + 2 * number, **sizes)
+            yield spec
+            yield replace(spec, overlap=Overlap.BACKWARD)
+            yield replace(spec, overlap=Overlap.NONE, sync=SyncPolicy(gradients=GradientSync.LAST))
+            for when in GatherAfterUpdate:
+                if not check(late := replace(spec, gather_after_update=when)):
+                    yield late
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_the_life_of_buckets_is_what_closed_forms_say(name, is_fresh):
+    facts, compared = MODELS[name], 0
+    for spec in Random(name).sample([*_settings()], SAMPLE):
+        plan = lower(spec, facts.unit_modules)
+        compared += len(joined(plan, facts.units)) < len(facts.units)
+        assert not differences(spec, plan, facts, is_fresh=is_fresh)
+    assert compared > SAMPLE // 4

@@ -98,7 +98,8 @@ def test_every_dial_has_its_value():
     assert spec.gather_after_update is GatherAfterUpdate.NEXT_FORWARD
     assert spec.bucket_bytes == WHOLE_BUCKET and loaded(bucket="per-tensor").bucket_bytes == 1
     assert spec.sync.reshard_after_forward == 2
-    assert loaded(unit="1 blocks").unit == loaded().unit == UnitSize()
+    assert loaded(unit="1 blocks").unit == loaded().unit_size == UnitSize()
+    assert loaded().unit is None
     assert loaded(unit="model").unit.kind is UnitKind.MODEL
 
 
