@@ -30,6 +30,7 @@ from ptrain.meters.measure import gather_estimates, join_estimates
 from ptrain.processor import cores
 from ptrain.report.record import Check, compare, record, verdict
 from ptrain.report.summary import summary
+from ptrain.rooms.heap import keep_freed_memory
 from ptrain.rooms.world import World
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import settled
@@ -84,6 +85,8 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
     with interrupt.caught() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
         stack.callback(world.close)
+        if world.device.type == "cpu":
+            keep_freed_memory()
         exchange = Exchange(world)
         stack.callback(exchange.close)
         if spec.deterministic:

@@ -108,7 +108,7 @@ def _settings() -> Iterator[Spec]:
                     yield late
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "alone"])  # of two units
 @pytest.mark.parametrize("is_fresh", [False, True])
 def test_the_life_of_buckets_is_what_closed_forms_say(name, is_fresh):
     facts, compared = MODELS[name], 0
