@@ -51,9 +51,10 @@ LAYOUTS = ("fp32", "zero16")
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One spec. `placement` maps axes to tuples or strategies; `sync` is the accumulation's policy,
-    as (gradients, after forward, after backward), where it is not the default; `bucket` DDP's size,
-    where one does not hold the whole model; `via` how reduce-scatters are executed; `unit` what is
-    gathered together; `layers` the model's, where it has others than its own."""
+    as (gradients, after forward, after backward), where it is not the default; `bucket` that of
+    DDP, where one does not hold the whole model, or of blocks of flat units that are one; `via`
+    how reduce-scatters are executed; `unit` what is gathered together; `layers` the model's, where
+    it has others than its own."""
 
     name: str
     placement: tuple[tuple[str, Any], ...]

@@ -64,6 +64,20 @@ def test_units_of_every_size_are_predicted_and_equal_one_device(runs: Runs, case
     assert not failing(compare_runs(runs.reference(case), outcome.trajectory, FP64))
 
 
+@pytest.mark.parametrize(("strategy", "bucket"), [("zero1", "whole"), ("zero2", "200 KiB")])
+def test_units_that_fill_a_bucket_are_predicted_and_equal_one_device(
+    runs: Runs, strategy: str, bucket: str
+) -> None:
+    case = named(strategy, 2, fp64=True, layers=LAYERS, accumulate=2, bucket=bucket)
+    outcome = runs.of(case)
+    require_exact(outcome)
+    assert not failing(compare_runs(runs.reference(case), outcome.trajectory, FP64))
+    measured = outcome.reports[0].measured
+    assert measured is not None
+    gathers = (row for row in measured.traffic if row.key.collective is Collective.ALL_GATHER)
+    assert sum(row.calls for row in gathers) == (1 if bucket == "whole" else 2)
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_step_gathers_each_unit_twice_and_reduces_it_once(runs: Runs, unit: str) -> None:
     for case in of_each_wrap(unit):
