@@ -126,7 +126,7 @@ def test_the_data_axes_divide_each_stage_as_they_divide_a_model(axes, tuple_):
     """Over pp a state adds up to what a rank has without pp: no padding, and flat units have one
     root more, with a step of its own."""
     placement = {"pp": "S,S,S,R", "dp_shard": tuple_}
-    model = {"model": SHAPE | EVEN}
+    model = {"model": SHAPE | EVEN, "unit": "block"}  # a small stage would be one unit
     apart = derive(
         legal({axis: 4 if axis == "pp" else 2 for axis in axes}, placement=placement, **model)
     )
