@@ -30,6 +30,7 @@ class Mesh:
         self._groups: dict[tuple[Axis, ...], dist.ProcessGroup] = {}
         self._submeshes: dict[tuple[Axis, ...], DeviceMesh] = {}
         self._adopted: dict[str, tuple[Axis, ...]] = {}
+        self._coordinates: dict[Axis, int] = {}
         _require_size(step, world)
         if step.axes:
             with unset_fake_temporarily():  # a mesh reads its ranks off a tensor
@@ -95,9 +96,12 @@ class Mesh:
         self._adopted[group.group_name] = self.ordered(axes)
 
     def coordinate(self, axis: Axis) -> int:
-        """This rank's place along `axis`."""
+        """This rank's place along `axis`. torch computes it anew for 30 us, and each move of a flat
+        unit wants it."""
         assert self.device_mesh is not None
-        return int(self.device_mesh.get_local_rank(str(axis)))
+        if axis not in self._coordinates:
+            self._coordinates[axis] = int(self.device_mesh.get_local_rank(str(axis)))
+        return self._coordinates[axis]
 
     def place(self, axes: Sequence[Axis]) -> int:
         """This rank's row-major place over `axes`, the first of them outermost; 0 over none."""

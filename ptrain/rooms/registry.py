@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -32,7 +33,7 @@ class Registry:
     `listeners` are told of every tag."""
 
     def __init__(self) -> None:
-        self._tags: dict[int, Tag] = {}
+        self._tags: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tag]] = {}
         self.listeners: list[Callable[[torch.UntypedStorage, Tag], None]] = []
 
     def tag(
@@ -47,11 +48,12 @@ class Registry:
         stays."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._tags:
-            weakref.finalize(storage, self._tags.pop, key, None).atexit = False
-        elif not name:
-            name = self._tags[key].name
-        self._tags[key] = label = Tag(state, substitute, phase, name)
+        alive, before = self._tags.get(key, (None, None))
+        if before is not None and not name:
+            name = before.name
+        label = Tag(state, substitute, phase, name)
+        # the reference calls `pop` with itself, which is what is not there any more
+        self._tags[key] = alive or weakref.ref(storage, partial(self._tags.pop, key)), label
         for listener in self.listeners:
             listener(storage, label)
         return tensor
@@ -62,7 +64,8 @@ class Registry:
 
     def of_storage(self, storage: torch.UntypedStorage) -> Tag | None:
         """The tag of this storage, if anybody gave it one."""
-        return self._tags.get(storage._cdata)
+        entry = self._tags.get(storage._cdata)
+        return None if entry is None else entry[1]
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """Return whether this storage is tagged."""

@@ -223,7 +223,9 @@ def _extremes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _on_host(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Their values: one read off each device."""
+    """Their values: one read off each device. A processor's are read where they are."""
+    if all(scalar.is_cpu for scalar in scalars):
+        return [float(scalar) for scalar in scalars]
     alike: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for index, scalar in enumerate(scalars):
         alike.setdefault(scalar.device, {}).setdefault(scalar.dtype, []).append(index)

@@ -39,6 +39,7 @@ class Cuts(Generic[T]):
         ranks = math.prod(self.degrees)
         self.padded = padded_flat(numel, ranks)
         self._least = self.padded // ranks
+        self._orders: dict[tuple[Axes, Axes], tuple[int, ...] | None] = {}
 
     def shard_numel(self, cut: Sequence[Axis]) -> int:
         """Elements of a shard over the axes `cut`."""
@@ -172,6 +173,12 @@ class Cuts(Generic[T]):
     def _leading(self, cut: Sequence[Axis], over: Sequence[Axis]) -> tuple[int, ...] | None:
         """The order of dimensions that puts `over` first and in mesh order, which is the order of
         ranks in its group; None where the buffer already lies so."""
+        key = tuple(cut), tuple(over)
+        if key not in self._orders:
+            self._orders[key] = self._order_of(*key)
+        return self._orders[key]
+
+    def _order_of(self, cut: Axes, over: Axes) -> tuple[int, ...] | None:
         first = [self.axes.index(axis) for axis in self.room.ordered(over)]
         rest = [dim for dim in range(len(self.axes) + 1) if dim not in first]
         order = (*first, *rest)
