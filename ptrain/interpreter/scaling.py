@@ -8,6 +8,7 @@ in the dtype of the update. No value is read off a tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from ptrain.costs import State
 from ptrain.models.tags import tier_of
 from ptrain.rooms.mesh import Mesh
-from ptrain.rooms.tiers import Tiers
+from ptrain.rooms.tiers import Tiers, alike
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL
@@ -48,7 +49,9 @@ class LossScale:
     def check(self, gradients: Sequence[torch.Tensor]) -> None:
         """Find out, on all ranks alike, whether any gradient is infinite or not a number."""
         self.found_inf.zero_()
-        if gradients:
+        if gradients and gradients[0].dtype is torch.bfloat16:
+            self.found_inf.copy_(not_finite(gradients))
+        elif gradients:
             flag = self._like(gradients[0])
             # unscales by 1: it is the check that is wanted
             one = torch.ones_like(flag)
@@ -97,3 +100,13 @@ class LossScale:
         if self._is_on_device(gradient):
             return self.found_inf
         return self._tiers.empty(None, torch.float32, Tier.HOST, State.GRADIENTS).zero_()
+
+
+def not_finite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return whether any element of the gradients, of which there are some, is infinite or not a
+    number (0-d, where they are). In any dtype: what torch has for scaled losses takes no bf16 on
+    CUDA (`AmpKernels.cu` dispatches on fp16, fp32 and fp64, as of 2.13)."""
+    held = [gradient for gradient in gradients if gradient.numel()]
+    greatest = torch._foreach_norm(held, math.inf)  # NaN where an element is
+    scalars = [alike(value.double(), gradients[0]) for value in greatest]
+    return alike(torch.stack(scalars), gradients[0]).isfinite().all().logical_not_()

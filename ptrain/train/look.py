@@ -7,7 +7,6 @@ never waits for the host.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from signal import Signals
 from typing import Protocol
@@ -19,7 +18,7 @@ from ptrain.axes.data.form import tier_of
 from ptrain.costs import State
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
-from ptrain.interpreter.scaling import LossScale
+from ptrain.interpreter.scaling import LossScale, not_finite
 from ptrain.models.launch import sent_to
 from ptrain.optimizers.build import is_left_out_in_place
 from ptrain.rooms.queue import DeviceQueue, Milestone
@@ -173,6 +172,4 @@ class DeviceSums:
         held = [gradient for gradient in gradients if gradient.numel()]
         if not held:
             return torch.zeros_like(self.halted)
-        # NaN where one is. What torch has for scaled losses takes no bf16 on CUDA, as of 2.13.
-        greatest = torch._foreach_norm(held, math.inf)
-        return torch.stack([value.double() for value in greatest]).isfinite().all().logical_not_()
+        return not_finite(held)

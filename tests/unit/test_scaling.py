@@ -42,10 +42,17 @@ def test_the_scale_takes_the_way_of_torch_s_scaler() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_check_finds_what_is_not_finite_and_changes_nothing(
-    dtype: torch.dtype, bad: float
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bad: float
 ) -> None:
+    check = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def as_on_cuda(gradients: list[torch.Tensor], *others: torch.Tensor) -> None:
+        assert torch.bfloat16 not in {gradient.dtype for gradient in gradients}
+        check(gradients, *others)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", as_on_cuda)
     scale = LossScale(mesh(), ())
     gradients = [torch.randn(5).to(dtype), torch.randn(2, 3).to(dtype)]
     kept = [gradient.clone() for gradient in gradients]
