@@ -85,6 +85,8 @@ def measure_rank(strategy: str, model: str, rounds: int) -> dict[str, Side]:
             with watched(name, step):
                 loss = exchange.add([float(program.forward_backward(each))])[0]
                 program.step(3e-4)
+            if name == WITH and consistency.is_due(step + 1):
+                consistency.require(step + 1)
         dist.barrier()
         taken += EVERY
         return time.process_time() - cpu, time.perf_counter() - wall, loss

@@ -29,15 +29,20 @@ class Consistency:
 
     @contextmanager
     def around(self, step: int, watch: AbstractContextManager[object]) -> Iterator[None]:
-        """A step's context (`step` counts from 0) inside of which its gradients are looked at too
-        where it is due. Raises TrainingStopped on all ranks after it."""
-        if not self.every or (step + 1) % self.every:
+        """A step's context (`step` counts from 0) inside of which its gradients are noted where
+        `require` is due after it."""
+        if not self.is_due(step + 1):
             with watch:
                 yield
             return
         with watch, self._replicas.noted():
             yield
-        self.require(step + 1)
+
+    def is_due(self, steps: int) -> bool:
+        """Return whether the ranks are compared after so many steps. What is not finite is another
+        finding, with a remedy of its own, which goes before: the steps' figures are settled
+        first."""
+        return self.every > 0 and steps % self.every == 0
 
     def require(self, steps: int) -> None:
         """Require that the ranks agree after so many steps. Raises TrainingStopped on all of them;

@@ -73,7 +73,7 @@ class Guard:
         """`queue` is that of the program's device. `repeat(step)` computes a step's gradients
         again, and returns their norm."""
         self._repeat = repeat
-        self._program = program
+        self._program, self._queue = program, queue
         self._exchange = exchange
         self._interrupts = interrupts
         self._updated = 0  # units in this step's backward pass
@@ -103,7 +103,7 @@ class Guard:
         )
         self._require(step, figures)
         self._updated = 0
-        return HostLook(figures, self._program.scaling)
+        return HostLook(self._queue, figures, self._program.scaling)
 
     def figures(self, step: int, look: Look) -> StepFigures:
         """Return what all ranks know of a step whose update is launched. Raises TrainingStopped, on

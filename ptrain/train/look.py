@@ -54,20 +54,28 @@ class Look(Protocol):
 
 
 class HostLook:
-    """Of a step whose figures were waited for."""
+    """Of a step whose figures were waited for, all but what its update makes of the loss scale."""
 
     halted = None
 
-    def __init__(self, figures: StepFigures, scaling: LossScale | None) -> None:
-        self._figures, self._scaling = figures, scaling
+    def __init__(self, queue: DeviceQueue, figures: StepFigures, scaling: LossScale | None) -> None:
+        self._queue, self._figures, self._scaling = queue, figures, scaling
+        self._sent: tuple[torch.Tensor, Milestone] | None = None
 
+    @torch.no_grad()
     def send(self) -> None:
         if self._scaling is not None:
-            scale, is_skipped = float(self._scaling.scale), bool(float(self._scaling.found_inf))
-            self._figures = replace(self._figures, loss_scale=scale, is_skipped=is_skipped)
+            with without_modes():
+                numbers = torch.stack([self._scaling.scale, self._scaling.found_inf])
+                self._sent = self._queue.to_host(numbers), self._queue.mark()
 
     def figures(self) -> StepFigures:
-        return self._figures
+        if self._sent is None:
+            return self._figures
+        numbers, sent = self._sent
+        sent.wait()
+        scale, is_skipped = numbers.tolist()
+        return replace(self._figures, loss_scale=scale, is_skipped=bool(is_skipped))
 
 
 class DeviceLook:
@@ -137,10 +145,7 @@ class DeviceSums:
 
     def __init__(self, program: Program, queue: DeviceQueue, interrupts: Interrupts) -> None:
         self._program, self._queue, self._interrupts = program, queue, interrupts
-        mesh, device = program.mesh, program.world.device
-        self.halted = torch.zeros((), dtype=torch.float32, device=device)
-        # along each axis by itself: groups that the program has, and no communicator more
-        self._groups = [mesh.group((axis,)) for axis in mesh.axes if mesh.degrees[axis] > 1]
+        self.halted = torch.zeros((), dtype=torch.float32, device=program.world.device)
 
     @torch.no_grad()
     def look(self, share: torch.Tensor, norm: torch.Tensor | None) -> DeviceLook:
@@ -152,8 +157,10 @@ class DeviceSums:
             unsound = self._unsound(norm)
             own = torch.stack([share.double(), unsound.double()])
             sums = torch.cat([own, sent_to(device, seen)])
-            for group in self._groups:
-                dist.all_reduce(sums, group=group)
+            if self._program.world.size > 1:
+                # of all ranks, by the group in which they compared their models: NCCL has it ready,
+                # where one that only these sums need would be a communicator more
+                dist.all_reduce(sums)
             is_unsound = sums[0].isfinite().logical_not_().logical_or_(sums[1] > 0)
             # a new one in each step: what is older than a step the meters would count
             self.halted = torch.maximum(self.halted, is_unsound.float())

@@ -49,6 +49,10 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
             before = ended if queue.runs_ahead else None
             seen = parts.journal.seen(steps)
             reports.add(Launched(step, rate, look, (began, ended), routing, seen))
+            if parts.consistency.is_due(steps):
+                reports.settle()
+                parts.consistency.require(steps)
+                before = None
             if _is_due(steps, spec.eval.every):
                 reports.settle()
                 held_out, before = _evaluate(program, parts), None

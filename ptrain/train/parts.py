@@ -9,6 +9,7 @@ from signal import Signals
 
 from ptrain.data.source import SampleSource
 from ptrain.report.routing import LayerRouting
+from ptrain.train.consistency import Consistency
 from ptrain.train.exchange import Exchange
 from ptrain.train.interrupt import Interrupts
 from ptrain.train.journal import Journal
@@ -18,7 +19,8 @@ from ptrain.train.journal import Journal
 class Parts:
     """What the loop uses beside the program. `watch(step)` surrounds a step with the meters and
     profilers that are due, `routing(step)` gives what its routers chose, where they were watched;
-    `judge(step, loss, norm)` may stop the training; `save(steps_done)` writes a checkpoint."""
+    `judge(step, loss, norm)` may stop the training, and so may `consistency` where it is due;
+    `save(steps_done)` writes a checkpoint."""
 
     corpus: SampleSource
     exchange: Exchange
@@ -27,6 +29,7 @@ class Parts:
     watch: Callable[[int], AbstractContextManager[object]]
     routing: Callable[[int], Sequence[LayerRouting]]
     judge: Callable[[int, float, float | None], None]
+    consistency: Consistency
     save: Callable[[int], None]
 
 

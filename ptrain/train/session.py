@@ -172,6 +172,7 @@ def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGua
                 ),
                 routing=routing.of_step,
                 judge=guard.judge,
+                consistency=consistency,
                 save=partial(_save, program, session, consistency),
             )
             if world.is_first:

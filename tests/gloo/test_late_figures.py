@@ -13,12 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from ptrain.algebra.legality import require
 from ptrain.errors import TrainingStopped
+from ptrain.internals import process_groups
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters import holdings
+from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.train import session
 from ptrain.train.finite import Guard
+from ptrain.train.interrupt import Interrupts
+from ptrain.train.look import DeviceSums
 from ptrain.train.options import Options
 from tests.gloo.stand_in import PlayedMilestone, PlayedQueue, behind_its_host, reads_of_steps
 from tests.models_poisoned import TENSOR
@@ -148,6 +153,31 @@ def test_between_two_steps_nothing_is_read_off_the_device(
         assert reads == {}
 
 
+def test_a_loss_scale_is_read_with_the_figures_where_the_host_waits_for_these(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """It waits for the loss, the norm and whether the update is skipped, and the ranks' sums lie on
+    the host."""
+    words = ("muon", *SMALL, f"train.steps={STEPS}", "precision.layout=fp16")
+    for reads in ranks.run(2, counted, words, str(tmp_path / "run"), True):
+        assert reads == dict.fromkeys(range(FIRST, STEPS - 1), ["__float__"] * 3 + ["tolist"])
+
+
+def sums_by_group() -> dict[str, int]:
+    """How many collectives a look makes, by the group of its ranks."""
+    program = interpret(require(load("hsdp", SMALL)), world=World.join())
+    sums = DeviceSums(program, PlayedQueue(program.world.device), Interrupts())
+    groups = {name: group for group, name in process_groups.names().items()}
+    before = {name: process_groups.collectives([group]) for name, group in groups.items()}
+    sums.look(program.loss.share, None)
+    issued = {name: process_groups.collectives([group]) for name, group in groups.items()}
+    return {name: count - before[name] for name, count in issued.items() if count != before[name]}
+
+
+def test_the_device_s_sums_need_no_group_but_that_of_all_ranks(ranks: Ranks) -> None:
+    assert ranks.run(4, sums_by_group) == [{"0": 1}] * 4  # torch's name of the first group
+
+
 def test_a_loop_that_waits_is_seen_in_every_step(ranks: Ranks, tmp_path: Path) -> None:
     words = ("ddp", *SMALL, f"train.steps={STEPS}")
     for reads in ranks.run(2, counted, words, str(tmp_path / "run"), False):
@@ -215,6 +245,16 @@ def test_a_gradient_that_is_not_finite_is_told_of_late_and_nothing_is_updated_me
     assert rows(tmp_path / "late") == rows(tmp_path / "waits")
     is_late = name not in ("muon", "zero-offload") and "placement.dp_shard=R,S,O,R" not in more
     assert all((3 in end.before) is is_late for end in late)
+
+
+def test_what_is_not_finite_is_told_of_before_that_the_ranks_differ(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    words = ("ddp", *SMALL, "train.steps=6", UNCLIPPED, "consistency_every=3")
+    for is_played in (False, True):
+        ends = ranks.run(2, train, words, str(tmp_path / str(is_played)), is_played, 2)
+        (text,) = {end.text for end in ends}
+        assert text.startswith("step 3: the loss is 5.") and " in 1 of " in text
 
 
 def test_a_gradient_that_is_finite_when_it_is_computed_again_is_said_to_be(

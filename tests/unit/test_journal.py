@@ -12,6 +12,7 @@ import torch
 from ptrain.algebra.legality import require
 from ptrain.interpreter.scaling import LossScale
 from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.queue import DeviceQueue
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
@@ -40,7 +41,7 @@ def test_every_step_has_its_scale_and_skipped_ones_are_counted_without_a_norm(
             figures = StepFigures(
                 loss=5.0, is_sound=True, gradient_norm=math.inf if overflows else 1.0
             )
-            look = HostLook(figures, scaling)
+            look = HostLook(DeviceQueue(CPU), figures, scaling)
             look.send()
             journal.step(StepReport(step, look.figures(), 1e-3, 0.1))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
