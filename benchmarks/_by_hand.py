@@ -129,7 +129,10 @@ def _fully_sharded(model: nn.Module, spec: Spec) -> nn.Module:
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
     if spec.precision.layout.name == "fsdp-mixed":
         options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.bfloat16,
+            # by default a block's rotary tables would be rounded to bf16 with its other inputs
+            cast_forward_inputs=False,
         )
     for block in model.blocks:
         fully_shard(block, **options)
@@ -137,12 +140,17 @@ def _fully_sharded(model: nn.Module, spec: Spec) -> nn.Module:
 
 
 def built(spec: Spec) -> nn.Module:
-    """The spec's model, the same on every rank."""
+    """The spec's model in fp32, the same on every rank. It begins as ptrain's masters do: with the
+    numbers that its parameters have in the dtype that they are used in."""
     from ptrain.models.build import build
     from ptrain.models.initialize import initialize
+    from ptrain.models.numerics import TORCH_DTYPES
 
     model = build(spec.model, sequence=spec.batch.sequence)
     initialize(model, spec.train.seed)
+    used = TORCH_DTYPES[spec.precision.layout.parameters]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(used).float()
     return model
 
 

@@ -1,0 +1,37 @@
+"""The loops that benchmarks hold ptrain against train the same thing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SMALL = (
+    "model={layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 260}",
+    "batch={global: 4, micro: 2, sequence: 32}",
+    "optimizer.lr=3e-3",
+    "optimizer.clip=1e6",  # never reached: the sums of the norm are taken in another order
+)
+
+
+def losses(name: str, steps: int) -> list[tuple[float, float]]:
+    """This rank's shares: ptrain's, and those of the loop by hand."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        from _by_hand import by_hand
+        from step_time import legal, program_steps
+    spec = legal(name, SMALL)
+    own, other = program_steps(spec), by_hand(spec)
+    return [(own(), other()) for _ in range(steps)]
+
+
+def test_masters_gathered_in_bf16_train_to_the_bit_as_fsdp2_by_hand(ranks: Ranks) -> None:
+    of_ranks = ranks.run(2, losses, "fsdp-mixed", 6)
+    assert all(own == other for of_rank in of_ranks for own, other in of_rank)
+    totals = [sum(own for own, _ in of_step) for of_step in zip(*of_ranks, strict=True)]
+    assert totals[-1] < totals[0]
