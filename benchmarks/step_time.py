@@ -312,11 +312,11 @@ def over_limits(name: str, median: float, high: float, limits: tuple[float, floa
     ]
 
 
-def different(name: str, apart: float, limit: float = SAME) -> list[str]:
+def different(name: str, apart: float) -> list[str]:
     """Losses that say that the work was not the same."""
-    if apart < limit:  # which no NaN is
+    if apart < SAME:  # which no NaN is
         return []
-    return [f"{name}: losses {apart:.1e} apart, not less than {limit:g}"]
+    return [f"{name}: losses {apart:.1e} apart, not less than {SAME:g}"]
 
 
 def main() -> int:
