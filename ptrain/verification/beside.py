@@ -18,10 +18,8 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.journal import LOG
 from ptrain.verification.capture import Capture
 from ptrain.verification.induction import Onward
-from ptrain.verification.trajectory import unclipped
 from ptrain.verification.undropped import dropping
 from ptrain.verification.variants import without_dropout
-from ptrain.verification.whole_tensors import whole
 
 
 class BesideOneDevice:
@@ -80,8 +78,7 @@ class BesideOneDevice:
             return
         is_first = self._capture is not None
         if self._capture is not None:
-            gradients = whole(self._capture.gradients(self._exchange), self._exchange)
-            onward.compare(loss, unclipped(gradients, self._program, norm))
+            onward.compare(loss, self._capture.unclipped(self._exchange, norm))
             self._capture = None
         else:
             onward.compare_following(step, loss)

@@ -3,6 +3,7 @@ gradients, and every parameter's gradient as the optimizer is given it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -21,10 +22,12 @@ from ptrain.interpreter.program import Program
 from ptrain.models.moe import MoE
 from ptrain.optimizers.torch import tensor_of
 from ptrain.spec.role import Roles
+from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.outputs import Key, Outputs
 from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.updates.record import UpdateRecord, recorded, wholes
+from ptrain.verification.whole_tensors import whole
 
 
 @contextmanager
@@ -172,6 +175,23 @@ class Capture:
                 gradient = torch.zeros_like(target.value())
             gradients.update(self.program.canonical(target.named(gradient / clipped)))
         return gradients
+
+    def unclipped(self, exchange: Exchange, norm: float | None) -> dict[str, torch.Tensor]:
+        """Return whole gradients by name, on the host, as they were before clipping by this norm.
+        All ranks call it."""
+        gradients = whole(self.gradients(exchange), exchange)
+        if (factor := clipped_by(self.program.spec, norm)) == 1.0:
+            return gradients
+        return {name: gradient.double() / factor for name, gradient in gradients.items()}
+
+
+def clipped_by(spec: Spec, norm: float | None) -> float:
+    """Return what clipping multiplies gradients by (torch's clip_grad_norm_), if a program tells
+    the true norm."""
+    clip = spec.optimizer.clip
+    if clip is None or norm is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, clip / (norm + 1e-6))
 
 
 def as_held(program: Program, path: str, whole: torch.Tensor, tokens: TokensOfRank) -> torch.Tensor:

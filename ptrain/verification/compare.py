@@ -33,7 +33,7 @@ class Tolerances:
     compared. A tensor that is NOISE is relative to the model's root mean square.
     """
 
-    losses: float | tuple[float, ...]
+    losses: float | tuple[float, ...] = 0.0
     gradient_norms: float | tuple[float, ...] | None = None
     parameters: float | None = None
 
@@ -51,32 +51,67 @@ class Tolerances:
 FP64 = Tolerances(losses=1e-12, gradient_norms=1e-11, parameters=1e-9)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """Signs that a run learned anything: two dead runs agree perfectly. `again` is the loss of the
+    first batch after all updates, None where no further step could be run. Norms are not finite in
+    steps that a scaled loss skips; there are none of either where nobody computes them."""
+
+    name: str
+    losses: Sequence[float]
+    norms: Sequence[float]
+    travelled: float
+    again: float | None
+
+    @classmethod
+    def of(cls, name: str, trajectory: Trajectory, again: float) -> Liveness:
+        return cls(
+            name=name, losses=trajectory.losses, norms=trajectory.gradient_norms,
+            travelled=trajectory.travelled, again=again,
+        )  # fmt: skip
+
+    def checks(self) -> Iterator[Check]:
+        name = self.name
+        if self.norms:  # min() passes over what is not a number, or not, by its place
+            least = min((norm for norm in self.norms if not math.isnan(norm)), default=math.nan)
+            yield claim(f"{name}: gradients", least, least > 0.0, "every gradient is zero")
+        yield claim(
+            f"{name}: parameters move", self.travelled, self.travelled > STILL,
+            "the parameters stood still",
+        )  # fmt: skip
+        if not self.losses:
+            return
+        wrong = sum(not math.isfinite(loss) for loss in self.losses)
+        yield claim(
+            f"{name}: losses are finite", None, wrong == 0, f"{wrong} losses are not finite"
+        )
+        if self.again is not None:  # on the very batch of step 0: no batch's luck is in it
+            first, fall = self.losses[0], self.losses[0] - self.again
+            why = (
+                f"the first batch's loss was {first:.6g} and is {self.again:.6g} after the updates"
+            )
+            yield claim(f"{name}: learns", fall, fall > 0.0, why)
+
+
 def compare(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> tuple[Check, ...]:
-    """All checks; the first is whether there is anything to compare."""
+    """Return the checks whether both runs are alive, and how far they part. Of the batch of step 0
+    no loss is known at the end: another one's of the second half must be lower."""
+    both = {"reference": reference, "run": run}
+    alive = (
+        Liveness.of(name, its, min(its.losses[len(its.losses) // 2 :]))
+        for name, its in both.items()
+    )
     return (
-        *alive("reference", reference),
-        *alive("run", run),
+        *(check for its in alive for check in its.checks()),
         _losses(reference, run, tolerances),
-        *_norms(reference, run, tolerances),
-        *_parameters(reference, run, tolerances),
+        *parted(reference, run, tolerances),
     )
 
 
-def alive(name: str, trajectory: Trajectory) -> Iterator[Check]:
-    """Yield the checks that it trained at all: finite losses, no gradient that is zero, parameters
-    that move, a loss that falls. Norms are not finite in steps that a scaled loss skips."""
-    norms, losses = trajectory.gradient_norms, trajectory.losses
-    wrong = sum(not math.isfinite(loss) for loss in losses)
-    yield claim(f"{name}: finite", len(losses), wrong == 0, f"{wrong} losses are not finite")
-    if norms:  # min() passes over what is not a number, or not, by its place
-        smallest = min((norm for norm in norms if not math.isnan(norm)), default=math.nan)
-        yield claim(f"{name}: gradients", smallest, smallest > 0.0, "a gradient is zero")
-    travelled = trajectory.travelled
-    yield claim(
-        f"{name}: parameters move", travelled, travelled > STILL, "the parameters stood still"
-    )
-    fall = losses[0] - min(losses[len(losses) // 2 :])
-    yield claim(f"{name}: loss falls", fall, fall > 0.0, "the loss is flat")
+def parted(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
+    """Yield the checks of the gradient norms of every step, and of the parameters at the end."""
+    yield from _norms(reference, run, tolerances)
+    yield from _parameters(reference, run, tolerances)
 
 
 def claim(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
@@ -84,6 +119,14 @@ def claim(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
     number."""
     why = "" if holds else otherwise
     return Check(name=name, predicted=None, measured=value, tolerance=0.0, holds=holds, why=why)
+
+
+def counted(name: str, number: int, differing: int, why: str) -> Check:
+    """Return the check that of so many things none differs."""
+    return Check(
+        name=name, predicted=number, measured=number - differing, tolerance=0.0,
+        holds=not differing, why=why,
+    )  # fmt: skip
 
 
 def _losses(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Check:
@@ -187,13 +230,9 @@ def at_most(name: str, difference: float, allowed: float, why: str) -> Check:
     """Return the check of a difference that should be 0; `why` it fails, where it does."""
     holds = difference <= allowed  # false for NaN
     return Check(
-        name=name,
-        predicted=0.0,
-        measured=difference,
-        tolerance=allowed,
-        holds=holds,
+        name=name, predicted=0.0, measured=difference, tolerance=allowed, holds=holds,
         why="" if holds else why,
-    )
+    )  # fmt: skip
 
 
 def _check(name: str, difference: float, tolerance: float, place: str) -> Check:

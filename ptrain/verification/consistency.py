@@ -15,6 +15,7 @@ from ptrain.meters.replicas import ReplicaMeter
 from ptrain.report.finding import Culprit, Departure, Moment
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
+from ptrain.verification.compare import counted
 from ptrain.verification.differing_bits import closer
 from ptrain.verification.drive import drive
 from ptrain.verification.masks import Masks
@@ -81,14 +82,7 @@ class Watch:
             first = self.departures[0]
             ranks = ", ".join(map(str, first.between or (first.rank,)))
             why = f"step {first.step}: {first.subject} {first.name} differs between ranks {ranks}"
-        return Check(
-            name=name,
-            predicted=looks,
-            measured=looks - failed,
-            tolerance=0.0,
-            holds=not failed,
-            why=why,
-        )
+        return counted(name, looks, int(failed), why)
 
 
 def consistency(program: Program, exchange: Exchange, *, every_collective: bool) -> Watch:

@@ -10,7 +10,7 @@ import torch
 from ptrain.axes.data.run.target import Named
 from ptrain.interpreter.program import Program
 from ptrain.models.batch import StepBatch
-from ptrain.spec.spec import Spec
+from ptrain.verification.capture import clipped_by
 from ptrain.verification.outputs import Outputs
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import States
@@ -49,11 +49,3 @@ class Evidence:
     def clipped_by(self) -> float:
         """Return what clipping multiplied this rank's gradients by."""
         return clipped_by(self.program.spec, self.norm)
-
-
-def clipped_by(spec: Spec, norm: float | None) -> float:
-    """Return what clipping multiplies gradients by, if a program tells the true norm."""
-    clip = spec.optimizer.clip
-    if clip is None or norm is None or not math.isfinite(norm):
-        return 1.0
-    return min(1.0, clip / (norm + 1e-6))

@@ -23,9 +23,8 @@ from ptrain.verification.compare import apart, at_most, share_of
 from ptrain.verification.drive import drive_and_add
 from ptrain.verification.preconditions import Make
 from ptrain.verification.tolerances import FP64_GRADIENT
-from ptrain.verification.trajectory import ProgramRun, unclipped
+from ptrain.verification.trajectory import ProgramRun
 from ptrain.verification.variants import in_other_batches
-from ptrain.verification.whole_tensors import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ def in_micro_batches(
     program = make(other, world)
     with Capture(program, set()) as capture:
         _, norm = drive_and_add(program, corpus(spec.data), 0, exchange)
-    gradients = unclipped(whole(capture.gradients(exchange), exchange), program, norm)
+    gradients = capture.unclipped(exchange, norm)
     batch = spec.batch
     name = f"{batch.accumulate} x {batch.micro} as {other.batch.accumulate} x {other.batch.micro}"
     return (_gradient(name, apart(run.gradients, gradients)),), ""

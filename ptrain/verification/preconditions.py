@@ -21,6 +21,7 @@ from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
+from ptrain.verification.compare import counted
 from ptrain.verification.drive import drive
 from ptrain.verification.parts import held, part_of
 from ptrain.verification.reference import ReferenceTraining
@@ -40,7 +41,7 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
         losses, skipped, broken = _steps(program, exchange)
         if broken:
             why = f"{broken}; what departs before, if anything does, is told below"
-            return (_counted("steps that end", STEPS, STEPS - len(losses), why), *starts)
+            return (counted("steps that end", STEPS, STEPS - len(losses), why), *starts)
         first = _digests(program)
         counters = _counters(program, exchange, STEPS - skipped)
         del program
@@ -111,7 +112,7 @@ def _same_bits(losses: Sequence[float], again: Sequence[float]) -> Check:
     if differing:
         step = differing[0]
         why = f"step {step}: {texts[step]} the first time, {texts_again[step]} the second"
-    return _counted(f"{REPEATED}: losses", len(losses), len(differing), why)
+    return counted(f"{REPEATED}: losses", len(losses), len(differing), why)
 
 
 def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
@@ -193,15 +194,4 @@ def _of_all_ranks(
     total, differing = (sum(its[i] for its in everyone) for i in (0, 1))
     first = failures[0][1].replace("{rank}", str(failures[0][0])) if failures else ""
     more = f" ({differing - 1} more)" if differing > 1 else ""
-    return _counted(name, total, differing, first + more)
-
-
-def _counted(name: str, number: int, differing: int, why: str) -> Check:
-    return Check(
-        name=name,
-        predicted=number,
-        measured=number - differing,
-        tolerance=0.0,
-        holds=not differing,
-        why=why,
-    )
+    return counted(name, total, differing, first + more)

@@ -161,23 +161,41 @@ class ReferenceTraining:
         return norm
 
 
+class OneDeviceRun:
+    """A reference's steps from the initial weights. `gradients`: of step 0 by name, without the
+    loss's scale."""
+
+    def __init__(self, device: ReferenceTraining) -> None:
+        self.device = device
+        self.gradients: dict[str, Tensor] = {}
+        self._initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
+        self._passes: list[tuple[float, float, float]] = []  # loss, norm, logits
+
+    def step(self) -> int:
+        """Run one update; return how many there were."""
+        device, step = self.device, len(self._passes)
+        accumulated, scale = device.accumulate(step), device.updater.scale
+        if step == 0:
+            self.gradients = {name: its / scale for name, its in accumulated.sums.items()}
+        norm = device.update(step, accumulated.sums)
+        self._passes.append((accumulated.loss, norm, accumulated.logits))
+        return step + 1
+
+    def trajectory(self) -> Trajectory:
+        losses, norms, logits = zip(*self._passes, strict=True)
+        parameters = self.device.parameters
+        return Trajectory(
+            losses=losses, gradient_norms=norms, parameters=parameters, logits=logits,
+            travelled=distance(self._initial, parameters),
+        )  # fmt: skip
+
+
 def one_device(spec: Spec, steps: int) -> Trajectory:
     """Run `steps` updates from the initial weights."""
-    device = ReferenceTraining(spec)
-    initial = {name: parameter.clone() for name, parameter in device.parameters.items()}
-    passes: list[Pass] = []
-    norms: list[float] = []
-    for step in range(steps):
-        accumulated = device.accumulate(step)
-        norms.append(device.update(step, accumulated.sums))
-        passes.append(replace(accumulated, sums={}))
-    return Trajectory(
-        losses=tuple(pass_.loss for pass_ in passes),
-        gradient_norms=tuple(norms),
-        parameters=device.parameters,
-        travelled=distance(initial, device.parameters),
-        logits=tuple(pass_.logits for pass_ in passes),
-    )
+    run = OneDeviceRun(ReferenceTraining(spec))
+    while run.step() < steps:
+        pass
+    return run.trajectory()
 
 
 def distance(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:

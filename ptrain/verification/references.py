@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.permuted import Permuted
 from ptrain.verification.progress import Progress
-from ptrain.verification.reference import ReferenceTraining, Trajectory, distance
+from ptrain.verification.reference import OneDeviceRun, ReferenceTraining, Trajectory
 from ptrain.verification.variants import on_one_device
 
 _SECONDS = 2.0  # that a rank works before it tells the others
@@ -102,7 +101,7 @@ def references(
         while (running or to_do) and time.monotonic() < until:
             running = running or _Running(to_do.pop(0))
             done += 1
-            if running.step():
+            if running.step() == running.ask.steps:
                 solos[running.ask.key] = solo = running.result()
                 _write(running.ask, solo, folder)
                 running = None
@@ -132,42 +131,16 @@ def _owners(asks: Sequence[Ask], size: int) -> dict[str, int]:
     return owners
 
 
-class _Running:
-    """One run while it lasts."""
+class _Running(OneDeviceRun):
+    """The run that is asked for, while it lasts."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
         spec = on_one_device(ask.spec)
-        self.device = ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed)
-        self.initial = {
-            name: parameter.clone() for name, parameter in self.device.parameters.items()
-        }
-        self.gradients: dict[str, Tensor] = {}
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.logits: list[float] = []
-
-    def step(self) -> bool:
-        """Run one update; return whether it was the last."""
-        step = len(self.losses)
-        accumulated = self.device.accumulate(step)
-        if step == 0:
-            scale = self.device.updater.scale
-            self.gradients = {name: gradient / scale for name, gradient in accumulated.sums.items()}
-        self.norms.append(self.device.update(step, accumulated.sums))
-        self.losses.append(accumulated.loss)
-        self.logits.append(accumulated.logits)
-        return len(self.losses) == self.ask.steps
+        super().__init__(ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed))
 
     def result(self) -> Solo:
-        parameters = self.device.parameters
-        trajectory = Trajectory(
-            losses=tuple(self.losses),
-            gradient_norms=tuple(self.norms),
-            parameters=parameters,
-            travelled=distance(self.initial, parameters),
-            logits=tuple(self.logits),
-        )
+        trajectory = self.trajectory()
         again = self.device.accumulate(0).loss
         return Solo(trajectory=trajectory, gradients=self.gradients, again=again)
 
@@ -176,16 +149,8 @@ def _write(ask: Ask, solo: Solo, folder: Path | None) -> None:
     """Whole or not at all: other specs of the command come later, but ranks at once."""
     if folder is None:
         return
-    trajectory = solo.trajectory
-    plain: dict[str, Any] = {
-        "losses": trajectory.losses,
-        "gradient_norms": trajectory.gradient_norms,
-        "logits": trajectory.logits,
-        "travelled": trajectory.travelled,
-        "parameters": dict(trajectory.parameters),
-        "gradients": solo.gradients,
-        "again": solo.again,
-    }
+    plain = {name: getattr(solo.trajectory, name) for name in Trajectory.__dataclass_fields__}
+    plain |= {"gradients": solo.gradients, "again": solo.again}
     temporary = folder / f".{ask.key}.{os.getpid()}"
     torch.save(plain, temporary)
     temporary.replace(_path(ask, folder))

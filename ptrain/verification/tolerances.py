@@ -23,9 +23,6 @@ is of the run under test.
   the two round-offs, is what fp64 ones would: the growth is the map's, and the same. That ends
   where fp32 references differ by more than a hundredth of the loss, beyond which differences stop
   growing in proportion: then 3 permuted references in fp64 say it themselves.
-
-Note: `band` bounds 16-bit losses from the layout's round-off alone, without a run more, by
-worst-case slopes: it holds for any order, is wide, and knows nothing of growth.
 """
 
 from __future__ import annotations

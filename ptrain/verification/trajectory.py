@@ -7,7 +7,7 @@ step that is off, or not finite, is the last that runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -20,12 +20,12 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
 from ptrain.verification.capture import Capture
 from ptrain.verification.compare import (
+    Liveness,
     Tolerances,
-    alive,
     apart,
     apart_by_tensor,
     at_most,
-    compare,
+    parted,
     share_of,
 )
 from ptrain.verification.consistency import EVERY, Watch
@@ -33,7 +33,7 @@ from ptrain.verification.drive import drive_and_add
 from ptrain.verification.induction import Onward
 from ptrain.verification.progress import Progress
 from ptrain.verification.reference import Trajectory, distance
-from ptrain.verification.references import ReferenceRun, Solo
+from ptrain.verification.references import ReferenceRun
 from ptrain.verification.tolerances import Allowed
 from ptrain.verification.whole_tensors import whole
 
@@ -96,7 +96,7 @@ def follow(
             loss, norm = drive_and_add(program, source, step, exchange)
         onward.compare_following(step, loss)
         if capture is not None:
-            step_gradients = unclipped(whole(capture.gradients(exchange), exchange), program, norm)
+            step_gradients = capture.unclipped(exchange, norm)
             gradients = gradients or step_gradients
             if is_due:
                 onward.compare(loss, step_gradients)
@@ -122,17 +122,6 @@ def follow(
     )
 
 
-def unclipped(
-    gradients: dict[str, Tensor], program: Program, norm: float | None
-) -> dict[str, Tensor]:
-    """Return what the optimizer would have got without clipping; `norm` is the one before it."""
-    clip = program.spec.optimizer.clip
-    if norm is None or clip is None or not math.isfinite(norm):
-        return gradients
-    factor = min(1.0, clip / (norm + 1e-6))  # torch's clip_grad_norm_
-    return {name: gradient.double() / factor for name, gradient in gradients.items()}
-
-
 def checks(
     reference: ReferenceRun, run: ProgramRun, allowed: Allowed, exchange: Exchange
 ) -> tuple[Check, ...]:
@@ -144,10 +133,12 @@ def checks(
             _gradient(apart(solo.gradients, run.gradients), allowed.gradient),
             _by_parameter(apart_by_tensor(solo.gradients, run.gradients), allowed.by_parameter),
             _in_corridor(run, within),
-            *_learns(solo, run),
+            *Liveness.of("reference", solo.trajectory, solo.again).checks(),
         ]
         if run.stopped is None:
-            own += _of_trajectories(solo.trajectory, run.trajectory, allowed)
+            own += Liveness.of("run", run.trajectory, run.again).checks()
+            tolerances = Tolerances(gradient_norms=allowed.norms, parameters=allowed.parameters)
+            own += parted(solo.trajectory, run.trajectory, tolerances)
     return (*from_rank(reference.owner, own, exchange), *run.onward)
 
 
@@ -180,58 +171,9 @@ def _in_corridor(run: ProgramRun, within: Corridor) -> Check:
         for difference, allowed in zip(off, within.allowed, strict=False)
     ]
     worst = max(range(len(excess)), key=excess.__getitem__)
-    holds, why = True, ""
+    why = ""
     if run.stopped is not None and not within.contains(run.stopped, losses[run.stopped]):
-        holds = False
-        step = worst = run.stopped
-        is_finite = math.isfinite(losses[step])
-        why = (
-            f"step {step}: the loss is {losses[step]:.12g}, one device has "
-            f"{within.center[step]:.12g}"
-            if is_finite
-            else f"step {step}: the loss is {losses[step]}"
-        )
-    return Check(
-        name="loss of every step",
-        predicted=0.0,
-        measured=off[worst],
-        tolerance=within.allowed[worst],
-        holds=holds,
-        why=why,
-    )
-
-
-def _learns(solo: Solo, run: ProgramRun) -> Iterator[Check]:
-    """On the very batch that the first step saw, so that no batch's luck is in it."""
-    yield _falls("reference", solo.trajectory.losses[0], solo.again)
-    if run.stopped is None:
-        yield _falls("run", run.trajectory.losses[0], run.again)
-
-
-def _falls(name: str, before: float, after: float) -> Check:
-    fall = before - after
-    holds = fall > 0.0  # false of what is not a number
-    return Check(
-        name=f"{name}: learns its first batch",
-        predicted=None,
-        measured=fall,
-        tolerance=0.0,
-        holds=holds,
-        why="" if holds else f"its loss was {before:.6g} and is {after:.6g} after the last step",
-    )
-
-
-def _of_trajectories(reference: Trajectory, run: Trajectory, allowed: Allowed) -> Iterator[Check]:
-    """Compare, where they are comparable, norms and the parameters at the end; check whether both
-    are alive. Of a loss that falls `_learns` tells, whatever the batches."""
-    if allowed.norms is None:
-        comparisons = (*alive("reference", reference), *alive("run", run))
-    else:
-        pairs = zip(allowed.losses, reference.losses, strict=True)
-        relative = tuple(limit / abs(loss) for limit, loss in pairs)
-        tolerances = Tolerances(
-            losses=relative, gradient_norms=allowed.norms, parameters=allowed.parameters
-        )
-        comparisons = compare(reference, run, tolerances)
-    told_already = ("losses", "reference: loss falls", "run: loss falls")
-    yield from (check for check in comparisons if check.name not in told_already)
+        worst = run.stopped
+        why = f"step {worst}: the loss is {losses[worst]:.12g}"
+        why += f", one device has {within.center[worst]:.12g}" * math.isfinite(losses[worst])
+    return at_most("loss of every step", off[worst], within.allowed[worst], why)

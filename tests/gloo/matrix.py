@@ -19,13 +19,13 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train.exchange import Exchange
-from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances
 from ptrain.verification.compare import compare as compare_runs
 from ptrain.verification.progress import Progress
 from ptrain.verification.reference import Trajectory, one_device
 from ptrain.verification.references import references
 from ptrain.verification.tolerances import in_fp64, plan
+from tests.gloo.band import loss_band
 from tests.gloo.recording import counted, named, relative
 from tests.gloo.runs import judged, train
 from tests.gloo.test_exact import failing

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from benchmarks._machine import header, save
 from ptrain.report.record import Check
-from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances, compare
+from tests.gloo.band import loss_band
 from tests.gloo.cases import Case
 from tests.gloo.outcomes import MEASURED_STEP, STEPS, Outcome, Runs
 
@@ -18,7 +18,7 @@ Claim: `exact` and measured differ by 0 in resident memory (per state and rank) 
 payload and sent per axes, collective, state and phase), and by at most 2 % in each phase's peak.
 With `compute: fp64` (fp64 in the name) the losses of all {STEPS} steps are those of one device to
 1e-12 relative and the parameters to 1e-9; otherwise the losses stay within the band that
-`ptrain.verification.band` derives from the layout's rounding.
+`tests/gloo/band.py` derives from the layout's rounding.
 
 Measured in step {MEASURED_STEP} (from 0), on gloo ranks that share this machine. The model is llama
 with hidden 42 = 3 heads x 14, 1 KV head, ffn 101, vocab 259, 2 layers; `external` has dims 0 of 2

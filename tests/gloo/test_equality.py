@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ptrain.report.record import Check
-from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances, compare
 from ptrain.verification.reference import one_device
 from tests.covering import covering
+from tests.gloo.band import loss_band
 from tests.gloo.cases import Case, named, parameters
 from tests.gloo.faults import Fault
 from tests.gloo.outcomes import STEPS, Runs

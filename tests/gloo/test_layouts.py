@@ -24,9 +24,9 @@ from ptrain.spec.precision import INITIAL_SCALE, LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint
 from ptrain.train.loop import local_batch
-from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances, compare
 from ptrain.verification.reference import Trajectory, one_device
+from tests.gloo.band import loss_band
 from tests.gloo.cases import ODD
 from tests.gloo.runs import train
 from tests.gloo.test_checkpoint import whole

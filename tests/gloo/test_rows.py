@@ -14,10 +14,10 @@ from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import compare
 from ptrain.traces.facts import facts_of
-from ptrain.verification.band import loss_band
 from ptrain.verification.compare import FP64, Tolerances
 from ptrain.verification.compare import compare as compare_runs
 from ptrain.verification.reference import Trajectory, one_device
+from tests.gloo.band import loss_band
 from tests.gloo.outcomes import MEASURED_STEP
 from tests.gloo.recording_rows import Result, write
 from tests.gloo.rows import ROWS, Setting, default, pairwise

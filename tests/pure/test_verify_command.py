@@ -27,7 +27,7 @@ BAD = Check(
     name="gradients", predicted=0.0, measured=1.0, tolerance=1e-9, holds=False, why="departs at a.w"
 )
 COUNTED = Check(name="step counters", predicted=78, measured=78, tolerance=0.0, holds=True)
-ALIVE = Check(name="run: loss falls", predicted=None, measured=1.5, tolerance=0.0, holds=True)
+ALIVE = Check(name="run: learns", predicted=None, measured=1.5, tolerance=0.0, holds=True)
 CULPRIT = Culprit(
     state=Subject.GRADIENTS,
     axis="dp_shard",

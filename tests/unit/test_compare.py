@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ptrain.verification.compare import FP64, alive, apart, apart_by_tensor, compare, share_of
+from ptrain.verification.compare import (
+    FP64,
+    Liveness,
+    apart,
+    apart_by_tensor,
+    compare,
+    share_of,
+)
 from ptrain.verification.reference import Trajectory
 
 LOSSES = tuple(5.0 - 0.1 * step for step in range(20))
@@ -59,7 +66,7 @@ def test_a_tensor_that_should_not_have_moved_may_not_move():
 
 def test_a_dead_run_holds_nothing():
     flat = replace(trajectory(), losses=(5.0,) * 20, travelled=0.0)
-    assert {"run: loss falls", "run: parameters move"} <= set(failing(flat))
+    assert {"run: learns", "run: parameters move"} <= set(failing(flat))
 
 
 NAN = float("nan")
@@ -70,19 +77,34 @@ def test_two_runs_that_are_not_finite_alike_hold_nothing(place):
     losses = (*LOSSES[:place], NAN, *LOSSES[place + 1 :])
     sick = replace(trajectory(), losses=losses)
     failed = {each.name for each in compare(sick, sick, FP64) if not each.holds}
-    assert {"reference: finite", "run: finite", "losses"} <= failed
+    assert {"reference: losses are finite", "run: losses are finite", "losses"} <= failed
 
 
 @pytest.mark.parametrize("norms", [(0.0, *(1.0,) * 19), (NAN,) * 20, (1.0, NAN, 0.0)])
 def test_a_gradient_of_zero_holds_nothing_wherever_it_stands(norms):
-    found = alive("run", replace(trajectory(), gradient_norms=norms))
-    assert [each.name for each in found if not each.holds] == ["run: gradients"]
+    found = Liveness.of("run", replace(trajectory(), gradient_norms=norms), LOSSES[-1])
+    assert [check.name for check in found.checks() if not check.holds] == ["run: gradients"]
+
+
+@pytest.mark.parametrize(
+    ("again", "failed"), [(LOSSES[1], []), (LOSSES[0], ["run: learns"]), (NAN, ["run: learns"])]
+)
+def test_a_run_learns_where_the_first_batch_has_a_lower_loss(again, failed):
+    checks = list(Liveness.of("run", trajectory(), again).checks())
+    assert [check.name for check in checks if not check.holds] == failed
+
+
+def test_where_no_further_step_could_be_run_nothing_is_said_of_learning():
+    checks = replace(Liveness.of("run", trajectory(), 0.0), again=None).checks()
+    assert [check.name for check in checks] == [
+        "run: gradients", "run: parameters move", "run: losses are finite",
+    ]  # fmt: skip
 
 
 def test_a_reference_that_did_not_learn_holds_nothing():
     rising = replace(trajectory(), losses=tuple(reversed(LOSSES)))
     failed = {each.name for each in compare(rising, rising, FP64) if not each.holds}
-    assert {"reference: loss falls", "run: loss falls"} <= failed
+    assert {"reference: learns", "run: learns"} <= failed
 
 
 def test_norms_may_have_a_tolerance_for_each_step():

@@ -126,29 +126,28 @@ class Averages:
 
     def _values(self) -> tuple[Rows, Rows]:
         """Return the loop's averages on this rank, and the same elements of one device's."""
-        (loop, holds), (reference, _) = self._sides
-        right = dict(_tensors(reference.average))
         own, whole = {}, {}
-        for name, tensor in _tensors(loop.average):
-            if name in right and name in holds:
-                shard = _shard(name, tensor, right[name].shape, holds[name])
-                own[name] = shard.value().clone()
-                whole[name] = shard.of(right[name].detach()).clone()
+        for name, shard, right in self._shards():
+            own[name], whole[name] = shard.value().clone(), shard.of(right.detach()).clone()
         return own, whole
 
     def _own_parameters(self) -> tuple[Rows, Rows]:
-        (loop, holds), (reference, wholes) = self._sides
-        right = dict(_tensors(reference.average))
+        """Return the loop's parameters at the elements of its averages, and one device's."""
+        (_, holds), (_, wholes) = self._sides
         own, whole = {}, {}
-        for name, tensor in _tensors(loop.average):
-            if name not in right or name not in holds:
-                continue
-            shard = _shard(name, tensor, right[name].shape, holds[name])
-            value = wholes[name].value().view(wholes[name].shape)
-            whole[name] = shard.of(value).clone()
-            is_alike = shard.value().numel() == holds[name].value().numel()
-            own[name] = holds[name].value().clone() if is_alike else whole[name]
+        for name, shard, _ in self._shards():
+            whole[name] = shard.of(wholes[name].value().view(wholes[name].shape)).clone()
+            value = holds[name].value()
+            own[name] = value.clone() if shard.value().numel() == value.numel() else whole[name]
         return own, whole
+
+    def _shards(self) -> Iterator[tuple[str, ParameterShard, Tensor]]:
+        """Yield which elements of one device's average each of the loop's is of."""
+        (loop, holds), (reference, _) = self._sides
+        right = dict(_tensors(reference.average))
+        for name, tensor in _tensors(loop.average):
+            if name in right and name in holds:
+                yield name, _shard(name, tensor, right[name].shape, holds[name]), right[name]
 
 
 def _size(own: Tensor, right: Tensor, way: float, limit: Tolerance) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.report.record import Check
-from ptrain.verification.compare import claim
+from ptrain.verification.compare import Liveness, claim
 from ptrain.verification.jobs.averages import explain_average, is_undecided
 from ptrain.verification.jobs.compare import Differences, at_start, digest, replicas
 from ptrain.verification.jobs.conditions import (
@@ -53,7 +52,6 @@ from ptrain.verification.jobs.step import (
 )
 from ptrain.verification.jobs.verdict import (
     LargestDifference,
-    Liveness,
     OwnVerdict,
     first_of,
 )
@@ -364,10 +362,7 @@ class Examiner:
         again = right, self.loss.of(right, mine)
         ways = travelled(self.pair, self.start, self.ranks)
         return [
-            Liveness(
-                name=name, losses=list(losses), norms=list(norms), travelled=way,
-                again=math.nan if loss is None else loss,
-            )
+            Liveness(name=name, losses=losses, norms=norms, travelled=way, again=loss)
             for name, losses, norms, way, loss in zip(
                 ("reference", "loop"), self.losses, self.norms, ways, again, strict=True
             )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptrain.errors import VerdictFailed
 from ptrain.report.finding import Culprit, Departed, Departure
 from ptrain.report.record import Check
-from ptrain.verification.compare import STILL, at_most, claim
+from ptrain.verification.compare import at_most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,38 +73,6 @@ class LargestDifference:
     def check(self) -> Check:
         why = f"differs by {self.difference:.3g} (relative) at {self.place}"
         return at_most(self.name, self.difference, self.tolerance, why)
-
-
-@dataclass(slots=True, kw_only=True)
-class Liveness:
-    """Signs that a run learned anything: two dead runs agree perfectly. `again` is the loss of the
-    first batch after all updates."""
-
-    name: str
-    losses: list[float]
-    norms: list[float]
-    travelled: float
-    again: float
-
-    def checks(self) -> Iterator[Check]:
-        name = self.name
-        if self.norms:
-            least = min(self.norms)
-            yield claim(f"{name}: gradients", least, least > 0.0, "every gradient is zero")
-        yield claim(
-            f"{name}: parameters move", self.travelled, self.travelled > STILL,
-            "the parameters stood still",
-        )  # fmt: skip
-        if self.losses:
-            finite = all(math.isfinite(loss) for loss in self.losses)
-            yield claim(f"{name}: losses are finite", None, finite, "a loss is not finite")
-            fall = self.losses[0] - self.again
-            if math.isnan(self.again) and finite:
-                return  # no further step could be run
-            yield claim(
-                f"{name}: learns", fall, fall > 0.0,
-                "the loss of the first batch is not lower after the updates",
-            )  # fmt: skip
 
 
 def first_of(departures: Sequence[Departure]) -> list[Departure]:

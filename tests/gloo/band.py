@@ -22,7 +22,8 @@ independent and of mean zero (Higham and Mary 2019, whose constant lambda = 4 is
    out over the step's T tokens: lambda · u · z · sqrt(2 · tensors / T).
 4. The loss itself is a sum of m shares in at least fp32: relative lambda · u_fp32 · sqrt(2 m).
 
-(`tolerances` measures what this estimates, on permuted references: narrower, and a run each.)
+(`ptrain.verification.tolerances` measures what this estimates, on permuted references: narrower,
+and a run each. The band is independent of it: it knows no second run and nothing of growth.)
 
 The band is what these make together, relative to the reference's loss. All its figures come from
 the spec and from the reference: nothing of the run under test, and no constant but lambda.
