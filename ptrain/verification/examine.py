@@ -8,9 +8,9 @@ Every rank runs the whole reference, so that nothing is sent but verdicts. Run i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,14 +26,13 @@ from ptrain.verification.compare import at_most
 from ptrain.verification.drive import drive
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.explain import explain
+from ptrain.verification.jobs.compare import Magnitude
 from ptrain.verification.outputs import Outputs
 from ptrain.verification.parts import (
     apart,
     held,
-    norm,
     part_of,
     relative,
-    root_mean_square,
     without_masks,
 )
 from ptrain.verification.places import coordinates, data_place
@@ -43,9 +42,9 @@ from ptrain.verification.states import States, of_program, of_reference
 from ptrain.verification.updates.record import recorded, wholes
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
-NOISE = 1e-6  # of a state's root mean square: a tensor this small is rounding (compare.NOISE)
 KEPT = 4  # starts of steps with whose state a stale one is compared; each is a model in fp64
 MOST = 400  # departures of one state at one moment that a rank tells of: 0.1 MB
+_MASKED = (Subject.BUFFERS, Subject.ACTIVATIONS)  # that may be a mask of attention, infinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +56,6 @@ class Examination:
     culprit: Culprit | None
     checks: tuple[Check, ...]
     steps: int
-
-
-@dataclass(slots=True)
-class Tally:
-    """What one rank compared: per check its largest difference, and how often."""
-
-    worst: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def add(self, name: str, difference: float) -> None:
-        self.worst[name] = max(self.worst.get(name, 0.0), difference)
-        self.counts[name] = self.counts.get(name, 0) + 1
 
 
 def examine(program: Program, exchange: Exchange, steps: int = 3) -> Examination:
@@ -88,7 +75,7 @@ class _Examiner:
         self.data_place = data_place(self.spec, self.rank)
         last = self.spec.batch.accumulate - 1
         self.watched_passes = {0, last}  # micro-batches whose activations are compared
-        self.tally = Tally()
+        self.worst: dict[str, float] = {}  # the largest difference of a check
         self.order: dict[str, int] = {}  # a module's place along the model
         self.sums: dict[str, torch.Tensor] = {}
         self.names = {name: place for place, name in enumerate(self.reference.parameters)}
@@ -174,41 +161,27 @@ class _Examiner:
                 evidence.batch, self.reference, evidence.step, self.rank, self.exchange
             )
         )
-        self.tally.add("samples", math.inf if departures else 0.0)
+        self._see("samples", math.inf if departures else 0.0)
         return departures
 
     def _used(self, evidence: Evidence) -> Iterator[Departure]:
         """Parameters where they are used: gathered, copied, as they should be in this step."""
-        expected = self.reference.parameters
-        usual = root_mean_square(expected.values())
-        for name, tensor in evidence.used.items():
-            whole = expected.get(name)
-            if whole is not None:
-                pair = (tensor, whole)
-                yield from self._compared(
-                    evidence.step, Moment.FORWARD, Subject.PARAMETERS, name, pair, usual=usual
-                )
+        pairs = evidence.used, self.reference.parameters
+        yield from self._tensors(evidence.step, Moment.FORWARD, Subject.PARAMETERS, *pairs)
 
     def _activations(self, evidence: Evidence) -> Iterator[Departure]:
-        pairs = (
-            (Moment.FORWARD, evidence.outputs.forward, evidence.expected_outputs.forward),
-            (Moment.BACKWARD, evidence.outputs.backward, evidence.expected_outputs.backward),
-        )
-        for moment, actual, expected in pairs:
-            usual = root_mean_square([_shown(whole) for whole in expected.values()])
-            for (path, micro_batch), tensor in actual.items():
-                whole = expected.get((path, micro_batch))
-                if whole is None:
-                    continue
-                yield from self._compared(
-                    evidence.step,
-                    moment,
-                    Subject.ACTIVATIONS,
-                    path,
-                    (tensor, whole),
-                    usual=usual,
-                    index=micro_batch,
-                )
+        actual, expected = evidence.outputs, evidence.expected_outputs
+        for moment, own, its in (
+            (Moment.FORWARD, actual.forward, expected.forward),
+            (Moment.BACKWARD, actual.backward, expected.backward),
+        ):
+            scale = Magnitude.of({key: _shown(whole) for key, whole in its.items()})
+            for (path, k), tensor in own.items():
+                if (whole := its.get((path, k))) is not None:
+                    yield from self._compared(
+                        evidence.step, moment, Subject.ACTIVATIONS, path, (tensor, whole),
+                        scale=scale, index=k,
+                    )  # fmt: skip
 
     def _loss(self, evidence: Evidence) -> Iterator[Departure]:
         pair = (evidence.loss, evidence.expected_loss)
@@ -221,17 +194,18 @@ class _Examiner:
             yield from self._number(evidence.step, Moment.GRADIENTS, Subject.LEARNING_RATE, pair)
 
     def _gradients(self, evidence: Evidence) -> Iterator[Departure]:
-        """Per parameter, the whole vector: without the loss's scale and what clipping did."""
+        """Per parameter, the whole vector: without the loss's scale and what clipping did. One that
+        one device has none of should be zeros."""
         expected = evidence.expected_gradients
-        usual = root_mean_square(expected.values())
-        for name, tensor in evidence.gradients.items():
-            whole = expected.get(name)
-            if whole is None:
-                whole = torch.zeros_like(self.reference.parameters[name], dtype=tensor.dtype)
-            pair = (tensor, whole)
-            yield from self._compared(
-                evidence.step, Moment.GRADIENTS, Subject.GRADIENTS, name, pair, usual=usual
-            )
+        zeros = {
+            name: torch.zeros_like(self.reference.parameters[name], dtype=tensor.dtype)
+            for name, tensor in evidence.gradients.items()
+            if name not in expected
+        }
+        yield from self._tensors(
+            evidence.step, Moment.GRADIENTS, Subject.GRADIENTS, evidence.gradients,
+            {**expected, **zeros},
+        )  # fmt: skip
 
     def _norm(self, evidence: Evidence) -> Iterator[Departure]:
         if evidence.norm is None:
@@ -241,35 +215,43 @@ class _Examiner:
             norm = expected  # both skip the step
         yield from self._number(evidence.step, Moment.CLIP, Subject.NORM, (norm, expected))
 
+    def _state(self, step: int, moment: Moment) -> Iterator[Departure]:
+        """Compare parameters, optimizer state, counters and buffers, each part where it is."""
+        expected = of_reference(self.reference, self.rank)
+        kinds: dict[Subject, dict[str, torch.Tensor]] = {}
+        for (kind, name), tensor in expected.items():
+            kinds.setdefault(kind, {})[name] = _shown(tensor) if kind in _MASKED else tensor
+        scales = {kind: Magnitude.of(tensors) for kind, tensors in kinds.items()}
+        for (subject, name), tensor in of_program(self.program).items():
+            if (whole := expected.get((subject, name))) is not None:
+                scale = scales[subject]
+                yield from self._compared(step, moment, subject, name, (tensor, whole), scale=scale)
+
+    def _tensors(
+        self,
+        step: int,
+        moment: Moment,
+        subject: Subject,
+        actual: Mapping[str, torch.Tensor],
+        expected: Mapping[str, torch.Tensor],
+    ) -> Iterator[Departure]:
+        """Compare what both sides have of a name."""
+        scale = Magnitude.of(expected)
+        for name, tensor in actual.items():
+            if (whole := expected.get(name)) is not None:
+                yield from self._compared(step, moment, subject, name, (tensor, whole), scale=scale)
+
     def _number(
         self, step: int, moment: Moment, subject: Subject, pair: tuple[float, float]
     ) -> Iterator[Departure]:
         """What was found, and what was expected."""
         difference = 0.0 if pair[0] == pair[1] else apart(pair[1], pair[0])
-        self.tally.add(_check_name(moment, subject), difference)
+        self._see(_check_name(moment, subject), difference)
         if difference > TOLERANCE:
             yield Departure(
                 step=step, moment=moment, subject=subject, name=str(subject), rank=self.rank,
                 difference=difference, tolerance=TOLERANCE, told=f"{pair[0]!r} for {pair[1]!r}",
             )  # fmt: skip
-
-    def _state(self, step: int, moment: Moment) -> Iterator[Departure]:
-        """Compare parameters, optimizer state, counters and buffers, each part where it is."""
-        expected = of_reference(self.reference, self.rank)
-        of_kinds: dict[Subject, list[torch.Tensor]] = {}
-        for (kind, _), tensor in expected.items():
-            shown = _shown(tensor) if kind is Subject.BUFFERS else tensor
-            of_kinds.setdefault(kind, []).append(shown)
-        of_kinds.pop(Subject.COUNTER, None)
-        usual = {kind: root_mean_square(tensors) for kind, tensors in of_kinds.items()}
-        for (subject, name), tensor in of_program(self.program).items():
-            whole = expected.get((subject, name))
-            if whole is None:
-                continue
-            pair = (tensor, whole)
-            yield from self._compared(
-                step, moment, subject, name, pair, usual=usual.get(subject, 0.0)
-            )
 
     def _compared(
         self,
@@ -279,7 +261,7 @@ class _Examiner:
         name: str,
         pair: tuple[torch.Tensor, torch.Tensor],
         *,
-        usual: float = 0.0,
+        scale: Magnitude,
         index: int = 0,
     ) -> Iterator[Departure]:
         """Nothing of an activation whose part nothing tells: it is of another shape on purpose."""
@@ -294,18 +276,22 @@ class _Examiner:
             way, difference = Way.SHAPE, math.inf
         else:
             own, its = held(tensor), part.of(whole)
-            if subject in (Subject.BUFFERS, Subject.ACTIVATIONS):
+            if subject in _MASKED:
                 own, its = without_masks(own, its)
             if own.dtype != its.dtype:
                 way = Way.DTYPE
-            difference = relative(own, its, _least(its, usual))
-        self.tally.add(_check_name(moment, subject), difference)
+            shown = _shown(whole) if subject in _MASKED else whole
+            difference = relative(own, its, scale.length(shown, its))
+        self._see(_check_name(moment, subject), difference)
         if way is not Way.VALUE or difference > TOLERANCE:
             yield Departure(
                 step=step, moment=moment, subject=subject, name=name, rank=self.rank, way=way,
                 difference=difference, tolerance=TOLERANCE, index=index,
                 told=f"{tensor.dtype} for {whole.dtype}" if way is Way.DTYPE else "",
             )  # fmt: skip
+
+    def _see(self, name: str, difference: float) -> None:
+        self.worst[name] = max(self.worst.get(name, 0.0), difference)
 
     def _of_all_ranks(self, own: list[Departure]) -> tuple[Departure, ...]:
         """Return everybody's departures on every rank, in order of time and along the model."""
@@ -333,11 +319,9 @@ class _Examiner:
 
     def _checks(self, departures: tuple[Departure, ...]) -> tuple[Check, ...]:
         worst: dict[str, float] = {}
-        counts: dict[str, int] = {}
-        for its in self.exchange.gather([self.tally.worst, self.tally.counts]):
-            for name, difference in its[0].items():
+        for its in self.exchange.gather(self.worst):
+            for name, difference in its.items():
                 worst[name] = max(worst.get(name, 0.0), difference)
-                counts[name] = counts.get(name, 0) + its[1][name]
         failed = {_check_of(departure): departure for departure in reversed(departures)}
         return tuple(_check(name, worst[name], failed.get(name)) for name in worst)
 
@@ -370,13 +354,6 @@ def _check_name(moment: Moment, subject: Subject) -> str:
 def _shown(tensor: torch.Tensor) -> torch.Tensor:
     """Without what a mask of attention hides, which is infinite: nothing is small beside that."""
     return without_masks(tensor, tensor)[0]
-
-
-def _least(expected: torch.Tensor, usual: float) -> float:
-    """What a difference is relative to: the tensor, but for noise, which orders of summation have
-    each of their own, and of which Adam makes lr · |g| / eps."""
-    length = usual * math.sqrt(expected.numel())
-    return length if norm(expected) <= NOISE * length else 0.0
 
 
 def _copied(states: States) -> States:

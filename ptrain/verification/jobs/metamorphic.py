@@ -41,12 +41,21 @@ _LOOSE = 10  # tolerances: the same addends in another order
 Tensors = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TriedRelation:
     """One relation that was tried: its check, and the culprit where it is broken."""
 
     check: Check
-    culprit: Culprit | None = None
+    culprit: Culprit | None
+
+    @classmethod
+    def of(
+        cls, name: str, culprit: Culprit | None = None, *, why: str = "", value: float | None = None
+    ) -> TriedRelation:
+        """Without a culprit it holds; `why` not, where the culprit's factor and place do not say
+        it."""
+        otherwise = why or (f"{culprit.factor}: {culprit.place}" if culprit else "")
+        return cls(claim(f"shared code: {name}", value, culprit is None, otherwise), culprit)
 
 
 class Metamorphic:
@@ -58,7 +67,7 @@ class Metamorphic:
         drawing: Drawing, rows: bool, document_end: int | None = None,
     ) -> None:  # fmt: skip
         self._job, self._wholes, self._limit = job, wholes, limit
-        self._ranks, self._rows, self._drawing = tuple(range(drawing.ranks.size)), rows, drawing
+        self._num_ranks, self._rows, self._drawing = drawing.ranks.size, rows, drawing
         self._document_end = document_end
         self.notes: list[str] = []
 
@@ -103,19 +112,14 @@ class Metamorphic:
             and not _is_returned(calls.get(("", number)), call.output)
             and not any(is_within(order[m], path) for m in range(n + 1, last + 1) if has[m])
         ]  # fmt: skip
-        name = "shared code: gradients come back through the model"
-        if not lost:
-            yield TriedRelation(check=claim(name, None, True, ""))
-            return
-        check = claim(name, None, False, f"none comes to {families(lost)}")
-        yield TriedRelation(check=check, culprit=self._blame(
+        yield TriedRelation.of("gradients come back through the model", self._blame(
             Subject.GRADIENTS, "no gradient on one device either", [],
             f"No gradient but zeros comes back to {families(lost)}, whose parameters are to be "
             "trained: after it the model is detached (detach(), no_grad(), .data), multiplies by "
             "weights of zeros, or does not use what it returns.",
             "in every step its parameters have none, and later modules have one",
             place=families(lost),
-        ))  # fmt: skip
+        ) if lost else None, why=f"none comes to {families(lost)}")  # fmt: skip
 
     def _repeated(
         self, state: ModelState, gradients: Tensors, batch: Any
@@ -131,8 +135,7 @@ class Metamorphic:
             <= _LOOSE * self._limit.gradients
             for n in grown
         )
-        check = claim("shared code: a step starts without gradients", None, not is_added, "it adds")
-        yield TriedRelation(check=check, culprit=self._blame(
+        yield TriedRelation.of("a step starts without gradients", self._blame(
             Subject.GRADIENTS, "the step before added, on one device too", grown,
             "Both loops add a step's gradient to that of the step before: set gradients to None "
             "after every update (optimizer.zero_grad()).",
@@ -162,50 +165,46 @@ class Metamorphic:
                 "if samples are told apart by where they stand"
             )
             return
-        yield TriedRelation(check=claim("shared code: the order of samples", worst, True, ""))
+        yield TriedRelation.of("the order of samples", value=worst)
 
     def _of_tokens(self, calls: Sequence[ForwardCall]) -> Iterator[TriedRelation]:
         """What a language model is asked for, and whether it sees it."""
         if calls and (given := softmaxed(calls[0])):
-            yield TriedRelation(
-                check=claim("shared code: the loss takes logits", None, False, given),
-                culprit=self._blame(
-                    Subject.LOSS, "softmax before cross-entropy", [],
-                    "Cross-entropy takes logits and makes its own softmax of them; here it is "
-                    f"given {given}: leave the softmax out, on both sides.",
-                    "the gradient of the logits is that of a cross-entropy of their softmax",
-                    place="loss",
-                ),
-            )  # fmt: skip
+            yield TriedRelation.of("the loss takes logits", self._blame(
+                Subject.LOSS, "softmax before cross-entropy", [],
+                "Cross-entropy takes logits and makes its own softmax of them; here it is "
+                f"given {given}: leave the softmax out, on both sides.",
+                "the gradient of the logits is that of a cross-entropy of their softmax",
+                place="loss",
+            ), why=given)  # fmt: skip
             return
         task = task_of(calls[0]) if calls else None
         if task is None:
             self.notes.append("labels and the causal mask: not tried, no logits of tokens are seen")
             return
         shift, count = task.shift, task.count
-        name = "shared code: labels are the next tokens"
+        name = "labels are the next tokens"
         if shift == 0 and not self._is_causal(calls[0], task):
             self.notes.append("the labels are the tokens themselves: meant, if the task is to copy")
             return
         if shift in (0, 2):
             says = "the token that is there" if shift == 0 else "the token after the next"
-            check = claim(name, None, False, f"every position is asked for {says}")
             cure = (
                 "shift them by one: logits[:, :-1] against tokens[:, 1:]"
                 if shift == 0
                 else "the model shifts them itself, or the data do: shift them once"
             )
-            yield TriedRelation(check=check, culprit=self._blame(
+            yield TriedRelation.of(name, self._blame(
                 Subject.BATCH, "labels not shifted" if shift == 0 else "labels shifted twice", [],
                 f"The loss asks every position for {says}: {cure}.",
                 f"of {count} positions the loss asks for, told by its gradient, {says}",
                 place="labels",
-            ))  # fmt: skip
+            ), why=f"every position is asked for {says}")  # fmt: skip
             return
         if shift != 1:
             self.notes.append("the causal mask: not tried, the labels are not the next tokens")
             return
-        yield TriedRelation(check=claim(name, None, True, ""))
+        yield TriedRelation.of(name)
         if (seen := self._sees_no_future(calls[0], task)) is not None:
             yield seen
         yield from self._of_documents(calls[0], task)
@@ -224,15 +223,13 @@ class Metamorphic:
         if not count:
             self.notes.append(f"labels across documents: not tried, no sample has token {end}")
             return
-        name = "shared code: no label is of another document"
-        check = claim(name, None, not across, f"of {across} of {count} ends of documents")
-        yield TriedRelation(check=check, culprit=self._blame(
+        yield TriedRelation.of("no label is of another document", self._blame(
             Subject.BATCH, "labels across documents", [],
             f"The loss asks the last token of a document (token {end}) for the first one of the "
             "next document: leave these labels out (ignore_index), on both sides.",
             f"{across} of {count} tokens {end} have a label, told by the gradient of their logits",
             place="labels",
-        ) if across else None)  # fmt: skip
+        ) if across else None, why=f"of {across} of {count} ends of documents")  # fmt: skip
         other = instead_of_first_documents(task.tokens, end)
         size = self._apart_after(call, task.tokens, other, after_first_documents(task.tokens, end))
         if size is not None and size > _LOOSE * self._limit.outputs:
@@ -253,17 +250,13 @@ class Metamorphic:
             self.notes.append("the causal mask: not tried, the model draws or counts as it runs")
             return None
         holds = size <= _LOOSE * self._limit.outputs
-        why = "logits change with later tokens"
-        check = claim("shared code: no token sees its future", size, holds, why)
-        if holds:
-            return TriedRelation(check=check)
-        return TriedRelation(check=check, culprit=self._blame(
+        return TriedRelation.of("no token sees its future", None if holds else self._blame(
             Subject.ACTIVATIONS, "no causal mask", [],
             "A position sees the tokens after it, and is asked for the next one: give attention "
             "its causal mask (is_causal=True), on both sides.",
             f"other tokens from position {at} on change the logits before it by {size:.3g}",
             place="attention",
-        ))  # fmt: skip
+        ), why="logits change with later tokens", value=size)  # fmt: skip
 
     def _apart_after(
         self, call: ForwardCall, tokens: Tensor, other: Tensor, where: Tensor
@@ -285,7 +278,7 @@ class Metamorphic:
 
     def _is_causal(self, call: ForwardCall, task: TokenTask) -> bool:
         relation = self._sees_no_future(call, task)
-        return relation is not None and relation.check.holds
+        return relation is not None and relation.culprit is None
 
     def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:
         still = self._drawing.stilled(self._job.model)
@@ -301,10 +294,19 @@ class Metamorphic:
         self, state: Subject, factor: str, names: Sequence[str], sentence: str, tried: str,
         place: str = "",
     ) -> Culprit:  # fmt: skip
-        return Culprit(
-            state=state, axis="", factor=factor, place=place or families(names), step=0,
-            ranks=self._ranks, sentence=sentence, certainty=Certainty.PROVEN, tried=tried,
-        )  # fmt: skip
+        place = place or families(names)
+        return of_both_sides(state, factor, place, sentence, tried, num_ranks=self._num_ranks)
+
+
+def of_both_sides(
+    state: Subject, factor: str, place: str, sentence: str, tried: str, *, num_ranks: int,
+    step: int = 0,
+) -> Culprit:  # fmt: skip
+    """Return the culprit that is in code which one device runs too: it shows on every rank."""
+    return Culprit(
+        state=state, axis="", factor=factor, place=place, step=step,
+        ranks=tuple(range(num_ranks)), sentence=sentence, certainty=Certainty.PROVEN, tried=tried,
+    )  # fmt: skip
 
 
 def _num_rows(batch: Any) -> int:

@@ -117,7 +117,7 @@ class Examiner:
         self._batch: Any = None  # of the step that is examined
         self._share: Any = None
         self._has_rows = False  # a batch's first dimension is samples, which ranks have some of
-        self.watched = Watched()
+        self.watched = Watched(self.ranks.size)
 
     def _limit_of(self, kind: Subject) -> float:
         if kind is Subject.GRADIENTS:
@@ -160,7 +160,7 @@ class Examiner:
             self.pair.reference, self.pair.wholes, self.limit, drawing=self.drawing,
             rows=self._has_rows, document_end=self.terms.document_end,
         )  # fmt: skip
-        relations = list(self.watched.relations(self.pair.origin, self.ranks.size))
+        relations = list(self.watched.relations(self.pair.origin))
         try:
             with boundary(lambda error: Fault(place="step", finding=said(error))):
                 relations += metamorphic.relations(batch, self.watched.trained)

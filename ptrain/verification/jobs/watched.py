@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ptrain.report.finding import Certainty, Culprit, Subject
-from ptrain.verification.compare import claim
-from ptrain.verification.jobs.metamorphic import TriedRelation
+from ptrain.report.finding import Culprit, Subject
+from ptrain.verification.jobs.metamorphic import TriedRelation, of_both_sides
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard, values_of
 from ptrain.verification.jobs.words import families
@@ -26,6 +25,7 @@ class Watched:
     the model's; `emptied`: how often an optimizer had nothing left of what it
     had kept of a parameter."""
 
+    num_ranks: int
     trained: set[str] = field(default_factory=set)
     steps: list[tuple[bool, bool]] = field(default_factory=list)
     has_masters: bool = False
@@ -70,18 +70,17 @@ class Watched:
         }
         self._values = now
 
-    def relations(self, origin: Mapping[str, Tensor], ranks: int) -> Iterator[TriedRelation]:
+    def relations(self, origin: Mapping[str, Tensor]) -> Iterator[TriedRelation]:
         """Yield what holds of any training, and what does not; `origin`: the values of the
         start."""
         if len(self.steps) < 2:
             return
-        last = len(self.steps) - 1
-        yield _relation("what gets a gradient moves", ranks, last, self._unmoved(origin))
-        yield _relation("every step moves", ranks, last, self._stalled())
-        yield _relation("optimizers keep their state", ranks, last, self._emptied())
-        yield _relation("units differ", ranks, last, self._copies(origin))
+        yield TriedRelation.of("what gets a gradient moves", self._unmoved(origin))
+        yield TriedRelation.of("every step moves", self._stalled())
+        yield TriedRelation.of("optimizers keep their state", self._emptied())
+        yield TriedRelation.of("units differ", self._copies(origin))
 
-    def _unmoved(self, origin: Mapping[str, Tensor]) -> BrokenRelation | None:
+    def _unmoved(self, origin: Mapping[str, Tensor]) -> Culprit | None:
         still = sorted(n for n in self.trained if torch.equal(self._values[n], origin[n].flatten()))
         if self.has_masters or not still or len(still) == len(self.trained):
             return None  # masters move in finer steps; where nothing moves, that is said already
@@ -93,14 +92,14 @@ class Watched:
         still = [name for name in still if name not in self._given]
         if not still:
             return None
-        return BrokenRelation(
+        return self._culprit(
             Subject.PARAMETERS, "not updated on one device either", families(still),
             "It gets a gradient in the reference and in the loop, and no update moves it: give it "
             "to the optimizer, or freeze it (requires_grad_(False)).",
             f"its value is the same to the bit after {len(self.steps)} steps",
         )  # fmt: skip
 
-    def _stalled(self) -> BrokenRelation | None:
+    def _stalled(self) -> Culprit | None:
         """The last steps have gradients and move nothing."""
         count = 0
         for had_gradient, moved in reversed(self.steps):
@@ -110,26 +109,26 @@ class Watched:
         if count < _STILL or count == len(self.steps):
             return None
         first = len(self.steps) - count
-        return BrokenRelation(
+        return self._culprit(
             Subject.LEARNING_RATE, "no update on one device either", "all parameters",
             f"From step {first} on nothing moves any parameter, though each has a gradient: the "
             "learning rate is zero, or an update is too small for the dtype of the parameters.",
             f"the last {count} steps leave every value the same to the bit", first,
         )  # fmt: skip
 
-    def _emptied(self) -> BrokenRelation | None:
+    def _emptied(self) -> Culprit | None:
         """In every step but the first."""
         names = sorted(n for n, times in self.emptied.items() if times == len(self.steps) - 1 > 1)
         if not names:
             return None
-        return BrokenRelation(
+        return self._culprit(
             Subject.OPTIMIZER, "emptied in every step, on one device too", families(names),
             "The optimizer begins every step without what it kept of the step before (moments, "
             "step counters): it is made anew, or its state is emptied, in every step.",
             "when it steps there is no state of a parameter that it has updated before",
         )  # fmt: skip
 
-    def _copies(self, origin: Mapping[str, Tensor]) -> BrokenRelation | None:
+    def _copies(self, origin: Mapping[str, Tensor]) -> Culprit | None:
         """Matrices that moved, and whose rows are all the same nevertheless."""
         alike = sorted(
             name
@@ -140,37 +139,22 @@ class Watched:
         )  # fmt: skip
         if not alike:
             return None
-        return BrokenRelation(
+        return self._culprit(
             Subject.PARAMETERS, "units that are copies of each other", families(alike),
             "All rows are the same after updates, as they were made alike (zeros, one value): they "
             "get the same gradient and will never differ. Draw them (nn.init).",
             f"the rows are the same to the bit after {len(self.steps)} steps",
         )  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class BrokenRelation:
-    """What does not hold, and since which step (-1: the last shows it)."""
-
-    state: Subject
-    factor: str
-    place: str
-    sentence: str
-    tried: str
-    step: int = -1
-
-
-def _relation(name: str, ranks: int, last: int, broken: BrokenRelation | None) -> TriedRelation:
-    why = "" if broken is None else f"{broken.factor}: {broken.place}"
-    check = claim(f"shared code: {name}", None, broken is None, why)
-    if broken is None:
-        return TriedRelation(check=check)
-    return TriedRelation(check=check, culprit=Culprit(
-        state=broken.state, axis="", factor=broken.factor, place=broken.place,
-        step=last if broken.step < 0 else broken.step,
-        ranks=tuple(range(ranks)), sentence=broken.sentence, certainty=Certainty.PROVEN,
-        tried=broken.tried,
-    ))  # fmt: skip
+    def _culprit(
+        self, state: Subject, factor: str, place: str, sentence: str, tried: str,
+        step: int | None = None,
+    ) -> Culprit:  # fmt: skip
+        """Without a `step` it is the last that shows it."""
+        last = len(self.steps) - 1 if step is None else step
+        return of_both_sides(
+            state, factor, place, sentence, tried, num_ranks=self.num_ranks, step=last
+        )
 
 
 def _has_equal_rows(values: Tensor, shape: torch.Size) -> bool:
