@@ -133,9 +133,8 @@ def _losses(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> C
     if len(reference.losses) != len(run.losses):
         return claim("losses", len(run.losses), False, f"{len(reference.losses)} were expected")
     differences = _relative(reference.losses, run.losses)
-    excess = [difference / tolerances.of_loss(step) for step, difference in enumerate(differences)]
-    worst = max(range(len(excess)), key=lambda step: _or_infinite(excess[step]))
-    return _check("losses", differences[worst], tolerances.of_loss(worst), f"step {worst}")
+    limits = [tolerances.of_loss(step) for step in range(len(differences))]
+    return _worst_step("losses", differences, limits)
 
 
 def _norms(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
@@ -146,9 +145,8 @@ def _norms(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> It
         0.0 if math.isinf(norm) and not math.isfinite(its) else _relative([norm], [its])[0]
         for norm, its in both
     ]
-    excess = [difference / tolerances.of_norm(step) for step, difference in enumerate(differences)]
-    worst = max(range(len(excess)), key=lambda step: _or_infinite(excess[step]))
-    yield _check("gradient norms", differences[worst], tolerances.of_norm(worst), f"step {worst}")
+    limits = [tolerances.of_norm(step) for step in range(len(differences))]
+    yield _worst_step("gradient norms", differences, limits)
 
 
 def _parameters(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
@@ -233,6 +231,23 @@ def at_most(name: str, difference: float, allowed: float, why: str) -> Check:
         name=name, predicted=0.0, measured=difference, tolerance=allowed, holds=holds,
         why="" if holds else why,
     )  # fmt: skip
+
+
+def gradient_check(name: str, difference: float, allowed: float) -> Check:
+    """Return the check of a gradient vector: its difference over its length."""
+    why = f"the gradient vector differs by {difference:.3g} of its length"
+    return at_most(name, difference, allowed, why)
+
+
+def worst_of(differences: Sequence[float], allowed: Sequence[float]) -> int:
+    """Return the place where a difference takes most of what is allowed there."""
+    shares = [share_of(*pair) for pair in zip(differences, allowed, strict=False)]
+    return max(range(len(shares)), key=shares.__getitem__)
+
+
+def _worst_step(name: str, differences: Sequence[float], limits: Sequence[float]) -> Check:
+    worst = worst_of(differences, limits)
+    return _check(name, differences[worst], limits[worst], f"step {worst}")
 
 
 def _check(name: str, difference: float, tolerance: float, place: str) -> Check:

@@ -16,8 +16,7 @@ from ptrain.meters.digest import digests
 from ptrain.models.ledger import local
 from ptrain.report.finding import Culprit, Departure, Way
 from ptrain.train.exchange import Exchange
-
-_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+from ptrain.verification.roundings import INTEGERS
 
 
 def closer(
@@ -49,7 +48,7 @@ def _held(program: Program, first: Departure) -> torch.Tensor | None:
         name = f"{held.name}.{held.key}" if held.key else held.name
         if (held.subject, name, held.part) == (first.subject, first.name, first.told):
             tensor = local(held.tensor.detach()).contiguous()
-            return tensor.view(_INTEGERS[tensor.element_size()]).reshape(-1)
+            return tensor.view(INTEGERS[tensor.element_size()]).reshape(-1)
     return None
 
 

@@ -11,6 +11,7 @@ references that take the same state and add up in other orders.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ from ptrain.interpreter.program import Program
 from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.compare import FP64, apart, share_of
+from ptrain.verification.compare import FP64, apart, at_most, share_of
 from ptrain.verification.permuted import Permuted
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.tolerances import (
@@ -157,16 +158,9 @@ class Onward:
     def checks(self) -> Iterator[Check]:
         """Rank 0's."""
         for name, worst in self.worst.items():
-            holds = worst.share <= 1.0
-            why = "" if holds else f"step {worst.step}: from the run's own state it is another"
-            yield Check(
-                name=f"from its own state: {name}",
-                predicted=0.0,
-                measured=worst.measured,
-                tolerance=worst.allowed,
-                holds=holds,
-                why=why,
-            )
+            why = f"step {worst.step}: from the run's own state it is another"
+            allowed = worst.allowed if math.isfinite(worst.allowed) else math.nan
+            yield at_most(f"from its own state: {name}", worst.measured, allowed, why)
 
 
 def _summing(losses: Sequence[float]) -> float:

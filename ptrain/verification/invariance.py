@@ -19,7 +19,7 @@ from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import Capture
-from ptrain.verification.compare import apart, at_most, share_of
+from ptrain.verification.compare import apart, at_most, gradient_check, worst_of
 from ptrain.verification.drive import drive_and_add
 from ptrain.verification.preconditions import Make
 from ptrain.verification.tolerances import FP64_GRADIENT
@@ -51,7 +51,7 @@ def in_micro_batches(
     gradients = capture.unclipped(exchange, norm)
     batch = spec.batch
     name = f"{batch.accumulate} x {batch.micro} as {other.batch.accumulate} x {other.batch.micro}"
-    return (_gradient(name, apart(run.gradients, gradients)),), ""
+    return (gradient_check(name, apart(run.gradients, gradients), FP64_GRADIENT),), ""
 
 
 def write(path: Path, spec: Spec, run: ProgramRun) -> None:
@@ -74,15 +74,11 @@ def against(run: ProgramRun, other: MeshResult, allowed: Sequence[float]) -> tup
     apart."""
     title = f"against {other.name}"
     most = [math.sqrt(2) * limit for limit in allowed]
+    between = apart(other.gradients, run.gradients)
     return (
-        _gradient(f"{title}: gradient of step 0", apart(other.gradients, run.gradients)),
+        gradient_check(f"{title}: gradient of step 0", between, FP64_GRADIENT),
         _losses(f"{title}: loss of every step", run.trajectory.losses, other, most),
     )
-
-
-def _gradient(name: str, measured: float) -> Check:
-    why = f"the gradient of step 0 differs by {measured:.3g} of its length"
-    return at_most(name, measured, FP64_GRADIENT, why)
 
 
 def _losses(name: str, losses: Sequence[float], other: MeshResult, most: Sequence[float]) -> Check:
@@ -92,8 +88,7 @@ def _losses(name: str, losses: Sequence[float], other: MeshResult, most: Sequenc
         why = f"{len(pairs)} of {len(most)} steps can be compared: verify {other.name} alone first"
         return at_most(name, math.inf, most[0], why)
     off = [abs(one - its) for one, its in pairs]
-    shares = [share_of(*pair) for pair in zip(off, most, strict=True)]
-    worst = max(range(len(off)), key=shares.__getitem__)
+    worst = worst_of(off, most)
     one, its = pairs[worst]
     why = f"step {worst}: the loss is {one:.12g}, and {its:.12g} on the other mesh"
     return at_most(name, off[worst], most[worst], why)

@@ -33,6 +33,7 @@ PARTS = (2, 4, 8)  # groups of a contraction: what degrees of tp make of it
 
 aten = torch.ops.aten
 Rule: TypeAlias = "Callable[..., Tensor]"
+Dims: TypeAlias = "Sequence[int] | None"
 
 
 class PermutedSums(OperatorMode):
@@ -86,33 +87,19 @@ class PermutedSums(OperatorMode):
         columns, rows = left.index_select(-1, order), right.index_select(-2, order)
         return zip(columns.chunk(parts, -1), rows.chunk(parts, -2), strict=True)
 
-    def _sum(
-        self,
-        terms: Tensor,
-        dims: Sequence[int] | None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def _sum(self, terms: Tensor, dims: Dims, keepdim: bool = False, **kwargs: Any) -> Tensor:
         along = max(dims or range(terms.dim()), key=lambda dim: terms.shape[dim], default=None)
         if along is None or terms.shape[along] < 2:
-            return aten.sum.dim_IntList(terms, dims, keepdim, dtype=dtype)
+            return aten.sum.dim_IntList(terms, dims, keepdim, **kwargs)
         order, parts = self._drawn(terms.shape[along])
         first, *others = terms.index_select(along, order).chunk(parts, along)
-        total = torch.sum(first, dims, keepdim, dtype=dtype)
+        total = torch.sum(first, dims, keepdim, **kwargs)
         for group in others:
-            total.add_(torch.sum(group, dims, keepdim, dtype=dtype))
+            total.add_(torch.sum(group, dims, keepdim, **kwargs))
         return total
 
-    def _mean(
-        self,
-        terms: Tensor,
-        dims: Sequence[int] | None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        total = self._sum(terms, dims, keepdim, dtype=dtype)
+    def _mean(self, terms: Tensor, dims: Dims, keepdim: bool = False, **kwargs: Any) -> Tensor:
+        total = self._sum(terms, dims, keepdim, **kwargs)
         return total.div_(terms.numel() / total.numel())
 
     def _rows(self, gradient: Tensor, indices: Tensor, *others: Any) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ptrain.verification.parts import norm
 
 COARSER = (torch.bfloat16, torch.float16, torch.float32)
-_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 # Rounding to nearest errs by eps/2 at most and eps/sqrt(48) in the root mean square (mantissas
 # uniform in log); sums and products of rounded numbers by some times that.
 _LEAST, _USUAL, _MOST = 0.02, 0.2, 4.0
@@ -75,7 +75,7 @@ def flipped_bit(actual: Tensor, expected: Tensor) -> int | None:
     are others. All elements may have the rounding of another order of summation."""
     if actual.dtype != expected.dtype:
         return None
-    integers = _INTEGERS[actual.dtype.itemsize]
+    integers = INTEGERS[actual.dtype.itemsize]
     one = actual.contiguous().view(integers).reshape(-1)
     other = expected.contiguous().view(integers).reshape(-1)
     places = (one != other).nonzero()

@@ -25,8 +25,10 @@ from ptrain.verification.compare import (
     apart,
     apart_by_tensor,
     at_most,
+    gradient_check,
     parted,
     share_of,
+    worst_of,
 )
 from ptrain.verification.consistency import EVERY, Watch
 from ptrain.verification.drive import drive_and_add
@@ -130,7 +132,9 @@ def checks(
     if (solo := reference.solo) is not None:
         within = Corridor(center=reference.losses, allowed=allowed.losses)
         own = [
-            _gradient(apart(solo.gradients, run.gradients), allowed.gradient),
+            gradient_check(
+                "gradient of step 0", apart(solo.gradients, run.gradients), allowed.gradient
+            ),
             _by_parameter(apart_by_tensor(solo.gradients, run.gradients), allowed.by_parameter),
             _in_corridor(run, within),
             *Liveness.of("reference", solo.trajectory, solo.again).checks(),
@@ -148,11 +152,6 @@ def from_rank(rank: int, own: list[Check], exchange: Exchange) -> tuple[Check, .
     return tuple(Check(**fields) for fields in exchange.gather(plain)[rank])
 
 
-def _gradient(measured: float, allowed: float) -> Check:
-    why = f"the gradient vector differs by {measured:.3g} of its length"
-    return at_most("gradient of step 0", measured, allowed, why)
-
-
 def _by_parameter(measured: Mapping[str, float], allowed: Mapping[str, float]) -> Check:
     """The parameter with the largest share of what is allowed of its own; one that one device has
     no gradient of is allowed nothing."""
@@ -163,17 +162,10 @@ def _by_parameter(measured: Mapping[str, float], allowed: Mapping[str, float]) -
 
 
 def _in_corridor(run: ProgramRun, within: Corridor) -> Check:
-    """The largest excess over all steps, and where that is."""
+    """The step with the largest share of what is allowed: where it is more, the last that ran."""
     losses = run.trajectory.losses
     off = within.off(losses)
-    excess = [
-        difference / allowed if math.isfinite(difference) else math.inf
-        for difference, allowed in zip(off, within.allowed, strict=False)
-    ]
-    worst = max(range(len(excess)), key=excess.__getitem__)
-    why = ""
-    if run.stopped is not None and not within.contains(run.stopped, losses[run.stopped]):
-        worst = run.stopped
-        why = f"step {worst}: the loss is {losses[worst]:.12g}"
-        why += f", one device has {within.center[worst]:.12g}" * math.isfinite(losses[worst])
+    worst = worst_of(off, within.allowed)
+    why = f"step {worst}: the loss is {losses[worst]:.12g}"
+    why += f", one device has {within.center[worst]:.12g}" * math.isfinite(losses[worst])
     return at_most("loss of every step", off[worst], within.allowed[worst], why)

@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class Magnitude:
     usual: float
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Magnitude:
+    def of(cls, tensors: Mapping[Any, Tensor]) -> Magnitude:
         return cls(root_mean_square(tensors.values()))
 
     def length(self, whole: Tensor, part: Tensor) -> float:

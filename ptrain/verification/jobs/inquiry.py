@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +126,19 @@ class Inquiry:
         self.step.random.restore()
         self._restore_models()
 
+    def stepped(self, *within: AbstractContextManager[object]) -> tuple[StepRecorder, Any]:
+        """Run the loop's step once more within these; return what is seen of it, and its loss."""
+        with StepRecorder(self.pair.loop.model, self.pair.holds) as seen, ExitStack() as stack:
+            for context in within:
+                stack.enter_context(context)
+            return seen, self.pair.loop.step(self.share)
+
+    def left_with(self, *within: AbstractContextManager[object]) -> float | None:
+        """Run the loop's step from where it began, within these; return how far it is from one
+        device's, if that is near."""
+        self.rewind()
+        return self.left(self.stepped(*within)[0].gradients)
+
     def _restore_models(self) -> None:
         self.step.loop_state.restore()
         self.step.reference_state.restore()
@@ -132,12 +146,8 @@ class Inquiry:
     def _run_again(self) -> tuple[Calls, bool, bool]:
         """Every module's passes, whether the step gave the same bits, and whether it departs."""
         model, holds = self.pair.loop.model, self.pair.holds
-        with (
-            StepRecorder(model, holds) as seen,
-            ModuleRecorder(model) as recorder,
-            self.drawing.repeated(model),
-        ):
-            self.pair.loop.step(self.share)
+        recorder = ModuleRecorder(model)
+        seen, _ = self.stepped(recorder, self.drawing.repeated(model))
         same = digests(holds, seen.gradients) == digests(holds, self.step.seen.gradients)
         return recorder.calls, all(self.ranks.gather(same)), self.left(seen.gradients) is None
 
@@ -183,19 +193,13 @@ class Inquiry:
         self.rewind()
         reference, model = self.pair.reference.model, self.pair.loop.model
         plain = {path: reference.get_submodule(path) for path in paths}
-        holds = self.pair.holds
         inside = {id(parameter) for path in paths for parameter in plain[path].parameters()}
         names = [
             name for name, whole in self.pair.wholes.items()
             if id(whole.parameter) not in inside and name in self.step.expected.gradients
         ]  # fmt: skip
-        with (
-            untouched(reference),
-            swapped(model, plain),
-            StepRecorder(model, holds) as seen,
-            self.drawing.repeated(model, reference),
-        ):
-            loss = self.pair.loop.step(self.share)
+        with untouched(reference), swapped(model, plain):
+            seen, loss = self.stepped(self.drawing.repeated(model, reference))
         before = [*self._gradients_apart(names, self.step.seen.gradients), *self._loss_apart()]
         after = [*self._gradients_apart(names, seen.gradients), *self._loss_apart(loss)]
         bound = _LOOSE * self.limit.gradients

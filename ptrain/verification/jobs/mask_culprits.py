@@ -74,20 +74,11 @@ def _said(
 
 
 def _left_alike(inquiry: Inquiry) -> float | None:
-    return _of_loop(inquiry, inquiry.drawing.repeated(inquiry.pair.loop.model, alike=True))
+    return inquiry.left_with(inquiry.drawing.repeated(inquiry.pair.loop.model, alike=True))
 
 
 def _left_of_loop(inquiry: Inquiry, still: set[Key]) -> float | None:
-    return _of_loop(inquiry, inquiry.drawing.repeated(inquiry.pair.loop.model, still=still))
-
-
-def _of_loop(inquiry: Inquiry, draws: object) -> float | None:
-    """Run the loop's step once more; return how far it is from one device's, if that is near."""
-    inquiry.rewind()
-    pair = inquiry.pair
-    with StepRecorder(pair.loop.model, pair.holds) as seen, draws:  # type: ignore[attr-defined]
-        pair.loop.step(inquiry.share)
-    return inquiry.left(seen.gradients)
+    return inquiry.left_with(inquiry.drawing.repeated(inquiry.pair.loop.model, still=still))
 
 
 def _left_of_reference(inquiry: Inquiry, still: set[Key]) -> float | None:
