@@ -25,7 +25,6 @@ from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification import invariance
-from ptrain.verification.causes.trajectory import of_dtypes, of_reference
 from ptrain.verification.consistency import Watch, consistency
 from ptrain.verification.examine import examine
 from ptrain.verification.preconditions import REPEATED, Make, preconditions
@@ -39,7 +38,16 @@ from ptrain.verification.tolerances import (
     in_own_dtypes,
     plan,
 )
-from ptrain.verification.trajectory import Corridor, ProgramRun, anywhere, checks, follow, from_rank
+from ptrain.verification.trajectory import (
+    Corridor,
+    ProgramRun,
+    anywhere,
+    checks,
+    follow,
+    from_rank,
+    of_dtypes,
+    of_reference,
+)
 from ptrain.verification.undropped import NOTE, dropping, undropped
 from ptrain.verification.variants import exactly, without_dropout
 

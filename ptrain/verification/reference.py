@@ -29,12 +29,12 @@ from ptrain.models.build import build
 from ptrain.models.generators import seed_of_step
 from ptrain.models.initialize import cast, initialize
 from ptrain.models.module_weights import read_module_weights
+from ptrain.models.moe import Gate
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import Objective, objective_of
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.router_biases import clear_counts, move_biases
 from ptrain.verification.updater import Updater
 
 
@@ -258,3 +258,24 @@ def _squares_of_outputs(module: nn.Module) -> Iterator[list[float]]:
         yield squares
     finally:
         handle.remove()
+
+
+def clear_counts(module: nn.Module) -> None:
+    """Forget what a model's routers have chosen."""
+    for gate in module.modules():
+        if isinstance(gate, Gate) and gate.load_E is not None:
+            gate.load_E.zero_()
+
+
+@torch.no_grad()
+def move_biases(module: nn.Module) -> None:
+    """Move the bias of each expert of a model by what its routers have chosen since `clear_counts`,
+    and clear these counts: Wang et al. 2024 (arXiv:2408.15664), algorithm 1, b_i += u sign(mean of
+    c - c_i), of the choices c of a whole step."""
+    for gate in module.modules():
+        if isinstance(gate, Gate) and gate.load_E is not None and gate.bias_E is not None:
+            rate = gate.shape.bias_update_rate
+            assert rate is not None, "there are biases"
+            chosen_E = gate.load_E.double()
+            gate.bias_E += rate * (chosen_E.mean() - chosen_E).sign()
+    clear_counts(module)

@@ -1,7 +1,8 @@
 """The losses of many steps against one device's, step by step, and the gradient of the first.
 
 Theorem 5 says that they are the same; how near they must be is what `tolerances` allows. The first
-step that is off, or not finite, is the last that runs.
+step that is off, or not finite, is the last that runs. Where no step explains why a trajectory
+fails, its checks alone do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
+from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
@@ -38,6 +40,8 @@ from ptrain.verification.reference import Trajectory, distance
 from ptrain.verification.references import ReferenceRun
 from ptrain.verification.tolerances import Allowed
 from ptrain.verification.whole_tensors import whole
+
+_REFERENCE = "reference: "  # what checks of one device begin with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,3 +173,47 @@ def _in_corridor(run: ProgramRun, within: Corridor) -> Check:
     why = f"step {worst}: the loss is {losses[worst]:.12g}"
     why += f", one device has {within.center[worst]:.12g}" * math.isfinite(losses[worst])
     return at_most("loss of every step", off[worst], within.allowed[worst], why)
+
+
+def of_reference(checks: Sequence[Check], size: int) -> Culprit | None:
+    """Explain that one device does not learn: of several it says nothing. None where it does."""
+    failed = [check for check in checks if check.name.startswith(_REFERENCE) and not check.holds]
+    if not failed:
+        return None
+    return Culprit(
+        state=Subject.LOSS,
+        axis="",
+        factor="one device does not learn",
+        place="reference",
+        step=0,
+        ranks=tuple(range(size)),
+        certainty=Certainty.PROVEN,
+        tried="one device was run by itself",
+        sentence=f"One device alone fails ({failed[0].name.removeprefix(_REFERENCE)}: "
+        f"{failed[0].why}), so there is nothing to compare with: take another optimizer.lr, or "
+        "more --steps.",
+    )
+
+
+def of_dtypes(
+    checks: Sequence[Check], stopped: int | None, layout: str, size: int
+) -> Culprit | None:
+    """Explain what holds in fp64 and not in the spec's own dtypes; `stopped` is the step that was
+    the last. None where all holds."""
+    failed = next((check.name for check in checks if not check.holds), None)
+    if failed is None:
+        return None
+    is_first = failed.startswith("gradient of step 0")
+    return Culprit(
+        state=Subject.GRADIENTS if "gradient" in failed else Subject.LOSS,
+        axis="",
+        factor=f"in {layout} alone",
+        place="",
+        step=0 if is_first else stopped or 0,
+        ranks=tuple(range(size)),
+        certainty=Certainty.UNEXPLAINED,
+        tried="ruled out: every sum, as in fp64 the same steps are one device's",
+        sentence="In fp64 the same steps are those of one device, so every sum is right: look for "
+        "a state that is kept, reduced or cast in a coarser dtype than precision.layout says, and "
+        "for what overflows.",
+    )

@@ -22,8 +22,7 @@ from ptrain.report.record import Check
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.verification.comparison import Comparison, compare
-from ptrain.verification.foreign import ranks_over_axes
+from ptrain.verification.comparison import Comparison, compare, ranks_over_axes
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo

@@ -6,7 +6,7 @@ import pytest
 
 from ptrain.report.finding import Subject
 from ptrain.report.record import Check
-from ptrain.verification.causes.trajectory import of_dtypes, of_reference
+from ptrain.verification.trajectory import of_dtypes, of_reference
 
 
 def check(name: str, why: str = "") -> Check:

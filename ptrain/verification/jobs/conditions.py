@@ -1,10 +1,12 @@
 """What must be so before two loops can be compared: a reference that is one device, the same on
-every rank, and a loop that does the same when it is run again."""
+every rank, a loop that does the same when it is run again, and losses that make up a global one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.errors import PtrainError
 from ptrain.models.ledger import OperatorMode
-from ptrain.verification.jobs.job import Job
+from ptrain.verification.jobs.job import Job, Known, Losses
 from ptrain.verification.jobs.ranks import Ranks
 
 _WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
@@ -93,3 +95,35 @@ def has_parameters(model: nn.Module) -> None:
             "verify: the reference has no parameter that requires a gradient\n"
             "  remedy: give it a module that trains: requires_grad_(True) of what should"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalLoss:
+    """How the ranks' losses make up the global one."""
+
+    how: Losses
+    ranks: Ranks
+
+    def of(self, right: float | None, mine: float | None) -> float | None:
+        """Return it, of the ranks that have one (of a pipeline the last stage alone); None where a
+        side has none. All ranks call it."""
+        losses = [loss for loss in self.ranks.gather(mine) if loss is not None]
+        return None if right is None or not losses else self._made_up(self.how, right, losses)
+
+    def ways(self, right: float, mine: float | None) -> dict[Known, float]:
+        """Return what the global loss would be by each known way. All ranks call it."""
+        losses = [loss for loss in self.ranks.gather(mine) if loss is not None]
+        return {how: self._made_up(how, right, losses) for how in get_args(Known)}
+
+    @staticmethod
+    def _made_up(how: Losses, right: float, losses: Sequence[float]) -> float:
+        match how:
+            case "mean":
+                return sum(losses) / len(losses)
+            case "sum":
+                return sum(losses)
+            case "same":
+                return max(losses, key=lambda loss: abs(loss - right))
+            case reduce:
+                total = number(reduce(losses), "Terms.loss")
+                return math.nan if total is None else total

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
 from ptrain.verification.jobs.again import swapped
 from ptrain.verification.jobs.compare import Magnitude, digests
-from ptrain.verification.jobs.conditions import number
+from ptrain.verification.jobs.conditions import GlobalLoss, number
 from ptrain.verification.jobs.drawing import Drawing
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, untold
 from ptrain.verification.jobs.explain import explain_gradients, of_own_samples
 from ptrain.verification.jobs.job import Tolerance
-from ptrain.verification.jobs.losses import GlobalLoss
 from ptrain.verification.jobs.mask_culprits import culprit_of_masks
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, violations
 from ptrain.verification.jobs.probe import ProbeResult, autocast_of, probed, untouched

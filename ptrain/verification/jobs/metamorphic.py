@@ -18,12 +18,6 @@ from ptrain.verification.compare import claim
 from ptrain.verification.jobs.again import ModelState
 from ptrain.verification.jobs.compare import Magnitude
 from ptrain.verification.jobs.conditions import Alone
-from ptrain.verification.jobs.documents import (
-    after_first_documents,
-    instead_of_first_documents,
-    num_asked_across,
-    num_ends,
-)
 from ptrain.verification.jobs.drawing import Drawing
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.modules import Calls, ModuleCall, ModuleRecorder, is_within
@@ -31,7 +25,15 @@ from ptrain.verification.jobs.probe import autocast_of
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder
 from ptrain.verification.jobs.seeds import seeded
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.jobs.tasks import TokenTask, softmaxed, task_of
+from ptrain.verification.jobs.tasks import (
+    TokenTask,
+    after_first_documents,
+    instead_of_first_documents,
+    num_asked_across,
+    num_ends,
+    softmaxed,
+    task_of,
+)
 from ptrain.verification.jobs.words import families
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.parts import difference, norm

@@ -17,6 +17,7 @@ from ptrain.verification.jobs.averages import explain_average, is_undecided
 from ptrain.verification.jobs.compare import Differences, at_start, digest, replicas
 from ptrain.verification.jobs.conditions import (
     Alone,
+    GlobalLoss,
     has_parameters,
     loss_dtype,
     number,
@@ -32,16 +33,15 @@ from ptrain.verification.jobs.culprits import (
     reference_not_finite,
 )
 from ptrain.verification.jobs.drawing import Drawing, RandomState, drawing_from
-from ptrain.verification.jobs.history import History
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, tolerance_of
-from ptrain.verification.jobs.losses import GlobalLoss
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation
 from ptrain.verification.jobs.ranks import ranks_of
 from ptrain.verification.jobs.repeat import repeated, start_sums
 from ptrain.verification.jobs.rows import ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names, values_of
 from ptrain.verification.jobs.step import (
+    History,
     LoopPair,
     StepComparison,
     checksums,

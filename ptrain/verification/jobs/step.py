@@ -22,6 +22,7 @@ from ptrain.verification.jobs.compare import (
     compare_in_use,
     compare_states,
     compare_update,
+    digest,
     digests,
     state_of,
     sure_of,
@@ -33,6 +34,7 @@ from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard, values_of
 from ptrain.verification.parts import square
+from ptrain.verification.roundings import COARSER, named
 from ptrain.verification.updates.case import UpdateCase, compare_masters
 from ptrain.verification.updates.clip import Accumulation
 
@@ -174,3 +176,40 @@ def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShar
     """Return whether gradients and parameters are numbers at all."""
     values = (*gradients.values(), *(shard.value() for shard in holds.values()))
     return all(bool(torch.isfinite(tensor).all()) for tensor in values)
+
+
+@dataclass(slots=True)
+class History:
+    """Checksums of this rank's elements by parameter, of the start and after each step."""
+
+    sums: dict[str, list[str]] = field(default_factory=dict)
+
+    def begin(self, holds: Mapping[str, ParameterShard]) -> None:
+        """Take those of the start."""
+        self.sums = {name: [digest(shard.value())] for name, shard in holds.items()}
+
+    def see(self, holds: Mapping[str, ParameterShard]) -> None:
+        """Take those after a step."""
+        for name, shard in holds.items():
+            self.sums[name].append(digest(shard.value()))
+
+    def seen(
+        self, step: StepComparison, holds: Mapping[str, ParameterShard]
+    ) -> dict[str, list[object]]:
+        """Return what each parameter is that is in use: [the step after which it had these values
+        (-1: the start; None: none), the dtype that one device's are rounded to, if any]."""
+        return {name: self._written(name, step, holds) for name in step.seen.in_use}
+
+    def _written(
+        self, name: str, step: StepComparison, holds: Mapping[str, ParameterShard]
+    ) -> list[object]:
+        value = step.seen.in_use[name]
+        checksum = digest(value)
+        earlier = [n - 1 for n, its in enumerate(self.sums[name][:-1]) if its == checksum]
+        if earlier:
+            return [earlier[-1], ""]
+        right = holds[name].of(step.expected.in_use[name])
+        for dtype in COARSER:
+            if torch.equal(value, right.to(dtype).to(value.dtype)):
+                return [None, named(dtype)]
+        return [None, ""]
