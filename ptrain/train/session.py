@@ -315,7 +315,7 @@ def _conclude(
             session.spec.name,
             estimates,
             checks=checks,
-            device=_device(session.world),
+            device=device_name(session.world),
             step_seconds={"measured": seconds} if seconds else None,
         )
         result["run"] = _run_figures(session, outcome)
@@ -392,7 +392,8 @@ def _continuation(session: Session) -> str:
     return f"ptrain train {run}/spec.resolved.yaml --resume {run}{allowed}"
 
 
-def _device(world: World) -> str:
+def device_name(world: World) -> str:
+    """Return what this rank computes on, in words."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return f"cpu ({platform.machine()}, {cores()} cores)"

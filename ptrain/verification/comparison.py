@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 
 from ptrain.costs import PLACED, Estimate, Phase, State, Traffic
 from ptrain.derivation.estimate import derive
@@ -23,10 +23,10 @@ from ptrain.meters.measure import Measurement
 from ptrain.report.record import Check, verdict, verdict_line
 from ptrain.report.record import compare as checks_of
 from ptrain.report.summary import summary
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
+from ptrain.verification.places import line
 from ptrain.verification.wrapping import Otherwise, otherwise
 
 _OF_A_KIND = 3  # checks: calls, payload and bytes sent
@@ -131,32 +131,16 @@ def _predicted(other: Otherwise, facts: ModelFacts) -> Estimate:
     return in_common(derive(other.spec, facts.as_one_unit() if is_one else facts).exact)
 
 
-def ranks_over_axes(degrees: Mapping[Axis, int], rank: int) -> dict[Axes, tuple[int, ...]]:
-    """Return for every choice of axes the ranks that differ from `rank` on these alone
-    (row-major)."""
-    strides: dict[Axis, int] = {}
-    stride = 1
-    for axis in reversed(tuple(degrees)):
-        strides[axis], stride = stride, stride * degrees[axis]
-    ranks_by_axes: dict[Axes, tuple[int, ...]] = {}
-    for count in range(1, len(degrees) + 1):
-        for chosen in combinations(degrees, count):
-            ranks = [rank]
-            for axis in chosen:
-                place = rank // strides[axis] % degrees[axis]
-                ranks = [
-                    start + (index - place) * strides[axis]
-                    for start in ranks
-                    for index in range(degrees[axis])
-                ]
-            ranks_by_axes[tuple(map(str, chosen))] = tuple(sorted(ranks))
-    return ranks_by_axes
+def ranks_over_axes(spec: Spec, rank: int) -> dict[Axes, tuple[int, ...]]:
+    """Return for every choice of axes the ranks that differ from `rank` on these alone."""
+    axes = [factor.axis for factor in spec.factors if factor.degree > 1]
+    choices = chain.from_iterable(combinations(axes, n + 1) for n in range(len(axes)))
+    return {tuple(map(str, chosen)): line(spec, rank, *chosen) for chosen in choices}
 
 
 def with_axes_of(estimate: Estimate, spec: Spec, measurement: Measurement) -> Estimate:
     """Return what was measured, with the spec's axes for names of groups that have their ranks."""
-    degrees = {factor.axis: factor.degree for factor in spec.factors if factor.degree > 1}
-    names = {ranks: axes for axes, ranks in ranks_over_axes(degrees, measurement.rank).items()}
+    names = {ranks: axes for axes, ranks in ranks_over_axes(spec, measurement.rank).items()}
     renamed = {axes: names.get(ranks, axes) for axes, ranks in measurement.ranks_by_axes.items()}
     return _renamed(estimate, renamed)
 

@@ -83,7 +83,6 @@ class Onward:
 
     program: Program
     exchange: Exchange
-    looks: int = 0
     worst: dict[str, LargestShare] = field(default_factory=dict)
     _of: int = -1  # the step whose reference is there
     _first: ReferenceStep | None = None  # rank 0's
@@ -121,7 +120,6 @@ class Onward:
         if self._first is None:
             return
         first, others = self._first, self._others
-        self.looks += 1
         losses = [first.loss, *(other.loss for other in others)]
         self._add("loss", loss - first.loss, self._loss_allowed(losses))
         distances = [other.distance for other in others]

@@ -162,24 +162,24 @@ class ReferenceTraining:
 
 
 class OneDeviceRun:
-    """A reference's steps from the initial weights. `gradients`: of step 0 by name, without the
-    loss's scale."""
+    """So many of a reference's steps from the initial weights. `gradients`: of step 0 by name,
+    without the loss's scale."""
 
-    def __init__(self, device: ReferenceTraining) -> None:
-        self.device = device
+    def __init__(self, device: ReferenceTraining, steps: int) -> None:
+        self.device, self.steps = device, steps
         self.gradients: dict[str, Tensor] = {}
         self._initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
         self._passes: list[tuple[float, float, float]] = []  # loss, norm, logits
 
-    def step(self) -> int:
-        """Run one update; return how many there were."""
+    def step(self) -> bool:
+        """Run one update; return whether it was the last."""
         device, step = self.device, len(self._passes)
         accumulated, scale = device.accumulate(step), device.updater.scale
         if step == 0:
             self.gradients = {name: its / scale for name, its in accumulated.sums.items()}
         norm = device.update(step, accumulated.sums)
         self._passes.append((accumulated.loss, norm, accumulated.logits))
-        return step + 1
+        return step + 1 == self.steps
 
     def trajectory(self) -> Trajectory:
         losses, norms, logits = zip(*self._passes, strict=True)
@@ -192,8 +192,8 @@ class OneDeviceRun:
 
 def one_device(spec: Spec, steps: int) -> Trajectory:
     """Run `steps` updates from the initial weights."""
-    run = OneDeviceRun(ReferenceTraining(spec))
-    while run.step() < steps:
+    run = OneDeviceRun(ReferenceTraining(spec), steps)
+    while not run.step():
         pass
     return run.trajectory()
 

@@ -101,7 +101,7 @@ def references(
         while (running or to_do) and time.monotonic() < until:
             running = running or _Running(to_do.pop(0))
             done += 1
-            if running.step() == running.ask.steps:
+            if running.step():
                 solos[running.ask.key] = solo = running.result()
                 _write(running.ask, solo, folder)
                 running = None
@@ -131,18 +131,23 @@ def _owners(asks: Sequence[Ask], size: int) -> dict[str, int]:
     return owners
 
 
-class _Running(OneDeviceRun):
-    """The run that is asked for, while it lasts."""
+class _Running:
+    """One run while it lasts."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
         spec = on_one_device(ask.spec)
-        super().__init__(ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed))
+        device = ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed)
+        self.run = OneDeviceRun(device, ask.steps)
+
+    def step(self) -> bool:
+        """Run one update; return whether it was the last."""
+        return self.run.step()
 
     def result(self) -> Solo:
-        trajectory = self.trajectory()
-        again = self.device.accumulate(0).loss
-        return Solo(trajectory=trajectory, gradients=self.gradients, again=again)
+        trajectory = self.run.trajectory()
+        again = self.run.device.accumulate(0).loss
+        return Solo(trajectory=trajectory, gradients=self.run.gradients, again=again)
 
 
 def _write(ask: Ask, solo: Solo, folder: Path | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
 from ptrain.errors import VerdictFailed
 from ptrain.models.contract import forward_once
-from ptrain.processor import cores
 from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.rooms.world import World
@@ -28,6 +26,7 @@ from ptrain.train import environment
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, write_json
 from ptrain.train.heading import header
+from ptrain.train.session import device_name
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.progress import Progress
 from ptrain.verification.protocol import Request, Verification, account_here, verify_here
@@ -120,16 +119,10 @@ def _record(
         culprit=verification.culprit,
         departures=verification.departures,
         world_size=world.size,
-        device=_device(world),
+        device=device_name(world),
         heading=heading,
         steps=request.steps,
         seconds=verification.seconds,
         trajectories=verification.trajectories,
         notes=list(verification.notes),
     )
-
-
-def _device(world: World) -> str:
-    if world.device.type == "cuda":
-        return torch.cuda.get_device_name(world.device)
-    return f"cpu ({platform.machine()}, {cores()} cores)"

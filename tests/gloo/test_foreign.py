@@ -19,7 +19,6 @@ from ptrain.meters.measure import Measurement, measure
 from ptrain.models.build import build
 from ptrain.models.initialize import initialize
 from ptrain.report.record import Check
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.comparison import Comparison, compare, ranks_over_axes
@@ -188,8 +187,9 @@ def test_a_model_that_nobody_wrapped_has_states_and_phases_too() -> None:
 
 
 def test_ranks_over_axes_are_those_of_a_row_major_mesh() -> None:
-    degrees = {Axis.DP_REPLICATE: 2, Axis.DP_SHARD: 3}
-    assert ranks_over_axes(degrees, 4) == {
+    mesh = ("mesh={dp_replicate: 2, dp_shard: 3}", "batch.global=12")
+    spec = load("hsdp", (*SIZES, *mesh)).spec
+    assert ranks_over_axes(spec, 4) == {
         ("dp_replicate",): (1, 4),
         ("dp_shard",): (3, 4, 5),
         ("dp_replicate", "dp_shard"): (0, 1, 2, 3, 4, 5),

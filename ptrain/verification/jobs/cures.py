@@ -4,7 +4,7 @@ the missing sum taken, the missing micro-batches added, over every element of ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,86 +39,51 @@ class Cure:
         """Yield of each rank the gradient that it would have, and what it should have: [elements
         that it holds]."""
         sample = sample.scaled(self.scale)
-        undo = _UNDO.get(self.symptom.kind) if name in self.names else None
         for rank in sample.holders():
             has = ~sample.gradients[rank].isnan()
-            gradient = sample.gradients[rank] if undo is None else undo(self, sample, rank, ranks)
-            yield gradient[has], sample.truth[has]
+            own = sample.gradients[rank]
+            undone = self._undone(sample, rank, ranks) if name in self.names else own
+            yield undone[has], sample.truth[has]
 
+    def _undone(self, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
+        own, factor = sample.gradients[rank], self.symptom.factor
+        match self.symptom.kind:
+            case SymptomKind.EVEN:
+                return own / factor
+            case SymptomKind.EACH:
+                return own / (self.factors or {}).get(rank, 1.0)
+            case SymptomKind.PARTIAL:
+                group = next(its for its in ranks.summed[self.symptom.axis] if rank in its)
+                return sample.gradients[list(group)].sum(0) * factor
+            case SymptomKind.STALE:  # what it has besides a multiple of the step before is nothing
+                return sample.truth + own - factor * sample.before
+            case SymptomKind.ADDED:
+                return own - factor * sample.before
+            case SymptomKind.EMPTY:  # where it has none it is given one device's
+                return own if bool(own.nan_to_num().any()) else sample.truth
+            case SymptomKind.OWN:  # what it has besides what its micro-batches give is nothing
+                _, actual = self._weights(rank)
+                rest = 0.0 if actual is None else own - self._mixed(sample, actual)
+                return sample.truth + rest
+            case SymptomKind.SOME | SymptomKind.LOCAL | SymptomKind.WEIGHTS | SymptomKind.UNEVEN:
+                right, actual = self._weights(rank)  # each counts as it does on one device
+                return own if actual is None else own + self._mixed(sample, right - actual)
+            case _:
+                return own
 
-def _divided(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
-    return sample.gradients[rank] / cure.symptom.factor
+    def _weights(self, rank: int) -> tuple[Tensor, Tensor | None]:
+        """Return the weight of each micro-batch in one device's gradient, and in this rank's."""
+        contributed = self.contributed
+        assert contributed is not None, "told by what micro-batches give"
+        actual = contributed.of_loop.get(rank)
+        right = torch.tensor(contributed.of_truth.coefficients).double()
+        return right, None if actual is None else torch.tensor(actual.coefficients).double()
 
-
-def _summed(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
-    group = next(group for group in ranks.summed[cure.symptom.axis] if rank in group)
-    return sample.gradients[list(group)].sum(0) * cure.symptom.factor
-
-
-def _of_this_step(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
-    """What it has besides a multiple of the step before is nothing."""
-    stale = cure.symptom.factor * sample.before
-    return sample.truth + sample.gradients[rank] - stale
-
-
-def _without_the_step_before(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
-    return sample.gradients[rank] - cure.symptom.factor * sample.before
-
-
-def _weighed(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
-    """Each micro-batch counts as it does on one device."""
-    contributed = cure.contributed
-    assert contributed is not None, "told by what micro-batches give"
-    actual = contributed.of_loop.get(rank)
-    if actual is None:
-        return sample.gradients[rank]
-    missing = [
-        (right - its) * sample.basis[place]
-        for place, right, its in zip(
-            contributed.labels, contributed.of_truth.coefficients, actual.coefficients, strict=True
-        )
-    ]
-    return sample.gradients[rank] + torch.stack(missing).sum(0)
-
-
-def _as_given(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
-    """What it has besides what the micro-batches give, all with one weight, is nothing."""
-    contributed = cure.contributed
-    assert contributed is not None, "told by what micro-batches give"
-    actual = contributed.of_loop.get(rank)
-    if actual is None:
-        return sample.truth
-    given = [
-        its * sample.basis[place]
-        for place, its in zip(contributed.labels, actual.coefficients, strict=True)
-    ]
-    return sample.truth + sample.gradients[rank] - torch.stack(given).sum(0)
-
-
-def _by_rank(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
-    return sample.gradients[rank] / (cure.factors or {}).get(rank, 1.0)
-
-
-def _given(cure: Cure, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
-    """It has none: with one device's it has what one device has. The others must be right."""
-    own = sample.gradients[rank]
-    return own if bool(own.nan_to_num().any()) else sample.truth
-
-
-Undo = Callable[[Cure, Sample, int, Ranks], Tensor]
-_UNDO: dict[SymptomKind, Undo] = {
-    SymptomKind.EVEN: _divided,
-    SymptomKind.PARTIAL: _summed,
-    SymptomKind.STALE: _of_this_step,
-    SymptomKind.ADDED: _without_the_step_before,
-    SymptomKind.SOME: _weighed,
-    SymptomKind.LOCAL: _weighed,
-    SymptomKind.WEIGHTS: _weighed,
-    SymptomKind.UNEVEN: _weighed,
-    SymptomKind.EACH: _by_rank,
-    SymptomKind.EMPTY: _given,
-    SymptomKind.OWN: _as_given,
-}
+    def _mixed(self, sample: Sample, weights: Tensor) -> Tensor:
+        """Return the sum of what the micro-batches give, with these weights."""
+        assert self.contributed is not None, "told by what micro-batches give"
+        places = zip(self.contributed.labels, weights.tolist(), strict=True)
+        return torch.stack([weight * sample.basis[place] for place, weight in places]).sum(0)
 
 
 @dataclass(frozen=True, slots=True)

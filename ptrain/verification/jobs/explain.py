@@ -88,7 +88,8 @@ def _hypotheses(
     elements tells nothing of ranks or micro-batches."""
     every = list(wrong)
     tried: list[tuple[Symptom, list[str]]] = []
-    for first in sorted(wrong.values(), key=lambda its: _ORDER.index(its.kind)):
+    order = list(SymptomKind)
+    for first in sorted(wrong.values(), key=lambda its: order.index(its.kind)):
         alike = [name for name, its in wrong.items() if its.is_like(first, tolerance)]
         for names in (alike, every):
             if not any(first.is_like(s, tolerance) and names == n for s, n in tried):
@@ -202,11 +203,6 @@ def with_trial(
     )
 
 
-_ORDER = (
-    SymptomKind.NOT_FINITE, SymptomKind.EMPTY, SymptomKind.PARTIAL, SymptomKind.STALE,
-    SymptomKind.ADDED, SymptomKind.LOCAL, SymptomKind.SOME, SymptomKind.WEIGHTS, SymptomKind.UNEVEN,
-    SymptomKind.EVEN, SymptomKind.EACH, SymptomKind.OWN, SymptomKind.OTHER, SymptomKind.RIGHT,
-)  # fmt: skip
 _EVEN = 1e-3  # weights of micro-batches that differ by no more are the same
 
 

@@ -86,7 +86,7 @@ class Metamorphic:
         yield from self._repeated(state, seen.gradients, batch)
         if self._rows:
             state.restore()
-            yield from self._in_another_order(state, seen.gradients, batch)
+            yield from self._in_another_order(seen.gradients, batch)
         else:
             self.notes.append("the order of samples: not tried, ranks have no rows of the batch")
         state.restore()
@@ -145,9 +145,7 @@ class Metamorphic:
             "in it",
         ) if is_added else None)  # fmt: skip
 
-    def _in_another_order(
-        self, state: ModelState, gradients: Tensors, batch: Any
-    ) -> Iterator[TriedRelation]:
+    def _in_another_order(self, gradients: Tensors, batch: Any) -> Iterator[TriedRelation]:
         count = _num_rows(batch)
         if count < 2:
             return

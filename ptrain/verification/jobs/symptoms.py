@@ -25,20 +25,22 @@ from ptrain.verification.jobs.ranks import Ranks
 
 
 class SymptomKind(StrEnum):
-    RIGHT = "right"
-    EMPTY = "no gradient"
+    """In the order in which hypotheses are tried."""
+
     NOT_FINITE = "not finite"
-    EVEN = "a multiple"
+    EMPTY = "no gradient"
     PARTIAL = "partial"
-    SOME = "some micro-batches"
-    LOCAL = "on each rank some ranks' micro-batches"
-    WEIGHTS = "other weights of micro-batches"
     STALE = "stale"
     ADDED = "added to the step before"
+    LOCAL = "on each rank some ranks' micro-batches"
+    SOME = "some micro-batches"
+    WEIGHTS = "other weights of micro-batches"
     UNEVEN = "uneven weights of micro-batches"
+    EVEN = "a multiple"
     EACH = "a multiple on each rank"
     OWN = "the sum of what its micro-batches give by themselves"
     OTHER = "something else"
+    RIGHT = "right"
 
 
 @dataclass(frozen=True, slots=True)
