@@ -1,5 +1,6 @@
-"""What a step of a running program does, seen from outside: the outputs of its modules and their
-gradients, and every parameter's gradient as the optimizer is given it."""
+"""A step of a running program as the training loop takes it, without its journal, checkpoints and
+signals; and what it does, seen from outside: the outputs of its modules and their gradients, and
+every parameter's gradient as the optimizer is given it."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ptrain.axes.data.run.target import Named
 from ptrain.axes.tensor.addends import gets_addend, gives_addend
 from ptrain.costs import Phase
+from ptrain.data.source import SampleSource
 from ptrain.facts.stages import is_within
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import MoE
@@ -24,10 +26,12 @@ from ptrain.optimizers.torch import tensor_of
 from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
+from ptrain.train.loop import local_batch, seed_dropout
+from ptrain.train.schedule import learning_rate
 from ptrain.verification.outputs import Key, Outputs
 from ptrain.verification.own_tokens import TokensOfRank
+from ptrain.verification.parts import whole
 from ptrain.verification.updates.record import UpdateRecord, recorded, wholes
-from ptrain.verification.whole_tensors import whole
 
 
 @contextmanager
@@ -219,3 +223,22 @@ def paths(program: Program) -> Iterator[tuple[str, nn.Module]]:
         for path, module in piece.module.named_modules():
             if path or piece.is_whole:
                 yield path, module
+
+
+def drive(program: Program, source: SampleSource, step: int) -> tuple[float, float | None]:
+    """One update. Returns this rank's share of the loss, and the norm of the gradients (None where
+    the spec does not clip)."""
+    rate = learning_rate(program.spec.optimizer, step)
+    seed_dropout(program, step)
+    share = program.forward_backward(local_batch(program, source, step), rate)
+    loss = float(share)
+    norm = program.step(rate)
+    return loss, None if norm is None else float(norm)
+
+
+def drive_and_add(
+    program: Program, source: SampleSource, step: int, exchange: Exchange
+) -> tuple[float, float | None]:
+    """The same, with the global mean loss, on all ranks alike."""
+    share, norm = drive(program, source, step)
+    return exchange.add([share])[0], norm

@@ -21,9 +21,8 @@ from ptrain.report.record import Check
 from ptrain.spec.axis import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.capture import Capture, clipped_by, watched
+from ptrain.verification.capture import Capture, clipped_by, drive, watched
 from ptrain.verification.compare import at_most
-from ptrain.verification.drive import drive
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.explain import explain
 from ptrain.verification.jobs.compare import Magnitude

@@ -23,6 +23,7 @@ from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.compare import FP64, apart, at_most, share_of
+from ptrain.verification.parts import whole
 from ptrain.verification.permuted import Permuted
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.tolerances import (
@@ -33,7 +34,6 @@ from ptrain.verification.tolerances import (
     from_permuted,
 )
 from ptrain.verification.variants import is_banded
-from ptrain.verification.whole_tensors import whole
 
 EVERY = 25  # steps between two states that a reference takes
 

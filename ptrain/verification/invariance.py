@@ -18,9 +18,8 @@ from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.capture import Capture
+from ptrain.verification.capture import Capture, drive_and_add
 from ptrain.verification.compare import apart, at_most, gradient_check, worst_of
-from ptrain.verification.drive import drive_and_add
 from ptrain.verification.preconditions import Make
 from ptrain.verification.tolerances import FP64_GRADIENT
 from ptrain.verification.trajectory import ProgramRun

@@ -1,17 +1,21 @@
 """Every shard mapped to the part of the whole tensor that it stands for (the canonical mapping of
-TTrace, arXiv 2506.09280), so that what a rank holds is compared where it is, without a gather."""
+TTrace, arXiv 2506.09280), so that what a rank holds is compared where it is, without a gather; and
+where it must be whole, gathered."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ptrain.internals.dtensor import compute_local_shape_and_global_offset
 from ptrain.models.ledger import local
+from ptrain.train.exchange import Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +113,28 @@ def without_masks(own: torch.Tensor, its: torch.Tensor) -> tuple[torch.Tensor, t
     the same have no difference."""
     hidden = (own == -math.inf) & (its == -math.inf)
     return own.masked_fill(hidden, 0), its.masked_fill(hidden, 0)
+
+
+def whole(named: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
+    """Full tensors, by name, as copies on the host; what only some ranks have, from the first of
+    them. All ranks call it, those of one mesh with the same names in the same order."""
+    own = {name: _full(tensor) for name, tensor in named.items()}
+    described = {
+        name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+        for name, tensor in own.items()
+    }
+    everyone = exchange.gather(described)
+    sources = {name: rank for rank in range(len(everyone) - 1, -1, -1) for name in everyone[rank]}
+    for name in sorted(sources):
+        if all(name in its for its in everyone):
+            continue
+        shape, dtype = everyone[sources[name]][name]
+        if name not in own:
+            own[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        dist.broadcast(own[name], src=sources[name], group=exchange.group)
+    return own
+
+
+def _full(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().to("cpu", copy=True).contiguous()

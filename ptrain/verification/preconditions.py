@@ -21,8 +21,8 @@ from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
+from ptrain.verification.capture import drive
 from ptrain.verification.compare import counted
-from ptrain.verification.drive import drive
 from ptrain.verification.parts import held, part_of
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import States, of_program, of_reference

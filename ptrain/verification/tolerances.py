@@ -39,9 +39,9 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.compare import FP64, apart, apart_by_tensor, worst_parameters
+from ptrain.verification.parts import whole
 from ptrain.verification.references import Ask, ReferenceRun
 from ptrain.verification.variants import exactly, in_fp32, is_banded, without_dropout
-from ptrain.verification.whole_tensors import whole
 
 FEW, MANY = 3, 7  # permuted references beside a fixed figure, and instead of one
 QUANTILES = {FEW: 28.000, MANY: 7.885}  # of Student's t by degrees of freedom: once in 10^4

@@ -20,7 +20,7 @@ from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
-from ptrain.verification.capture import Capture
+from ptrain.verification.capture import Capture, drive_and_add
 from ptrain.verification.compare import (
     Liveness,
     Tolerances,
@@ -33,13 +33,12 @@ from ptrain.verification.compare import (
     worst_of,
 )
 from ptrain.verification.consistency import EVERY, Watch
-from ptrain.verification.drive import drive_and_add
 from ptrain.verification.induction import Onward
+from ptrain.verification.parts import whole
 from ptrain.verification.progress import Progress
 from ptrain.verification.reference import Trajectory, distance
 from ptrain.verification.references import ReferenceRun
 from ptrain.verification.tolerances import Allowed
-from ptrain.verification.whole_tensors import whole
 
 _REFERENCE = "reference: "  # what checks of one device begin with
 

@@ -11,7 +11,7 @@ from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
-from ptrain.verification.drive import drive
+from ptrain.verification.capture import drive
 from tests.faults.catalogue import FAULTS
 
 STEPS = 3

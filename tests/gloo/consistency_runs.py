@@ -27,7 +27,7 @@ from ptrain.train import session
 from ptrain.train.exchange import Exchange
 from ptrain.train.guard import MakeGuard
 from ptrain.train.options import Options
-from ptrain.verification.drive import drive
+from ptrain.verification.capture import drive
 
 Fault = Callable[[Program, int], None]  # program, step: before that step's check
 

@@ -1,5 +1,6 @@
 """A step of the loop once more, from the state that it began with: as it was, to see that it gives
-the same bits, or with plain modules in the place of some of its own."""
+the same bits, or with plain modules in the place of some of its own; and torch's random state
+around passes that nobody shall notice."""
 
 from __future__ import annotations
 
@@ -104,3 +105,17 @@ def _instead(plain: nn.Module, module: nn.Module, args: Any, kwargs: Any, output
         return other.to(leaf.dtype) + 0 * torch.nan_to_num(leaf)
 
     return tree_map(put, output)
+
+
+def cuda_devices(model: nn.Module) -> list[int]:
+    """Return the indices of the GPUs that a model's tensors are on."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+
+
+@contextmanager
+def seeded(model: nn.Module) -> Iterator[None]:
+    """Draw from one seed within, and as before afterwards."""
+    with torch.random.fork_rng(devices=cuda_devices(model)):
+        torch.manual_seed(0)
+        yield

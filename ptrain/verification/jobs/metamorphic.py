@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import claim
-from ptrain.verification.jobs.again import ModelState
+from ptrain.verification.jobs.again import ModelState, seeded
 from ptrain.verification.jobs.compare import Magnitude
 from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.drawing import Drawing
@@ -23,7 +23,6 @@ from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.modules import Calls, ModuleCall, ModuleRecorder, is_within
 from ptrain.verification.jobs.probe import autocast_of
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder
-from ptrain.verification.jobs.seeds import seeded
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.tasks import (
     TokenTask,

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Moment
+from ptrain.verification.jobs.again import cuda_devices
 from ptrain.verification.jobs.compare import digest, pieces
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.record import counts
-from ptrain.verification.jobs.seeds import cuda_devices
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.outputs import Key, is_real
 from ptrain.verification.parts import difference, held, norm

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
+from ptrain.verification.jobs.again import cuda_devices
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder
 from ptrain.verification.jobs.record import ForwardCall
-from ptrain.verification.jobs.seeds import cuda_devices
 from ptrain.verification.names import canonical_parameters
 from ptrain.verification.outputs import is_real
 
