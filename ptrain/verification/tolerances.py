@@ -29,18 +29,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.compare import FP64, apart, apart_by_tensor, worst_parameters
 from ptrain.verification.parts import whole
-from ptrain.verification.references import Ask, ReferenceRun
+from ptrain.verification.references import Ask, ReferenceRun, Solo
 from ptrain.verification.variants import exactly, in_fp32, is_banded, without_dropout
 
 FEW, MANY = 3, 7  # permuted references beside a fixed figure, and instead of one
@@ -49,6 +52,7 @@ FP64_GRADIENT = 1e-12  # the 2-norm of the difference over the reference's
 FP32_LOSS, FP32_GRADIENT = 1e-4, 1e-5
 PROPORTIONAL = 1e-2  # of the loss
 _FP32 = torch.finfo(torch.float32).eps
+Tensors: TypeAlias = Mapping[str, Tensor]
 _FINER = torch.finfo(torch.float64).eps / _FP32
 
 
@@ -117,7 +121,7 @@ def in_fp64(growth: Sequence[ReferenceRun], exact: ReferenceRun, exchange: Excha
     finer = 1.0 if growth[0] is exact else _FINER
     losses = _spread([run.losses for run in growth], finer)
     norms = _spread([run.norms for run in growth], finer)
-    parameters = _between_parameters(growth, exchange) * finer
+    parameters = from_permuted(_distances(growth, exchange, _PARAMETERS, worst_parameters)) * finer
     fixed = [FP64.of_loss(step) * abs(loss) for step, loss in enumerate(exact.losses)]
     allowed = tuple(max(pair) for pair in zip(fixed, losses, strict=True))
     return Allowed(
@@ -156,7 +160,7 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) 
             for deviation, loss in zip(spread, runs[0].losses, strict=True)
         ),
         references=_farthest(runs),
-        gradient=_between_gradients(runs, exchange),
+        gradient=from_permuted(_distances(runs, exchange, _GRADIENTS, apart)),
         by_parameter=_by_parameter(runs, exchange, _coarsest(spec)),
         explanation=f"own dtypes: a loss may be off by {_factor(len(runs)):.1f} deviations of "
         f"{len(runs)} references, {len(runs) - 1} of them with permuted sums",
@@ -193,22 +197,14 @@ def _largest(before: float, now: float) -> float:
     return now if math.isnan(now) or now > before else before
 
 
-def _between_gradients(runs: Sequence[ReferenceRun], exchange: Exchange) -> float:
-    first = whole(runs[0].solo.gradients if runs[0].solo else {}, exchange)
-    solos = (run.solo for run in runs[1:])
-    return _from_first((apart(first, solo.gradients) for solo in solos if solo), runs, exchange)
-
-
 def _by_parameter(
     runs: Sequence[ReferenceRun], exchange: Exchange, least: float, finer: float = 1.0
 ) -> dict[str, float]:
     """Return what is allowed of each parameter's gradient of step 0, and at least `least`."""
-    first = whole(runs[0].solo.gradients if runs[0].solo else {}, exchange)
-    solos = (run.solo for run in runs[1:])
-    own = [apart_by_tensor(first, solo.gradients) for solo in solos if solo]
-    distances = [row for its in exchange.gather(own) for row in its]
+    distances = _distances(runs, exchange, _GRADIENTS, apart_by_tensor)
     return {
-        name: max(least, from_permuted([row[name] for row in distances]) * finer) for name in first
+        name: max(least, from_permuted([row[name] for row in distances]) * finer)
+        for name in distances[0]
     }
 
 
@@ -219,21 +215,21 @@ def _coarsest(spec: Spec) -> float:
     return max(torch.finfo(TORCH_DTYPES[dtype]).eps for dtype in dtypes)
 
 
-def _between_parameters(runs: Sequence[ReferenceRun], exchange: Exchange) -> float:
-    """Return what is allowed of the tensor that is worst, by norm or by its largest element."""
-    solo = runs[0].solo
-    first = whole(solo.trajectory.parameters if solo else {}, exchange)
-    solos = (run.solo for run in runs[1:])
-    own = (worst_parameters(first, solo.trajectory.parameters) for solo in solos if solo)
-    return _from_first(own, runs, exchange)
+_GRADIENTS, _PARAMETERS = attrgetter("gradients"), attrgetter("trajectory.parameters")  # of Solo
 
 
-def _from_first(own: Iterable[float], runs: Sequence[ReferenceRun], exchange: Exchange) -> float:
-    """Return what is allowed, from how far each permuted reference is from the first: each rank
-    knows of its own runs."""
-    distances = [distance for its in exchange.gather(list(own)) for distance in its]
+def _distances(
+    runs: Sequence[ReferenceRun],
+    exchange: Exchange,
+    of: Callable[[Solo], Tensors],
+    apart: Callable[[Tensors, Tensors], Any],
+) -> list[Any]:
+    """Return how far each permuted reference is from the first: each rank knows of its own runs."""
+    first = whole(of(runs[0].solo) if runs[0].solo else {}, exchange)
+    own = [apart(first, of(run.solo)) for run in runs[1:] if run.solo]
+    distances = [distance for its in exchange.gather(own) for distance in its]
     assert len(distances) == len(runs) - 1, "each permuted reference is some rank's"
-    return from_permuted(distances)
+    return distances
 
 
 def from_permuted(distances: Sequence[float]) -> float:
