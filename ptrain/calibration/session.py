@@ -23,6 +23,7 @@ from ptrain.calibration.points import BRIEF, GPUS, PROCESSORS
 from ptrain.calibration.updates import updates
 from ptrain.calibration.write import base_of, conclude, require_writable
 from ptrain.processor import cores
+from ptrain.rooms.heap import keep_freed_memory
 from ptrain.rooms.world import World
 from ptrain.train import environment
 
@@ -53,6 +54,8 @@ _SHARES = {
 def run(options: CalibrationOptions) -> int:
     """The whole life of a rank."""
     world = World.join(device=options.device)
+    if world.device.type == "cpu":
+        keep_freed_memory()  # as a training does
     if options.part is None and world.is_first:  # started by a launcher, not by our command
         require_writable(options)
         base_of(options)
