@@ -15,7 +15,7 @@ the spread of the one that was run twice; Spearman's rank correlation is at leas
 and number of ranks, the strategy that is predicted to be fastest is within 5 % of the one that is:
 where they are two, both are run again in turns, for of many the shortest is one by chance.
 Prints; writes a result only with --save. What stands in --kept FILE is not run again; with
---kept-only none is but the one that is run twice, and the page says how many were not.
+--kept-only none is but those that are run again, and the page says how many were not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -100,7 +100,7 @@ class Timed:
     measured: float
     lower: float
     upper: float
-    apart: float = 0.0
+    apart: float | None = None  # nobody looked
 
     @property
     def off(self) -> float:
@@ -175,23 +175,22 @@ class Trainings:
 
     def timed(self, case: Case, seconds: float) -> Timed:
         """Run a training beside its prediction; of several tries that with the nearest pace."""
-        tries: list[Timed] = []
-        while len(tries) < TRIES and not any(row.apart <= CALM for row in tries):
+        tries: list[tuple[float, Timed]] = []
+        while len(tries) < TRIES and not any(apart <= CALM for apart, _ in tries):
             lower, median, upper = statistics.quantiles(measured(case), n=4)
             after = self.machine.look()
             apart = max(pace.apart(self.beginning) for pace in (self.before, after))
             self.before = after
-            tries.append(
-                Timed(
-                    case=case,
-                    predicted=seconds,
-                    measured=median,
-                    lower=lower,
-                    upper=upper,
-                    apart=apart,
-                )
+            row = Timed(
+                case=case,
+                predicted=seconds,
+                measured=median,
+                lower=lower,
+                upper=upper,
+                apart=apart,
             )
-        return min(tries, key=lambda row: row.apart)
+            tries.append((apart, row))
+        return min(tries, key=itemgetter(0))[1]
 
     def in_turns(self, rows: Sequence[Timed]) -> list[Timed]:
         """Run these again, in turns; return them with the medians of all their trainings."""
@@ -242,8 +241,12 @@ def table(rows: Sequence[Timed]) -> Iterator[str]:
         yield (
             f"| {case.model} | {case.ranks} | {case.name} | {row.predicted:.4f} | "
             f"{row.measured:.4f} | {row.lower:.4f} – {row.upper:.4f} | {row.off:+.1%} | "
-            f"{row.apart:.0%} |"
+            f"{_share(row.apart)} |"
         )
+
+
+def _share(apart: float | None) -> str:
+    return "–" if apart is None else f"{apart:.0%}"
 
 
 def judged(
@@ -253,11 +256,12 @@ def judged(
     errors = [abs(row.off) for row in rows]
     median, worst, allowed = statistics.median(errors), max(errors), max(WORST, 2 * spread)
     ranked = rank_correlation(rows)
-    busy = sum(row.apart > CALM for row in rows)
+    looked_at = [row.apart for row in rows if row.apart is not None]
+    busy = sum(apart > CALM for apart in looked_at)
     lines = [
         "",
-        f"{busy} of {len(rows)} ran while the machine's pace was more than {CALM:.0%} from that of "
-        "the beginning",
+        f"{busy} of {len(looked_at)} ran while the machine's pace was more than {CALM:.0%} from "
+        "that of the beginning",
         "",
         f"{len(rows)} trainings: median of |off| {median:.1%}, largest {worst:.1%} (allowed "
         f"{allowed:.1%}; {REPEATED}, run twice, {spread:.1%} apart), rank correlation {ranked:.3f}",
@@ -288,7 +292,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--specs", nargs="+", default=(), metavar="NAME")
     parser.add_argument("--kept", type=Path, help="a file of measured seconds, which is added to")
     parser.add_argument(
-        "--kept-only", action="store_true", help="run none but the one that is run twice"
+        "--kept-only", action="store_true", help="run none but those that are run again"
     )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     options = parser.parse_args(arguments)
@@ -317,7 +321,7 @@ def main(arguments: Sequence[str]) -> int:
             rows.append(row)
             print(
                 f"{case.model} {case.ranks} {case.name}: {row.predicted:.4f} {row.measured:.4f} "
-                f"{row.apart:.0%}",
+                f"{_share(row.apart)}",
                 flush=True,
             )
             if options.kept:

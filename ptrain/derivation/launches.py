@@ -19,9 +19,9 @@ def with_launches(rows: Sequence[TimeRow], seconds: float) -> tuple[TimeRow, ...
     """Return the rows of a step whose host issues for so many seconds: those by which it takes
     longer than the rest are spent in the phases in which the host does, where these are longer."""
     late = seconds - sum(row.seconds for row in rows)
-    if late <= 0:
-        return tuple(rows)
     issuing = {row.key.phase: row.moving for row in rows if row.key.spent is Spent.LAUNCHES}
+    if late <= 0 or not any(issuing.values()):  # a stage that issues nothing waits in the bubble
+        return tuple(rows)
     own = {phase: sum(row.seconds for row in rows if row.key.phase is phase) for phase in issuing}
     longer = {phase: max(0.0, taken - own[phase]) for phase, taken in issuing.items()}
     weights = longer if any(longer.values()) else issuing  # it is another rank's host that is late

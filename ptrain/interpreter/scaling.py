@@ -103,10 +103,12 @@ class LossScale:
 
 
 def not_finite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return whether any element of the gradients, of which there are some, is infinite or not a
+    """Return whether any element of the gradients, of which there is one, is infinite or not a
     number (0-d, where they are). In any dtype: what torch has for scaled losses takes no bf16 on
     CUDA (`AmpKernels.cu` dispatches on fp16, fp32 and fp64, as of 2.13)."""
     held = [gradient for gradient in gradients if gradient.numel()]
+    if not held:  # of a rank whose shards are empty
+        return alike(torch.zeros((), dtype=torch.bool), gradients[0])
     greatest = torch._foreach_norm(held, math.inf)  # NaN where an element is
     scalars = [alike(value.double(), gradients[0]) for value in greatest]
     return alike(torch.stack(scalars), gradients[0]).isfinite().all().logical_not_()

@@ -92,7 +92,8 @@ class MeasuredPace:
         self.is_cuda = cluster.kind == "cuda"
         self.overlaps = self.is_cuda
         self.ranks = _on_a_node(cluster, ranks)
-        column = rates.at_once.index(self.ranks) if self.ranks in rates.at_once else -1
+        last = len(rates.at_once) - 1
+        column = rates.at_once.index(self.ranks) if self.ranks in rates.at_once else last
         self.curves = {
             key: Curve(points)
             for key, points in _by_last(_completed(rates.operators, column)).items()

@@ -65,7 +65,8 @@ class UnitMoves:
             sizes = np.where(mask[:, at], sizes / self.degrees[at], sizes)
 
     def _hook(self, flat: Hook, other: Hook) -> Array:
-        """Seconds of the host's, which runs ahead where the device computes by itself."""
+        """Seconds of the host's, which runs ahead where the device computes by itself: whether it
+        is behind (`derivation.launches`) is known of what is derived exactly."""
         pace = self.ways.wires.pace
         if pace.overlaps:
             return 0.0

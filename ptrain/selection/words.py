@@ -8,7 +8,6 @@ from ptrain.selection.job import SearchedJob, is_model, said_in
 from ptrain.selection.written import OF_CANDIDATES
 from ptrain.spec.load import load
 from ptrain.spec.names import names
-from ptrain.spec.overrides import parse_override
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import flow
 
@@ -20,17 +19,9 @@ def words_of(job: SearchedJob, spec: Spec) -> tuple[str, ...]:
         source, said = names().default, said_in(None)
         before = load(None).spec.resolved
         return (source, *_changes(before, spec.resolved, said))
-    overrides = [word for word in job.overrides if not _opens_what_is_unsaid(word, spec)]
-    said = said_in(job.source, overrides)
+    said = said_in(job.source, job.overrides)
     changes = _changes(job.base.resolved, spec.resolved, said)
-    return (job.source, *overrides, *changes)
-
-
-def _opens_what_is_unsaid(override: str, spec: Spec) -> bool:
-    """Return whether an override is of a dial that a candidate leaves to the wrapper, which is said
-    by leaving it out."""
-    route = parse_override(override).route
-    return len(route) == 1 and route[0] in _LEFT_TO_WRAPPERS and route[0] not in spec.resolved
+    return (job.source, *job.overrides, *changes)
 
 
 def _changes(
@@ -47,5 +38,8 @@ def _changes(
             yield f"{key}={_UNSAID.get(key, '{}')}"
 
 
-_UNSAID = {"activations": "R", "recompute": "none", "unit": "block"}
-_LEFT_TO_WRAPPERS = ("unit", "overlap", "prefetch")
+_UNSAID = {
+    "activations": "R",
+    "recompute": "none",
+    **dict.fromkeys(("unit", "overlap", "prefetch"), "null"),  # as the wrapper does by itself
+}

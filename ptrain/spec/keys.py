@@ -156,8 +156,8 @@ class Keys:
         UnitSize | None,
         Either(
             "what is gathered, reduced and freed together (the paper's s_unit); without: block, "
-            "and where all states are R or S on the device and parameters R, as many neighbouring "
-            "blocks as fill a `bucket`",
+            "and of built-in models, where all states are R or S on the device and parameters R, "
+            "as many neighbouring blocks as fill a `bucket`",
             "block, sub-block, n blocks or model",
             (
                 Choice(
@@ -173,6 +173,7 @@ class Keys:
             hint=slips.unit,
             read=_unit,
             write=str,
+            null=True,
             dial=Dial(free="block", other="sub-block"),
         ),
     ] = None
@@ -195,6 +196,7 @@ class Keys:
                 "no": "none",
             },
             read=Overlap,
+            null=True,
             dial=Dial(free="none"),
         ),
     ] = None
@@ -205,6 +207,7 @@ class Keys:
             "torch's own (the next unit in backward)",
             0,
             10_000,
+            null=True,
             dial=Dial(free=0),
         ),
     ] = None

@@ -94,10 +94,11 @@ class Leaf:
     read: Callable[[Any], object] | None = None
     write: Callable[[Any], object] | None = None
     key: str = ""
+    null: bool = False
 
     def take(self, value: object) -> object:
         """The value as the spec holds it. Refuses what does not fit."""
-        checked = self.check(value)
+        checked = None if value is None and self.null else self.check(value)
         return checked if self.read is None or checked is None else self.read(checked)
 
     def say(self, value: object) -> object:
@@ -126,7 +127,6 @@ class Whole(Leaf):
     low: int = field(default=1, kw_only=False)
     high: int = field(default=10**9, kw_only=False)
     words: tuple[str, ...] = ()
-    null: bool = False
 
     def takes(self) -> str:
         words = "".join(f" or {word}" for word in self.words)
@@ -134,7 +134,7 @@ class Whole(Leaf):
 
     def check(self, value: Any) -> object:
         is_word = isinstance(value, str) and value in self.words
-        if is_word or (value is None and self.null):
+        if is_word:
             return value
         if type(value) is int and self.low <= value <= self.high:
             return value
@@ -156,11 +156,8 @@ class Real(Leaf):
     low: float = field(default=0.0, kw_only=False)
     high: float = field(default=math.inf, kw_only=False)
     open: bool = False
-    null: bool = False
 
     def check(self, value: Any) -> object:
-        if value is None and self.null:
-            return None
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and self._inside(value):
             return float(value)
@@ -209,7 +206,7 @@ class Choice(Leaf):
     slips: Mapping[str, str] = field(default_factory=dict)
 
     def takes(self) -> str:
-        return f"one of {', '.join(self.words)}"
+        return f"one of {', '.join(self.words)}{_OR_NULL * self.null}"
 
     def check(self, value: Any) -> object:
         if isinstance(value, str) and value in self.words:
@@ -232,7 +229,7 @@ class Choice(Leaf):
         return slips.ask(known.get(guess, ""))
 
     def schema(self) -> dict[str, Any]:
-        return meanings(self.words)
+        return one_of(meanings(self.words), *([_NULL] if self.null else []))
 
 
 @declared
@@ -241,15 +238,12 @@ class Text(Leaf):
 
     pattern: str = field(default=r"[^\x00-\x1f]{1,500}", kw_only=False)
     kind: str = field(default="a text", kw_only=False)
-    null: bool = False
 
     def takes(self) -> str:
         return self.kind
 
     def check(self, value: Any) -> object:
         if isinstance(value, str) and re.fullmatch(self.pattern, value):
-            return value
-        if value is None and self.null:
             return value
         refuse(f"must be {self.takes()}; got {describe(value)}", slips.quote(value))
 
@@ -374,10 +368,11 @@ class Either(Leaf):
         refuse(f"must be {self.takes()}; got {describe(value)}", remedy)
 
     def takes(self) -> str:
-        return self.wanted
+        return self.wanted + _OR_NULL * self.null
 
     def schema(self) -> dict[str, Any]:
-        return one_of(*(option.schema() for option in self.options))
+        shapes = [option.schema() for option in self.options]
+        return one_of(*shapes, *([_NULL] if self.null else []))
 
 
 def plain(value: object) -> object:

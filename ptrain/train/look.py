@@ -176,7 +176,4 @@ class DeviceSums:
                 is_unsound.logical_and_(scaling.found_inf == 0)
             return is_unsound
         gradients = [] if scaling is not None else self._program.gradients()
-        held = [gradient for gradient in gradients if gradient.numel()]
-        if not held:
-            return torch.zeros_like(self.halted)
-        return not_finite(held)
+        return not_finite(gradients) if gradients else torch.zeros_like(self.halted)

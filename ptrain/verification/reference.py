@@ -166,6 +166,7 @@ class OneDeviceRun:
     without the loss's scale."""
 
     def __init__(self, device: ReferenceTraining, steps: int) -> None:
+        assert steps > 0, "a run has a step"
         self.device, self.steps = device, steps
         self.gradients: dict[str, Tensor] = {}
         self._initial = {name: tensor.clone() for name, tensor in device.parameters.items()}

@@ -168,7 +168,7 @@ def _in_corridor(run: ProgramRun, within: Corridor) -> Check:
     """The step with the largest share of what is allowed: where it is more, the last that ran."""
     losses = run.trajectory.losses
     off = within.off(losses)
-    worst = worst_of(off, within.allowed)
+    worst = worst_of(off, within.allowed) if run.stopped is None else len(losses) - 1
     why = f"step {worst}: the loss is {losses[worst]:.12g}"
     why += f", one device has {within.center[worst]:.12g}" * math.isfinite(losses[worst])
     return at_most("loss of every step", off[worst], within.allowed[worst], why)

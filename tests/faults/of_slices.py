@@ -144,6 +144,11 @@ def contiguous_targets(program: Program) -> None:
     given(program, change)
 
 
+def targets_two_ahead(program: Program) -> None:
+    """Targets of a rank's tokens are shifted once more behind the cut."""
+    given(program, lambda _, own: replace(own, targets=own.targets.roll(-1, dims=1)))
+
+
 # positions
 
 
@@ -222,6 +227,13 @@ FAULTS = (
         subjects=(Subject.RANDOM,),
         axis="cp",
         factor="differs where slices of one must be taken",
+    ),
+    Fault(
+        name="targets shifted twice, over cp",
+        setting=RING,
+        plant=targets_two_ahead,
+        subjects=(Subject.BATCH, Subject.LOSS),
+        factor="targets",
     ),
     Fault(
         name="loss divided by a rank's own count, unequal over cp",

@@ -81,7 +81,7 @@ def test_a_sound_average_holds(way: str) -> None:
     [
         ("twice", "two updates", 0),
         ("before", "the parameters of before the update", 0),
-        ("old copy", "of a copy that is 1 steps old", 0),
+        ("old copy", "of a copy that is 2 updates old", 0),
         ("never", "it is what it was before the step", 0),
         ("every other", "it was not updated in a step before", 0),
     ],

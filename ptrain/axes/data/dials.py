@@ -179,9 +179,9 @@ def _bucket(spec: Spec) -> Iterator[Fault]:
     if form not in _REPLICATE and not joins_units(spec, form):
         yield Fault(
             place="bucket",
-            finding="buckets are those of DistributedDataParallel, and of parameters that are R on "
-            "the device, beside states that are R or S there, where `unit` is not written; here "
-            "gradients travel by unit",
+            finding="buckets are those of DistributedDataParallel, and of built-in models whose "
+            "parameters are R and states R or S on the device, with an elementwise optimizer, "
+            "without `unit`, `frozen` or experts of their own; here gradients travel by unit",
             remedy="remove bucket; the size of a unit is `unit`",
         )
 

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from ptrain.costs import State
 from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, Axis, Factor, without
 from ptrain.spec.dials import Overlap
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, S_STAR, TIER_DISTANCE, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec
 
@@ -51,8 +52,10 @@ def joins_units(spec: Spec, form: Form) -> bool:
     """Return whether neighbouring flat units are one, until they fill a bucket: where nothing is
     brought, made whole or used up by unit, all that units still decide is how many collectives
     there are. An update of whole tensors knows matrices by their unit, and experts are summed over
-    fewer ranks than what stands beside them."""
-    if spec.unit is not None or form is not Form.FLAT or places_frozen(spec):
+    fewer ranks than what stands beside them. Models that are not built in may skip a block, which
+    then has no update: in one buffer with others it would decay."""
+    is_built_in = isinstance(spec.model, ModelShape)
+    if not is_built_in or spec.unit is not None or form is not Form.FLAT or places_frozen(spec):
         return False
     factors = data_factors(spec)
     return (

@@ -26,7 +26,7 @@ _LARGE = 0.05  # of its way: a fault is larger, even where its way is not much m
 _FITS = 1e-2  # relative to an update: of which it is made; roundings are added
 _SAME = 0.02  # of two weights
 _KEPT = 3  # steps before, whose parameters a stale copy may have
-_BEFORE, _STALE = "of before the update", "of a copy that is {} steps old"
+_BEFORE, _STALE = "of before the update", "of a copy that is {} updates old"
 
 Rows = dict[str, Tensor]
 
@@ -226,7 +226,7 @@ def _of_earlier(own: AverageMove, weight: float) -> tuple[str, float, float]:
     for back, parameters in enumerate((own.run_before, *own.earlier)):
         old = own.weight(parameters)
         if old is not None and abs(old - weight) <= _SAME * weight:
-            return (_STALE.format(back) if back else _BEFORE), old, weight
+            return (_STALE.format(back + 1) if back else _BEFORE), old, weight
     return "", 0.0, weight
 
 

@@ -213,7 +213,8 @@ def _of_such_passes(
     these has all the samples."""
     graded = [its for its in held if (its.call >= 0) == (draw.call >= 0)] or held
     same = [its for its in graded if its.times == times]
-    return same if not Counter(rows) - Counter(row for its in same for row in its.rows) else graded
+    is_whole = not Counter(rows) - Counter(row for its in same for row in its.rows)
+    return same if same and is_whole else graded
 
 
 def _is_copy(left: RankDraw, right: RankDraw) -> bool:

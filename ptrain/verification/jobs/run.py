@@ -228,7 +228,8 @@ class Examiner:
 
     def _waits(self, step: int) -> bool:
         """An average that stands still may be updated before the parameters are, from a stale copy
-        of them, or never: a later step says which. It stays the first departure."""
+        of them, or never: a later step says which. While only averages depart, their first
+        departure stays."""
         if any(departure.subject is not Subject.AVERAGE for departure in self.departures):
             self.departures = [its for its in self.departures if its.step == step]
             return False

@@ -20,7 +20,6 @@ from ptrain.verification.jobs.asked_tokens import AskedTokens
 from ptrain.verification.jobs.modules import Calls
 from ptrain.verification.jobs.noticed import noticed, seen_by_one
 from ptrain.verification.jobs.probe import probed, untouched
-from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.slice_trials import Forced, MaskOfPlaces, forced
 from ptrain.verification.jobs.token_slices import TokenSlice, slice_of
 from ptrain.verification.jobs.words import families
@@ -74,16 +73,9 @@ class SliceInquiry:
         self, places: Mapping[str, Forced], mask: AbstractContextManager[object] | None = None
     ) -> float | None:
         """Run the step with this in some modules; how far it is from one device's, if near."""
-        self.inquiry.rewind()
-        pair, draws = self.inquiry.pair, self.inquiry.drawing
-        model = pair.loop.model
-        within = mask or nullcontext()
-        with (
-            StepRecorder(model, pair.holds) as seen, draws.repeated(model),
-            forced(model, places), within,
-        ):  # fmt: skip
-            pair.loop.step(self.inquiry.share)
-        return self.inquiry.left(seen.gradients)
+        model = self.inquiry.pair.loop.model
+        repeated = self.inquiry.drawing.repeated(model)
+        return self.inquiry.left_with(repeated, forced(model, places), mask or nullcontext())
 
     def _of_inputs(self, part: TokenSlice) -> Culprit | None:
         """Numbers that a module is given (places, masks, labels) which are not its tokens'."""
@@ -140,7 +132,8 @@ class SliceInquiry:
         assert own is not None and truth is not None, "every rank has both"
         labels = AskedTokens.of(own, truth)
         reports = [AskedTokens(**its) for its in self.ranks.gather(labels.plain())]
-        factors = [report.factor for report in reports]
+        asked = [report for report in reports if report.count] or reports
+        factors = [report.factor for report in asked]
         is_even = max(factors) - min(factors) <= _NEAR * max(map(abs, factors))
         is_right = all(report.is_right for report in reports)
         if is_right and is_even:
@@ -163,7 +156,7 @@ class SliceInquiry:
         whole = self.step.expected.calls[0].upstream[0]
         total = int(whole.abs().amax(-1).bool().sum())
         counts = [report.count for report in reports]
-        if not all(counts) or len(set(counts)) == 1:
+        if len(set(counts)) == 1:
             return None
         listed = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
         for size in dict.fromkeys((self.ranks.size, *self.ranks.degrees.values(), 1)):
@@ -182,7 +175,9 @@ class SliceInquiry:
     def _of_weights(
         self, truth: Tensor, factors: Sequence[float], reports: Sequence[AskedTokens]
     ) -> Culprit | None:
-        listed = ", ".join(f"rank {n}: × {its.factor:.3g}" for n, its in enumerate(reports))
+        listed = ", ".join(
+            f"rank {n}: × {its.factor:.3g}" for n, its in enumerate(reports) if its.count
+        )
         for factor in factors:
             left = self._left({"": Forced(upstream=factor * truth)})
             if left is not None:
@@ -279,7 +274,7 @@ class SliceInquiry:
         where the mask is neither causal nor none, or does not help."""
         width = part.whole[1]
         tokens = torch.tensor(changed)[:, None], torch.arange(width)
-        is_seen, before = right > 0, tokens[1] < tokens[0]
+        is_seen, before = right.cpu() > 0, tokens[1] < tokens[0]
         is_causal = not bool((is_seen & before).any())
         if not (is_causal or bool(is_seen.all())):
             return None
@@ -287,8 +282,9 @@ class SliceInquiry:
         everyones = self.ranks.gather([part.rows[0].item(), columns])
         first = part.rows[0].item()
         joined = [place for row, its in everyones if row == first for place in its]
-        orders = [list(range(width)), joined]  # keys as they stand in a sample, or by rank
-        for keys in [order for at, order in enumerate(orders) if order not in orders[:at]]:
+        # Keys as they stand in a sample, or by rank: both on every rank, for each is a step of all,
+        # and on some ranks the two may be alike.
+        for keys in (list(range(width)), joined):
             places = part.columns[:, None], torch.tensor(keys)
             mask = places[1] <= places[0] if is_causal else torch.ones(len(columns), len(keys))
             left = self._left({}, MaskOfPlaces(mask.bool()))

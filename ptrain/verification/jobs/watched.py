@@ -150,10 +150,10 @@ class Watched:
         self, state: Subject, factor: str, place: str, sentence: str, tried: str,
         step: int | None = None,
     ) -> Culprit:  # fmt: skip
-        """Without a `step` it is the last that shows it."""
-        last = len(self.steps) - 1 if step is None else step
+        """Without a `step` it is the last that ran that shows it."""
+        shown = len(self.steps) - 1 if step is None else step
         return of_both_sides(
-            state, factor, place, sentence, tried, num_ranks=self.num_ranks, step=last
+            state, factor, place, sentence, tried, num_ranks=self.num_ranks, step=shown
         )
 
 
