@@ -98,7 +98,7 @@ class Leaf:
 
     def take(self, value: object) -> object:
         """The value as the spec holds it. Refuses what does not fit."""
-        checked = None if value is None and self.null else self.check(value)
+        checked = self.check(value)
         return checked if self.read is None or checked is None else self.read(checked)
 
     def say(self, value: object) -> object:
@@ -134,7 +134,7 @@ class Whole(Leaf):
 
     def check(self, value: Any) -> object:
         is_word = isinstance(value, str) and value in self.words
-        if is_word:
+        if is_word or (value is None and self.null):
             return value
         if type(value) is int and self.low <= value <= self.high:
             return value
@@ -158,6 +158,8 @@ class Real(Leaf):
     open: bool = False
 
     def check(self, value: Any) -> object:
+        if value is None and self.null:
+            return None
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and self._inside(value):
             return float(value)
@@ -209,7 +211,7 @@ class Choice(Leaf):
         return f"one of {', '.join(self.words)}{_OR_NULL * self.null}"
 
     def check(self, value: Any) -> object:
-        if isinstance(value, str) and value in self.words:
+        if (value is None and self.null) or (isinstance(value, str) and value in self.words):
             return value
         refuse(f"must be {self.takes()}; got {describe(value)}", self.meant(value))
 
@@ -244,6 +246,8 @@ class Text(Leaf):
 
     def check(self, value: Any) -> object:
         if isinstance(value, str) and re.fullmatch(self.pattern, value):
+            return value
+        if value is None and self.null:
             return value
         refuse(f"must be {self.takes()}; got {describe(value)}", slips.quote(value))
 
@@ -355,6 +359,8 @@ class Either(Leaf):
     hint: Callable[[object], str] | None = None
 
     def check(self, value: Any) -> object:
+        if value is None and self.null:
+            return None
         for option in self.options:
             if isinstance(option, Free) and isinstance(value, dict):
                 return option.take(value)  # it was meant, and says which entry is at fault
@@ -371,8 +377,7 @@ class Either(Leaf):
         return self.wanted + _OR_NULL * self.null
 
     def schema(self) -> dict[str, Any]:
-        shapes = [option.schema() for option in self.options]
-        return one_of(*shapes, *([_NULL] if self.null else []))
+        return one_of(*(option.schema() for option in self.options), *[_NULL] * self.null)
 
 
 def plain(value: object) -> object:

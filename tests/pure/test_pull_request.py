@@ -112,7 +112,7 @@ def test_the_workflow_compares_both_sides_of_a_pull_request_and_comments(checkou
     text = (checkout.parent / "comparison.md").read_text()
     assert (checkout.parent / "summary.md").read_text() == text
     assert "| holds (1 of 1) | fails (0 of 1) | holds → fails |" in text
-    assert "| all_gather over dp_shard, calls | 5 | 40 | +35 (+700.0%) |" in text
+    assert "| all_gather over dp_shard, calls | 1 | 40 | +39 (+3900.0%) |" in text
     assert text.endswith("exceeded: train: trains like one device: fails (0 of 1)\n")
     assert run(checkout, "comment").returncode == 0
     said = (shims / "said").read_text()

@@ -46,9 +46,9 @@ def test_what_nothing_executes_yet_says_so_before_what_it_takes():
         ("optimizer.momentum", "a finite number >= 0 and <= 0.999999", "follows"),
         ("sync.gradients", "one of every, last", "follows"),
         ("deterministic", "true or false", "false"),
-        ("prefetch", "an integer in 0..10000", "–"),
+        ("prefetch", "an integer in 0..10000, or null", "–"),
         ("batch.sequence", "an integer in 1..100000000", "needed"),
-        ("unit", "block, sub-block, n blocks or model", "–"),
+        ("unit", "block, sub-block, n blocks or model, or null", "–"),
     ],
 )
 def test_a_row_says_what_a_file_has(place, takes, default):
