@@ -196,6 +196,25 @@ def test_words_of_a_candidate_load_to_it(source, words):
             assert getattr(loaded, field) == getattr(row.spec, field), field
 
 
+def test_words_of_a_candidate_of_a_file_take_back_what_it_leaves_open(tmp_path):
+    file = tmp_path / "open.yaml"
+    lines = (
+        "model: {preset: llama-tiny}",
+        "mesh: {dp_shard: 2}",
+        "placement: {dp_shard: 'R,S,S,R'}",
+        "batch: {global: 16, sequence: 64}",
+        *("unit: auto", "overlap: auto", "prefetch: auto"),
+        "cluster: {preset: laptop}",
+    )
+    file.write_text("\n".join(lines), encoding="utf-8")
+    chooser = Chooser(searched_job(str(file), [], devices=2), count=20)
+    for row in chooser.choose().ranking:
+        name, *said = words_of(chooser.job, row.spec)
+        loaded = load(name, said).spec
+        for dial in ("unit", "overlap", "prefetch", "sync", "batch"):
+            assert getattr(loaded, dial) == getattr(row.spec, dial)
+
+
 @pytest.mark.parametrize(
     ("words", "finding"),
     [
