@@ -160,7 +160,7 @@ LINES = [
     ("train:", "reduce_scatter: alltoall\ntrain:", "reduce_scatter", "", "mean 'all_to_all'?"),
     ("train:", "overlap: true\ntrain:", "overlap", "none, backward", "did you mean 'backward'?"),
     ("train:", "overlap: on\ntrain:", "overlap", "none, backward", "did you mean 'backward'?"),
-    ("train:", "overlap: 1\ntrain:", "overlap", "must be one of none, backward; got the", ""),
+    ("train:", "overlap: 1\ntrain:", "overlap", "none, backward, or null; got the number", ""),
     ("train:", "sync: last\ntrain:", "sync", "a mapping", "write sync: {gradients: last}"),
     ("{layout: fp32}", "fp16", "precision", "a mapping", "write precision: {layout: fp16}"),
     ("{layout: fp32}", "mixed", "precision", "a mapping", "{layout: fsdp-mixed}"),

@@ -43,9 +43,7 @@ MESHES = [
 
 
 def plan_of(size: int) -> Plan:
-    spec = make_spec(
-        {Axis.DP_SHARD: (2, tuple_of("R,S,S"))}, bucket_bytes=size, model=BY_HAND, unit=None
-    )
+    spec = make_spec({Axis.DP_SHARD: (2, tuple_of("R,S,S"))}, bucket_bytes=size, unit=None)
     return lower(spec, tuple(UNITS))
 
 
@@ -77,6 +75,8 @@ def test_units_are_joined_where_nothing_is_brought_or_made_whole_by_unit(modes, 
     assert isinstance(wrap, FlatUnits) and (wrap.bucket_bytes > 0) is are_joined
     written = lower(replace(spec, unit=UnitSize()), ()).wrap
     assert isinstance(written, FlatUnits) and written.bucket_bytes == 0
+    own = lower(replace(spec, model=BY_HAND), ()).wrap
+    assert isinstance(own, FlatUnits) and own.bucket_bytes == 0, "it may skip a block"
 
 
 def test_a_bucket_is_of_whole_parameters_and_no_unit_beside_it():
@@ -99,7 +99,7 @@ def _settings() -> Iterator[Spec]:
     for mesh, elements in itertools.product(MESHES, (20, 30, 10**6)):
         for number, layout in enumerate(("fp32", "megatron18", "zero20")):
             sizes = {"bucket_bytes": elements * 4, "layout": LAYOUTS[layout], "unit": None}
-            spec = make_spec(mesh, model=BY_HAND, accumulate=1 + 2 * number, **sizes)
+            spec = make_spec(mesh, accumulate=1 + 2 * number, **sizes)
             yield spec
             yield replace(spec, overlap=Overlap.BACKWARD)
             yield replace(spec, overlap=Overlap.NONE, sync=SyncPolicy(gradients=GradientSync.LAST))

@@ -58,17 +58,17 @@ def _said(scene: Investigation) -> Iterator[list[Any]]:
         if own.shape == whole.shape:
             used = own.argmin(-1)
             for targets in _other(used, wanted, k):
-                asked = used.where(wanted[k] != IGNORED, wanted[k])
-                yield [targets, _is_made(scene, k, (whole, own), asked)]
+                labels = used.where(wanted[k] != IGNORED, wanted[k])
+                yield [targets, _is_made(scene, k, (whole, own), labels)]
 
 
-def _is_made(scene: Investigation, k: int, sides: tuple[Tensor, Tensor], asked: Tensor) -> bool:
-    """Return whether the loss of one device's logits with the targets `asked` has the gradient that
-    is there. `sides`: these logits, and that gradient, of this rank's tokens."""
+def _is_made(scene: Investigation, k: int, sides: tuple[Tensor, Tensor], labels: Tensor) -> bool:
+    """Return whether the loss of one device's logits with these labels has the gradient that is
+    there. `sides`: these logits, and that gradient, of this rank's tokens."""
     (micro_batch,) = (its for its in _micro_batches(scene) if its.k == k)
     inputs, _ = micro_batch.samples.data
     own = TokensOfRank(scene.spec, scene.rank)
-    samples = SampleBatch(TokenPair(own.of_output(inputs), asked))
+    samples = SampleBatch(TokenPair(own.of_output(inputs), labels))
     objective, logits = scene.reference.objective, sides[0].detach().requires_grad_()
     loss = objective.of(logits, samples) / objective.divisor(micro_batch.batch, samples)
     (gradient,) = torch.autograd.grad(loss * scene.evidence.scale, [logits])

@@ -132,8 +132,8 @@ class SliceInquiry:
         assert own is not None and truth is not None, "every rank has both"
         labels = AskedTokens.of(own, truth)
         reports = [AskedTokens(**its) for its in self.ranks.gather(labels.plain())]
-        asked = [report for report in reports if report.count] or reports
-        factors = [report.factor for report in asked]
+        with_targets = [report for report in reports if report.count] or reports
+        factors = [report.factor for report in with_targets]
         is_even = max(factors) - min(factors) <= _NEAR * max(map(abs, factors))
         is_right = all(report.is_right for report in reports)
         if is_right and is_even:
