@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
@@ -25,17 +23,17 @@ from _machine import ROOT, cores, environment
 
 _SIDE, _ELEMENTS = 384, 2**24  # of a product's factors; of what memory moves: 64 MiB
 _SECONDS = 0.4  # of one kind of work
-_MESSAGES = 300
+_WARM_UP = 2  # looks: memory is touched for the first time, and idle cores wake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Seconds of a product, of a pass over memory, both on all cores at once, and of a message that
-    wakes a process and comes back."""
+    """Seconds of a product and of a pass over memory, on all cores at once. How long a process
+    takes to wake is left out: on a quiet machine it is half as long again from one look to the
+    next."""
 
     product: float
     memory: float
-    message: float
 
     def apart(self, other: Pace) -> float:
         """Return by how much the slower takes longer, of that work in which they differ most."""
@@ -46,7 +44,7 @@ class Pace:
 class Machine:
     """A process for each core, which waits between two looks at the machine's pace."""
 
-    def __enter__(self) -> Self:
+    def __init__(self) -> None:
         self.workers = [
             subprocess.Popen(
                 [sys.executable, __file__],
@@ -58,15 +56,11 @@ class Machine:
             )
             for _ in range(cores())
         ]
-        self.look()  # memory is touched for the first time
-        return self
+        for _ in range(_WARM_UP):
+            self.look()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End them."""
         for worker in self.workers:
             worker.terminate()
             worker.wait()
@@ -74,19 +68,12 @@ class Machine:
     def look(self) -> Pace:
         """Return its pace now."""
         product, memory = (self._all(word) for word in _WORKS)
-        return Pace(product=product, memory=memory, message=self._message())
+        return Pace(product=product, memory=memory)
 
     def _all(self, word: str) -> float:
         for worker in self.workers:
             _say(worker, word)
         return statistics.fmean(float(_heard(worker)) for worker in self.workers)
-
-    def _message(self) -> float:
-        began = time.perf_counter()
-        for _ in range(_MESSAGES):
-            _say(self.workers[0], "")
-            _heard(self.workers[0])
-        return (time.perf_counter() - began) / _MESSAGES
 
 
 def _say(worker: subprocess.Popen[str], word: str) -> None:
@@ -123,11 +110,10 @@ def _median_seconds(work: Callable[[], object]) -> float:
 
 
 def answer() -> None:
-    """Answer each line: seconds of the work that it names, or an empty line."""
+    """Answer each line with the seconds of the work that it names."""
     works = {word: make() for word, make in _WORKS.items()}
     for line in sys.stdin:
-        work = works.get(line.strip())
-        print(_median_seconds(work) if work else "", flush=True)
+        print(_median_seconds(works[line.strip()]), flush=True)
 
 
 if __name__ == "__main__":

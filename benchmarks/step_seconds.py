@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -301,7 +301,7 @@ def main(arguments: Sequence[str]) -> int:
     kept = json.loads(options.kept.read_text()) if options.kept and options.kept.exists() else []
     by_words = {tuple(row["words"]): row for row in kept}
     rows, unpredicted, left_out = [], [], 0
-    with Machine() as machine:
+    with closing(Machine()) as machine:
         trainings = Trainings(machine)
         for case in cases(options.models, options.ranks, options.specs):
             if options.kept_only and case.words not in by_words:
