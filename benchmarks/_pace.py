@@ -23,7 +23,7 @@ from _machine import ROOT, cores, environment
 
 _SIDE, _ELEMENTS = 384, 2**24  # of a product's factors; of what memory moves: 64 MiB
 _SECONDS = 0.4  # of one kind of work
-_WARM_UP = 2  # looks: memory is touched for the first time, and idle cores wake
+_WARM_UP = 2  # times: cores that were idle take twice as long for half a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,7 @@ class Machine:
             )
             for _ in range(cores())
         ]
-        for _ in range(_WARM_UP):
-            self.look()
+        self.look()  # memory is touched for the first time
 
     def close(self) -> None:
         """End them."""
@@ -67,6 +66,8 @@ class Machine:
 
     def look(self) -> Pace:
         """Return its pace now."""
+        for _ in range(_WARM_UP):
+            self._all("product")
         product, memory = (self._all(word) for word in _WORKS)
         return Pace(product=product, memory=memory)
 
