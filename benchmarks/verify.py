@@ -112,7 +112,8 @@ def _against(check: Result | None) -> str:
 
 
 def _kept(found: Result, stage: str) -> str:
-    """For how many steps the run keeps within the fixed figure, and permuted references do."""
+    """For how many steps the run keeps within the fixed figure, and permuted references do, where
+    some were run."""
     steps = found.get("trajectories", {}).get(stage)
     if steps is None:
         return "–"
@@ -120,8 +121,9 @@ def _kept(found: Result, stage: str) -> str:
     counts = [
         next((i for i, off in enumerate(steps[who]) if not off <= fixed[i]), found["steps"])
         for who in ("differences", "references")
+        if steps[who]
     ]
-    return f"{counts[0]} ({counts[1]})"
+    return " ".join([str(counts[0]), *(f"({count})" for count in counts[1:])])
 
 
 def _largest(found: Result, stage: str) -> str:

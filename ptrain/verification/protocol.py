@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,10 +30,12 @@ from ptrain.verification.consistency import Watch, consistency
 from ptrain.verification.examine import examine
 from ptrain.verification.preconditions import REPEATED, Make, preconditions
 from ptrain.verification.progress import Progress
-from ptrain.verification.references import ReferenceRun, references
+from ptrain.verification.references import Ask, ReferenceRun, references
 from ptrain.verification.tolerances import (
     Allowed,
     ReferencePlan,
+    fixed_in_fp32,
+    fixed_in_fp64,
     grows_in_proportion,
     in_fp64,
     in_own_dtypes,
@@ -100,8 +103,8 @@ class StageOutcome:
 
 @dataclass(slots=True)
 class Context:
-    """What stages share: which references there are, these by their keys, and the run in fp64 with
-    what was allowed of it."""
+    """What stages share: which references there may be, those that were run by their keys, and the
+    run in fp64 with where it should be."""
 
     spec: Spec
     world: World
@@ -112,7 +115,16 @@ class Context:
     plan: ReferencePlan | None = None
     references: dict[str, ReferenceRun] = field(default_factory=dict)
     exact: ProgramRun | None = None
-    allowed: Allowed | None = None
+    within: Corridor | None = None
+
+    def runs(self, asks: Sequence[Ask]) -> list[ReferenceRun]:
+        """Return these references; those that are not there yet are run. All ranks call it."""
+        missing = [ask for ask in asks if ask.key not in self.references]
+        if missing:
+            self.references |= references(
+                missing, self.exchange, self.request.folder, self.progress
+            )
+        return [self.references[ask.key] for ask in asks]
 
 
 Stage: TypeAlias = "Callable[[Context], StageOutcome]"
@@ -232,38 +244,51 @@ def _consistency(context: Context) -> StageOutcome:
 
 
 def _in_fp64(context: Context) -> StageOutcome:
-    """Run references first, of all trajectories at once: that is what ranks share the work of."""
-    exchange = context.exchange
+    """Run the references that every trajectory needs first: that is what ranks share the work
+    of."""
     context.plan = plan(context.spec, context.request.steps)
-    context.references = references(
-        context.plan.asks, exchange, context.request.folder, context.progress
+    reference = context.runs(context.plan.asks)[0]
+    context.within = within = Corridor(
+        center=reference.losses,
+        allowed=fixed_in_fp64(reference),
+        wider=partial(_grown, context, reference),
     )
-    reference = context.references[context.plan.exact.key]
-    growth = [context.references[ask.key] for ask in context.plan.growth]
-    if not grows_in_proportion(growth):
-        folder = context.request.folder
-        more = references(context.plan.permuted, exchange, folder, context.progress)
-        growth = [reference, *more.values()]
-    allowed = in_fp64(growth, reference, exchange)
-    context.allowed = allowed
-    context.exact, outcome = _followed(context, exactly(context.spec), reference, allowed)
+    spec, exchange = exactly(context.spec), context.exchange
+    context.exact, outcome = _followed(context, spec, reference, within)
     stopped = context.exact.stopped
     if stopped is not None and outcome.culprit is None:
-        beside = examine(context.make(exactly(context.spec), context.world), exchange, stopped + 1)
+        beside = examine(context.make(spec, context.world), exchange, stopped + 1)
         outcome = replace(outcome, departures=beside.departures, culprit=beside.culprit)
     return replace(
         outcome, culprit=outcome.culprit or of_reference(outcome.checks, context.world.size)
     )
 
 
+def _grown(context: Context, reference: ReferenceRun) -> Allowed:
+    """What training makes of a rounding in fp64."""
+    assert context.plan is not None
+    growth = context.runs(context.plan.growth)
+    if not grows_in_proportion(growth):
+        growth = [reference, *context.runs(context.plan.permuted)]
+    return in_fp64(growth, reference, context.exchange)
+
+
 def _in_own_dtypes(context: Context) -> StageOutcome:
     assert context.plan is not None, "the trajectory in fp64 comes before"
-    runs = [context.references[ask.key] for ask in context.plan.own]
-    if not runs:
+    asks, spec = context.plan.own, without_dropout(context.spec)
+    if not asks:
         return StageOutcome(checks=(), notes=("own dtypes: they are fp64",))
-    spec = without_dropout(context.spec)
-    allowed = in_own_dtypes(spec, runs, context.exchange)
-    run, outcome = _followed(context, spec, runs[0], allowed)
+    (reference,) = context.runs(asks[:1])
+
+    def parted() -> Allowed:
+        return in_own_dtypes(spec, context.runs(asks), context.exchange)
+
+    within = (
+        Corridor(center=reference.losses, allowed=parted())
+        if context.plan.is_banded
+        else Corridor(center=reference.losses, allowed=fixed_in_fp32(reference), wider=parted)
+    )
+    run, outcome = _followed(context, spec, reference, within)
     if outcome.culprit is not None:
         return outcome
     size, layout = context.world.size, spec.precision.layout.name
@@ -272,13 +297,14 @@ def _in_own_dtypes(context: Context) -> StageOutcome:
 
 
 def _followed(
-    context: Context, spec: Spec, reference: ReferenceRun, allowed: Allowed
+    context: Context, spec: Spec, reference: ReferenceRun, within: Corridor
 ) -> tuple[ProgramRun, StageOutcome]:
-    within = Corridor(center=reference.losses, allowed=allowed.losses)
+    exchange = context.exchange
     program = context.make(spec, context.world)
     watch = _watch(context, program)
-    run = follow(program, context.exchange, within, watch, context.progress)
-    all_checks = (*checks(reference, run, allowed, context.exchange), *watch.checks())
+    run = follow(program, exchange, within, watch, context.progress)
+    own_checks = within.judged(lambda allowed: checks(reference, run, allowed, exchange))
+    allowed = within.allowed
     notes = (allowed.explanation,) if allowed.explanation else ()
     steps = {
         "losses": reference.losses,
@@ -286,6 +312,7 @@ def _followed(
         "allowed": allowed.losses,
         "references": allowed.references,
     }
+    all_checks = (*own_checks, *watch.checks())
     return run, replace(_watched(watch), checks=all_checks, steps=steps, notes=notes)
 
 
@@ -299,17 +326,18 @@ def _watched(watch: Watch) -> StageOutcome:
 
 
 def _invariance(context: Context) -> StageOutcome:
-    run, request, exchange = context.exact, context.request, context.exchange
-    assert run is not None and context.allowed is not None, "the trajectory in fp64 comes before"
+    run, within, exchange = context.exact, context.within, context.exchange
+    assert run is not None and within is not None, "the trajectory in fp64 comes before"
     spec = exactly(context.spec)
     all_checks, note = invariance.in_micro_batches(spec, run, context.world, exchange, context.make)
-    if request.against is not None:
-        is_first = exchange.world.is_first
-        own: tuple[Check, ...] = ()
-        if is_first:
-            other = invariance.read(request.against)
-            own = invariance.against(run, other, context.allowed.losses)
-        all_checks = (*all_checks, *from_rank(0, list(own), exchange))
+    if (path := context.request.against) is not None:
+        other = invariance.read(path) if exchange.world.is_first else None
+
+        def beside(allowed: Allowed) -> tuple[Check, ...]:
+            own = () if other is None else invariance.against(run, other, allowed.losses)
+            return from_rank(0, list(own), exchange)
+
+        all_checks = (*all_checks, *within.judged(beside))
     return StageOutcome(checks=all_checks, notes=(note,) if note else ())
 
 

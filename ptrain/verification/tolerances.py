@@ -23,6 +23,9 @@ is of the run under test.
   the two round-offs, is what fp64 ones would: the growth is the map's, and the same. That ends
   where fp32 references differ by more than a hundredth of the loss, beyond which differences stop
   growing in proportion: then 3 permuted references in fp64 say it themselves.
+
+Of a run that keeps to the fixed figures permuted references can say no more, so they are run once
+it does not: they take more time than all else.
 """
 
 from __future__ import annotations
@@ -60,11 +63,11 @@ _FINER = torch.finfo(torch.float64).eps / _FP32
 class Allowed:
     """Of every step's loss, absolute; of its gradient norm, of the gradient of step 0, as one
     vector and `by_parameter`, and of the parameters at the end, relative (None: not compared).
-    `references`: how far the losses of permuted references are off at most. `explanation`: where
-    figures are from."""
+    `references`: how far the losses of permuted references are off at most, empty where none were
+    run. `explanation`: where figures are from."""
 
     losses: tuple[float, ...]
-    references: tuple[float, ...]
+    references: tuple[float, ...] = ()
     gradient: float
     by_parameter: Mapping[str, float] = field(default_factory=dict)
     norms: tuple[float, ...] | None = None
@@ -74,31 +77,36 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferencePlan:
-    """Which references a verification needs: in fp64, in fp32 to see how rounding grows, and in the
-    spec's own dtypes (none where these are fp64); `permuted` ones in fp64 where in fp32 it grows
-    too far."""
+    """Which references a verification may need: in fp64, in fp32 to see how rounding grows, and in
+    the spec's own dtypes (none where these are fp64); `permuted` ones in fp64 where in fp32 it
+    grows too far. Of `asks` it needs all: permuted ones take most of its time, and beside a fixed
+    figure say nothing of a run that keeps to it."""
 
     exact: Ask
     permuted: tuple[Ask, ...]
     growth: tuple[Ask, ...]
     own: tuple[Ask, ...]
+    is_banded: bool
 
     @property
     def asks(self) -> tuple[Ask, ...]:
-        return (self.exact, *self.growth, *self.own)
+        return (self.exact, *(self.own if self.is_banded else self.own[:1]))
 
 
 def plan(spec: Spec, steps: int) -> ReferencePlan:
-    """Return which references a verification needs. Of those that several parts need there is one:
-    they have one key."""
+    """Return which references a verification may need. Of those that several parts need there is
+    one: they have one key."""
     own, exact = without_dropout(spec), exactly(spec)
-    num_own = MANY if is_banded(own) else FEW
+    banded = is_banded(own)
     first, *permuted = _permuted(exact, steps, FEW)
     return ReferencePlan(
         exact=first,
         permuted=tuple(permuted),
         growth=_permuted(in_fp32(spec), steps, FEW),
-        own=() if own.precision == exact.precision else _permuted(own, steps, num_own),
+        own=()
+        if own.precision == exact.precision
+        else _permuted(own, steps, MANY if banded else FEW),
+        is_banded=banded,
     )
 
 
@@ -115,17 +123,27 @@ def grows_in_proportion(growth: Sequence[ReferenceRun]) -> bool:
     )
 
 
+def fixed_in_fp64(exact: ReferenceRun) -> Allowed:
+    """Return what is allowed of a run in fp64 as long as it is about rounding alone."""
+    return Allowed(
+        losses=tuple(FP64.of_loss(step) * abs(loss) for step, loss in enumerate(exact.losses)),
+        gradient=FP64_GRADIENT,
+        by_parameter=_alike(exact, FP64_GRADIENT),
+        norms=tuple(map(FP64.of_norm, range(len(exact.norms)))),
+        parameters=FP64.parameters,
+    )
+
+
 def in_fp64(growth: Sequence[ReferenceRun], exact: ReferenceRun, exchange: Exchange) -> Allowed:
-    """Derive what is allowed from references in fp32, or, where `exact` is the first of them, in
-    fp64. All ranks call it."""
+    """Derive what is allowed beyond that from references in fp32, or, where `exact` is the first of
+    them, in fp64. All ranks call it."""
     finer = 1.0 if growth[0] is exact else _FINER
-    losses = _spread([run.losses for run in growth], finer)
+    fixed = fixed_in_fp64(exact)
+    losses = _larger(fixed.losses, _spread([run.losses for run in growth], finer))
     norms = _spread([run.norms for run in growth], finer)
     parameters = from_permuted(_distances(growth, exchange, _PARAMETERS, worst_parameters)) * finer
-    fixed = [FP64.of_loss(step) * abs(loss) for step, loss in enumerate(exact.losses)]
-    allowed = tuple(max(pair) for pair in zip(fixed, losses, strict=True))
     return Allowed(
-        losses=allowed,
+        losses=losses,
         references=_farthest(growth, finer),
         gradient=FP64_GRADIENT,
         by_parameter=_by_parameter(growth, exchange, FP64_GRADIENT, finer),
@@ -134,23 +152,32 @@ def in_fp64(growth: Sequence[ReferenceRun], exact: ReferenceRun, exchange: Excha
             for step, (spread, norm) in enumerate(zip(norms, exact.norms, strict=True))
         ),
         parameters=max(FP64.parameters or 0.0, parameters),
-        explanation=_until("fp64", "1e-12", fixed, allowed, len(growth)),
+        explanation=_until("fp64", "1e-12", fixed.losses, losses, len(growth)),
+    )
+
+
+def fixed_in_fp32(own: ReferenceRun) -> Allowed:
+    """Return what is allowed of a run in fp32 as long as it is about rounding alone."""
+    return Allowed(
+        losses=(FP32_LOSS,) * len(own.losses),
+        gradient=FP32_GRADIENT,
+        by_parameter=_alike(own, FP32_GRADIENT),
     )
 
 
 def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) -> Allowed:
-    """Derive what is allowed from references in the spec's own dtypes. All ranks call it."""
+    """Derive what is allowed in the spec's own dtypes from references in these: where they are
+    fp32, beyond the fixed figures. All ranks call it."""
     spread = _spread([run.losses for run in runs])
     if not is_banded(spec):
-        fixed = [FP32_LOSS] * len(spread)
-        allowed = tuple(max(deviation, FP32_LOSS) for deviation in spread)
-        said = _until("own dtypes", "1e-4", fixed, allowed, len(runs))
-        return Allowed(
-            losses=allowed,
+        fixed = fixed_in_fp32(runs[0])
+        losses = _larger(fixed.losses, spread)
+        return replace(
+            fixed,
+            losses=losses,
             references=_farthest(runs),
-            gradient=FP32_GRADIENT,
             by_parameter=_by_parameter(runs, exchange, FP32_GRADIENT),
-            explanation=said,
+            explanation=_until("own dtypes", "1e-4", fixed.losses, losses, len(runs)),
         )
     num_addends = spec.batch.accumulate * spec.data_degree
     rounding = _factor(len(runs)) * _FP32 / 2 * math.sqrt(2 * num_addends)  # of the loss's sum
@@ -165,6 +192,16 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) 
         explanation=f"own dtypes: a loss may be off by {_factor(len(runs)):.1f} deviations of "
         f"{len(runs)} references, {len(runs) - 1} of them with permuted sums",
     )
+
+
+def _alike(run: ReferenceRun, most: float) -> dict[str, float]:
+    """The same of all parameters' gradients, on the rank that has them."""
+    return dict.fromkeys(run.solo.gradients if run.solo else (), most)
+
+
+def _larger(fixed: Sequence[float], spread: Sequence[float]) -> tuple[float, ...]:
+    """Of each step; the fixed figure where the other is not a number."""
+    return tuple(max(pair) for pair in zip(fixed, spread, strict=True))
 
 
 def _factor(number: int) -> float:

@@ -8,10 +8,12 @@ fails, its checks alone do.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from ptrain.data.corpus import corpus
@@ -40,23 +42,43 @@ from ptrain.verification.reference import Trajectory, distance
 from ptrain.verification.references import ReferenceRun
 from ptrain.verification.tolerances import Allowed
 
+Checks: TypeAlias = "tuple[Check, ...]"
+
 _REFERENCE = "reference: "  # what checks of one device begin with
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Corridor:
-    """Where the loss of each step should be, and how far off it may be (absolute)."""
+    """Where the loss of each step should be, and what is `allowed` of a run. `wider` derives more
+    of references that it runs first: once, and where what is allowed does not do."""
 
     center: tuple[float, ...]
-    allowed: tuple[float, ...]
+    allowed: Allowed
+    wider: Callable[[], Allowed] | None = None
 
     def contains(self, step: int, loss: float) -> bool:
-        """False of what is not a number."""
-        return abs(loss - self.center[step]) <= self.allowed[step]
+        """False of what is not a number. All ranks call it, with the same loss."""
+        return self._is_near(step, loss) or (self._widens() and self._is_near(step, loss))
+
+    def judged(self, checks: Callable[[Allowed], Checks]) -> Checks:
+        """Return the checks by what is allowed. All ranks call it, with checks that are alike."""
+        own = checks(self.allowed)
+        is_settled = all(check.holds for check in own) or not self._widens()
+        return own if is_settled else checks(self.allowed)
 
     def off(self, losses: Sequence[float]) -> tuple[float, ...]:
         """Return how far each step's loss is from where it should be."""
         return tuple(abs(loss - its) for loss, its in zip(losses, self.center, strict=False))
+
+    def _is_near(self, step: int, loss: float) -> bool:
+        return abs(loss - self.center[step]) <= self.allowed.losses[step]
+
+    def _widens(self) -> bool:
+        if self.wider is None:
+            return False
+        with torch.random.fork_rng(devices=[]):  # references seed the generator, in a run's midst
+            self.allowed, self.wider = self.wider(), None
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +96,8 @@ class ProgramRun:
 
 def anywhere(steps: int) -> Corridor:
     """Return the corridor of a run that is compared later, with another: any loss is in it."""
-    return Corridor(center=(0.0,) * steps, allowed=(math.inf,) * steps)
+    allowed = Allowed(losses=(math.inf,) * steps, gradient=math.inf)
+    return Corridor(center=(0.0,) * steps, allowed=allowed)
 
 
 def follow(
@@ -133,7 +156,7 @@ def checks(
     """All checks of a run, made on the rank that has the reference; equal on all."""
     own: list[Check] = []
     if (solo := reference.solo) is not None:
-        within = Corridor(center=reference.losses, allowed=allowed.losses)
+        within = Corridor(center=reference.losses, allowed=allowed)
         own = [
             gradient_check(
                 "gradient of step 0", apart(solo.gradients, run.gradients), allowed.gradient
@@ -168,10 +191,11 @@ def _in_corridor(run: ProgramRun, within: Corridor) -> Check:
     """The step with the largest share of what is allowed: where it is more, the last that ran."""
     losses = run.trajectory.losses
     off = within.off(losses)
-    worst = worst_of(off, within.allowed) if run.stopped is None else len(losses) - 1
+    allowed = within.allowed.losses
+    worst = worst_of(off, allowed) if run.stopped is None else len(losses) - 1
     why = f"step {worst}: the loss is {losses[worst]:.12g}"
     why += f", one device has {within.center[worst]:.12g}" * math.isfinite(losses[worst])
-    return at_most("loss of every step", off[worst], within.allowed[worst], why)
+    return at_most("loss of every step", off[worst], allowed[worst], why)
 
 
 def of_reference(checks: Sequence[Check], size: int) -> Culprit | None:

@@ -20,12 +20,14 @@ from ptrain.verification.tolerances import (
     FEW,
     MANY,
     QUANTILES,
+    Allowed,
+    fixed_in_fp32,
     grows_in_proportion,
     in_fp64,
     in_own_dtypes,
     plan,
 )
-from ptrain.verification.trajectory import ProgramRun, checks
+from ptrain.verification.trajectory import Corridor, ProgramRun, checks
 from ptrain.verification.variants import in_other_batches, is_banded
 from tests.jobs import TINY
 
@@ -173,6 +175,50 @@ def test_where_differences_stop_growing_in_proportion_fp64_references_say_it_the
     assert [ask.seed for ask in plan(tiny(), 3).permuted] == [0, 1, 2]
 
 
+def test_permuted_references_are_run_from_the_start_where_no_fixed_figure_is():
+    fp32 = plan(tiny(), 3)
+    assert fp32.asks == (fp32.exact, fp32.own[0])
+    sixteen = plan(tiny("zero3", "precision.layout=zero16"), 3)
+    assert sixteen.asks == (sixteen.exact, *sixteen.own)
+    assert len(sixteen.own) == MANY + 1
+    fp64 = plan(tiny("zero3", "precision.compute=fp64"), 3)
+    assert fp64.asks == (fp64.exact,)
+
+
+def test_they_are_run_once_and_where_a_run_does_not_keep_to_the_fixed_figure():
+    center = told((4.0, 3.0, 2.0))
+    number = 0
+
+    def wider() -> Allowed:
+        nonlocal number
+        number += 1
+        torch.manual_seed(number)
+        return replace(fixed_in_fp32(center), losses=(1e-3,) * 3, parameters=1e-3)
+
+    within = Corridor(center=center.losses, allowed=fixed_in_fp32(center), wider=wider)
+    before = torch.get_rng_state()
+    assert within.contains(0, 4.0 + 9e-5) and number == 0
+    assert within.contains(1, 3.0 + 9e-4) and number == 1
+    assert not within.contains(2, 2.0 + 2e-3) and not within.contains(2, math.nan)
+    assert number == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_fails_by_fixed_figures_is_judged_by_references_before_it_is_said_to_fail():
+    center = told((4.0,))
+    grown = replace(fixed_in_fp32(center), gradient=1.0, by_parameter={"a": 1.0, "b": 1.0})
+    within = Corridor(center=(4.0,), allowed=fixed_in_fp32(center), wider=lambda: grown)
+    off = told((4.0,), offset=1e-3).solo
+    assert off is not None
+    run = ProgramRun(trajectory=off.trajectory, gradients=off.gradients, again=0.0, stopped=0)
+    fixed = {check.name: check for check in checks(center, run, within.allowed, ALONE)}
+    assert not fixed["gradient of step 0"].holds
+    judged = within.judged(lambda allowed: checks(center, run, allowed, ALONE))
+    by_name = {check.name: check for check in judged}
+    assert by_name["gradient of step 0"].holds
+    assert by_name["gradient of step 0"].tolerance == 1.0
+
+
 def test_in_16_bits_references_alone_say_what_is_allowed():
     spec = tiny("zero3", "precision.layout=zero16")
     runs = [told((4.0 + i * 1e-3,), offset=i * 1e-3) for i in range(MANY + 1)]
@@ -284,7 +330,8 @@ def test_one_micro_batch_is_compared_with_several():
 
 
 def test_ranks_share_references_by_what_these_take() -> None:
-    asks = plan(tiny("ddp"), 3).asks  # one in fp64; one and three permuted ones in fp32
+    planned = plan(tiny("ddp"), 3)
+    asks = (planned.exact, *planned.growth)  # one in fp64; one and three permuted ones in fp32
     owners = _owners(list({ask.key: ask for ask in asks}.values()), 2)
     loads = [
         sum({its.key: its.cost for its in asks if owners[its.key] == n}.values()) for n in (0, 1)
