@@ -59,8 +59,13 @@ def reduce_scatter(
     received = torch.empty_like(whole)  # its tag is read before that of `whole`, which stays
     registry.tag(received, tag.state if tag else State.OTHER, Collective.REDUCE_SCATTER)
     work = dist.all_to_all_single(received, whole, group=group, async_op=not is_awaited)
-    parts = received.view(group.size(), -1)
-    return Move(shard, whole, work, lambda: torch.sum(parts, 0, out=shard))
+
+    def add() -> None:
+        torch.sum(received.view(group.size(), -1), 0, out=shard)
+        # gloo's thread may hold its tensors a moment longer than `wait` does, on a loaded machine
+        received.untyped_storage().resize_(0)
+
+    return Move(shard, whole, work, add)
 
 
 class TaggedAllGather(AllGather):
