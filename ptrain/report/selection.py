@@ -8,10 +8,11 @@ from math import isfinite
 
 from ptrain.axes.candidates import Written
 from ptrain.axes.context.form import written_attention
+from ptrain.axes.data.form import form_of, joins_units
 from ptrain.report.table import MISSING, render
 from ptrain.selection.demand import Demand
 from ptrain.selection.figures import Ranked
-from ptrain.selection.quantities import keeping, recompute_of
+from ptrain.selection.quantities import keeping, recompute_of, unit_of
 from ptrain.selection.ranking import Lost, PlacementRanking
 from ptrain.selection.task import Scored, SearchGoal
 from ptrain.selection.words import words_of
@@ -252,8 +253,8 @@ def _axis(spec: Spec, axis: Axis) -> str:
 
 
 def _dials(spec: Spec) -> Iterator[str]:
-    if spec.unit is not None:
-        yield f"unit {spec.unit}"
+    if spec.unit is not None or joins_units(spec, form_of(spec)):
+        yield f"unit {unit_of(spec)}"
     yield f"sync {spec.sync.gradients}"
     if not spec.sync.reshard_after_forward:
         yield "kept" if not spec.sync.reshard_after_backward else "kept for backward"

@@ -25,6 +25,7 @@ from ptrain.selection.score import (
 )
 
 AT_ONCE = 2**14  # moments: arrays of so many stay near the processor
+_MORE = 1 + 1e-3  # than one, of what is rounded
 _ROUNDED = 1 - 1e-6  # sums of the same bytes in another order, in fp32
 # Rows of `stacked`: `kept` of gradients from one micro-batch to the next, of experts too, and
 # whether what is reduced `waits` for the last one.
@@ -242,7 +243,9 @@ def _backward(
     """Bytes at most in the backward pass, beside what has been there all along. In the first block
     nothing is reduced yet, from the second on what came before it may be."""
     np, kept = numpy(), rows["kept"]
-    own, several = parts.front + parts.head + at.own * block, at.own > 1
+    own = parts.front + parts.head + at.own * block
+    # of several units one is reduced while the next one's gradients arrive
+    several = (at.own > 1) & (at.own * block > rows["unit"] * _MORE)
     of = PassGradients.of(rows, at, parts, block)
     new = kept * own * at.is_new
     of_blocks = new - kept * parts.front * at.is_new * (1 - at.is_half)  # the embedding's is last

@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 from ptrain.axes.context.form import written_attention
 from ptrain.axes.data.candidates import OVERLAPS, UNITS
+from ptrain.axes.data.form import REPLICAS, form_of, joins_units
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, SELECTIVE, Kept
@@ -30,6 +31,7 @@ RESULTS = ("memory", "time")
 _HYBRID = "hybrid"
 _ATTENTIONS = (*ContextAttention, _HYBRID)
 _STOCK = "stock"  # what the wrapper does by itself
+_BUCKET = "bucket"  # as many neighbours as fill one
 
 
 class Aspect(Enum):
@@ -57,6 +59,13 @@ def keeping(kept: Kept) -> str:
     if kept.tier is not Tier.DEVICE:
         return "offload"
     return {None: "none", FULL: "full", SELECTIVE: "selective"}.get(kept.policy, "keep")
+
+
+def unit_of(spec: Spec) -> str:
+    """Return what is gathered or reduced together, in the grammar's words."""
+    form = form_of(spec)
+    is_bucket = form in REPLICAS or joins_units(spec, form)
+    return _BUCKET if is_bucket else str(spec.unit_size)
 
 
 def _placement(axis: Axis) -> Callable[[Spec], Value]:
@@ -131,8 +140,8 @@ QUANTITIES: dict[str, Quantity] = {
     "context.attention": Quantity(part=Aspect.WITHIN, of=_attention, words=_ATTENTIONS),
     "unit": Quantity(
         part=Aspect.DATA,
-        of=lambda spec: str(spec.unit_size),
-        words=tuple(str(unit or UnitSize()) for unit in UNITS),
+        of=unit_of,
+        words=(_BUCKET, *dict.fromkeys(str(unit or UnitSize()) for unit in UNITS)),
     ),
     "overlap": Quantity(
         part=Aspect.DATA,

@@ -11,6 +11,7 @@ from typing import Any
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.form import (
     BY_TENSOR,
+    REPLICAS,
     Form,
     form_of,
     has,
@@ -35,8 +36,8 @@ Array = Any
 Columns = dict[str, Array]
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one
-_BUCKET = len(_UNITS)  # of what is joined they follow from the sizes
-_OF_KIND = {UnitKind.BLOCK: 0, UnitKind.MODEL: 0, UnitKind.BLOCKS: 1, UnitKind.SUB_BLOCK: 2}
+_BUCKET, _MODEL = len(_UNITS), len(_UNITS) + 1  # of what is joined they follow from the sizes
+_OF_KIND = {UnitKind.BLOCK: 0, UnitKind.BLOCKS: 1, UnitKind.SUB_BLOCK: 2, UnitKind.MODEL: _MODEL}
 # Columns that say how many bytes a rank has.
 OF_MEMORY = (
     *("theta", "omega", "grads", "reduced", "unreduced", "whole", "opened", "flying", "unit"),
@@ -49,7 +50,6 @@ OF_TIME = (
     *("overlaps", "ahead", "unpack", "pack", "add", "add_end", "adds_first", "fill", "fill_end"),
     *("update", "update_end", "copied", "finish"),
 )
-_REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,8 @@ def ways_of(
         if said is None or said.factors is not choice.factors:
             said = FormOfTuples.of(spec, choice.factors)
         is_brought = said.is_made or any(said.cut[_THETA]) or not said.near[_THETA]
-        is_flat = said.form is Form.FLAT
+        unit = _BUCKET if joins_units(spec, said.form) else _OF_KIND[spec.unit_size.kind]
+        ahead = (spec.prefetch or 0) if said.form is Form.FLAT else int(is_brought)
         yield DataWay(
             choice=choice,
             form=said.form,
@@ -122,13 +123,19 @@ def ways_of(
             is_brought=is_brought,
             is_late=spec.sync.gradients is GradientSync.LAST,
             said_unit=spec.unit,
-            unit=_BUCKET if joins_units(spec, said.form) else _OF_KIND[spec.unit_size.kind],
+            unit=unit,
             keeps_forward=is_brought and not spec.sync.reshard_after_forward,
             keeps_backward=is_brought and not spec.sync.reshard_after_backward,
             overlaps=reduces_in_backward(spec, said.form, keeps_parts=any(said.cut[_GRADS])),
-            ahead=(spec.prefetch or 0) if is_flat else int(is_brought),
+            ahead=0 if unit == _MODEL else ahead,
             is_copied_back=spec.offload.update is Tier.DEVICE,
         )
+
+
+def blocks_of_bucket(base: Spec, sizes: Sizes) -> int:
+    """Return how many blocks are one where they join until they fill a bucket."""
+    block = sizes.block * base.precision.effective.reduced.itemsize
+    return max(1, ceil_div(base.bucket_bytes, block))
 
 
 class Ways:
@@ -147,7 +154,7 @@ class Ways:
         self.brought = np.array([way.is_brought for way in ways])
         self.unit = np.array([way.unit for way in ways])
         self.flat = np.array([way.form is Form.FLAT for way in ways])
-        self.replicas = np.array([way.form in _REPLICAS for way in ways])
+        self.replicas = np.array([way.form in REPLICAS for way in ways])
         self.local = np.array([way.form is Form.LOCAL for way in ways])
         self.by_tensor = np.array([way.form in BY_TENSOR for way in ways])
         self.sums_copies = np.array([not all(way.cut[_GRADS]) for way in ways])
@@ -237,9 +244,8 @@ class Ways:
 
     def _layers_of_units(self, sizes: Sizes, layers: int) -> tuple[float, ...]:
         """Return the layers of a unit by its kind."""
-        block = sizes.block * self.layout.reduced.itemsize
-        filled = ceil_div(self.wires.base.bucket_bytes, block)
-        return (*_UNITS, float(max(1, min(filled, layers))))
+        filled = blocks_of_bucket(self.wires.base, sizes)
+        return (*_UNITS, float(min(filled, layers)), float(layers))
 
     def _parts(self, degrees: Sequence[int]) -> dict[State, Array]:
         """Into how many slices states are cut."""

@@ -27,7 +27,7 @@ from ptrain.selection.keeper import Keeper
 from ptrain.selection.peaks import RankPeaks
 from ptrain.selection.profile import Seconds, clock_of, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
-from ptrain.selection.rows import Columns, DataWay, Ways, ways_of
+from ptrain.selection.rows import Columns, DataWay, Ways, blocks_of_bucket, ways_of
 from ptrain.selection.score import MomentParameters
 from ptrain.selection.space import (
     THROUGH,
@@ -103,6 +103,7 @@ class Search:
             self.task = replace(self.task, where=where)
             self.staged.clear()
             self.running.clear()
+            self.gathered.clear()
             self.ways.clear()
             self.tables.clear()
             self.columns.clear()
@@ -263,9 +264,17 @@ class Search:
         key = (inner.number, id(kept))
         if key not in self.gathered:
             self.gathered[key] = frozenset(
-                unit for unit in self.units if self.legality.unit(inner.within, unit, kept)
+                unit for unit in self._units(inner) if self.legality.unit(inner.within, unit, kept)
             )
         return self._table(inner, left, through, self.gathered[key], many=number > 1)
+
+    def _units(self, inner: InnerCut) -> Iterator[UnitSize | None]:
+        """What may be gathered together: no block besides a bucket that one block fills, unless
+        somebody asks for it."""
+        task = self.task
+        is_bucket = blocks_of_bucket(task.base, inner.sizes) == 1 and None in self.units
+        is_same = is_bucket and not any(True for _ in task.where.bounds("unit"))
+        yield from (unit for unit in self.units if not (is_same and unit == UnitSize()))
 
     def _table(
         self,
@@ -340,14 +349,15 @@ class Search:
         key = (axes, inner.axes, through, many)
         if key not in self.ways:
             legal = self._legal_ways(axes, inner, through, many=many)
-            self.ways[key] = Ways(self.wires, [way for way in legal if self._is_admitted(way)])
+            admitted = [way for way in legal if self._is_admitted(way, inner, through)]
+            self.ways[key] = Ways(self.wires, admitted)
         return self.ways[key]
 
-    def _is_admitted(self, way: DataWay) -> bool:
-        """Whether a choice obeys what is asked of tuples and dials."""
-        where = self.task.where
+    def _is_admitted(self, way: DataWay, inner: InnerCut, through: Through) -> bool:
+        """Whether a choice obeys what is asked of tuples and dials, beside others."""
+        where, choices = self.task.where, (way.choice, THROUGH[through], *inner.within)
         return not where.asks(Aspect.DATA) or where.admits(
-            Aspect.DATA, chosen(self.task.base, (way.choice,))
+            Aspect.DATA, chosen(self.task.base, choices)
         )
 
     def _legal_ways(

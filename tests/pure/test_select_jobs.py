@@ -50,7 +50,7 @@ def test_a_constraint_is_a_name_a_comparison_and_a_bound(text, name, bound):
         ("recompute<=full", "has no order"),
         ("memory<=much", "is no figure"),
         ("schedule=1f1bb", "did you mean 1f1b? write one of naive, gpipe, 1f1b"),
-        ("unit=bloc", "write one of block, 2 blocks, sub-block"),
+        ("unit=bloc", "write one of bucket, block, 2 blocks, sub-block, model"),
         ("recompute=some", "write one of none, selective, full, offload"),
         ("gradients=sometimes", "write one of every, last"),
         ("placement.dp_shard=zero4", "zero4 is no tuple of dp_shard"),

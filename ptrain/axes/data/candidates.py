@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Way, Written, divisors
-from ptrain.axes.data.form import Form, form_of
+from ptrain.axes.data.form import Form, form_of, may_join_units
 from ptrain.axes.data.rules import DATA
 from ptrain.costs import PLACED
 from ptrain.spec.axis import DATA_AXES, Axis, Factor
@@ -42,7 +42,9 @@ _GIVEN_BACK = {
     GradientSync.EVERY: ((True, True), (False, True)),
     GradientSync.LAST: ((True, True), (False, False)),
 }
-UNITS = (None, UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
+_OTHER_UNITS = (None, UnitSize(kind=UnitKind.BLOCKS, count=2), UnitSize(kind=UnitKind.SUB_BLOCK))
+_NOT_JOINED = (UnitSize(), UnitSize(kind=UnitKind.MODEL))  # where blocks join by themselves
+UNITS = (*_OTHER_UNITS, *_NOT_JOINED)
 OVERLAPS = (None, Overlap.NONE, Overlap.BACKWARD)
 
 
@@ -133,7 +135,8 @@ def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:
                 reshard_after_backward=after_backward,
             )
             overlaps = _overlaps(is_whole=is_whole, is_gathered=is_gathered)
-            for unit, (overlap, prefetch) in product(UNITS, overlaps):
+            units = _OTHER_UNITS if is_gathered else UNITS
+            for unit, (overlap, prefetch) in product(units, overlaps):
                 yield (
                     ("sync", sync),
                     ("unit", unit),
@@ -154,8 +157,11 @@ def _overlaps(
 
 def is_left_out(spec: Spec, written: Written) -> bool:
     """Return whether a dial of a candidate is left out, if nobody wrote it. DDP and FSDP2 reduce
-    beside the backward pass by themselves, and nobody looks at them without."""
-    if written.says("overlap") or spec.overlap is None:
+    beside the backward pass by themselves, and nobody looks at them without. Where blocks do not
+    join a unit is a block by itself, and whole models are not brought at once."""
+    if spec.unit in _NOT_JOINED and not written.says("unit"):
+        return not may_join_units(spec, form_of(spec))
+    if spec.overlap is None or written.says("overlap"):
         return False
     return form_of(spec) is not Form.FLAT
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from ptrain.axes.data.form import (
+    REPLICAS,
     Form,
     data_factors,
     form_of,
@@ -37,7 +38,6 @@ from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.spec import Spec
 
 REASON = "every key of a spec has an effect"
-_REPLICATE = (Form.REPLICATE, Form.SPREAD_UPDATE)
 _FULLY_SHARD = (Form.FULLY_SHARD, Form.MATERIALIZE)
 
 
@@ -177,7 +177,7 @@ def _bucket(spec: Spec) -> Iterator[Fault]:
     if not data_factors(spec) or spec.bucket_bytes == STOCK_BUCKET_BYTES:
         return
     form = form_of(spec)
-    if form not in _REPLICATE and not joins_units(spec, form):
+    if form not in REPLICAS and not joins_units(spec, form):
         yield Fault(
             place="bucket",
             finding="buckets are those of DistributedDataParallel, and of built-in models whose "
@@ -190,7 +190,7 @@ def _bucket(spec: Spec) -> Iterator[Fault]:
 def _unit(spec: Spec) -> Iterator[Fault]:
     if not data_factors(spec) or spec.unit_size == UnitSize():
         return
-    if form_of(spec) in _REPLICATE:
+    if form_of(spec) in REPLICAS:
         yield Fault(
             place="unit",
             finding=f"{spec.unit}: nothing is gathered or reduced by unit here; "

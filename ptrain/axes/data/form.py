@@ -32,6 +32,7 @@ class Form(Enum):
     FLAT = auto()
 
 
+REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)  # gradients are summed by DistributedDataParallel
 BY_TENSOR = (Form.FULLY_SHARD, Form.MATERIALIZE)  # each tensor's rows are cut by themselves
 
 
@@ -54,8 +55,12 @@ def joins_units(spec: Spec, form: Form) -> bool:
     there are. An update of whole tensors knows matrices by their unit, and experts are summed over
     fewer ranks than what stands beside them. Models that are not built in may skip a block, which
     then has no update: in one buffer with others it would decay."""
-    is_built_in = isinstance(spec.model, ModelShape)
-    if not is_built_in or spec.unit is not None or form is not Form.FLAT or places_frozen(spec):
+    return spec.unit is None and may_join_units(spec, form)
+
+
+def may_join_units(spec: Spec, form: Form) -> bool:
+    """Return whether they are one where the spec says nothing of a unit."""
+    if not isinstance(spec.model, ModelShape) or form is not Form.FLAT or places_frozen(spec):
         return False
     factors = data_factors(spec)
     return (

@@ -1,0 +1,101 @@
+"""What `ptrain select` gathers and reduces together: buckets of blocks, blocks and models."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from ptrain.algebra.legality import check, executed
+from ptrain.derivation.estimate import derive
+from ptrain.report.selection import described
+from ptrain.selection.choose import Chooser
+from ptrain.selection.figures import Ranked
+from ptrain.selection.job import searched_job
+from ptrain.selection.quantities import unit_of
+from ptrain.selection.words import words_of
+from ptrain.spec.dials import UnitSize
+from ptrain.spec.load import load
+from ptrain.spec.spec import Spec
+
+_SPREAD = "placement.dp_shard=R,S,R,R"
+
+
+def chooser(*where: str, model: str = "gpt3-125m", count: int = 100) -> Chooser:
+    """One on four devices; a block of this model has 14 MB of gradients, and two fill a bucket."""
+    words = ("batch.sequence=1024", "batch.global=8", "precision.layout=bf16")
+    where = ("tp==1", "cp==1", "micro==2", "recompute=none", *where)
+    job = searched_job(model, words, cluster="h100-8", devices=4, where=where)
+    return Chooser(job, count=count)
+
+
+def specs_of(chooser: Chooser) -> list[Spec]:
+    """All candidates that are scored."""
+    return [
+        block.candidate(row, 0).spec(chooser.job.base)
+        for block in chooser.search.blocks()
+        for row in range(len(block.table))
+    ]
+
+
+def test_blocks_that_join_are_tried_in_a_bucket_one_by_one_and_all_at_once():
+    units = Counter(map(unit_of, specs_of(chooser("pp==1", _SPREAD))))
+    assert units.keys() == {"bucket", "block", "2 blocks", "sub-block", "model"}
+    assert units["bucket"] == units["block"] == units["model"]
+
+
+def test_a_block_is_written_only_where_blocks_would_join_without():
+    specs = [spec for spec in specs_of(chooser()) if spec.unit == UnitSize()]
+    assert specs
+    assert {unit_of(spec.but(unit=None)) for spec in specs} == {"bucket"}
+
+
+def test_no_block_is_tried_besides_a_bucket_that_it_fills():
+    large = chooser("pp==1", _SPREAD, model="llama3-8b")
+    assert "block" not in map(unit_of, specs_of(large))
+    assert {
+        *map(unit_of, specs_of(chooser("pp==1", _SPREAD, "unit=block", model="llama3-8b")))
+    } == {"block"}
+
+
+@pytest.mark.parametrize("unit", ["block", "bucket", "model"])
+def test_a_constraint_of_the_unit_is_obeyed_by_no_other_units(unit: str):
+    assert {*map(unit_of, specs_of(chooser(f"unit={unit}")))} == {unit}
+
+
+def test_what_distributed_data_parallel_reduces_is_no_block():
+    whole = "placement.dp_replicate=R,R,R,R", "pp==1", "dp_shard==1"
+    assert not specs_of(chooser(*whole, "unit=block"))
+    assert specs_of(chooser(*whole, "unit=bucket"))
+
+
+@pytest.fixture(scope="module")
+def ranked() -> list[Ranked]:
+    """The best of those with a whole model and its optimizer's state in shards, by unit."""
+    by_unit = (chooser("pp==1", _SPREAD, f"unit={unit}", count=2) for unit in _UNITS)
+    return [row for search in by_unit for row in search.choose().ranking]
+
+
+_UNITS = ("bucket", "block", "model")
+
+
+def test_a_unit_that_wins_is_what_its_words_are_predicted_as(ranked: list[Ranked]):
+    for row in ranked:
+        source, *overrides = words_of(chooser().job, row.spec)
+        loaded = load(source, overrides).spec
+        exact = derive(loaded).exact
+        assert not (check(loaded) or executed(loaded))
+        assert exact.step is not None
+        assert (exact.peak_bytes(), exact.step.seconds) == (row.peak_bytes, row.seconds)
+        assert (loaded.unit is None) == (unit_of(loaded) == "bucket")
+
+
+def test_a_row_says_its_unit(ranked: list[Ranked]):
+    said = {unit for unit in _UNITS for row in ranked if f" unit {unit} " in described(row.spec)}
+    assert said == {*_UNITS}
+
+
+def test_closed_forms_of_units_are_near_what_is_derived(ranked: list[Ranked]):
+    for row in ranked:
+        assert row.closed.peak == pytest.approx(row.peak_bytes, rel=0.03)
+        assert row.closed.seconds == pytest.approx(row.seconds, rel=0.05)
