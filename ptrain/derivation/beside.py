@@ -46,12 +46,17 @@ class PassSeconds:
     launches: float = 0.0
 
     def in_a_row(self, pace: Pace) -> float:
-        """Return the seconds of all this, one thing after the other. Where the device computes by
-        itself it takes as long as that or as its host does, whichever takes longer."""
+        """Return the seconds of all this, one thing after the other; of a device that computes by
+        itself without its host's, which meet them in whole steps (`derivation.launches`)."""
         sums = sum(seconds for _, seconds in self.sums)
         waited = sum(messages.waited for _, messages in self.messages)
-        taken, on_host = self.compute + sums + waited, self.launches + self.hooks
-        return max(taken, on_host) if pace.overlaps else taken + on_host
+        taken = self.compute + sums + waited
+        return taken if pace.overlaps else taken + self.on_host
+
+    @property
+    def on_host(self) -> float:
+        """Return the seconds of the host's."""
+        return self.launches + self.hooks
 
 
 def messages_of(

@@ -133,8 +133,8 @@ class Clock:
         for (axis, collective), seconds in work.sums:
             key = TimeKey(Spent.COLLECTIVES, self.phase, axes_named(axis), collective)
             self._issue(axes_named(axis), key, seconds * share, None).wait()
-        if on_host := work.launches + work.hooks:
-            self._on_host(on_host * share)
+        if work.on_host:
+            self._on_host(work.on_host * share)
 
     def operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
         """An operator reads and writes `size` bytes."""

@@ -13,13 +13,15 @@ from ptrain.selection.arrays import numpy
 from ptrain.selection.blocks import BoundedPeaks, CandidateBlock
 from ptrain.selection.flows import FlowGroup, PipelineFlows
 from ptrain.selection.inner import InnerCut
+from ptrain.selection.issuing import IssueSeconds
 from ptrain.selection.peaks import AT_ONCE, together
 from ptrain.selection.profile import Seconds
-from ptrain.selection.rows import OF_TIME
-from ptrain.selection.score import Array, Places, busy
+from ptrain.selection.rows import OF_ISSUE, OF_TIME, Columns
+from ptrain.selection.score import Array, Places, busy, issued
 from ptrain.selection.task import SLACK, SearchTask
 from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept
+from ptrain.spec.rates import Hook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +125,7 @@ class BlockBatch:
         lengths = [len(of.rows) for of in fitting]
         number = np.repeat([of.block.group.micro_batches for of in fitting], lengths)[:, None]
         seconds = _repeated([of.work for of in fitting if of.work is not None], lengths)
-        of_rows = [of.block.peaks.table.times.take(of.rows, axis=1) for of in fitting]
-        rows = dict(zip(OF_TIME, np.concatenate(of_rows, axis=1)[:, :, None], strict=True))
+        rows = self._columns(fitting)
         of_flows = [of.block.group.places.take(of.columns, axis=1) for of in fitting]
         places = Places(*np.concatenate(of_flows, axis=1))
         idle = np.concatenate([self._idle(of)[of.columns] for of in fitting])
@@ -134,8 +135,41 @@ class BlockBatch:
         slowest = (forward + backward).argmax(axis=1)
         longer = taken.longer[np.arange(len(slowest)), slowest]
         steps = (taken.passes + taken.update).max(axis=1) + idle * longer
+        if self.wires.is_issued:
+            steps = np.maximum(steps, self._issued(fitting, rows, places, number))
         ends = [0, *np.cumsum(lengths)]
         yield from (steps[start:end] for start, end in pairwise(ends))
+
+    def _columns(self, fitting: list[FittingRows]) -> Columns:
+        """The columns of time of candidates, one below the other."""
+        np = numpy()
+        tables = [
+            (of.block.peaks.table.issues if self.wires.is_issued else of.block.peaks.table.times)
+            for of in fitting
+        ]
+        of_rows = [table.take(of.rows, axis=1) for table, of in zip(tables, fitting, strict=True)]
+        names = (*OF_TIME, *OF_ISSUE) if self.wires.is_issued else OF_TIME
+        return dict(zip(names, np.concatenate(of_rows, axis=1)[:, :, None], strict=True))
+
+    def _issued(
+        self, fitting: list[FittingRows], rows: Columns, places: Places, number: Array
+    ) -> Array:
+        """The seconds of the host that issues for longest, by candidate."""
+        np, lengths = numpy(), [len(of.rows) for of in fitting]
+        issuing_of = [of.work.issuing for of in fitting if of.work and of.work.issuing]
+        both = [[(*of.front, *of.block, *of.behind) for of in parts] for parts in issuing_of]
+        whole, parted = np.repeat(both, lengths, axis=0).transpose(1, 2, 0)[..., None]
+        in_halves = np.concatenate([of.block.group.in_halves[of.columns] for of in fitting])[
+            :, None
+        ]
+        front, back, block, of_block, behind, of_behind = np.where(in_halves, parted, whole)
+        issuing = IssueSeconds(
+            front=(front, back), block=(block, of_block), behind=(behind, of_behind)
+        )
+        of_units = issued(rows, places, self.inner.sizes, issuing, number)
+        passes = places.boundaries * number * (2 + in_halves)
+        of_stages = passes * self.task.pace.hook_seconds(Hook.PIPELINE_PASS)
+        return (of_units + of_stages).max(axis=1)
 
     def _idle(self, fitting: FittingRows) -> Array:
         """What each flow's schedule leaves idle, and what it waits for at its boundaries: while it

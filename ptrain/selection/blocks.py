@@ -12,7 +12,7 @@ from ptrain.axes.candidates import AxisChoice
 from ptrain.selection.arrays import numpy
 from ptrain.selection.flows import PipelineFlow
 from ptrain.selection.peaks import OpenPairs, RankPeaks, stacked
-from ptrain.selection.rows import OF_MEMORY, OF_TIME, Columns, Ways
+from ptrain.selection.rows import OF_ISSUE, OF_MEMORY, OF_TIME, Columns, Ways
 from ptrain.selection.space import Candidate
 from ptrain.selection.task import Scored
 from ptrain.spec.activations import Kept
@@ -64,6 +64,11 @@ class DataTable:
     def times(self) -> Any:
         """The columns of `OF_TIME`, one below the other."""
         return numpy().stack([self.columns[name] for name in OF_TIME])
+
+    @cached_property
+    def issues(self) -> Any:
+        """The same of `OF_ISSUE`, where hosts are known to take time."""
+        return numpy().stack([self.columns[name] for name in (*OF_TIME, *OF_ISSUE)])
 
 
 class BoundedPeaks:

@@ -22,6 +22,7 @@ from ptrain.selection.arrays import numpy
 from ptrain.selection.moments import MomentRow, as_arrays, fullest, unlike
 from ptrain.selection.profile import Seconds
 from ptrain.selection.score import Array, FlowMoments
+from ptrain.selection.space import Through, through_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
@@ -189,6 +190,18 @@ class FlowGroup:
     model: PipelineFlows
     flows: Sequence[PipelineFlow]
     micro_batches: int
+
+    @cached_property
+    def in_halves(self) -> Array:
+        """Return of which flows backward passes are halves, most of them: of dualpipev those are
+        whole that are beside forward passes."""
+        return numpy().array(
+            [
+                through_of(flow.choice) is Through.HALVES
+                and flow.schedule is not ScheduleName.DUALPIPEV
+                for flow in self.flows
+            ]
+        )
 
     @cached_property
     def moments(self) -> FlowMoments:

@@ -65,12 +65,32 @@ class UnitMoves:
             sizes = np.where(mask[:, at], sizes / self.degrees[at], sizes)
 
     def _hook(self, flat: Hook, other: Hook) -> Array:
-        """Seconds of the host's, which runs ahead where the device computes by itself: whether it
-        is behind (`derivation.launches`) is known of what is derived exactly."""
+        """Seconds of the host's, if it computes by itself; those of one that runs ahead are
+        `issuing`."""
+        return 0.0 if self.ways.wires.pace.overlaps else self._of_form(flat, other)
+
+    def _of_form(self, flat: Hook, other: Hook) -> Array:
         pace = self.ways.wires.pace
-        if pace.overlaps:
-            return 0.0
         return numpy().where(self.ways.flat, pace.hook_seconds(flat), pace.hook_seconds(other))
+
+    def issuing(self, sizes: Array) -> dict[str, Array]:
+        """Return the seconds in which a host that runs ahead issues what is sent of a unit: its
+        gather, its reduction and what is `settled` with the update. Of buckets it is a share."""
+        np, ways, pace = numpy(), self.ways, self.ways.wires.pace
+        cut = ways.cut[_GRADS] | ways.cut[_OMEGA]
+        narrower = ways.cut[_OMEGA] & ~ways.cut[_GRADS]
+        spread = ways.cut[_OMEGA] & ~ways.cut[_THETA] & ~ways.materialized[:, None]
+        summed = narrower.any(axis=1) * 1.0 + (~cut).any(axis=1)
+        buckets = sizes / _BUCKET * pace.hook_seconds(Hook.DDP_BUCKET)
+        is_cut = ways.cut[_GRADS].any(axis=1)
+        reduce = self._of_form(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE) * (is_cut | ~ways.flat)
+        settled = summed * pace.hook_seconds(Hook.FLAT_REDUCE)
+        settled = settled + spread.any(axis=1) * pace.hook_seconds(Hook.FLAT_GATHER)
+        return {
+            "issue_gather": self._of_form(Hook.FLAT_GATHER, Hook.FSDP2_GATHER),
+            "issue_reduce": np.where(ways.local, 0.0, np.where(ways.replicas, buckets, reduce)),
+            "issue_settled": np.where(ways.flat, settled, 0.0),
+        }
 
     def gather(self, sizes: Array) -> Array:
         """Of Theta, over all the axes that cut it, or the master copy that it is made of."""

@@ -20,6 +20,7 @@ from ptrain.facts.parameters import is_of_experts
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
 from ptrain.rates.pace import Pace, around
+from ptrain.selection.issuing import IssueSeconds, issue_seconds
 from ptrain.selection.space import without_experts
 from ptrain.spec.activations import PLAIN, Kept, Scope
 from ptrain.spec.axis import EXPERT_AXES, Axis
@@ -92,13 +93,15 @@ class Seconds:
     part that is of weights alone. Of a schedule in halves a backward pass takes as long as one that
     is whole: on processors, whose halves are recorded apart, `exact` has another rate of the host's
     for these (`Hook.HALVES_OPERATOR`), and a search only for `weights`. `moved`: in which a block's
-    activations leave the device and come back, on lanes of their own."""
+    activations leave the device and come back, on lanes of their own. `issuing` are a host's that
+    runs ahead, with backward passes that are whole and with such that are halves."""
 
     front: tuple[float, float]
     block: tuple[float, float]
     behind: tuple[float, float]
     weights: float
     moved: tuple[float, float] = (0.0, 0.0)
+    issuing: tuple[IssueSeconds, IssueSeconds] | None = None
 
     def after(self, forward: float, backward: float) -> Seconds:
         """Return those of blocks that besides wait so long."""
@@ -131,9 +134,11 @@ def clock_of(spec: Spec, pace: Pace) -> Clock:
     return Clock(pace, Network(spec), shared)
 
 
-def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: int) -> Seconds:
+def seconds_of(
+    spec: Spec, work: ModelWork, clock: Clock, moved: int, *, is_issued: bool
+) -> Seconds:
     """Return the seconds by its clock for the work of a spec with axes within a block alone, of
-    which a block moves so many bytes off the device."""
+    which a block moves so many bytes off the device; `is_issued`: those of its host, too."""
     middle = len(work.layers) // 2
     layer, kept = work.layers[middle], spec.activations.of(len(work.layers))[middle]
     out, back = (
@@ -149,6 +154,7 @@ def seconds_of(spec: Spec, work: ModelWork, clock: Clock, moved: int) -> Seconds
         behind=_both(clock, work.behind, PLAIN),
         weights=_seconds(clock, layer.weights, around(kept, Kind.WEIGHT)),
         moved=(out, back),
+        issuing=issue_seconds(clock, work, kept) if is_issued else None,
     )
 
 

@@ -36,8 +36,14 @@ Array = Any
 Columns = dict[str, Array]
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one
-_BUCKET, _MODEL = len(_UNITS), len(_UNITS) + 1  # of what is joined they follow from the sizes
-_OF_KIND = {UnitKind.BLOCK: 0, UnitKind.BLOCKS: 1, UnitKind.SUB_BLOCK: 2, UnitKind.MODEL: _MODEL}
+_SUB_BLOCK, _BUCKET, _MODEL = 2, 3, 4  # of what is joined layers follow from the sizes
+_OF_KIND = {
+    UnitKind.BLOCK: 0,
+    UnitKind.BLOCKS: 1,
+    UnitKind.SUB_BLOCK: _SUB_BLOCK,
+    UnitKind.MODEL: _MODEL,
+}
+_ISSUED = 1.5  # for each sub-block: the third unit of a block is its norms
 # Columns that say how many bytes a rank has.
 OF_MEMORY = (
     *("theta", "omega", "grads", "reduced", "unreduced", "whole", "opened", "flying", "unit"),
@@ -50,6 +56,8 @@ OF_TIME = (
     *("overlaps", "ahead", "unpack", "pack", "add", "add_end", "adds_first", "fill", "fill_end"),
     *("update", "update_end", "copied", "finish"),
 )
+# And those that say how long its host issues what it sends.
+OF_ISSUE = ("issue_gather", "issue_reduce", "issue_settled", "is_in_buckets")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +224,7 @@ class Ways:
         )
         per_unit = np.array(self._layers_of_units(sizes, layers))[self.unit]
         moved = sizes.block * per_unit  # of sub-blocks, which are unlike, the mean
-        unit = np.where(self.unit == 2, sizes.largest_part, moved)
+        unit = np.where(self.unit == _SUB_BLOCK, sizes.largest_part, moved)
         settled = moves.settle(moved * reduced)
         ends = sizes.front + sizes.behind
         return {
@@ -238,9 +246,23 @@ class Ways:
             "gather": np.where(self.brought, moves.gather(moved * held), 0.0),
             "reduce": np.where(self.flat & ~is_cut, settled, moves.reduce(moved * reduced)),
             "finish": moves.finish(moved * held) + np.where(is_cut, settled, 0.0),
+            **(
+                self._issuing(degrees, moved * reduced, within, sizes)
+                if self.wires.is_issued
+                else {}
+            ),
             **self._updates(parts[_OMEGA], times[_OMEGA], layers, sizes),
             "copied": self._copied(parts, state, held) + np.zeros(len(moved)),
         }
+
+    def _issuing(self, degrees: Sequence[int], moved: Array, within: int, sizes: Sizes) -> Columns:
+        """Seconds of a host's that runs ahead, of a unit of so many bytes, of which experts are
+        apart; what is in buckets is as many as it has bytes."""
+        np, seconds = numpy(), UnitMoves(self, degrees, within).issuing(moved)
+        seconds["issue_gather"] = np.where(self.brought, seconds["issue_gather"], 0.0)
+        parts = np.where(self.unit == _SUB_BLOCK, _ISSUED, 1.0) * (2 if sizes.own_experts else 1)
+        issuing = {name: parts * taken for name, taken in seconds.items()}
+        return issuing | {"is_in_buckets": self.replicas.astype(float)}
 
     def _layers_of_units(self, sizes: Sizes, layers: int) -> tuple[float, ...]:
         """Return the layers of a unit by its kind."""

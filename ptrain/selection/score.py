@@ -16,6 +16,7 @@ from typing import Any
 from ptrain.derivation.tables import Place
 from ptrain.selection.activity import Activity
 from ptrain.selection.arrays import numpy
+from ptrain.selection.issuing import IssueSeconds
 from ptrain.selection.profile import Seconds, Sizes
 from ptrain.selection.rows import Columns
 
@@ -39,8 +40,8 @@ class Places:
         """Return the parameters around the blocks."""
         return around(sizes, self.front, self.behind, self.boundaries > 0)
 
-    def computing(self, seconds: Seconds) -> tuple[Array, Array]:
-        """Return what each computes of one micro-batch, forward and backward."""
+    def computing(self, seconds: Seconds | IssueSeconds) -> tuple[Array, Array]:
+        """Return what each computes of one micro-batch, forward and backward; or issues."""
         forward, backward = (
             self.layers * seconds.block[way]
             + self.front * seconds.front[way]
@@ -305,9 +306,7 @@ def busy(
     units = places.layers * rows["per_layer"]
     root = places.root(sizes)
     of_root = root / rows["moved"]
-    gathers = np.where(rows["keeps_backward"] > 0, 1, number)  # forward passes that gather
-    again = np.where(rows["keeps_forward"] > 0, 0, number)
-    reduces = np.where(rows["is_late"] > 0, 1, number)
+    gathers, again, reduces = _moves(rows, number)
     gather, reduce = rows["gather"], rows["reduce"]
     # a pass through a stage waits for its root and its first unit, and for what the others take
     # beyond a unit
@@ -334,3 +333,27 @@ def busy(
         update=update + rows["finish"] * (units + of_root),
         longer=1 + waits / computing,
     )
+
+
+def _moves(rows: Columns, number: Array) -> tuple[Array, Array, Array]:
+    """How many forward and backward passes gather each unit in a step, and how many reduce it."""
+    np = numpy()
+    return (
+        np.where(rows["keeps_backward"] > 0, 1, number),
+        np.where(rows["keeps_forward"] > 0, 0, number),
+        np.where(rows["is_late"] > 0, 1, number),
+    )
+
+
+def issued(
+    rows: Columns, places: Places, sizes: Sizes, issuing: IssueSeconds, number: Array
+) -> Array:
+    """Return how long each rank's host issues in a step, but for what it does by stages: all
+    passes, and what is sent of each unit, of which what is around the blocks is one."""
+    np, root = numpy(), places.root(sizes)
+    forward, backward = places.computing(issuing)
+    gathers, again, reduces = _moves(rows, number)
+    sent = (gathers + again) * rows["issue_gather"] + reduces * rows["issue_reduce"]
+    of_root = np.where(rows["is_in_buckets"] > 0, root / rows["moved"], root > 0)
+    units = places.layers * rows["per_layer"] + of_root
+    return number * (forward + backward) + units * (sent + rows["issue_settled"])

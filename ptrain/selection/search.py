@@ -251,7 +251,9 @@ class Search:
                 work, moved = self.task.work(spec), self._activity(inner, micro, kept).moved
                 if inner.number not in self.clocks:
                     self.clocks[inner.number] = clock_of(inner.spec, self.task.pace)
-                seconds = seconds_of(spec, work, self.clocks[inner.number], moved)
+                seconds = seconds_of(
+                    spec, work, self.clocks[inner.number], moved, is_issued=self.wires.is_issued
+                )
                 self.seconds[key] = seconds.after(*inner.waits(micro, kept, self.task))
             except UnknownRate:
                 self.seconds[key] = None

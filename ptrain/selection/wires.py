@@ -11,7 +11,7 @@ from ptrain.facts.operators import Operator
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.selection.profile import nodes_of
 from ptrain.spec.placement import Tier
-from ptrain.spec.rates import OperatorKind
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec
 
 _COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
@@ -25,6 +25,11 @@ class Wires:
     base: Spec
     pace: Pace
     is_nominal: bool = False
+
+    @cached_property
+    def is_issued(self) -> bool:
+        """Whether hosts that run ahead of their devices are known to take any time."""
+        return self.pace.overlaps and any(self.pace.hook_seconds(hook) for hook in Hook)
 
     @cached_property
     def _known(self) -> dict[tuple[Collective, int, int, int], float]:
