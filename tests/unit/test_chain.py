@@ -304,6 +304,21 @@ def test_what_stands_in_for_an_embedding_has_no_memory_unless_it_is_written(kind
     assert has_its_own is is_written
 
 
+def test_what_stands_in_for_an_embedding_runs_once_for_each_shape_and_dtype():
+    spec = staged("plain")
+    module = made(spec)
+    facts = untraced_facts(module, spec)
+    assert facts.chain is not None
+    part = part_of(module, stages_of(spec, facts), 1, facts.chain)
+    (own,) = part.get_submodule("wte")._module
+    calls: list[torch.dtype] = []
+    own.register_forward_pre_hook(lambda _, given: calls.append(given[0].dtype))
+    for samples, dtype in ((1, torch.int64), (1, torch.int64), (2, torch.int64), (1, torch.int32)):
+        tokens = torch.arange(16, dtype=dtype).repeat(samples, 1)
+        part(torch.randn(samples, 16, 16), tokens)
+    assert calls == [torch.int64, torch.int64, torch.int32]
+
+
 WRONG = {
     "no such module": (
         lambda: planned(Pairs(16, 2, 260, tied=False), "tabel", "layers", "head"),

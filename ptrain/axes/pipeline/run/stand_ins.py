@@ -10,7 +10,7 @@ what is behind its layers runs on the last one alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,19 +94,28 @@ class LayerBehind(nn.Identity):
 
 class InFront(nn.Identity):
     """A module in front of the layers, on a stage behind the first: what it gives has the shape of
-    what the module would give, and no memory. The module itself runs on the meta device."""
+    what the module would give, and no memory. The module itself runs on the meta device, once for
+    each shape and dtype of what it is given."""
 
     def __init__(self, module: nn.Module, crossing: Crossing) -> None:
         super().__init__()
         self._crossing = crossing
         self._module = (on_meta(module),)  # in a tuple it is no child
+        self._outputs: dict[Hashable, Any] = {}  # on the meta device
 
     @torch.no_grad()
     def forward(self, *given: Any, **named: Any) -> Any:
+        key = _kinds(given, named)
+        if key is None:
+            return tree_map(self._like, self._run(given, named))
+        if key not in self._outputs:
+            self._outputs[key] = self._run(given, named)
+        return tree_map(self._like, self._outputs[key])
+
+    def _run(self, given: Any, named: Any) -> Any:
         (module,) = self._module
         with without_modes():  # no meter counts what has no memory
-            outputs = module(*tree_map(as_meta, given), **tree_map(as_meta, named))
-        return tree_map(self._like, outputs)
+            return module(*tree_map(as_meta, given), **tree_map(as_meta, named))
 
     def _like(self, output: object) -> object:
         if not isinstance(output, Tensor):
@@ -115,6 +124,19 @@ class InFront(nn.Identity):
             kind = str(output.dtype).removeprefix("torch.")
             raise TypeError(f"a module in front of the layers gives {kind} {list(output.shape)}")
         return self._crossing.shaped(output.shape)
+
+
+def _kinds(given: tuple[Any, ...], named: dict[str, Any]) -> Hashable | None:
+    """Shapes and dtypes of tensors, and plain values as they are; None where there is anything
+    else, of which nobody knows whether it is the same."""
+    values = (*given, *named.values())
+    if not all(isinstance(value, (Tensor, *_PLAIN)) for value in values):
+        return None
+    kinds = ((v.shape, v.dtype) if isinstance(v, Tensor) else (type(v), v) for v in values)
+    return (tuple(named), *kinds)
+
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class StagePart(nn.Module):
