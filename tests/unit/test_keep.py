@@ -196,6 +196,38 @@ def test_gradients_are_all_that_is_left_of_a_step():
         assert left(traced(made(kept=(kept,) * LAYERS))) == plain
 
 
+def test_parameters_that_come_while_a_block_runs_stay_on_the_device():
+    """As where its parts are gathered for their own time, into other storages."""
+    module = made(kept=(AWAY,) * LAYERS)
+    fresh: list[Tensor] = []
+
+    def gather(inner: nn.Module, _: object) -> None:
+        for parameter in inner.parameters(recurse=False):
+            parameter.data = parameter.data.clone()
+            fresh.append(parameter.data)
+
+    for block in module.blocks:
+        for inner in block.modules():
+            inner.register_forward_pre_hook(gather)
+    moved = traced(module).moved
+    assert fresh and moved == traced(made(kept=(AWAY,) * LAYERS)).moved
+
+
+def test_modules_are_looked_through_once_a_pass_and_not_for_each_tensor(monkeypatch):
+    looks: list[nn.Module] = []
+    homes = offload._homes
+
+    def looking(module: nn.Module, *kinds: str) -> object:
+        looks.append(module)
+        return homes(module, *kinds)
+
+    monkeypatch.setattr(offload, "_homes", looking)
+    module = made(kept=(AWAY,) * LAYERS)
+    loss_of(module)
+    assert looks.count(module) == 1
+    assert [looks.count(block) for block in module.blocks] == [1] * LAYERS
+
+
 def test_a_pass_that_has_no_backward_leaves_nothing_off_the_device():
     gc.collect()
     before = len(tags._TAGS)

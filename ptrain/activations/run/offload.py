@@ -44,6 +44,7 @@ class OffloadHooks:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[Away]]]
         self._known = {}
         self._last: _ModulePass | None = None
+        self._buffers: list[_Home] | None = None  # of a forward pass
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._begin, always_call=True)
 
@@ -54,8 +55,9 @@ class OffloadHooks:
         def enter(_: nn.Module, __: object) -> None:
             if not torch.is_grad_enabled() or runs_again():
                 return
-            self._last = _ModulePass(tier, self._last)
-            hooks = saved_tensors_hooks(partial(self._pack, self._last, module), _unpack)
+            homes = _homes(module, "_parameters", "_buffers")
+            self._last = _ModulePass(tier, self._last, homes)
+            hooks = saved_tensors_hooks(partial(self._pack, self._last), _unpack)
             hooks.__enter__()
             entered.append(hooks)
 
@@ -69,12 +71,12 @@ class OffloadHooks:
     def _begin(self, *_: object) -> None:
         """A micro-batch's forward pass begins or ends: no module is before the first one."""
         if not runs_again():
-            self._last = None
+            self._last = self._buffers = None
 
-    def _pack(self, owner: _ModulePass, module: nn.Module, saved: torch.Tensor) -> Any:
+    def _pack(self, owner: _ModulePass, saved: torch.Tensor) -> Any:
         with torch.no_grad():
             held = _plain(saved)
-            if not self._moves(held, module):
+            if not self._moves(held, owner):
                 return saved
             return _View(
                 away=self._away(held, owner),
@@ -84,7 +86,7 @@ class OffloadHooks:
                 cut=_Cut.of(saved),
             )
 
-    def _moves(self, held: torch.Tensor, module: nn.Module) -> bool:
+    def _moves(self, held: torch.Tensor, owner: _ModulePass) -> bool:
         if held.layout is not torch.strided or held.device.type != self.tiers.device.type:
             return False
         if not held.is_floating_point() and held.dtype not in _SMALL:
@@ -94,12 +96,15 @@ class OffloadHooks:
         is_whole = bool(size) and size % held.itemsize == 0
         if not is_whole or is_tagged(storage):
             return False
-        return self._moved(held) is not None or not self._owns(storage, module)
+        return self._moved(held) is not None or not self._owns(storage, owner)
 
-    def _owns(self, storage: torch.UntypedStorage, module: nn.Module) -> bool:
+    def _owns(self, storage: torch.UntypedStorage, owner: _ModulePass) -> bool:
         """Whether it is of the module's parameters, as they are now: parts of it may be gathered
         for their own time only; or of buffers, which a model hands to its modules."""
-        tensors = (*module.parameters(), *module.buffers(), *self.model.buffers())
+        if self._buffers is None:
+            self._buffers = _homes(self.model, "_buffers")
+        homes = (*owner.homes, *self._buffers)
+        tensors = (tensor for home in homes for tensor in home.values() if tensor is not None)
         return any(storage_of(tensor)._cdata == storage._cdata for tensor in tensors)
 
     def _away(self, held: torch.Tensor, owner: _ModulePass) -> Away:
@@ -170,12 +175,24 @@ class Away:
         return self.tiers.empty(self.kept.numel(), self.kept.dtype, Tier.DEVICE, State.ACTIVATIONS)
 
 
-class _ModulePass:
-    """One module in one forward pass: what was moved, and the module before it."""
+_Home = dict[str, torch.Tensor | None]
 
-    def __init__(self, tier: Tier, previous: _ModulePass | None) -> None:
+
+def _homes(module: nn.Module, *kinds: str) -> list[_Home]:
+    """Where a module and those within it have their tensors: what is there changes, and these
+    dictionaries do not."""
+    homes = (getattr(inner, kind) for inner in module.modules() for kind in kinds)
+    return [home for home in homes if home]
+
+
+class _ModulePass:
+    """One module in one forward pass: what was moved, the module before it, and where it has its
+    own tensors."""
+
+    def __init__(self, tier: Tier, previous: _ModulePass | None, homes: list[_Home]) -> None:
         self.tier = tier
         self.previous = previous
+        self.homes = homes
         self.moved: list[weakref.ref[Away]] = []
         self._is_back = False
 
