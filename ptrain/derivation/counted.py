@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ptrain.costs import Column, Estimate
-from ptrain.derivation.estimate import Derivation, exact_alone
+from ptrain.derivation.estimate import Derivation, derive
 from ptrain.spec.routing import Histogram
 
 
@@ -16,7 +16,7 @@ def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estima
     if not derivation.exact.assumed:
         return None
     spec = derivation.spec.but(routing=histogram)
-    exact = exact_alone(spec, derivation.facts)
+    exact = derive(spec, derivation.facts, is_timed=False).exact
     why = f"by where the run's routers sent tokens in step {step}, counted on every rank"
     return replace(
         exact,

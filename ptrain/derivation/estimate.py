@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
@@ -13,7 +14,7 @@ from ptrain.axes.expert.form import assumed
 from ptrain.axes.expert.loads import loads_of
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
-from ptrain.by_rank import ByRank, of_own
+from ptrain.by_rank import ByRank
 from ptrain.costs import (
     Column,
     Estimate,
@@ -30,15 +31,15 @@ from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.activations import drops_in_parts, is_tabulated
 from ptrain.derivation.bounds import bounded
 from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.in_flight import in_flight
+from ptrain.derivation.in_flight import fullest_of, in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kernels import kernel_warnings, unclaimed
-from ptrain.derivation.machine import Machine, machine_of, slowest
+from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.memory import resident
 from ptrain.derivation.notes import notes
 from ptrain.derivation.operations import operations
 from ptrain.derivation.paper import paper
-from ptrain.derivation.parts import RanksPart, RanksParts, parts_of_ranks
+from ptrain.derivation.parts import RanksPart, joined, parts_of_ranks
 from ptrain.derivation.pipeline_notes import pipeline_notes
 from ptrain.derivation.tables import setting_of
 from ptrain.derivation.timeline import Replay, replay
@@ -50,8 +51,8 @@ from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.stages import Stage
 from ptrain.plan.lower import lower
 from ptrain.rates.pace import UnknownRate
-from ptrain.spec.layout import positions
 from ptrain.spec.model import Attention, ModelShape
+from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.wording import Worded
@@ -100,10 +101,11 @@ def derive(
     return Derivation(paper=paper(plan.spec, facts), exact=estimate, plan=plan, facts=facts)
 
 
-def exact_alone(spec: Spec, facts: ModelFacts) -> Estimate:
-    """Return of a legal spec's derivation what is exact, without a step's time: in a fraction of
-    its time, for who asks of many specs whether they fit."""
-    return _estimated(spec, facts, None, _exact)[1]
+def fullest_alone(spec: Spec, facts: ModelFacts) -> Estimate:
+    """Return of a legal spec's derivation what is exact, in a fraction of its time, for who asks of
+    many specs whether they fit: without a step's time, and of the ranks of a pipeline others stand
+    for those that are no fuller."""
+    return _estimated(spec, facts, None, partial(_exact, is_fullest=True))[1]
 
 
 def _estimated(
@@ -177,10 +179,12 @@ def _exact(
     facts: ModelFacts,
     stages: Sequence[Stage] | None,
     machine: Machine | None,
+    *,
+    is_fullest: bool = False,
 ) -> Estimate:
     """Where sizes depend on data, their bounds."""
-    estimate = exact(spec, plan, facts, stages, machine)
-    others = [exact(spec, plan, other, stages) for other in facts.others]
+    estimate = exact(spec, plan, facts, stages, machine, is_fullest=is_fullest)
+    others = [exact(spec, plan, other, stages, is_fullest=is_fullest) for other in facts.others]
     return bounded(estimate, others, facts.by_data) if others else estimate
 
 
@@ -237,16 +241,17 @@ def exact(
     facts: ModelFacts,
     stages: Sequence[Stage] | None = None,
     machine: Machine | None = None,
+    *,
+    is_fullest: bool = False,
 ) -> Estimate:
     """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase.
     `stages` are those that the spec cuts, if they are known already; of a `machine` the step's
-    time, too."""
+    time, too. `is_fullest`: of the ranks of a pipeline the fullest are asked about."""
     if plan.pipeline is not None:
-        return _exact_stages(spec, plan, facts, stages or stages_of(spec, facts), machine)
+        cut = stages or stages_of(spec, facts)
+        return _exact_stages(spec, plan, facts, cut, machine, is_fullest=is_fullest)
     ranks = parts_of_ranks(spec, plan, facts)
-    estimate = _joined(
-        spec, ranks, [_exact_part(spec, plan, part, machine) for part in ranks.parts]
-    )
+    estimate = joined(spec, ranks, [_exact_part(spec, plan, part, machine) for part in ranks.parts])
     operators = add_traffic(
         (
             *tensor.sent(spec, plan, facts),
@@ -284,7 +289,13 @@ def _with(rows: Iterable[Traffic], operators: tuple[Traffic, ...]) -> tuple[Traf
 
 
 def _exact_stages(
-    spec: Spec, plan: Plan, facts: ModelFacts, cut: Sequence[Stage], machine: Machine | None
+    spec: Spec,
+    plan: Plan,
+    facts: ModelFacts,
+    cut: Sequence[Stage],
+    machine: Machine | None,
+    *,
+    is_fullest: bool,
 ) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
     stages = pipeline.staged(spec, plan, facts, cut)
@@ -299,7 +310,10 @@ def _exact_stages(
     is_counted = loads_of(spec, plan) is None or bool(facts.stage_rows)
     if is_tabulated(spec) or (facts.stage_passes and is_counted):
         timing = machine.of_pipeline(spec, plan, facts, schedule) if machine else None
-        flight = in_flight(spec, schedule, stages, memory, timing)
+        if spec.activations.tiers != {Tier.DEVICE}:
+            is_fullest = False  # on a host every rank of a node counts
+        stands_for = fullest_of(schedule, stages) if is_fullest else None
+        flight = in_flight(spec, schedule, stages, memory, timing, stands_for)
         step = flight.step
         memory, peaks = memory.and_then(flight.memory), flight.peaks
     else:
@@ -323,36 +337,6 @@ def _of_key(key: TrafficKey, rows: Iterable[Traffic]) -> Traffic:
     """What an account says of one kind of call, which its rank may have none of."""
     none = Traffic(key=key, calls=0, payload_bytes=0, sent_bytes=0)
     return next((row for row in rows if row.key == key), none)
-
-
-def _joined(spec: Spec, ranks: RanksParts, parts: list[Estimate]) -> Estimate:
-    """Join the estimates of the model's parts: each rank has memory and peak of its own part, and
-    traffic has a row for each account where they differ."""
-    first, *others = parts
-    if not others:
-        return first
-    number_of = {place: n for n, part in enumerate(ranks.parts) for place in part.places}
-    estimate_of = {place: parts[number] for place, number in number_of.items()}
-    index_of = positions(spec, ranks.axes)
-    column_of = [number_of[index] for index in index_of]
-    keys = dict.fromkeys(row.key for estimate in parts for row in estimate.traffic)
-    return replace(
-        first,
-        step=slowest(estimate.step for estimate in parts),
-        memory=of_own([estimate.memory for estimate in parts], column_of),
-        peak=of_own([estimate.peak for estimate in parts], column_of),
-        accounts=tuple(estimate_of[index].traffic for index in sorted(estimate_of)),
-        account_of=index_of,
-        traffic=tuple(
-            dict.fromkeys(
-                row
-                for key in keys
-                for index in sorted(estimate_of)
-                for row in estimate_of[index].traffic
-                if row.key == key
-            )
-        ),
-    )
 
 
 def _exact_part(spec: Spec, plan: Plan, part: RanksPart, machine: Machine | None) -> Estimate:

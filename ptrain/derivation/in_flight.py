@@ -41,8 +41,10 @@ def in_flight(
     stages: Sequence[StageParts],
     base: ByRank[Footprint],
     timing: PipelineTiming | None = None,
+    stands_for: Mapping[int, int] | None = None,
 ) -> Flight:
-    """`base` are the resident rows; where `timing` is given clocks go along."""
+    """`base` are the resident rows; where `timing` is given clocks go along. `stands_for`: which
+    place along pp is played for each, itself where nothing is said."""
     played: dict[Place, _Rank] = {}
     like: dict[Place, Place] = {}
     first: dict[Hashable, Place] = {}
@@ -51,15 +53,16 @@ def in_flight(
     axes = (Axis.PP,), cutting, spec.routing_axes if loads else ()
     places = list(zip(*(positions(spec, names) for names in axes), strict=True))
     for place, index, tokens in sorted(set(places)):
-        own = schedule.stages_of(place)
+        stand_in = stands_for[place] if stands_for else place
+        own = schedule.stages_of(stand_in)
         rows = loads.of(tokens) if loads else None
         # ranks with the same parts: the first of them stands for all
-        alike = place, id(rows), *(parts.first_of(stage, index) for stage in own)
+        alike = stand_in, id(rows), *(parts.first_of(stage, index) for stage in own)
         key = like[place, index, tokens] = first.setdefault(alike, (place, index, tokens))
         if key not in played:
             of_rank = [parts.of(stage, index, rows) for stage in own]
             clock = timing.clock.another() if timing else None
-            step = play_rank(spec, of_rank, instructions[place], schedule.stages - 1, clock)
+            step = play_rank(spec, of_rank, instructions[stand_in], schedule.stages - 1, clock)
             sums = [row for stage in own for row in stages[stage].tied(index)] if clock else []
             played[key] = _Rank(spec, step, sums)
     ranks = [like[place] for place in places]
@@ -71,6 +74,21 @@ def in_flight(
         peaks=peaks(always(base), keys, above),
         step=pipeline_time(schedule, _timed(played), timing) if timing else None,
     )
+
+
+def fullest_of(schedule: Schedule, stages: Sequence[StageParts]) -> dict[int, int]:
+    """Return by place along pp who stands for it where the fullest rank is asked for: of those
+    with equal stages the first and the last, since from rank to rank there is more in flight, or
+    less."""
+    groups: dict[Hashable, list[int]] = {}
+    for place in range(schedule.ranks):
+        equal = tuple(stages[stage].like for stage in schedule.stages_of(place))
+        groups.setdefault(equal, []).append(place)
+    return {
+        place: place if place == group[-1] else group[0]
+        for group in groups.values()
+        for place in group
+    }
 
 
 def _timed(played: Mapping[Place, _Rank]) -> list[RankTime]:

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ptrain.axes.expert.loads import ByLayer, loads_of, token_places
+from ptrain.by_rank import of_own
+from ptrain.costs import Estimate
 from ptrain.derivation import tensor
+from ptrain.derivation.machine import slowest
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.rows_timeline import RowsTimeline
 from ptrain.spec.axis import Axis
@@ -47,6 +50,36 @@ def parts_of_ranks(spec: Spec, plan: Plan, facts: ModelFacts) -> RanksParts:
         return RanksParts(axes=plan.cutting_axes, parts=parts)
     axes = tuple(factor.axis for factor in spec.factors)
     return RanksParts(axes=axes, parts=[*_by_loads(spec, plan, facts, parts)])
+
+
+def joined(spec: Spec, ranks: RanksParts, parts: Sequence[Estimate]) -> Estimate:
+    """Return the estimates of the model's parts as one: each rank has memory and peak of its own
+    part, and traffic has a row for each account where they differ."""
+    first, *others = parts
+    if not others:
+        return first
+    number_of = {place: n for n, part in enumerate(ranks.parts) for place in part.places}
+    estimate_of = {place: parts[number] for place, number in number_of.items()}
+    index_of = positions(spec, ranks.axes)
+    column_of = [number_of[index] for index in index_of]
+    keys = dict.fromkeys(row.key for estimate in parts for row in estimate.traffic)
+    return replace(
+        first,
+        step=slowest(estimate.step for estimate in parts),
+        memory=of_own([estimate.memory for estimate in parts], column_of),
+        peak=of_own([estimate.peak for estimate in parts], column_of),
+        accounts=tuple(estimate_of[index].traffic for index in sorted(estimate_of)),
+        account_of=index_of,
+        traffic=tuple(
+            dict.fromkeys(
+                row
+                for key in keys
+                for index in sorted(estimate_of)
+                for row in estimate_of[index].traffic
+                if row.key == key
+            )
+        ),
+    )
 
 
 def _by_loads(

@@ -10,7 +10,7 @@ from functools import cached_property
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
 from ptrain.axes.pipeline.stage_facts import stages_of
-from ptrain.derivation.estimate import derive, exact_alone, own_facts
+from ptrain.derivation.estimate import derive, fullest_alone, own_facts
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.tensor import fullest_place
 from ptrain.derivation.work import model_work, why_unknown
@@ -200,7 +200,7 @@ class Deriver:
 
     def _fits(self, spec: Spec) -> bool:
         """Whether a spec fits, or nobody knows its peak."""
-        exact = exact_alone(spec, self._facts(spec))
+        exact = fullest_alone(spec, self._facts(spec))
         memory = fit(spec, exact, takes_unclaimed=spec.has_token_slices)
         return memory.fits or memory.peak_bytes is None
 

@@ -10,7 +10,7 @@ from math import prod
 
 from ptrain.algebra.legality import check
 from ptrain.costs import PLACED, Estimate, State
-from ptrain.derivation.estimate import exact_alone, own_facts
+from ptrain.derivation.estimate import fullest_alone, own_facts
 from ptrain.derivation.paper import state_sizes
 from ptrain.errors import DoesNotFit
 from ptrain.facts.model import ModelFacts
@@ -107,7 +107,7 @@ def cheaper(
     least. There are none where the spec's own peak is not known. `exact` is the spec's own, where
     it is derived."""
     facts = own_facts(spec) if facts is None else facts
-    now = _variant(spec, spec, exact_alone(spec, facts) if exact is None else exact)
+    now = _variant(spec, spec, fullest_alone(spec, facts) if exact is None else exact)
     if now is None:
         return ()
     offers = _better(now, _variants(spec, _promising(spec, facts, now), facts))
@@ -237,7 +237,7 @@ def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
 def _variants(before: Spec, specs: Iterable[Spec], facts: ModelFacts) -> Iterator[Variant]:
     """Each that has a known peak."""
     for after in specs:
-        if variant := _variant(before, after, exact_alone(after, facts)):
+        if variant := _variant(before, after, fullest_alone(after, facts)):
             yield variant
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ptrain.algebra.legality import require
 from ptrain.costs import State
-from ptrain.derivation.estimate import derive, exact_alone, own_facts
+from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.selection.fit import Fit, fit, resident_bytes
 from ptrain.selection.preflight import cheaper, more_ranks, require_fit
@@ -243,11 +243,3 @@ def test_no_policy_is_chosen_for_a_budget_by_peaks_of_another_device():
     settled(load("zero3", [*ON_A100, *said, DROPS, "device=cpu"]))
     with pytest.raises(SpecError, match=r"recompute\.budget: .*dropout"):
         settled(load("zero3", [*ON_A100, *said, DROPS]))
-
-
-@pytest.mark.parametrize("name", ["zero3", "70b-3d"])
-def test_what_is_exact_alone_is_that_of_a_derivation_without_its_time(name: str):
-    spec = load(name).spec
-    exact = derive(spec).exact
-    untold = {what: why for what, why in exact.undefined.items() if what != "step_seconds"}
-    assert exact_alone(spec, own_facts(spec)) == replace(exact, step=None, undefined=untold)
