@@ -1,4 +1,5 @@
-"""Two runs compared: the losses of every step, the gradient norms, and each parameter at the end.
+"""What of two runs is compared: gradient norms, gradients, and each parameter at the end; and the
+checks that say it.
 
 Gradient integrity and state consistency (Theorems 3 and 4) show in the trajectory. The last loss
 alone would not do: it agrees between converged models, and two dead runs agree perfectly. So the
@@ -9,20 +10,17 @@ or whose loss does not fall holds nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ptrain.report.record import Check
-from ptrain.verification.parts import root_mean_square
+from ptrain.verification.magnitude import NOISE, Magnitude
+from ptrain.verification.parts import difference, numbers_apart
 from ptrain.verification.reference import Trajectory
 
-# A tensor this small beside the model's root mean square has not moved from zero. Softmax does not
-# see a key's bias: its gradient is rounding alone, Adam makes lr * |g| / eps of it, and every order
-# of summation has noise of its own.
-NOISE = 1e-6
 STILL = 1e-6  # parameters that moved less than this, relative to their length, stood still
 
 
@@ -93,21 +91,6 @@ class Liveness:
             yield claim(f"{name}: learns", fall, fall > 0.0, why)
 
 
-def compare(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> tuple[Check, ...]:
-    """Return the checks whether both runs are alive, and how far they part. Of the batch of step 0
-    no loss is known at the end: another one's of the second half must be lower."""
-    both = {"reference": reference, "run": run}
-    alive = (
-        Liveness.of(name, its, min(its.losses[len(its.losses) // 2 :]))
-        for name, its in both.items()
-    )
-    return (
-        *(check for its in alive for check in its.checks()),
-        _losses(reference, run, tolerances),
-        *parted(reference, run, tolerances),
-    )
-
-
 def parted(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
     """Yield the checks of the gradient norms of every step, and of the parameters at the end."""
     yield from _norms(reference, run, tolerances)
@@ -129,20 +112,12 @@ def counted(name: str, number: int, differing: int, why: str) -> Check:
     )  # fmt: skip
 
 
-def _losses(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Check:
-    if len(reference.losses) != len(run.losses):
-        return claim("losses", len(run.losses), False, f"{len(reference.losses)} were expected")
-    differences = _relative(reference.losses, run.losses)
-    limits = [tolerances.of_loss(step) for step in range(len(differences))]
-    return _worst_step("losses", differences, limits)
-
-
 def _norms(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
     if tolerances.gradient_norms is None or not (reference.gradient_norms and run.gradient_norms):
         return
     both = zip(reference.gradient_norms, run.gradient_norms, strict=True)
     differences = [  # 0 where both overflowed and skipped the step
-        0.0 if math.isinf(norm) and not math.isfinite(its) else _relative([norm], [its])[0]
+        0.0 if math.isinf(norm) and not math.isfinite(its) else numbers_apart(norm, its)
         for norm, its in both
     ]
     limits = [tolerances.of_norm(step) for step in range(len(differences))]
@@ -156,27 +131,26 @@ def _parameters(reference: Trajectory, run: Trajectory, tolerances: Tolerances) 
     if names:
         yield claim("parameters", len(names), False, f"only one side has {sorted(names)[0]}")
         return
-    for kind, (name, difference) in _worst(reference.parameters, run.parameters).items():
-        yield _check(f"parameters {kind}", difference, tolerances.parameters, name)
+    for kind, (name, size) in _worst(reference.parameters, run.parameters).items():
+        yield _check(f"parameters {kind}", size, tolerances.parameters, name)
 
 
 def worst_parameters(reference: Mapping[str, Tensor], run: Mapping[str, Tensor]) -> float:
     """Return the difference of the tensor that differs most, by norm or by its largest element;
     infinite where it is no number."""
-    return max(_or_infinite(difference) for _, difference in _worst(reference, run).values())
+    return max(size for _, size in _worst(reference, run).values())
 
 
 def _worst(
     reference: Mapping[str, Tensor], run: Mapping[str, Tensor]
 ) -> dict[str, tuple[str, float]]:
     """Return by norm and by element which tensor differs most, and how far."""
-    usual = root_mean_square(reference.values())
-    farthest = {}
+    scale, farthest = Magnitude.of(reference), {}
     for kind, measure in (("by norm", _by_norm), ("by element", _by_element)):
         differences = {
-            name: measure(tensor, run[name], usual) for name, tensor in reference.items()
+            name: measure(tensor, run[name], scale) for name, tensor in reference.items()
         }
-        worst = max(differences, key=lambda name: _or_infinite(differences[name]))
+        worst = max(differences, key=differences.__getitem__)
         farthest[kind] = (worst, differences[worst])
     return farthest
 
@@ -184,16 +158,16 @@ def _worst(
 def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float:
     """Return the 2-norm of the difference over that of `expected`, all tensors taken as one vector;
     a tensor that one side lacks is zero there. It is infinite where nothing can be said."""
-    difference = length = 0.0
+    distance = length = 0.0
     for name in {**expected, **actual}:
         one, other = expected.get(name), actual.get(name)
         if one is not None and other is not None and one.shape != other.shape:
             return math.inf
         one = torch.zeros(()) if one is None else one.double()
         other = torch.zeros(()) if other is None else other.double()
-        difference += float((other - one).square().sum())
+        distance += float((other - one).square().sum())
         length += float(one.square().sum())
-    ratio = math.sqrt(difference / length) if length > 0 else math.inf
+    ratio = math.sqrt(distance / length) if length > 0 else math.inf
     return ratio if math.isfinite(ratio) else math.inf
 
 
@@ -203,15 +177,15 @@ def apart_by_tensor(
     """Return the same of each tensor by itself, relative to its own length; one that is NOISE is
     relative to the usual length of as many elements."""
     names = {**expected, **actual}
-    usual = root_mean_square(expected.values())
-    if usual == 0.0:
+    scale = Magnitude.of(expected)
+    if scale.usual == 0.0:
         return dict.fromkeys(names, math.inf)
     differences = {}
     for name in names:
         one, other = expected.get(name), actual.get(name)
         one = torch.zeros_like(actual[name]) if one is None else one
         other = torch.zeros_like(one) if other is None else other
-        differences[name] = _or_infinite(_by_norm(one, other, usual))
+        differences[name] = _by_norm(one, other, scale)
     return differences
 
 
@@ -255,30 +229,17 @@ def _check(name: str, difference: float, tolerance: float, place: str) -> Check:
     return at_most(name, difference, tolerance, why)
 
 
-def _relative(expected: Sequence[float], actual: Sequence[float]) -> list[float]:
-    return [abs(b - a) / abs(a) if a else math.inf for a, b in zip(expected, actual, strict=True)]
-
-
-def _by_norm(expected: Tensor, actual: Tensor, usual: float) -> float:
-    usual *= math.sqrt(expected.numel())
-    return _ratio(torch.linalg.vector_norm, expected, actual, usual)
-
-
-def _by_element(expected: Tensor, actual: Tensor, usual: float) -> float:
-    return _ratio(lambda tensor: tensor.abs().amax(), expected, actual, usual)
-
-
-def _ratio(
-    size: Callable[[Tensor], Tensor], expected: Tensor, actual: Tensor, usual: float
-) -> float:
-    """Return the difference's size over the expected tensor's (`usual` for noise), infinite for
-    another shape."""
+def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
     if expected.shape != actual.shape:
         return math.inf
-    difference = float(size(actual.double() - expected.double()))
-    length = float(size(expected.double()))
-    return difference / (length if length > NOISE * usual else usual)
+    return difference(actual, expected, scale.length(expected, expected))
 
 
-def _or_infinite(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+def _by_element(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
+    """Of what is noise, relative to the usual element."""
+    if expected.shape != actual.shape:
+        return math.inf
+    distance = actual.double() - expected.double()
+    size, length = (float(tensor.abs().amax()) for tensor in (distance, expected.double()))
+    ratio = size / (length if length > NOISE * scale.usual else scale.usual)
+    return ratio if math.isfinite(ratio) else math.inf

@@ -25,11 +25,11 @@ from ptrain.verification.capture import Capture, clipped_by, drive, watched
 from ptrain.verification.compare import at_most
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.explain import explain
-from ptrain.verification.jobs.compare import Magnitude
+from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.outputs import Outputs
 from ptrain.verification.parts import (
-    apart,
     held,
+    numbers_apart,
     part_of,
     relative,
     without_masks,
@@ -244,7 +244,7 @@ class _Examiner:
         self, step: int, moment: Moment, subject: Subject, pair: tuple[float, float]
     ) -> Iterator[Departure]:
         """What was found, and what was expected."""
-        difference = 0.0 if pair[0] == pair[1] else apart(pair[1], pair[0])
+        difference = 0.0 if pair[0] == pair[1] else numbers_apart(pair[1], pair[0])
         self._see(_check_name(moment, subject), difference)
         if difference > TOLERANCE:
             yield Departure(

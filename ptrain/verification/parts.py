@@ -101,7 +101,7 @@ def root_mean_square(tensors: Collection[torch.Tensor]) -> float:
     return math.sqrt(sum(map(square, tensors)) / numel) if numel else 0.0
 
 
-def apart(right: float, measured: float) -> float:
+def numbers_apart(right: float, measured: float) -> float:
     """Return how far a number is from one device's (relative); infinite for what is none."""
     distance = abs(measured - right)
     size = distance / abs(right) if distance and right else (math.inf if distance else 0.0)

@@ -191,14 +191,6 @@ class OneDeviceRun:
         )  # fmt: skip
 
 
-def one_device(spec: Spec, steps: int) -> Trajectory:
-    """Run `steps` updates from the initial weights."""
-    run = OneDeviceRun(ReferenceTraining(spec), steps)
-    while not run.step():
-        pass
-    return run.trajectory()
-
-
 def distance(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
     """The 2-norm of end - start over that of start, all tensors taken as one vector."""
     moved = sum((end[name].double() - start[name].double()).square().sum() for name in start)

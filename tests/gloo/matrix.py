@@ -20,9 +20,8 @@ from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train.exchange import Exchange
 from ptrain.verification.compare import FP64, Tolerances
-from ptrain.verification.compare import compare as compare_runs
 from ptrain.verification.progress import Progress
-from ptrain.verification.reference import Trajectory, one_device
+from ptrain.verification.reference import Trajectory
 from ptrain.verification.references import references
 from ptrain.verification.tolerances import in_fp64, plan
 from tests.gloo.band import loss_band
@@ -30,6 +29,8 @@ from tests.gloo.recording import counted, named, relative
 from tests.gloo.runs import judged, train
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
+from tests.trajectories import compare as compare_runs
+from tests.trajectories import one_device
 
 STEPS, MEASURED = 4, 3
 NORMS = "gradient norms"

@@ -12,10 +12,11 @@ from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
-from ptrain.verification.reference import Trajectory, one_device
+from ptrain.verification.reference import Trajectory
 from tests.gloo.cases import Case
 from tests.gloo.runs import Report, train
 from tests.ranks import Ranks
+from tests.trajectories import one_device
 
 STEPS = 6  # two of them at the full learning rate
 MEASURED_STEP = 3  # steady: DDP rebuilds its buckets in the second step

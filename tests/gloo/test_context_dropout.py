@@ -14,8 +14,8 @@ import torch
 from ptrain.axes.context.attention import context_of, spans_at
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
-from ptrain.verification.compare import FP64, compare
-from ptrain.verification.reference import Trajectory, one_device
+from ptrain.verification.compare import FP64
+from ptrain.verification.reference import Trajectory
 from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, spec_of
 from tests.gloo.context_runs import MATRIX, STEPS
 from tests.gloo.runs import train
@@ -25,6 +25,7 @@ from tests.gloo.test_own_context import GPT2
 from tests.gloo.test_tensor_dropout import STEPS as DROPPED_STEPS
 from tests.gloo.test_tensor_dropout import Drawn, train_and_keep_masks
 from tests.ranks import Ranks
+from tests.trajectories import compare, one_device
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
 

@@ -6,11 +6,11 @@ import pytest
 
 from ptrain.spec.load import load
 from ptrain.verification.compare import FP64
-from ptrain.verification.compare import compare as compare_runs
-from ptrain.verification.reference import one_device
 from tests.gloo.test_exact import failing
 from tests.gloo.test_tensor_dropout import STEPS, Drawn, is_attention, train_and_keep_masks
 from tests.ranks import Ranks
+from tests.trajectories import compare as compare_runs
+from tests.trajectories import one_device
 
 pytestmark = pytest.mark.gloo
 

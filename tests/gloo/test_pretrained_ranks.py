@@ -29,11 +29,11 @@ from ptrain.spec.write import to_yaml
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.reference import one_device
 from tests.gloo.sessions import train
 from tests.models_from_folder import saved_own
 from tests.published_folders import saved, tensors
 from tests.ranks import Ranks
+from tests.trajectories import one_device
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gloo

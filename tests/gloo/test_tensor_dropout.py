@@ -19,12 +19,12 @@ from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import seed_dropout
 from ptrain.verification.compare import FP64
-from ptrain.verification.compare import compare as compare_runs
-from ptrain.verification.reference import one_device
 from tests.gloo.runs import Report, train
 from tests.gloo.tensor_cases import spec_of
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
+from tests.trajectories import compare as compare_runs
+from tests.trajectories import one_device
 
 pytestmark = pytest.mark.gloo
 

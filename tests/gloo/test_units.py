@@ -10,10 +10,10 @@ import pytest
 
 from ptrain.costs import Collective, Phase
 from ptrain.verification.compare import FP64
-from ptrain.verification.compare import compare as compare_runs
 from tests.gloo.cases import LAYOUTS, Case, named
 from tests.gloo.outcomes import Outcome, Runs
 from tests.gloo.test_exact import failing, require_complete
+from tests.trajectories import compare as compare_runs
 
 pytestmark = pytest.mark.gloo
 

@@ -8,15 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ptrain.verification.compare import (
-    FP64,
-    Liveness,
-    apart,
-    apart_by_tensor,
-    compare,
-    share_of,
-)
+from ptrain.verification.compare import FP64, Liveness, apart, apart_by_tensor, share_of
 from ptrain.verification.reference import Trajectory
+from tests.trajectories import compare
 
 LOSSES = tuple(5.0 - 0.1 * step for step in range(20))
 

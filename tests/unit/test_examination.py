@@ -22,7 +22,7 @@ from ptrain.verification.evidence import Evidence
 from ptrain.verification.examine import KEPT, examine
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, KnownFactors, OwnGradients
 from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.parts import apart
+from ptrain.verification.parts import numbers_apart
 from ptrain.verification.protocol import STAGES, Context, Request, interpreted
 from ptrain.verification.undropped import NOTE
 
@@ -130,7 +130,7 @@ def test_two_numbers_are_apart_relative_to_the_expected_one(
     pair: tuple[float, float], off: float
 ) -> None:
     measured, right = pair
-    assert apart(right, measured) == off
+    assert numbers_apart(right, measured) == off
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.0])

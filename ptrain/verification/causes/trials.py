@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptrain.report.finding import Certainty
 from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.jobs.compare import Magnitude
+from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.parts import TensorBox, difference, held
 
 SUM_ONCE = "sum each sample's gradient once, over the global number of tokens"

@@ -14,9 +14,10 @@ from ptrain.axes.data.run.target import NamedTarget
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.verification.causes.scene import Cause, Investigation
-from ptrain.verification.jobs.compare import Magnitude, ParameterMove
+from ptrain.verification.jobs.compare import ParameterMove
 from ptrain.verification.jobs.job import TOLERANCES
 from ptrain.verification.jobs.shards import ParameterShard, numbered
+from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.parts import held
 from ptrain.verification.states import of_program
 from ptrain.verification.updates.case import UpdateCase

@@ -6,62 +6,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ptrain.report.finding import Departure, Moment, Subject, Way
-from ptrain.verification.compare import NOISE
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.magnitude import QUIET, Magnitude, mean_size
 from ptrain.verification.names import canonical_modules
-from ptrain.verification.parts import difference, held, norm, root_mean_square
+from ptrain.verification.parts import difference, held, norm
 
-# A rank's elements may be a quiet corner of a tensor, whose rounding is that of the others.
-_QUIET = 1e-2
-# One number may be a sum that cancels (a bias in front of a loss), and rounds as its addends do.
-_CANCELLED = 0.1
 _SURE = 10  # tolerances of a gradient, relative to its root mean square
 _ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ by
-
-
-@dataclass(frozen=True, slots=True)
-class Magnitude:
-    """How large the tensors of one kind are: the root mean square of all their elements."""
-
-    usual: float
-
-    @classmethod
-    def of(cls, tensors: Mapping[Any, Tensor]) -> Magnitude:
-        return cls(root_mean_square(tensors.values()))
-
-    def length(self, whole: Tensor, part: Tensor) -> float:
-        """Return what a difference of `part` is relative to; of a tensor that is noise beside the
-        others it is what the others have."""
-        return max(norm(part), self.quiet(whole) * math.sqrt(part.numel()))
-
-    def quiet(self, whole: Tensor) -> float:
-        """Return the size of an element of it that is nothing."""
-        mean = _rms(whole)
-        least = _CANCELLED * self.usual if whole.numel() == 1 else 0.0
-        return self.usual if mean <= NOISE * self.usual else max(_QUIET * mean, least)
-
-    def is_noise(self, whole: Tensor) -> bool:
-        return _rms(whole) <= NOISE * self.usual
-
-    @classmethod
-    def noise_among(cls, tensors: Mapping[str, Tensor]) -> Callable[[str], bool]:
-        """Return whether one, by name, is noise beside the others."""
-        scale = cls.of(tensors)
-        return lambda name: name in tensors and scale.is_noise(tensors[name])
-
-
-def _rms(tensor: Tensor) -> float:
-    return norm(tensor) / math.sqrt(max(tensor.numel(), 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +226,7 @@ def sure_of(part: Tensor, gradient: Tensor | None, whole: Tensor, limit: Toleran
     if gradient is None:
         return torch.ones_like(part, dtype=torch.bool)
     nothing = (part == 0) & (gradient.to(part.device) == 0)
-    return (part.abs() > _SURE * limit.gradients * _rms(whole)) | nothing
+    return (part.abs() > _SURE * limit.gradients * mean_size(whole)) | nothing
 
 
 def compare_states(
@@ -289,7 +249,7 @@ def compare_states(
             if row is None:
                 continue
             part = holds[name].of(whole)
-            length = max(scales[key].length(whole, part), _QUIET * norm(whole))
+            length = max(scales[key].length(whole, part), QUIET * norm(whole))
             size = difference(row, part, length)
             differences.compare(
                 Moment.UPDATE, Subject.OPTIMIZER, f"{name} · {key}", difference=size,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ptrain.verification.factors import combination, multiple
-from ptrain.verification.jobs.compare import Magnitude
 from ptrain.verification.jobs.evidence import OwnGradients, Sample, together
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.symptoms import Contributions, Symptom, SymptomKind
+from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.parts import norm
 
 _ROUNDINGS = 10  # a cure divides and adds once more: so many tolerances

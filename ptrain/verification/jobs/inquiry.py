@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
 from ptrain.verification.jobs.again import swapped
-from ptrain.verification.jobs.compare import Magnitude, digests
+from ptrain.verification.jobs.compare import digests
 from ptrain.verification.jobs.conditions import GlobalLoss, number
 from ptrain.verification.jobs.drawing import Drawing
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, untold
@@ -29,7 +29,8 @@ from ptrain.verification.jobs.slice_culprits import SliceInquiry
 from ptrain.verification.jobs.step import LoopPair, StepComparison
 from ptrain.verification.jobs.suspects import Suspect, Suspects
 from ptrain.verification.jobs.words import families
-from ptrain.verification.parts import apart, difference
+from ptrain.verification.magnitude import Magnitude
+from ptrain.verification.parts import difference, numbers_apart
 
 _MOST_TRIALS = 6  # families of modules that are replaced, one after the other
 _SHARE = 1e-3  # of what departs within a module, that departs outside of it too
@@ -249,7 +250,7 @@ class Inquiry:
             number(loss) for loss in (*self.step.losses[:1], *(losses or self.step.losses[1:]))
         )
         measured = self._loss.of(right, own)
-        return [] if right is None or measured is None else [apart(right, measured)]
+        return [] if right is None or measured is None else [numbers_apart(right, measured)]
 
     def _unexplained(
         self, first: Sequence[Departure], job_evidence: JobEvidence, probe: ProbeResult, again: bool
@@ -272,7 +273,7 @@ class Inquiry:
         right, own = (number(loss) for loss in self.step.losses)
         measured = self._loss.of(right, own)
         is_forward = right is not None and measured is not None
-        is_forward = is_forward and apart(right or 0.0, measured or 0.0) > self.limit.losses
+        is_forward = is_forward and numbers_apart(right or 0.0, measured or 0.0) > self.limit.losses
         return Culprit(
             state=Subject.LOSS if is_forward else first[0].subject,
             axis="",

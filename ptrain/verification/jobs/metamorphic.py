@@ -16,7 +16,6 @@ from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import claim
 from ptrain.verification.jobs.again import ModelState, seeded
-from ptrain.verification.jobs.compare import Magnitude
 from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.drawing import Drawing
 from ptrain.verification.jobs.job import Job, Tolerance
@@ -34,6 +33,7 @@ from ptrain.verification.jobs.tasks import (
     task_of,
 )
 from ptrain.verification.jobs.words import families
+from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.parts import difference, norm
 

@@ -58,7 +58,7 @@ from ptrain.verification.jobs.verdict import (
 from ptrain.verification.jobs.watched import Watched
 from ptrain.verification.jobs.words import families
 from ptrain.verification.names import canonical_parameters
-from ptrain.verification.parts import apart
+from ptrain.verification.parts import numbers_apart
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
 
@@ -294,7 +294,7 @@ class Examiner:
         right, measured = self.losses[0][-1], self.losses[1][-1]
         ways = self.loss.ways(right, own)
         limit = self.worst_loss.tolerance
-        fitting = [how for how, loss in ways.items() if apart(right, loss) <= limit]
+        fitting = [how for how, loss in ways.items() if numbers_apart(right, loss) <= limit]
         return explain_loss(departures, self.ranks, (right, measured), fitting)
 
     def _both(self, batch: Any, share: Any) -> tuple[Any, Any]:
@@ -322,7 +322,7 @@ class Examiner:
         limit = self.worst_loss.tolerance
         for losses, loss in zip(self.losses, (right, measured), strict=True):
             losses.append(loss)
-        size = apart(right, measured)
+        size = numbers_apart(right, measured)
         self.worst_loss.see(size, f"step {step}")
         if size > limit and not self.departures:
             self.departures.append(

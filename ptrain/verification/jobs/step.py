@@ -15,7 +15,6 @@ from ptrain.verification.jobs.again import ModelState
 from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.compare import (
     Differences,
-    Magnitude,
     ParameterMove,
     compare_buffers,
     compare_gradients,
@@ -33,6 +32,7 @@ from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard, values_of
+from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.parts import square
 from ptrain.verification.roundings import COARSER, named
 from ptrain.verification.updates.case import UpdateCase, compare_masters

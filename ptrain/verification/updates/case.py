@@ -15,7 +15,6 @@ from torch import Tensor
 from ptrain.report.finding import Subject
 from ptrain.verification.jobs.compare import (
     Differences,
-    Magnitude,
     ParameterMove,
     compare_states,
     compare_update,
@@ -23,6 +22,7 @@ from ptrain.verification.jobs.compare import (
 )
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.updates.record import UpdateRecord, UpdateRecorder
 from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, is_row
 
