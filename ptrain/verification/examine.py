@@ -8,7 +8,7 @@ Every rank runs the whole reference, so that nothing is sent but verdicts. Run i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -25,6 +25,7 @@ from ptrain.verification.capture import Capture, clipped_by, drive, watched
 from ptrain.verification.compare import at_most
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.explain import explain
+from ptrain.verification.jobs.compare import Differences
 from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.outputs import Outputs
 from ptrain.verification.parts import (
@@ -74,25 +75,29 @@ class _Examiner:
         self.data_place = data_place(self.spec, self.rank)
         last = self.spec.batch.accumulate - 1
         self.watched_passes = {0, last}  # micro-batches whose activations are compared
-        self.worst: dict[str, float] = {}  # the largest difference of a check
+        self.differences = Differences(step=0, rank=self.rank)
+        self.worst: dict[str, float] = {}  # the largest difference of a check, on any rank
         self.order: dict[str, int] = {}  # a module's place along the model
         self.sums: dict[str, torch.Tensor] = {}
         self.names = {name: place for place, name in enumerate(self.reference.parameters)}
 
     def run(self, steps: int) -> Examination:
-        departures = self._of_all_ranks(list(self._state(0, Moment.START)))
+        self._state(Moment.START)
+        departures = self._of_all_ranks()
         evidence = None
         for step in range(steps):
             if departures:
                 break
             evidence = self._step(step, evidence)
-            departures = self._of_all_ranks(self._departures(evidence))
+            self._compare(evidence)
+            departures = self._of_all_ranks()
             if any(its.subject is not Subject.LEARNING_RATE for its in departures):
                 break  # a learning rate is proven by its update
             with recorded(wholes(self.reference.updater.updated)) as evidence.expected_updates:
                 evidence.expected_norm = self.reference.update(step, dict(self.sums))
-            after = [*self._norm(evidence), *self._state(step, Moment.UPDATE)]
-            departures += self._of_all_ranks(after)
+            self._norm(evidence)
+            self._state(Moment.UPDATE)
+            departures += self._of_all_ranks()
         sides = self.program, self.reference
         culprit = explain(departures, evidence, sides, self.exchange) if departures else None
         done = evidence.step + 1 if evidence else 0
@@ -143,32 +148,29 @@ class _Examiner:
             self.order.setdefault(path, len(self.order))
         return outputs, expected
 
-    def _departures(self, evidence: Evidence) -> list[Departure]:
-        """All up to the gradients."""
-        return [
-            *self._samples(evidence),
-            *self._used(evidence),
-            *self._activations(evidence),
-            *self._loss(evidence),
-            *self._rates(evidence),
-            *self._gradients(evidence),
-        ]
+    def _compare(self, evidence: Evidence) -> None:
+        """Compare all up to the gradients."""
+        self.differences = Differences(step=evidence.step, rank=self.rank)
+        self._samples(evidence)
+        # parameters where they are used: gathered, copied, as they should be in this step
+        self._tensors(Moment.FORWARD, Subject.PARAMETERS, evidence.used, self.reference.parameters)
+        self._activations(evidence)
+        self._number(Moment.FORWARD, Subject.LOSS, evidence.loss, evidence.expected_loss)
+        rate = learning_rate(self.spec.optimizer, evidence.step)
+        for own in sorted(evidence.rates):
+            self._number(Moment.GRADIENTS, Subject.LEARNING_RATE, own, rate)
+        self._gradients(evidence)
 
-    def _samples(self, evidence: Evidence) -> list[Departure]:
+    def _samples(self, evidence: Evidence) -> None:
         departures = list(
             sample_departures(
                 evidence.batch, self.reference, evidence.step, self.rank, self.exchange
             )
         )
-        self._see("samples", math.inf if departures else 0.0)
-        return departures
+        self.differences.departures += departures
+        self.differences.see(Moment.BATCH, Subject.BATCH, math.inf if departures else 0.0)
 
-    def _used(self, evidence: Evidence) -> Iterator[Departure]:
-        """Parameters where they are used: gathered, copied, as they should be in this step."""
-        pairs = evidence.used, self.reference.parameters
-        yield from self._tensors(evidence.step, Moment.FORWARD, Subject.PARAMETERS, *pairs)
-
-    def _activations(self, evidence: Evidence) -> Iterator[Departure]:
+    def _activations(self, evidence: Evidence) -> None:
         actual, expected = evidence.outputs, evidence.expected_outputs
         for moment, own, its in (
             (Moment.FORWARD, actual.forward, expected.forward),
@@ -177,22 +179,10 @@ class _Examiner:
             scale = Magnitude.of({key: _shown(whole) for key, whole in its.items()})
             for (path, k), tensor in own.items():
                 if (whole := its.get((path, k))) is not None:
-                    yield from self._compared(
-                        evidence.step, moment, Subject.ACTIVATIONS, path, (tensor, whole),
-                        scale=scale, index=k,
-                    )  # fmt: skip
+                    pair = tensor, whole
+                    self._tensor(moment, Subject.ACTIVATIONS, path, pair, scale=scale, index=k)
 
-    def _loss(self, evidence: Evidence) -> Iterator[Departure]:
-        pair = (evidence.loss, evidence.expected_loss)
-        yield from self._number(evidence.step, Moment.FORWARD, Subject.LOSS, pair)
-
-    def _rates(self, evidence: Evidence) -> Iterator[Departure]:
-        expected = learning_rate(self.spec.optimizer, evidence.step)
-        for rate in sorted(evidence.rates):
-            pair = (rate, expected)
-            yield from self._number(evidence.step, Moment.GRADIENTS, Subject.LEARNING_RATE, pair)
-
-    def _gradients(self, evidence: Evidence) -> Iterator[Departure]:
+    def _gradients(self, evidence: Evidence) -> None:
         """Per parameter, the whole vector: without the loss's scale and what clipping did. One that
         one device has none of should be zeros."""
         expected = evidence.expected_gradients
@@ -201,20 +191,19 @@ class _Examiner:
             for name, tensor in evidence.gradients.items()
             if name not in expected
         }
-        yield from self._tensors(
-            evidence.step, Moment.GRADIENTS, Subject.GRADIENTS, evidence.gradients,
-            {**expected, **zeros},
-        )  # fmt: skip
+        both = evidence.gradients, {**expected, **zeros}
+        self._tensors(Moment.GRADIENTS, Subject.GRADIENTS, *both)
 
-    def _norm(self, evidence: Evidence) -> Iterator[Departure]:
+    def _norm(self, evidence: Evidence) -> None:
+        self.differences = Differences(step=evidence.step, rank=self.rank)
         if evidence.norm is None:
             return
         norm, expected = evidence.norm, evidence.expected_norm
         if math.isinf(expected) and not math.isfinite(norm):
             norm = expected  # both skip the step
-        yield from self._number(evidence.step, Moment.CLIP, Subject.NORM, (norm, expected))
+        self._number(Moment.CLIP, Subject.NORM, norm, expected)
 
-    def _state(self, step: int, moment: Moment) -> Iterator[Departure]:
+    def _state(self, moment: Moment) -> None:
         """Compare parameters, optimizer state, counters and buffers, each part where it is."""
         expected = of_reference(self.reference, self.rank)
         kinds: dict[Subject, dict[str, torch.Tensor]] = {}
@@ -223,38 +212,29 @@ class _Examiner:
         scales = {kind: Magnitude.of(tensors) for kind, tensors in kinds.items()}
         for (subject, name), tensor in of_program(self.program).items():
             if (whole := expected.get((subject, name))) is not None:
-                scale = scales[subject]
-                yield from self._compared(step, moment, subject, name, (tensor, whole), scale=scale)
+                self._tensor(moment, subject, name, (tensor, whole), scale=scales[subject])
 
     def _tensors(
         self,
-        step: int,
         moment: Moment,
         subject: Subject,
         actual: Mapping[str, torch.Tensor],
         expected: Mapping[str, torch.Tensor],
-    ) -> Iterator[Departure]:
+    ) -> None:
         """Compare what both sides have of a name."""
         scale = Magnitude.of(expected)
         for name, tensor in actual.items():
             if (whole := expected.get(name)) is not None:
-                yield from self._compared(step, moment, subject, name, (tensor, whole), scale=scale)
+                self._tensor(moment, subject, name, (tensor, whole), scale=scale)
 
-    def _number(
-        self, step: int, moment: Moment, subject: Subject, pair: tuple[float, float]
-    ) -> Iterator[Departure]:
-        """What was found, and what was expected."""
-        difference = 0.0 if pair[0] == pair[1] else numbers_apart(pair[1], pair[0])
-        self._see(_check_name(moment, subject), difference)
-        if difference > TOLERANCE:
-            yield Departure(
-                step=step, moment=moment, subject=subject, name=str(subject), rank=self.rank,
-                difference=difference, tolerance=TOLERANCE, told=f"{pair[0]!r} for {pair[1]!r}",
-            )  # fmt: skip
+    def _number(self, moment: Moment, subject: Subject, actual: float, expected: float) -> None:
+        self.differences.compare(
+            moment, subject, str(subject), tolerance=TOLERANCE, told=f"{actual!r} for {expected!r}",
+            difference=0.0 if actual == expected else numbers_apart(expected, actual),
+        )  # fmt: skip
 
-    def _compared(
+    def _tensor(
         self,
-        step: int,
         moment: Moment,
         subject: Subject,
         name: str,
@@ -262,7 +242,7 @@ class _Examiner:
         *,
         scale: Magnitude,
         index: int = 0,
-    ) -> Iterator[Departure]:
+    ) -> None:
         """Nothing of an activation whose part nothing tells: it is of another shape on purpose."""
         tensor, whole = pair
         part = part_of(
@@ -281,27 +261,28 @@ class _Examiner:
                 way = Way.DTYPE
             shown = _shown(whole) if subject in _MASKED else whole
             difference = relative(own, its, scale.length(shown, its))
-        self._see(_check_name(moment, subject), difference)
-        if way is not Way.VALUE or difference > TOLERANCE:
-            yield Departure(
-                step=step, moment=moment, subject=subject, name=name, rank=self.rank, way=way,
-                difference=difference, tolerance=TOLERANCE, index=index,
-                told=f"{tensor.dtype} for {whole.dtype}" if way is Way.DTYPE else "",
-            )  # fmt: skip
+        self.differences.compare(
+            moment, subject, name, difference=difference, tolerance=TOLERANCE, way=way, index=index,
+            told=f"{tensor.dtype} for {whole.dtype}" if way is Way.DTYPE else "",
+        )  # fmt: skip
 
-    def _see(self, name: str, difference: float) -> None:
-        self.worst[name] = max(self.worst.get(name, 0.0), difference)
-
-    def _of_all_ranks(self, own: list[Departure]) -> tuple[Departure, ...]:
+    def _of_all_ranks(self) -> tuple[Departure, ...]:
         """Return everybody's departures on every rank, in order of time and along the model."""
         least: dict[tuple[Moment, Subject], list[Departure]] = {}
-        for departure in sorted(own, key=self._when):
+        for departure in sorted(self.differences.departures, key=self._when):
             least.setdefault((departure.moment, departure.subject), []).append(departure)
-        chosen = [departure.plain() for group in least.values() for departure in group[:MOST]]
-        everyone = self.exchange.gather(chosen)
-        order = dict(pair for its in self.exchange.gather(list(self.order.items())) for pair in its)
-        self.order = {path: order[path] for path in order}
-        departures = [Departure.of(departure) for its in everyone for departure in its]
+        self.differences.departures = [its for group in least.values() for its in group[:MOST]]
+        order, departures = dict[str, int](), list[Departure]()
+        for others, its in self.exchange.gather(
+            [list(self.order.items()), self.differences.plain()]
+        ):
+            order |= dict(others)
+            report = Differences.of(its)
+            departures += report.departures
+            for (moment, subject), (difference, _) in report.worst.items():
+                name = _check_name(moment, subject)
+                self.worst[name] = max(self.worst.get(name, 0.0), difference)
+        self.order = order
         return tuple(sorted(departures, key=self._when))
 
     def _when(self, departure: Departure) -> tuple[int, ...]:
@@ -317,12 +298,8 @@ class _Examiner:
         )  # fmt: skip
 
     def _checks(self, departures: tuple[Departure, ...]) -> tuple[Check, ...]:
-        worst: dict[str, float] = {}
-        for its in self.exchange.gather(self.worst):
-            for name, difference in its.items():
-                worst[name] = max(worst.get(name, 0.0), difference)
-        failed = {_check_of(departure): departure for departure in reversed(departures)}
-        return tuple(_check(name, worst[name], failed.get(name)) for name in worst)
+        failed = {_check_name(its.moment, its.subject): its for its in reversed(departures)}
+        return tuple(_check(name, worst, failed.get(name)) for name, worst in self.worst.items())
 
 
 def _check(name: str, worst: float, failed: Departure | None) -> Check:
@@ -332,10 +309,6 @@ def _check(name: str, worst: float, failed: Departure | None) -> Check:
     by = f" ({failed.told})" if failed.told else ""
     why = f"departs at {failed.place}, step {failed.step}, rank {failed.rank}{by}"
     return replace(check, holds=False, why=why)
-
-
-def _check_of(departure: Departure) -> str:
-    return _check_name(departure.moment, departure.subject)
 
 
 def _check_name(moment: Moment, subject: Subject) -> str:

@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,9 @@ class ParameterMove:
         return 2 * int(moved.sum()) > int(self.sure.sum())
 
 
+Kind = tuple[Moment, Subject]
+
+
 @dataclass(slots=True, kw_only=True)
 class Differences:
     """The differences of one rank in one step."""
@@ -57,7 +61,12 @@ class Differences:
     rank: int
     departures: list[Departure] = field(default_factory=list)
     courses: dict[str, ParameterMove] = field(default_factory=dict)
-    worst: dict[str, tuple[float, str]] = field(default_factory=dict)
+    worst: dict[Kind, tuple[float, str]] = field(default_factory=dict)  # with the place
+
+    def see(self, moment: Moment, subject: Subject, difference: float, name: str = "") -> None:
+        """Keep the largest difference of a subject at a moment."""
+        if difference >= self.worst.get((moment, subject), (0.0, ""))[0]:
+            self.worst[moment, subject] = difference, name
 
     def compare(
         self,
@@ -67,30 +76,53 @@ class Differences:
         *,
         difference: float,
         tolerance: float,
+        way: Way = Way.VALUE,
+        index: int = 0,
+        told: str = "",
     ) -> None:
-        """Keep the largest difference of a subject; add a departure where it is beyond the
-        tolerance."""
-        if difference >= self.worst.get(subject, (0.0, ""))[0]:
-            self.worst[subject] = difference, name
-        if difference > tolerance:
+        """See a difference; add a departure where it is beyond the tolerance, or not one of
+        values."""
+        self.see(moment, subject, difference, name)
+        if way is not Way.VALUE or difference > tolerance:
             self.departures.append(
                 Departure(
                     step=self.step, moment=moment, subject=subject, name=name, rank=self.rank,
-                    difference=difference, tolerance=tolerance,
+                    way=way, difference=difference, tolerance=tolerance, index=index, told=told,
                 )
             )  # fmt: skip
 
-    def differ(self, moment: Moment, subject: Subject, name: str, description: str) -> None:
-        """Add a departure of something that is no tensor."""
-        self.add(moment, subject, name, Way.VALUE, description)
-
-    def add(self, moment: Moment, subject: Subject, name: str, way: Way, description: str) -> None:
+    def add(
+        self, moment: Moment, subject: Subject, name: str, told: str, way: Way = Way.VALUE
+    ) -> None:
+        """Add a departure of something that is no tensor, or that one side alone has."""
         self.departures.append(
             Departure(
                 step=self.step, moment=moment, subject=subject, name=name, rank=self.rank, way=way,
-                told=description,
+                told=told,
             )
         )  # fmt: skip
+
+    def plain(self) -> dict[str, Any]:
+        """Return what other ranks are told."""
+        return {
+            "step": self.step,
+            "rank": self.rank,
+            "departures": [departure.plain() for departure in self.departures],
+            "worst": [[*kind, *largest] for kind, largest in self.worst.items()],
+        }
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Differences:
+        """Return what another rank told."""
+        return cls(
+            step=plain["step"],
+            rank=plain["rank"],
+            departures=[Departure.of(departure) for departure in plain["departures"]],
+            worst={
+                (Moment(moment), Subject(subject)): (difference, place)
+                for moment, subject, difference, place in plain["worst"]
+            },
+        )
 
 
 def at_start(
@@ -105,11 +137,11 @@ def at_start(
     for name in wholes:
         if name not in holds and name not in elsewhere:
             description = "the reference has it, the loop's model has not"
-            differences.add(Moment.START, Subject.PARAMETERS, name, Way.MISSING, description)
+            differences.add(Moment.START, Subject.PARAMETERS, name, description, Way.MISSING)
     for name in names:
         if name not in wholes:
             description = "the loop's model has it, the reference has not"
-            differences.add(Moment.START, Subject.PARAMETERS, name, Way.MISSING, description)
+            differences.add(Moment.START, Subject.PARAMETERS, name, description, Way.MISSING)
     scale = Magnitude.of(wholes)
     for name, shard in holds.items():
         value, expected = shard.value(), shard.of(wholes[name])
@@ -161,13 +193,13 @@ def compare_gradients(
         if whole is None:
             if gradient is not None and bool(gradient.any()):
                 description = "a gradient where the reference has none"
-                differences.add(Moment.GRADIENTS, Subject.GRADIENTS, name, Way.MISSING, description)
+                differences.add(Moment.GRADIENTS, Subject.GRADIENTS, name, description, Way.MISSING)
             continue
         part = shard.of(whole.view(shard.shape))
         if gradient is None:
             if not scale.is_noise(part):
                 description = "no gradient when the optimizer steps"
-                differences.add(Moment.GRADIENTS, Subject.GRADIENTS, name, Way.MISSING, description)
+                differences.add(Moment.GRADIENTS, Subject.GRADIENTS, name, description, Way.MISSING)
             continue
         size = difference(gradient, part, scale.length(whole, part))
         differences.compare(

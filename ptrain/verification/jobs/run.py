@@ -184,15 +184,11 @@ class Examiner:
     def _gather(self, differences: Differences) -> bool:
         """Add all ranks' departures and worst differences; return whether there is any
         departure."""
-        mine = {
-            "departures": [departure.plain() for departure in differences.departures],
-            "worst": differences.worst,
-        }
-        for report in self.ranks.gather(mine):
-            self.departures += [Departure.of(departure) for departure in report["departures"]]
-            for kind, (difference, place) in report["worst"].items():
-                if kind in self.worst:
-                    self.worst[Subject(kind)].see(difference, f"{place}, step {differences.step}")
+        for report in map(Differences.of, self.ranks.gather(differences.plain())):
+            self.departures += report.departures
+            for (_, subject), (difference, place) in report.worst.items():
+                if subject in self.worst:
+                    self.worst[subject].see(difference, f"{place}, step {differences.step}")
         return bool(self.departures)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:

@@ -100,7 +100,7 @@ def run_step(
     differences = Differences(step=number_, rank=drawing.ranks.rank)
     if seen.updates != expected.updates:
         description = f"{seen.updates} updates, one device {expected.updates}"
-        differences.differ(Moment.START, Subject.COUNTER, "optimizer.step", description)
+        differences.add(Moment.START, Subject.COUNTER, "optimizer.step", description)
     compare_gradients(differences, expected, seen, pair.holds, limit)
     in_use = expected.in_use, seen.in_use
     compare_in_use(differences, in_use, (before, run_before), pair.holds, limit)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ptrain.report.finding import Subject
+from ptrain.report.finding import Moment, Subject
 from ptrain.verification.jobs.compare import (
     Differences,
     ParameterMove,
@@ -142,7 +142,7 @@ class UpdateCase:
         """Return how far these outcomes are from one device's."""
         scratch = self.differences(outcomes)
         values, state = (
-            scratch.worst.get(subject, (0.0, ""))[0]
+            scratch.worst.get((Moment.UPDATE, subject), (0.0, ""))[0]
             for subject in (Subject.PARAMETERS, Subject.OPTIMIZER)
         )
         return Remainder(len(scratch.departures), values, state)
