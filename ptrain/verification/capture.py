@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ptrain.axes.data.run.target import Named
 from ptrain.axes.tensor.addends import gets_addend, gives_addend
@@ -31,7 +29,7 @@ from ptrain.train.schedule import learning_rate
 from ptrain.verification.outputs import Key, Outputs
 from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import whole
-from ptrain.verification.updates.record import UpdateRecord, recorded, wholes
+from ptrain.verification.updates.record import UpdateRecorder, wholes
 
 
 @contextmanager
@@ -59,19 +57,17 @@ class Capture:
     """One step of a program; `with Capture(program, {0}) as capture:` around it. Outputs are kept
     of these micro-batches.
 
-    `rates` are the learning rates that optimizers used; `updates` what these were given and left,
-    by the number of a leaf. The gradients by name need collectives
-    (`gradients()`), which all ranks call."""
+    `updates` are what optimizers were given and left, by the number of a leaf. The gradients by
+    name need collectives (`gradients()`), which all ranks call."""
 
     def __init__(self, program: Program, micro_batches: Collection[int]) -> None:
         self.program = program
         self.micro_batches = micro_batches
         self.outputs = Outputs()
-        self.rates: set[float] = set()
-        self.updates = UpdateRecord()
         self._leaves = [(target, tensor_of(leaf)) for target, leaf in program.update.leaves()]
+        leaves = {str(index): leaf for index, (_, leaf) in enumerate(self._leaves)}
+        self.updates = UpdateRecorder(wholes(leaves))
         self._used: Named = {}  # parameters, as the first pass has them
-        self._given: dict[int, torch.Tensor] = {}
         self._reduced: set[int] = set()  # which of the leaves there was a gradient for
         self._now: int | None = None
         self._stack = ExitStack()
@@ -89,9 +85,7 @@ class Capture:
         for path, module in paths(self.program) if self.micro_batches else ():
             hook = module.register_forward_pre_hook(partial(self._before, path))
             self._stack.callback(hook.remove)
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
-        leaves = {str(index): leaf for index, (_, leaf) in enumerate(self._leaves)}
-        self.updates = self._stack.enter_context(recorded(wholes(leaves)))
+        self._stack.enter_context(self.updates)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -115,17 +109,10 @@ class Capture:
             if parameter is not None:
                 self._used.setdefault(f"{path}.{name}", parameter.detach().clone())
 
-    def _before_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Of a loss with a scale the gradients have it, and the optimizer undoes it."""
-        known = {id(leaf) for _, leaf in self._leaves}
-        scale = getattr(optimizer, "grad_scale", None)
-        for options in optimizer.param_groups:
-            for leaf in options["params"]:
-                if id(leaf) in known:
-                    self.rates.add(float(options["lr"]))
-                if id(leaf) in known and leaf.grad is not None:
-                    gradient = leaf.grad.detach()
-                    self._given[id(leaf)] = gradient.clone() if scale is None else gradient / scale
+    @property
+    def rates(self) -> set[float]:
+        """The learning rates that optimizers used."""
+        return {float(its.settings["lr"]) for its in self.updates.record.before.values()}
 
     @property
     def used(self) -> Named:
@@ -163,7 +150,12 @@ class Capture:
         optimizer was given none of where others were; none of what nobody updates, or some rank's
         optimizer has left although there was one. They are without the factor by which this rank
         `clipped` them. All ranks call it."""
-        lacking = [i for i, (_, leaf) in enumerate(self._leaves) if id(leaf) not in self._given]
+        given = {
+            int(index): gradient
+            for index, gradient in self.updates.gradients.items()
+            if index in self.updates.updated
+        }
+        lacking = [index for index in range(len(self._leaves)) if index not in given]
         left = [index for index in lacking if index in self._reduced]
         stage = self.program.pieces[0].index  # the same where other ranks have the same layers
         everyone = exchange.gather([stage, lacking, left])
@@ -174,10 +166,13 @@ class Capture:
         for index, (target, leaf) in enumerate(self._leaves):
             if index in frozen:
                 continue
-            gradient = self._given.get(id(leaf))
-            if gradient is None:
+            if index in given:  # a leaf may be empty but for its update
+                taken = self.updates.record.before.get(str(index))
+                shape = leaf.shape if taken is None else taken.shape
+                gradient = given[index].to(leaf.device).view(shape) / clipped
+            else:
                 gradient = torch.zeros_like(target.value())
-            gradients.update(self.program.canonical(target.named(gradient / clipped)))
+            gradients.update(self.program.canonical(target.named(gradient)))
         return gradients
 
     def unclipped(self, exchange: Exchange, norm: float | None) -> dict[str, torch.Tensor]:

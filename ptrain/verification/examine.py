@@ -39,7 +39,7 @@ from ptrain.verification.places import coordinates, data_place
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
 from ptrain.verification.samples import sample_departures
 from ptrain.verification.states import States, of_program, of_reference
-from ptrain.verification.updates.record import recorded, wholes
+from ptrain.verification.updates.record import UpdateRecorder, wholes
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 KEPT = 4  # starts of steps with whose state a stale one is compared; each is a model in fp64
@@ -93,8 +93,9 @@ class _Examiner:
             departures = self._of_all_ranks()
             if any(its.subject is not Subject.LEARNING_RATE for its in departures):
                 break  # a learning rate is proven by its update
-            with recorded(wholes(self.reference.updater.updated)) as evidence.expected_updates:
+            with UpdateRecorder(wholes(self.reference.updater.updated)) as updates:
                 evidence.expected_norm = self.reference.update(step, dict(self.sums))
+            evidence.expected_updates = updates.record
             self._norm(evidence)
             self._state(Moment.UPDATE)
             departures += self._of_all_ranks()
@@ -128,7 +129,7 @@ class _Examiner:
             expected_gradients={name: gradient / scale for name, gradient in expected.sums.items()},
             earlier_gradients=before.expected_gradients if before else {},
             rates=capture.rates,
-            updates=capture.updates,
+            updates=capture.updates.record,
             loss=self.exchange.add([share])[0],
             expected_loss=expected.loss,
             norm=norm,

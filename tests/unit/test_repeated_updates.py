@@ -92,7 +92,7 @@ def test_a_recorded_step_repeats_to_the_bit_and_leaves_the_optimizer_alone(kind:
     assert seen.updates == 1
     after = {name: p.detach().clone() for name, p in net.named_parameters()}
     state = copy.deepcopy(optimizer.state_dict())
-    record = seen.updater.record
+    record = seen.record
     outcomes = repeat(record.before)
     assert outcomes
     for name, outcome in outcomes.items():
@@ -121,7 +121,7 @@ def test_a_step_that_needs_a_closure_cannot_be_repeated() -> None:
     with StepRecorder(net, holds) as seen:
         optimizer.step(closure)
     with pytest.raises(CannotRepeat, match="LBFGS cannot be repeated"):
-        repeat(seen.updater.record.before)
+        repeat(seen.record.before)
 
 
 Act = Callable[[nn.Module, torch.optim.Optimizer], None]

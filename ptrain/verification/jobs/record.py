@@ -4,7 +4,6 @@ optimizer takes it, and how often one stepped."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -12,18 +11,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.internals.autograd import is_in_backward
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.outputs import is_real
-from ptrain.verification.parts import held
 from ptrain.verification.updates.record import UpdateRecorder
 
 
@@ -39,43 +32,22 @@ class ForwardCall:
     output: Tensor | None = None
 
 
-class StepRecorder:
-    """`with StepRecorder(model, holds) as seen:` around a step. `holds` are the parameters by name
-    as this rank has them; `in_use` their values in the first forward pass; `updated` those that an
-    optimizer steps with, `without_state` those of which it kept nothing when it stepped first;
-    `has_closure`: an optimizer runs passes itself (LBFGS), each with other parameters."""
+class StepRecorder(UpdateRecorder):
+    """`with StepRecorder(model, holds) as seen:` around a step: its update, the model's forward
+    passes (`calls`), and the values of the parameters in the first of these (`in_use`)."""
 
     def __init__(self, model: nn.Module, holds: Mapping[str, ParameterShard]) -> None:
+        super().__init__(holds)
         self.model = model
         self.calls: list[ForwardCall] = []
-        self.gradients: dict[str, Tensor] = {}
-        self.optimizers: list[Optimizer] = []
-        self.num_updates: dict[int, int] = {}
         self.in_use: dict[str, Tensor] = {}
-        self.has_closure = False
-        self.without_state: set[str] = set()
-        self.updated: set[str] = set()
-        self.updater = UpdateRecorder(holds)
-        self._holds = holds
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        keep = self._stack.callback
         model = dict(canonical_modules(self.model))[""]
         begins = model.register_forward_pre_hook(self._begins, prepend=True, with_kwargs=True)
-        keep(begins.remove)
-        keep(model.register_forward_hook(self._ends).remove)
-        keep(register_optimizer_step_pre_hook(self._before_update).remove)
-        keep(register_optimizer_step_post_hook(self._after_update).remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    @property
-    def updates(self) -> int:
-        """How often the optimizer that stepped most did."""
-        return max(self.num_updates.values(), default=0)
+        self._stack.callback(begins.remove)
+        self._stack.callback(model.register_forward_hook(self._ends).remove)
+        return super().__enter__()
 
     @property
     def autocast(self) -> str:
@@ -119,39 +91,6 @@ class StepRecorder:
             return copy
 
         return tree_map(seen, output)
-
-    def _before_update(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """A parameter's gradient is taken when the optimizer that has it steps; where none has it
-        under its own name (a copy, another rank's share) when the first one does."""
-        given = [*args[1:], kwargs.get("closure")]
-        self.has_closure = self.has_closure or any(callable(argument) for argument in given)
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer undoes it itself
-        for name, shard in self._holds.items():
-            is_first = id(optimizer) not in self.num_updates
-            self.updated |= {name} if id(shard.parameter) in own else set()
-            if id(shard.parameter) in own and is_first and not _has_state(optimizer, shard):
-                self.without_state.add(name)
-            if id(shard.parameter) in own or name not in self.gradients:
-                gradient = shard.gradient()
-                if gradient is not None:
-                    taken = gradient.clone()  # `+` would give the very tensor
-                    self.gradients[name] = taken if scale is None else taken / scale
-        if all(optimizer is not other for other in self.optimizers):
-            self.optimizers.append(optimizer)
-        if not self.updater.is_within(optimizer):  # its base class's step, which it calls
-            self.num_updates[id(optimizer)] = self.num_updates.get(id(optimizer), 0) + 1
-        self.updater.before(optimizer, self.gradients)
-
-    def _after_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self.updater.after(optimizer)
-
-
-def _has_state(optimizer: Optimizer, shard: ParameterShard) -> bool:
-    state = optimizer.state.get(shard.parameter, {})
-    return any(isinstance(row, Tensor) and bool(held(row).any()) for row in state.values())
 
 
 def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor) -> None:

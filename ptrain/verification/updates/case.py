@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,13 +60,6 @@ class Remainder:
 BROKEN = Remainder(1, math.inf, math.inf)  # of an update that cannot be repeated
 
 
-class StepEvidence(Protocol):
-    """A recorded step (jobs/record.py): the gradients as the optimizers take them, and these."""
-
-    gradients: dict[str, Tensor]
-    updater: UpdateRecorder
-
-
 @dataclass(frozen=True, kw_only=True)
 class UpdateCase:
     """`seen` and `expected`: what the loop's and the reference's optimizers were given and left;
@@ -87,7 +80,7 @@ class UpdateCase:
     def of(
         cls,
         differences: Differences,
-        sides: tuple[StepEvidence, StepEvidence],
+        sides: tuple[UpdateRecorder, UpdateRecorder],
         holds: Mapping[str, ParameterShard],
         limit: Tolerance,
     ) -> UpdateCase:
@@ -96,8 +89,8 @@ class UpdateCase:
         return cls(
             step=differences.step,
             rank=differences.rank,
-            seen=seen.updater.record,
-            expected=expected.updater.record,
+            seen=seen.record,
+            expected=expected.record,
             gradients=seen.gradients,
             holds=holds,
             courses=differences.courses,

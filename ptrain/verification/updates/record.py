@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -33,27 +34,68 @@ class UpdateRecord:
 
 
 class UpdateRecorder:
-    """`before` and `after` around every optimizer's step. `holds` are the parameters by name as
-    this rank has them."""
+    """`with UpdateRecorder(holds) as updates:` around a step. `holds` are the parameters by name as
+    this rank has them; `gradients` theirs as an optimizer takes them; `updated` those that one
+    steps with, `without_state` those of which it kept nothing when it stepped first;
+    `has_closure`: an optimizer runs passes itself (LBFGS), each with other parameters."""
 
     def __init__(self, holds: Mapping[str, ParameterShard]) -> None:
         self.record = UpdateRecord()
+        self.gradients: dict[str, Tensor] = {}
+        self.optimizers: list[Optimizer] = []
+        self.num_updates: dict[int, int] = {}
+        self.has_closure = False
+        self.without_state: set[str] = set()
+        self.updated: set[str] = set()
         self._holds = holds
         self._running: list[tuple[Optimizer, dict[str, Ingredients]]] = []
         self._num_groups = 0
         self._depth = 0  # of a step that calls its base class's, which torch's hooks see too
+        self._stack = ExitStack()
 
-    def is_within(self, optimizer: Optimizer) -> bool:
-        """Return whether this optimizer is in its step already."""
-        return any(running is optimizer for running, _ in self._running)
+    def __enter__(self) -> Self:
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def updates(self) -> int:
+        """How often the optimizer that stepped most did."""
+        return max(self.num_updates.values(), default=0)
+
+    def _before_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A parameter's gradient is taken when the optimizer that has it steps; where none has it
+        under its own name (a copy, another rank's share) when the first one does."""
+        given = [*args[1:], kwargs.get("closure")]
+        self.has_closure = self.has_closure or any(callable(argument) for argument in given)
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer undoes it itself
+        for name, shard in self._holds.items():
+            is_first = id(optimizer) not in self.num_updates
+            self.updated |= {name} if id(shard.parameter) in own else set()
+            if id(shard.parameter) in own and is_first and not _has_state(optimizer, shard):
+                self.without_state.add(name)
+            if id(shard.parameter) in own or name not in self.gradients:
+                gradient = shard.gradient()
+                if gradient is not None:
+                    taken = gradient.clone()  # `+` would give the very tensor
+                    self.gradients[name] = taken if scale is None else taken / scale
+        if all(optimizer is not other for other in self.optimizers):
+            self.optimizers.append(optimizer)
+        if any(running is optimizer for running, _ in self._running):
+            self._depth += 1  # its base class's step, which it calls
+            return
+        self.num_updates[id(optimizer)] = self.num_updates.get(id(optimizer), 0) + 1
+        self._keep(optimizer)
 
     @torch.no_grad()
-    def before(self, optimizer: Optimizer, gradients: Mapping[str, Tensor]) -> None:
-        """Keep what it is given; `gradients` by parameter are those that it takes of the model's
-        own tensors."""
-        if self.is_within(optimizer):
-            self._depth += 1
-            return
+    def _keep(self, optimizer: Optimizer) -> None:
+        """Keep what it is given."""
         rule, scale = Rule.of(optimizer), getattr(optimizer, "grad_scale", None)
         taken: dict[str, Ingredients] = {}
         places = {
@@ -65,10 +107,11 @@ class UpdateRecorder:
         for name, shard in self._named([tensor for tensor, _, _ in places.values()]):
             tensor, number, group = places[id(shard.parameter)]
             if shard is self._holds[name]:
-                gradient = gradients.get(name) if tensor.grad is not None else None
+                gradient = self.gradients.get(name) if tensor.grad is not None else None
             else:
                 gradient = shard.gradient()
-                gradient = gradient / scale if gradient is not None and scale else gradient
+                if gradient is not None:
+                    gradient = gradient.clone() if scale is None else gradient / scale
                 self.record.masters.add(name)
             self.record.shards[name] = shard
             taken[name] = Ingredients(
@@ -76,7 +119,7 @@ class UpdateRecorder:
                 tensor=tensor,
                 shape=piece_shape(shard),
                 value=shard.value().clone(),
-                gradient=None if gradient is None else held(gradient).clone(),
+                gradient=gradient,
                 state=_state(shard, optimizer),
                 settings=settings_of(group),
                 group=number,
@@ -88,7 +131,7 @@ class UpdateRecorder:
         self._running.append((optimizer, taken))
 
     @torch.no_grad()
-    def after(self, optimizer: Optimizer) -> None:
+    def _after_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Keep what the step left."""
         if self._depth:
             self._depth -= 1
@@ -125,27 +168,6 @@ def wholes(tensors: Mapping[str, Tensor]) -> dict[str, ParameterShard]:
     return {name: ParameterShard(name, tensor, tensor.shape) for name, tensor in tensors.items()}
 
 
-@contextmanager
-def recorded(holds: Mapping[str, ParameterShard]) -> Iterator[UpdateRecord]:
-    """Record the steps of all optimizers that have some of these."""
-    recorder = UpdateRecorder(holds)
-
-    def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        scale = getattr(optimizer, "grad_scale", None)
-        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        rows = {n: shard.gradient() for n, shard in holds.items() if id(shard.parameter) in own}
-        given = {name: row for name, row in rows.items() if row is not None}
-        recorder.before(optimizer, {n: g if scale is None else g / scale for n, g in given.items()})
-
-    def after(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        recorder.after(optimizer)
-
-    with ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(before).remove)
-        stack.callback(register_optimizer_step_post_hook(after).remove)
-        yield recorder.record
-
-
 def piece_shape(shard: ParameterShard) -> torch.Size:
     """Return the shape of this rank's piece; of one in a flat parameter that of its row."""
     return held(shard.parameter).shape if shard.within is None else shard.value().shape
@@ -154,6 +176,11 @@ def piece_shape(shard: ParameterShard) -> torch.Size:
 def _rounds_to(master: Tensor, parameter: Tensor) -> bool:
     own, other = held(master), held(parameter)
     return own.shape == other.shape and torch.equal(own.to(other.dtype), other)
+
+
+def _has_state(optimizer: Optimizer, shard: ParameterShard) -> bool:
+    state = optimizer.state.get(shard.parameter, {})
+    return any(isinstance(row, Tensor) and bool(held(row).any()) for row in state.values())
 
 
 def _state(shard: ParameterShard, optimizer: Optimizer) -> dict[str, object]:
