@@ -16,7 +16,7 @@ import torch
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
+from ptrain.report.finding import Departure, Moment, Subject, Way
 from ptrain.report.record import Check
 from ptrain.spec.axis import Axis
 from ptrain.train.exchange import Exchange
@@ -26,6 +26,7 @@ from ptrain.verification.compare import at_most
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.explain import explain
 from ptrain.verification.jobs.compare import Differences
+from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.outputs import Outputs
 from ptrain.verification.parts import (
@@ -48,13 +49,10 @@ _MASKED = (Subject.BUFFERS, Subject.ACTIVATIONS)  # that may be a mask of attent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examination:
+class Examination(Verdict):
     """`departures` of all ranks, the first first; `checks` have the largest difference of every
-    subject over all ranks and steps. Equal on all ranks."""
+    subject over all ranks and steps."""
 
-    departures: tuple[Departure, ...]
-    culprit: Culprit | None
-    checks: tuple[Check, ...]
     steps: int
 
 

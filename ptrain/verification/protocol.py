@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ptrain.interpreter.program import Program, interpret
-from ptrain.report.finding import Culprit, Departure
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
@@ -28,6 +27,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification import invariance
 from ptrain.verification.consistency import Watch, consistency
 from ptrain.verification.examine import examine
+from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.preconditions import REPEATED, Make, preconditions
 from ptrain.verification.progress import Progress
 from ptrain.verification.references import Ask, ReferenceRun, references
@@ -72,33 +72,20 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """The verdict and what it rests on, equal on all ranks. `seconds` by stage, whose name each
-    check's begins with; `trajectories` by stage, step by step: one device's losses, how far the
-    run's were off, might be, and permuted references' were; `notes`: what was not checked, and why.
-    """
+class Verification(Verdict):
+    """The verdict and what it rests on. `seconds` by stage, whose name each check's begins with;
+    `trajectories` by stage, step by step: one device's losses, how far the run's were off, might
+    be, and permuted references' were."""
 
-    checks: tuple[Check, ...]
-    departures: tuple[Departure, ...] = ()
-    culprit: Culprit | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     trajectories: dict[str, Steps] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    @property
-    def holds(self) -> bool:
-        return bool(self.checks) and self.culprit is None and all(c.holds for c in self.checks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageOutcome:
-    """What one stage found."""
+class FollowedStage(Verdict):
+    """A stage of many steps."""
 
-    checks: tuple[Check, ...]
-    departures: tuple[Departure, ...] = ()
-    culprit: Culprit | None = None
-    steps: Steps | None = None
-    notes: tuple[str, ...] = ()
+    steps: Steps
 
 
 @dataclass(slots=True)
@@ -127,7 +114,7 @@ class Context:
         return [self.references[ask.key] for ask in asks]
 
 
-Stage: TypeAlias = "Callable[[Context], StageOutcome]"
+Stage: TypeAlias = "Callable[[Context], Verdict]"
 Speak: TypeAlias = "Callable[[str, Sequence[Check], float], None]"
 
 
@@ -166,8 +153,7 @@ def verify_here(
         result = _with(result, name, outcome, seconds)
         if speak is not None:
             speak(name, outcome.checks, seconds)
-        holds = outcome.culprit is None and all(check.holds for check in outcome.checks)
-        failed = failed or ("" if holds else name)
+        failed = failed or (name if outcome.fails else "")
         if failed and not (name == failed and _asks_examination(name, outcome.checks)):
             left = names[names.index(name) + 1 :]
             note = f"{failed} fails: {', '.join(left)} not checked"
@@ -194,14 +180,15 @@ def account_here(spec: Spec, world: World, exchange: Exchange, request: Request)
     exchange.barrier()
 
 
-def _with(result: Verification, name: str, outcome: StageOutcome, seconds: float) -> Verification:
+def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> Verification:
+    steps = {name: outcome.steps} if isinstance(outcome, FollowedStage) else {}
     named = tuple(replace(check, name=f"{name}: {check.name}") for check in outcome.checks)
     return Verification(
         checks=(*result.checks, *named),
         departures=(*result.departures, *outcome.departures),
         culprit=result.culprit or outcome.culprit,
         seconds=result.seconds | {name: seconds},
-        trajectories=result.trajectories | ({name: outcome.steps} if outcome.steps else {}),
+        trajectories=result.trajectories | steps,
         notes=(*result.notes, *outcome.notes),
     )
 
@@ -212,25 +199,20 @@ def _notes(spec: Spec) -> tuple[str, ...]:
     return ()
 
 
-def _preconditions(context: Context) -> StageOutcome:
-    return StageOutcome(
+def _preconditions(context: Context) -> Verdict:
+    return Verdict(
         checks=preconditions(context.spec, context.world, context.exchange, context.make)
     )
 
 
-def _examination(context: Context) -> StageOutcome:
+def _examination(context: Context) -> Verdict:
     drops = dropping(context.spec, context.exchange)
     program = context.make(exactly(context.spec), context.world)
     examination = examine(program, context.exchange)
-    return StageOutcome(
-        checks=examination.checks,
-        departures=examination.departures,
-        culprit=examination.culprit,
-        notes=(NOTE,) if drops else (),
-    )
+    return replace(examination, notes=(NOTE,)) if drops else examination
 
 
-def _consistency(context: Context) -> StageOutcome:
+def _consistency(context: Context) -> Verdict:
     """Check consistency with the spec's own dtypes and dropout."""
     program, request = context.make(context.spec, context.world), context.request
     every = request.every_collective
@@ -243,7 +225,7 @@ def _consistency(context: Context) -> StageOutcome:
     return replace(outcome, notes=(note,))
 
 
-def _in_fp64(context: Context) -> StageOutcome:
+def _in_fp64(context: Context) -> Verdict:
     """Run the references that every trajectory needs first: that is what ranks share the work
     of."""
     context.plan = plan(context.spec, context.request.steps)
@@ -273,11 +255,11 @@ def _grown(context: Context, reference: ReferenceRun) -> Allowed:
     return in_fp64(growth, reference, context.exchange)
 
 
-def _in_own_dtypes(context: Context) -> StageOutcome:
+def _in_own_dtypes(context: Context) -> Verdict:
     assert context.plan is not None, "the trajectory in fp64 comes before"
     asks, spec = context.plan.own, without_dropout(context.spec)
     if not asks:
-        return StageOutcome(checks=(), notes=("own dtypes: they are fp64",))
+        return Verdict(checks=(), notes=("own dtypes: they are fp64",))
     (reference,) = context.runs(asks[:1])
 
     def parted() -> Allowed:
@@ -298,7 +280,7 @@ def _in_own_dtypes(context: Context) -> StageOutcome:
 
 def _followed(
     context: Context, spec: Spec, reference: ReferenceRun, within: Corridor
-) -> tuple[ProgramRun, StageOutcome]:
+) -> tuple[ProgramRun, FollowedStage]:
     exchange = context.exchange
     program = context.make(spec, context.world)
     watch = _watch(context, program)
@@ -313,7 +295,10 @@ def _followed(
         "references": allowed.references,
     }
     all_checks = (*own_checks, *watch.checks())
-    return run, replace(_watched(watch), checks=all_checks, steps=steps, notes=notes)
+    return run, FollowedStage(
+        checks=all_checks, departures=watch.departures, culprit=watch.culprit, notes=notes,
+        steps=steps,
+    )  # fmt: skip
 
 
 def _watch(context: Context, program: Program) -> Watch:
@@ -321,11 +306,11 @@ def _watch(context: Context, program: Program) -> Watch:
     return Watch(program, context.exchange, every_collective=every)
 
 
-def _watched(watch: Watch) -> StageOutcome:
-    return StageOutcome(checks=watch.checks(), departures=watch.departures, culprit=watch.culprit)
+def _watched(watch: Watch) -> Verdict:
+    return Verdict(checks=watch.checks(), departures=watch.departures, culprit=watch.culprit)
 
 
-def _invariance(context: Context) -> StageOutcome:
+def _invariance(context: Context) -> Verdict:
     run, within, exchange = context.exact, context.within, context.exchange
     assert run is not None and within is not None, "the trajectory in fp64 comes before"
     spec = exactly(context.spec)
@@ -338,7 +323,7 @@ def _invariance(context: Context) -> StageOutcome:
             return from_rank(0, list(own), exchange)
 
         all_checks = (*all_checks, *within.judged(beside))
-    return StageOutcome(checks=all_checks, notes=(note,) if note else ())
+    return Verdict(checks=all_checks, notes=(note,) if note else ())
 
 
 STAGES: dict[str, Stage] = {

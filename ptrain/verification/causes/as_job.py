@@ -16,7 +16,7 @@ from ptrain.verification.jobs.evidence import (
     OwnGradients,
     sampled,
 )
-from ptrain.verification.jobs.shards import ParameterShard, numbered
+from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import held
 from ptrain.verification.places import data_place, token_place
 
@@ -56,12 +56,7 @@ def _shard(
     gradient = scene.evidence.gradients.get(name)
     if gradient is None:
         return None if is_reached else ParameterShard(name, whole, whole.shape)
-    part = scene.own_part(gradient, whole)
-    if part is None:
-        return None
-    at = part.of(numbered(whole.shape)).flatten()
-    is_whole = at.numel() == whole.numel()
-    return ParameterShard(name, held(gradient), whole.shape, None if is_whole else at)
+    return scene.shard(name, gradient, whole)
 
 
 def _known(scene: Investigation) -> KnownFactors:

@@ -17,8 +17,9 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import as_held
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.shards import ParameterShard, numbered
 from ptrain.verification.own_tokens import TokensOfRank
-from ptrain.verification.parts import TensorBox, part_of
+from ptrain.verification.parts import TensorBox, held, part_of
 from ptrain.verification.places import coordinates, line
 from ptrain.verification.reference import ReferenceTraining
 
@@ -155,6 +156,15 @@ class Investigation:
             degree=self.spec.degree(Axis.TP),
             place=self.place(self.rank).get(Axis.TP, 0),
         )
+
+    def shard(self, name: str, tensor: torch.Tensor, whole: torch.Tensor) -> ParameterShard | None:
+        """Return which elements of a whole parameter this rank has; None where nothing tells."""
+        part = self.own_part(tensor, whole)
+        if part is None:
+            return None
+        at = part.of(numbered(whole.shape)).flatten()
+        is_whole = at.numel() == whole.numel()
+        return ParameterShard(name, held(tensor), whole.shape, None if is_whole else at)
 
 
 def ranks_of_spec(spec: Spec, exchange: Exchange) -> Ranks:

@@ -16,7 +16,7 @@ from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.verification.causes.scene import Cause, Investigation
 from ptrain.verification.jobs.compare import ParameterMove
 from ptrain.verification.jobs.job import TOLERANCES
-from ptrain.verification.jobs.shards import ParameterShard, numbered
+from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.parts import held
 from ptrain.verification.states import of_program
@@ -80,12 +80,8 @@ def _case(scene: Investigation, program: Program) -> UpdateCase | None:
     holds = {}
     for name, tensor in tensors.items():
         whole = scene.reference.parameters.get(name)
-        part = scene.own_part(tensor, whole) if whole is not None else None
-        if whole is not None and part is not None:
-            at = part.of(numbered(whole.shape)).flatten()
-            holds[name] = ParameterShard(
-                name, held(tensor), whole.shape, None if at.numel() == whole.numel() else at
-            )
+        if whole is not None and (shard := scene.shard(name, tensor, whole)) is not None:
+            holds[name] = shard
     courses = _courses(program, record, evidence.expected_updates, holds)
     return UpdateCase(
         step=evidence.step,

@@ -1,4 +1,4 @@
-"""The verdict on a loop: checks, departures and the culprit, the same on every rank."""
+"""The verdict: checks, departures and the culprit, the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,21 +12,31 @@ from ptrain.verification.compare import at_most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnVerdict:
-    """Printable. `losses` are the reference's and the loop's, as far as the run went; `notes` say
-    what was not tried."""
+class Verdict:
+    """What is said of a run, or of a part of it; equal on all ranks. `notes`: what was not tried,
+    and why."""
 
     checks: tuple[Check, ...]
     departures: tuple[Departure, ...] = ()
     culprit: Culprit | None = None
-    losses: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
-    num_ranks: int = 1
-    steps: int = 0
     notes: tuple[str, ...] = ()
 
     @property
+    def fails(self) -> bool:
+        return self.culprit is not None or not all(check.holds for check in self.checks)
+
+    @property
     def holds(self) -> bool:
-        return bool(self.checks) and self.culprit is None and all(c.holds for c in self.checks)
+        return bool(self.checks) and not self.fails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnVerdict(Verdict):
+    """Printable. `losses` are the reference's and the loop's, as far as the run went."""
+
+    losses: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    num_ranks: int = 1
+    steps: int = 0
 
     def raise_for_verdict(self) -> None:
         """Raises Departed with the culprit, VerdictFailed where there is none."""
