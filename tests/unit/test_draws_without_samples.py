@@ -1,0 +1,48 @@
+"""What one device draws in a pass that is given no samples at all (`rows` are none)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ptrain.verification.jobs.draws import RandomDraw
+from ptrain.verification.jobs.everyones_draws import EveryonesDraws, RankDraw
+
+MASK = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
+
+
+def of_one_device() -> RandomDraw:
+    return RandomDraw(
+        path="drop", number=0, outer="", call=0, kind="bernoulli_", value=torch.ones(2, 3)
+    )
+
+
+def of_ranks(*draws: tuple[tuple[str, ...], Tensor]) -> EveryonesDraws:
+    """Rank by rank, for which samples it drew what."""
+    held = [
+        RankDraw(rank=rank, call=0, rows=rows, value=value)
+        for rank, (rows, value) in enumerate(draws)
+    ]
+    return EveryonesDraws(by_key={("drop", 0): held}, passes={0: {rows for rows, _ in draws}})
+
+
+def test_it_is_what_all_ranks_drew_where_they_have_none_either() -> None:
+    everyones = of_ranks(((), MASK), ((), MASK.clone()))
+    value = everyones.of(of_one_device(), ())
+    assert value is not None and torch.equal(value, MASK)
+    assert not everyones.unlike and not everyones.lost
+
+
+def test_ranks_that_drew_differently_for_none_are_told_apart() -> None:
+    everyones = of_ranks(((), MASK), ((), 1 - MASK))
+    value = everyones.of(of_one_device(), ())
+    assert value is not None and torch.equal(value, MASK)
+    assert everyones.unlike == {"drop": (0, 1)}
+
+
+@pytest.mark.parametrize("rows", [("a",), ("a", "b")])
+def test_what_ranks_drew_for_samples_does_not_tell_it(rows: tuple[str, ...]) -> None:
+    everyones = of_ranks((rows, MASK), (("c",), 1 - MASK))
+    assert everyones.of(of_one_device(), ()) is None
+    assert everyones.lost == {"drop"}
