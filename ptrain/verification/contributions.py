@@ -60,10 +60,9 @@ def of_micro_batches(
     """Yield what each micro-batch of a data rank gives to the gradients of all parameters; where
     ranks of cp have some of the tokens, the losses at those of one. `place` is a source's."""
     names = [n for n, tensor in reference.module.named_parameters() if tensor.requires_grad]
-    for micro_batch in reference.micro_batches(step):
-        if micro_batch.data_index == place[0]:
-            part = list(_of_each_slice(reference.spec, micro_batch))[place[1]]
-            yield _gradients(reference, part, names, scale)
+    for micro_batch in reference.micro_batches_of(place[0], step):
+        part = list(_of_each_slice(reference.spec, micro_batch))[place[1]]
+        yield _gradients(reference, part, names, scale)
 
 
 def of_given(

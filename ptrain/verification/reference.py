@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
-from ptrain.data.source import SampleSource, Split
+from ptrain.data.source import Split
 from ptrain.models.balance import scale_losses, weigh
 from ptrain.models.batch import SampleBatch, StepBatch
 from ptrain.models.build import build
@@ -110,7 +110,19 @@ class ReferenceTraining:
 
     def micro_batches(self, step: int) -> Iterable[MicroBatch]:
         """Return all data ranks' micro-batches of `step`, in the order in which they are summed."""
-        return _micro_batches(self.spec, self.source, step)
+        for index in range(self.spec.data_degree):
+            yield from self.micro_batches_of(index, step)
+
+    def micro_batches_of(self, index: int, step: int) -> Iterator[MicroBatch]:
+        """Yield those of one data rank."""
+        local = batch(
+            self.source, spec=self.spec, step=step, data_index=index,
+            data_degree=self.spec.data_degree, split=Split.TRAIN,
+        )  # fmt: skip
+        micro = self.spec.batch.micro
+        for k, samples in enumerate(local.micro_batches(micro)):
+            ids = local.sample_ids[k * micro : (k + 1) * micro]
+            yield MicroBatch(data_index=index, k=k, samples=samples, batch=local, sample_ids=ids)
 
     def accumulate(self, step: int, around: Around = nothing) -> Pass:
         """Backward over the whole global batch of `step` (from 0), `around` each micro-batch. What
@@ -210,28 +222,6 @@ def _module(spec: Spec) -> nn.Module:
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     weigh(module, 1.0 / spec.batch.global_samples)
     return module
-
-
-def _micro_batches(spec: Spec, source: SampleSource, step: int) -> Iterator[MicroBatch]:
-    """Of every data rank, one rank after the other."""
-    micro = spec.batch.micro
-    for index in range(spec.data_degree):
-        local = batch(
-            source,
-            spec=spec,
-            step=step,
-            data_index=index,
-            data_degree=spec.data_degree,
-            split=Split.TRAIN,
-        )
-        for k, samples in enumerate(local.micro_batches(micro)):
-            yield MicroBatch(
-                data_index=index,
-                k=k,
-                samples=samples,
-                batch=local,
-                sample_ids=local.sample_ids[k * micro : (k + 1) * micro],
-            )
 
 
 @contextmanager

@@ -109,8 +109,7 @@ def _own_samples(reference: ReferenceTraining, step: int, rank: int) -> list[Sam
     """Return the samples that a rank should have, whole, each by itself."""
     return [
         micro_batch.row(row).samples
-        for micro_batch in reference.micro_batches(step)
-        if micro_batch.data_index == data_place(reference.spec, rank)
+        for micro_batch in reference.micro_batches_of(data_place(reference.spec, rank), step)
         for row in range(len(micro_batch.sample_ids))
     ]
 

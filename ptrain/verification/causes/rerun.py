@@ -16,7 +16,6 @@ from ptrain.models.attention import Core
 from ptrain.verification.capture import watched
 from ptrain.verification.causes.scene import Investigation
 from ptrain.verification.outputs import Outputs
-from ptrain.verification.places import data_place
 from ptrain.verification.reference import MicroBatch
 
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values: [samples, heads, tokens, features]
@@ -27,7 +26,7 @@ def output_with(scene: Investigation, tensors: Mapping[str, Tensor]) -> Tensor |
     parameters and buffers."""
     path, k = scene.first.name, scene.first.index
     outputs, module = Outputs(), scene.reference.module
-    for micro_batch in _micro_batches(scene):
+    for micro_batch in _departing(scene):
         named = iter([(path, module.get_submodule(path))])
         with torch.no_grad(), watched(named, outputs, lambda: k):
             functional_call(module, dict(tensors), (micro_batch.samples.inputs,))
@@ -50,7 +49,7 @@ def gradient_with(
         hooks.callback(core.register_forward_hook(instead).remove)
         named = iter([(first.name, module.get_submodule(first.name))])
         hooks.enter_context(watched(named, outputs, lambda: first.index))
-        for micro_batch in _micro_batches(scene):
+        for micro_batch in _departing(scene):
             loss = micro_batch.loss(objective, module) * scale
             parameters = [tensor for tensor in module.parameters() if tensor.requires_grad]
             torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -88,7 +87,7 @@ def _run(scene: Investigation, watch: RemovableHandle, at: tuple[int, int] | Non
     hook that is removed then."""
     try:
         with torch.no_grad():
-            for micro_batch in _micro_batches(scene, at):
+            for micro_batch in _departing(scene, at):
                 scene.reference.module(micro_batch.samples.inputs)
     finally:
         watch.remove()
@@ -109,12 +108,10 @@ def core_of(scene: Investigation) -> str:
     return next(cores, "")
 
 
-def _micro_batches(scene: Investigation, at: tuple[int, int] | None = None) -> Iterator[MicroBatch]:
+def _departing(scene: Investigation, at: tuple[int, int] | None = None) -> Iterator[MicroBatch]:
     """Yield the one in which this rank departs, or the one `at` a share of the batch and number."""
-    at = at or (data_place(scene.spec, scene.rank), scene.first.index)
-    for micro_batch in scene.reference.micro_batches(scene.evidence.step):
-        if (micro_batch.data_index, micro_batch.k) == at:
-            yield micro_batch
+    place, number = at or (None, scene.first.index)
+    yield from (its for its in scene.own_micro_batches(place) if its.k == number)
 
 
 def _mask(args: tuple[Any, ...]) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.shards import ParameterShard, numbered
 from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import TensorBox, held, part_of
-from ptrain.verification.places import coordinates, line
-from ptrain.verification.reference import ReferenceTraining
+from ptrain.verification.places import coordinates, data_place, line
+from ptrain.verification.reference import MicroBatch, ReferenceTraining
 
 EXACT = 1e-6  # a relative residual below which a cause explains what was found
 
@@ -148,6 +148,12 @@ class Investigation:
         `spans`."""
         tokens = TokensOfRank(self.spec, self.rank, spans)
         return as_held(self.evidence.program, path, whole, tokens)
+
+    def own_micro_batches(self, place: int | None = None) -> Iterator[MicroBatch]:
+        """Yield one device's micro-batches of this rank's share of the batch, or of the one at a
+        place."""
+        index = data_place(self.spec, self.rank) if place is None else place
+        return self.reference.micro_batches_of(index, self.evidence.step)
 
     def own_part(self, tensor: torch.Tensor, whole: torch.Tensor) -> TensorBox | None:
         return part_of(

@@ -18,8 +18,6 @@ from ptrain.verification.causes.scene import EXACT, Cause, Investigation
 from ptrain.verification.causes.trials import directly
 from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import held, relative
-from ptrain.verification.places import data_place
-from ptrain.verification.reference import MicroBatch
 
 _MOST = 0.99  # of the tokens that agree, where the ends of rows may not
 
@@ -65,7 +63,7 @@ def _said(scene: Investigation) -> Iterator[list[Any]]:
 def _is_made(scene: Investigation, k: int, sides: tuple[Tensor, Tensor], labels: Tensor) -> bool:
     """Return whether the loss of one device's logits with these labels has the gradient that is
     there. `sides`: these logits, and that gradient, of this rank's tokens."""
-    (micro_batch,) = (its for its in _micro_batches(scene) if its.k == k)
+    (micro_batch,) = (its for its in scene.own_micro_batches() if its.k == k)
     inputs, _ = micro_batch.samples.data
     own = TokensOfRank(scene.spec, scene.rank)
     samples = SampleBatch(TokenPair(own.of_output(inputs), labels))
@@ -75,18 +73,10 @@ def _is_made(scene: Investigation, k: int, sides: tuple[Tensor, Tensor], labels:
     return relative(sides[1], gradient) <= EXACT
 
 
-def _micro_batches(scene: Investigation) -> Iterator[MicroBatch]:
-    """Yield those of this rank's share of the batch."""
-    place = data_place(scene.spec, scene.rank)
-    for micro_batch in scene.reference.micro_batches(scene.evidence.step):
-        if micro_batch.data_index == place:
-            yield micro_batch
-
-
 def _targets(scene: Investigation) -> dict[int, Tensor]:
     """Return the targets of this rank's tokens, by micro-batch."""
     own = TokensOfRank(scene.spec, scene.rank)
-    return {its.k: own.of_output(its.samples.targets) for its in _micro_batches(scene)}
+    return {its.k: own.of_output(its.samples.targets) for its in scene.own_micro_batches()}
 
 
 def _other(used: Tensor, wanted: dict[int, Tensor], k: int) -> Iterator[str]:

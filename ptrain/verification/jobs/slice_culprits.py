@@ -22,7 +22,8 @@ from ptrain.verification.jobs.noticed import noticed, seen_by_one
 from ptrain.verification.jobs.probe import probed, untouched
 from ptrain.verification.jobs.slice_trials import Forced, MaskOfPlaces, forced
 from ptrain.verification.jobs.token_slices import TokenSlice, slice_of
-from ptrain.verification.jobs.words import families
+from ptrain.verification.jobs.words import families, family
+from ptrain.verification.parts import relative
 
 if TYPE_CHECKING:
     from ptrain.verification.jobs.inquiry import Inquiry
@@ -311,36 +312,27 @@ class SliceInquiry:
             if number or right is None or call.upstream is None or right.upstream is None:
                 continue
             truth = part.of(right.upstream, call.upstream)
-            if truth is not None and not _is_near(call.upstream, factor * truth):
+            if truth is not None and relative(call.upstream, factor * truth) > _NEAR:
                 mine[path] = factor * truth
         everyones = self.ranks.gather(list(mine))
         last = next((paths[-1] for paths in everyones if paths), None)
         if last is None:
             return None
-        family = families([last, last])
         alike = {
             path: Forced(upstream=gradient)
             for path, gradient in mine.items()
-            if _stars(path) == _stars(last)
+            if family(path) == family(last)
         }
         left = self._left(alike)
         if left is None:
             return None
+        place = families(alike) or last
         return self._blame(
-            Subject.GRADIENTS, "another gradient comes back", families(alike) or family,
-            f"{families(alike) or family} returns what it does on one device, and the gradient "
-            f"that comes back to it is not one device's: where the other ranks over {self._axis()} "
-            "use it too (keys and values), backward must sum the gradients of all of them "
+            Subject.GRADIENTS, "another gradient comes back", place,
+            f"{place} returns what it does on one device, and the gradient that comes back to it "
+            f"is not one device's: where the other ranks over {self._axis()} use it too (keys and "
+            "values), backward must sum the gradients of all of them "
             "(reduce-scatter); with its own part alone a rank has not reduced them.",
             f"with one device's gradient of what it returns, all gradients are one device's to "
             f"{left:.1e}",
         )  # fmt: skip
-
-
-def _stars(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
-
-
-def _is_near(own: Tensor, truth: Tensor) -> bool:
-    size = torch.linalg.vector_norm(own.double() - truth.double())
-    return bool(size <= _NEAR * torch.linalg.vector_norm(truth.double()))
