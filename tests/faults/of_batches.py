@@ -17,6 +17,7 @@ from tests.faults.planting import FAULTY_STEP, given, is_faulty
 
 DDP = Setting(mesh={"dp_replicate": 2}, micro=2)
 ZERO2 = Setting(mesh={"dp_shard": 2})
+BLOCKWISE = replace(ZERO2, sections={"unit": "block"})  # of which a fault may be in one
 ZERO3 = Setting(mesh={"dp_shard": 2}, placement={"dp_shard": "zero3"})
 TP = Setting(mesh={"tp": 2})
 PP = Setting(mesh={"pp": 2}, accumulate=4)

@@ -19,7 +19,7 @@ from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
 from tests.faults.fault import Fault, Setting
-from tests.faults.of_batches import DDP, TP, ZERO2, ZERO3
+from tests.faults.of_batches import BLOCKWISE, DDP, TP, ZERO2, ZERO3
 from tests.faults.planting import (
     FAULTY_STEP,
     after_reduction,
@@ -258,7 +258,7 @@ FAULTS = (
     ),
     Fault(
         name="a hook that fires twice",
-        setting=ZERO2,
+        setting=BLOCKWISE,
         plant=hook_twice,
         subjects=(Subject.GRADIENTS,),
         factor="× 2|twice",
@@ -302,7 +302,7 @@ FAULTS = (
     ),
     Fault(
         name="one unit not reduced",
-        setting=ZERO2,
+        setting=BLOCKWISE,
         plant=unit_not_reduced,
         subjects=(Subject.GRADIENTS,),
         axis="dp_shard",

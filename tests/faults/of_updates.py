@@ -16,7 +16,7 @@ from ptrain.report.finding import Subject
 from ptrain.train.schedule import learning_rate
 from tests.faults.fault import Fault, Setting
 from tests.faults.models import FROZEN
-from tests.faults.of_batches import DDP, TP, ZERO2, ZERO3
+from tests.faults.of_batches import BLOCKWISE, DDP, TP, ZERO2, ZERO3
 from tests.faults.planting import (
     after_reduction,
     after_update_once,
@@ -208,7 +208,7 @@ def moment_in_bf16(program: Program) -> None:
 FAULTS = (
     Fault(
         name="optimizer shard skipped",
-        setting=ZERO2,
+        setting=BLOCKWISE,
         plant=shard_skipped,
         subjects=(Subject.OPTIMIZER, Subject.PARAMETERS),
         axis="dp_shard",
