@@ -228,8 +228,9 @@ class _Examiner:
 
     def _number(self, moment: Moment, subject: Subject, actual: float, expected: float) -> None:
         self.differences.compare(
-            moment, subject, str(subject), tolerance=TOLERANCE, told=f"{actual!r} for {expected!r}",
+            moment, subject, str(subject), words=f"{actual!r} for {expected!r}",
             difference=0.0 if actual == expected else numbers_apart(expected, actual),
+            tolerance=TOLERANCE,
         )  # fmt: skip
 
     def _tensor(
@@ -262,7 +263,7 @@ class _Examiner:
             difference = relative(own, its, scale.length(shown, its))
         self.differences.compare(
             moment, subject, name, difference=difference, tolerance=TOLERANCE, way=way, index=index,
-            told=f"{tensor.dtype} for {whole.dtype}" if way is Way.DTYPE else "",
+            words=f"{tensor.dtype} for {whole.dtype}" if way is Way.DTYPE else "",
         )  # fmt: skip
 
     def _of_all_ranks(self) -> tuple[Departure, ...]:

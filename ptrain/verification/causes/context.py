@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from ptrain.axes.context.attention import context_of
 from ptrain.report.finding import Moment
 from ptrain.verification.causes.attended import other_heads, other_keys, other_positions
 from ptrain.verification.causes.query_gradients import of_some_keys
 from ptrain.verification.causes.scene import Cause, Investigation
 from ptrain.verification.causes.sent_home import not_home
-from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout
-from ptrain.verification.causes.trials import directly
+from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout, agreed
 
 
 def context_cause(scene: Investigation) -> Cause | None:
@@ -25,20 +22,7 @@ def context_cause(scene: Investigation) -> Cause | None:
         layout = TokenLayout.of(step)
         causes = _FORWARD if scene.first.moment is Moment.FORWARD else _BACKWARD
         said = next(filter(None, (list(cause(scene, layout, own)) for cause in causes)), [])
-    everyone = [
-        [Explanation(*explanation) for explanation in its]
-        for its in scene.exchange.gather(list(map(list, said)))
-    ]
-    factors = Counter(factor for its in everyone for factor in {why.factor: why for why in its})
-    if not factors:
-        return None
-    usual, _ = factors.most_common(1)[0]
-    explanation = next(its for said in everyone for its in said if its.factor == usual)
-    cause = Cause(str(step.axis), usual + explanation.whose, explanation.sentence)
-    by_all = scene.by_all(everyone)
-    what = "returns" if scene.first.moment is Moment.FORWARD else "hands back"
-    tried = f"one device's {scene.first.place}, computed so, {what} what the ranks have"
-    return directly(cause, tried, by_all=by_all)
+    return agreed(scene, said, str(step.axis))
 
 
 _FORWARD = (other_heads, other_keys, other_positions)

@@ -9,7 +9,7 @@ places of all experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -19,22 +19,15 @@ from ptrain.report.finding import Moment
 from ptrain.verification.causes.journeys import otherwise_routed
 from ptrain.verification.causes.routed import Other, RoutedLayer
 from ptrain.verification.causes.scene import Cause, Investigation
-from ptrain.verification.causes.token_layout import Explanation, Own
-from ptrain.verification.causes.trials import directly
+from ptrain.verification.causes.token_layout import Explanation, Own, agreed
 
 
 def experts_cause(scene: Investigation) -> Cause | None:
     """Explain what a layer of experts gives, by what most ranks say that depart. Collective."""
-    said: list[str] = []
+    said: list[Explanation] = []
     if (own := Own.departing(scene)) is not None and scene.first.moment is Moment.FORWARD:
-        said = next(map(list, _explanations(scene, own)), [])
-    if (elected := scene.elected([said] if said else [])) is None:
-        return None
-    explanation, by_all = Explanation(*elected[0]), elected[1]
-    axis = explanation.axis or scene.axis_of(scene.ranks_of(scene.first))
-    cause = Cause(axis, explanation.factor, explanation.sentence)
-    tried = f"one device's {scene.first.place}, computed so, returns what the ranks have"
-    return directly(cause, tried, by_all=by_all)
+        said = list(islice(_explanations(scene, own), 1))
+    return agreed(scene, said)
 
 
 def _explanations(scene: Investigation, own: Own) -> Iterator[Explanation]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,7 +14,8 @@ from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.tokens import Span
 from ptrain.report.finding import Moment
 from ptrain.steps.context import ContextParallel
-from ptrain.verification.causes.scene import EXACT, Investigation
+from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.trials import directly
 from ptrain.verification.causes.values import Sides
 from ptrain.verification.own_tokens import tokens_in
 from ptrain.verification.parts import TensorBox, held, relative
@@ -27,6 +29,26 @@ class Explanation(NamedTuple):
     sentence: str
     whose: str = ""
     axis: str = ""
+
+
+def agreed(scene: Investigation, said: Sequence[Explanation], axis: str = "") -> Cause | None:
+    """Return as a cause what most ranks say of the first departure, of several explanations each;
+    None where nobody says anything. `axis`: along which ranks depart, where the explanation does
+    not say it. Collective."""
+    everyone = [
+        [Explanation(*explanation) for explanation in its]
+        for its in scene.exchange.gather(list(map(list, said)))
+    ]
+    factors = Counter(factor for its in everyone for factor in {why.factor: why for why in its})
+    if not factors:
+        return None
+    usual, _ = factors.most_common(1)[0]
+    explanation = next(its for said in everyone for its in said if its.factor == usual)
+    axis = explanation.axis or axis or scene.axis_of(scene.ranks_of(scene.first))
+    cause = Cause(axis, usual + explanation.whose, explanation.sentence)
+    what = "returns" if scene.first.moment is Moment.FORWARD else "hands back"
+    tried = f"one device's {scene.first.place}, computed so, {what} what the ranks have"
+    return directly(cause, tried, by_all=scene.by_all(everyone))
 
 
 def departing(scene: Investigation) -> Sides | None:

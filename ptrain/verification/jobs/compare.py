@@ -78,7 +78,7 @@ class Differences:
         tolerance: float,
         way: Way = Way.VALUE,
         index: int = 0,
-        told: str = "",
+        words: str = "",
     ) -> None:
         """See a difference; add a departure where it is beyond the tolerance, or not one of
         values."""
@@ -87,18 +87,18 @@ class Differences:
             self.departures.append(
                 Departure(
                     step=self.step, moment=moment, subject=subject, name=name, rank=self.rank,
-                    way=way, difference=difference, tolerance=tolerance, index=index, told=told,
+                    way=way, difference=difference, tolerance=tolerance, index=index, told=words,
                 )
             )  # fmt: skip
 
     def add(
-        self, moment: Moment, subject: Subject, name: str, told: str, way: Way = Way.VALUE
+        self, moment: Moment, subject: Subject, name: str, words: str, way: Way = Way.VALUE
     ) -> None:
         """Add a departure of something that is no tensor, or that one side alone has."""
         self.departures.append(
             Departure(
                 step=self.step, moment=moment, subject=subject, name=name, rank=self.rank, way=way,
-                told=told,
+                told=words,
             )
         )  # fmt: skip
 

@@ -41,6 +41,17 @@ def culprit(
     )  # fmt: skip
 
 
+def proven(
+    state: Subject, factor: str, place: str, sentence: str, tried: str, *, step: int,
+    ranks: Iterable[int], axis: str = "",
+) -> Culprit:  # fmt: skip
+    """Return a culprit whose cure was tried, in these words."""
+    return Culprit(
+        state=state, axis=axis, factor=factor, place=place, step=step, ranks=tuple(ranks),
+        sentence=sentence, certainty=Certainty.PROVEN, tried=tried,
+    )  # fmt: skip
+
+
 def explain_start(departures: Sequence[Departure], ranks: Ranks) -> Culprit:
     """The loop does not start with the reference's weights."""
     missing = [departure for departure in departures if departure.way is Way.MISSING]

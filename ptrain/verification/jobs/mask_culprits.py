@@ -5,9 +5,11 @@ right ones in their place."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ptrain.report.finding import Certainty, Culprit, Departure, Subject
+from ptrain.report.finding import Culprit, Departure, Subject
+from ptrain.verification.jobs.culprits import proven
 from ptrain.verification.jobs.everyones_draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.words import families
@@ -26,51 +28,44 @@ def culprit_of_masks(inquiry: Inquiry, first: Sequence[Departure]) -> Culprit | 
     unlike = dict(everyones.unlike)
     mine = sorted({draw.path or draw.outer for draw in drawn_again_otherwise(drawing.loop)})
     again = {path for paths in ranks.gather(mine) for path in paths}
-    step, size = first[0].step, ranks.size
+    blame, everywhere = partial(proven, step=first[0].step), range(ranks.size)
     if unlike and (left := _left_alike(inquiry)) is not None:
         who = tuple(sorted({rank for its in unlike.values() for rank in its}))
-        return _said(
-            step, who, families(unlike), "other masks for the same samples",
+        return blame(
+            Subject.RANDOM, "other masks for the same samples", families(unlike) or "the model",
             f"Ranks {', '.join(map(str, who))} have the same samples and draw other masks for them "
             f"in {families(unlike)}: what they should have as copies differs. Seed these ranks "
             "alike, and apart from those with other samples.",
             f"with the masks of the first of them on all, the gradients are one device's to "
-            f"{left:.1e}", axis=ranks.axis_of(who),
+            f"{left:.1e}", ranks=who, axis=ranks.axis_of(who),
         )  # fmt: skip
     if again and (left := _left_alike(inquiry)) is not None:
-        return _said(
-            step, tuple(range(size)), families(again), "another mask in the recomputation",
-            f"What is recomputed of {families(again) or 'the model'} in backward draws other "
+        place = families(again) or "the model"
+        return blame(
+            Subject.GRADIENTS, "another mask in the recomputation", place,
+            f"What is recomputed of {place} in backward draws other "
             "random numbers than in forward: keep the generator's state "
             "(checkpoint(..., preserve_rng_state=True)), or draw outside of what is recomputed.",
             f"with forward's masks in backward, the gradients are one device's to {left:.1e}",
-            state=Subject.GRADIENTS,
+            ranks=everywhere,
         )  # fmt: skip
     if alone and (left := _left_of_reference(inquiry, alone)) is not None:
-        return _said(
-            step, tuple(range(size)), _modules(alone), "dropout on one device alone",
+        return blame(
+            Subject.RANDOM, "dropout on one device alone", _modules(alone),
             f"In {_modules(alone)} one device drops out, and no rank of the loop does: that is in "
             "evaluation mode (call model.train() before the step), or its rate is 0.",
             f"with nothing dropped there on one device, its gradients are the loop's to {left:.1e}",
+            ranks=everywhere,
         )  # fmt: skip
     if loop_only and (left := _left_of_loop(inquiry, loop_only)) is not None:
-        return _said(
-            step, tuple(range(size)), _modules(loop_only), "dropout in the loop alone",
+        return blame(
+            Subject.RANDOM, "dropout in the loop alone", _modules(loop_only),
             f"In {_modules(loop_only)} the loop drops out, and one device does not: the rates or "
             "the modes (train, eval) of both are not the same.",
             f"with nothing dropped there, the gradients are one device's to {left:.1e}",
+            ranks=everywhere,
         )  # fmt: skip
     return None
-
-
-def _said(
-    step: int, who: Sequence[int], place: str, factor: str, sentence: str, tried: str,
-    axis: str = "", state: Subject = Subject.RANDOM,
-) -> Culprit:  # fmt: skip
-    return Culprit(
-        state=state, axis=axis, factor=factor, place=place or "the model", step=step,
-        ranks=tuple(who), sentence=sentence, certainty=Certainty.PROVEN, tried=tried,
-    )  # fmt: skip
 
 
 def _left_alike(inquiry: Inquiry) -> float | None:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ptrain.report.finding import Certainty, Culprit, Subject
+from ptrain.report.finding import Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import claim
 from ptrain.verification.jobs.again import ModelState, seeded
 from ptrain.verification.jobs.conditions import Alone
+from ptrain.verification.jobs.culprits import proven
 from ptrain.verification.jobs.drawing import Drawing
 from ptrain.verification.jobs.job import Job, Tolerance
 from ptrain.verification.jobs.modules import Calls, ModuleCall, ModuleRecorder, is_within
@@ -302,10 +303,7 @@ def of_both_sides(
     step: int = 0,
 ) -> Culprit:  # fmt: skip
     """Return the culprit that is in code which one device runs too: it shows on every rank."""
-    return Culprit(
-        state=state, axis="", factor=factor, place=place, step=step,
-        ranks=tuple(range(num_ranks)), sentence=sentence, certainty=Certainty.PROVEN, tried=tried,
-    )  # fmt: skip
+    return proven(state, factor, place, sentence, tried, step=step, ranks=range(num_ranks))
 
 
 def _num_rows(batch: Any) -> int:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.verification.factors import multiple
 from ptrain.verification.jobs.asked_tokens import AskedTokens
+from ptrain.verification.jobs.culprits import proven
 from ptrain.verification.jobs.modules import Calls
 from ptrain.verification.jobs.noticed import noticed, seen_by_one
 from ptrain.verification.jobs.probe import probed, untouched
@@ -63,11 +64,10 @@ class SliceInquiry:
         self, state: Subject, factor: str, place: str, sentence: str, tried: str,
         who: Sequence[int] = (),
     ) -> Culprit:  # fmt: skip
-        everyone = tuple(range(self.ranks.size))
-        return Culprit(
-            state=state, axis=self.ranks.axis_of(everyone), factor=factor, place=place,
-            step=self.step.differences.step, ranks=tuple(who) or everyone, sentence=sentence,
-            certainty=Certainty.PROVEN, tried=tried,
+        """The culprit that a trial proves; without `who` on every rank."""
+        return proven(
+            state, factor, place, sentence, tried, step=self.step.differences.step,
+            ranks=who or range(self.ranks.size), axis=self._axis(),
         )  # fmt: skip
 
     def _left(
