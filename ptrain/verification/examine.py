@@ -110,7 +110,6 @@ class _Examiner:
         states = [*earlier, _copied(of_reference(self.reference, self.rank))]
         outputs, expected = self._reference_pass(step)
         self.sums = expected.sums
-        scale = self.reference.updater.scale
         with Capture(self.program, self.watched_passes) as capture:
             share, norm = drive(self.program, self.source, step)
         assert self.program.batch is not None, "a step has a batch"
@@ -124,14 +123,14 @@ class _Examiner:
             outputs=capture.outputs,
             expected_outputs=capture.beside(outputs),
             gradients=capture.gradients(self.exchange, clipped_by(self.spec, norm)),
-            expected_gradients={name: gradient / scale for name, gradient in expected.sums.items()},
+            expected_gradients=expected.gradients,
             earlier_gradients=before.expected_gradients if before else {},
             rates=capture.rates,
             updates=capture.updates.record,
             loss=self.exchange.add([share])[0],
             expected_loss=expected.loss,
             norm=norm,
-            scale=scale,
+            scale=expected.scale,
         )
 
     def _reference_pass(self, step: int) -> tuple[Outputs, Pass]:

@@ -169,9 +169,8 @@ def _summing(losses: Sequence[float]) -> float:
 def _onward(device: ReferenceTraining, states: States, step: int) -> ReferenceStep:
     """Run two steps from a state; the second without an update."""
     load(device, states)
-    scale = device.updater.scale
     accumulated = device.accumulate(step)
-    gradients = {name: gradient / scale for name, gradient in accumulated.sums.items()}
+    gradients = accumulated.gradients  # before they are clipped in place
     device.update(step, accumulated.sums)
     return ReferenceStep(accumulated.loss, gradients, device.accumulate(step + 1).loss)
 

@@ -80,8 +80,14 @@ class Pass:
     scale), the mean loss, and the root mean square of the logits."""
 
     sums: dict[str, Tensor]
+    scale: float
     loss: float
     logits: float
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of the loss itself, by name."""
+        return {name: total / self.scale for name, total in self.sums.items()}
 
 
 Around: TypeAlias = Callable[[MicroBatch], AbstractContextManager[None]]
@@ -163,7 +169,7 @@ class ReferenceTraining:
                     sums[name] = sums[name].add_(gradient) if name in sums else gradient
                     parameter.grad = None
         sums = {name: sum_.to(kept) for name, sum_ in sums.items()}
-        return Pass(sums=sums, loss=total, logits=math.sqrt(squares))
+        return Pass(sums=sums, scale=self.updater.scale, loss=total, logits=math.sqrt(squares))
 
     def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
         """One update, of gradients that are clipped in place. Returns their norm before that,
@@ -187,9 +193,9 @@ class OneDeviceRun:
     def step(self) -> bool:
         """Run one update; return whether it was the last."""
         device, step = self.device, len(self._passes)
-        accumulated, scale = device.accumulate(step), device.updater.scale
+        accumulated = device.accumulate(step)
         if step == 0:
-            self.gradients = {name: its / scale for name, its in accumulated.sums.items()}
+            self.gradients = accumulated.gradients
         norm = device.update(step, accumulated.sums)
         self._passes.append((accumulated.loss, norm, accumulated.logits))
         return step + 1 == self.steps

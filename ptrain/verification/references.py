@@ -93,20 +93,23 @@ def references(
     solos = {ask.key: solo for ask in mine if (solo := _read(ask, folder)) is not None}
     to_do = [ask for ask in mine if ask.key not in solos]
     count = sum(exchange.gather(sum(ask.steps for ask in to_do)))
-    running: _Running | None = None
+    running: tuple[Ask, OneDeviceRun] | None = None
     done = 0
     while (everyones := sum(exchange.gather(done))) < count:  # a sign of life
         progress.step("one device's references", everyones, count)
         until = time.monotonic() + _SECONDS
         while (running or to_do) and time.monotonic() < until:
-            running = running or _Running(to_do.pop(0))
+            ask, run = running = running or _begun(to_do.pop(0))
             done += 1
-            if running.step():
-                solos[running.ask.key] = solo = running.result()
-                _write(running.ask, solo, folder)
+            if run.step():
+                again = run.device.accumulate(0).loss
+                solos[ask.key] = Solo(
+                    trajectory=run.trajectory(), gradients=run.gradients, again=again
+                )
+                _write(ask, solos[ask.key], folder)
                 running = None
     figures = {
-        key: [run.trajectory.losses, run.trajectory.gradient_norms] for key, run in solos.items()
+        key: [its.trajectory.losses, its.trajectory.gradient_norms] for key, its in solos.items()
     }
     everyone = exchange.gather(figures)
     return {
@@ -131,23 +134,10 @@ def _owners(asks: Sequence[Ask], size: int) -> dict[str, int]:
     return owners
 
 
-class _Running:
-    """One run while it lasts."""
-
-    def __init__(self, ask: Ask) -> None:
-        self.ask = ask
-        spec = on_one_device(ask.spec)
-        device = ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed)
-        self.run = OneDeviceRun(device, ask.steps)
-
-    def step(self) -> bool:
-        """Run one update; return whether it was the last."""
-        return self.run.step()
-
-    def result(self) -> Solo:
-        trajectory = self.run.trajectory()
-        again = self.run.device.accumulate(0).loss
-        return Solo(trajectory=trajectory, gradients=self.run.gradients, again=again)
+def _begun(ask: Ask) -> tuple[Ask, OneDeviceRun]:
+    spec = on_one_device(ask.spec)
+    device = ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed)
+    return ask, OneDeviceRun(device, ask.steps)
 
 
 def _write(ask: Ask, solo: Solo, folder: Path | None) -> None:

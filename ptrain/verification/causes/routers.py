@@ -50,13 +50,10 @@ def _of_losses(scene: Investigation) -> dict[str, Tensor]:
     reference, evidence = scene.reference, scene.evidence
     weigh(reference.module, 2.0)
     try:
-        sums = reference.accumulate(evidence.step).sums
+        twice = reference.accumulate(evidence.step).gradients
     finally:
         weigh(reference.module, 0.5)
-    return {
-        name: sums[name] / evidence.scale - right
-        for name, right in evidence.expected_gradients.items()
-    }
+    return {name: twice[name] - right for name, right in evidence.expected_gradients.items()}
 
 
 def _multiples(scene: Investigation, alone: dict[str, Tensor], names: Sequence[str]) -> list[float]:
@@ -82,11 +79,10 @@ def _of_tokens_together(scene: Investigation) -> Cause | None:
     for balance in balances:
         balance.forward = partial(_together, balance.forward)  # type: ignore[method-assign]
     try:
-        sums = reference.accumulate(evidence.step).sums
+        wrong = reference.accumulate(evidence.step).gradients
     finally:
         for balance in balances:
             del balance.forward
-    wrong = {name: total / evidence.scale for name, total in sums.items()}
     return proven(scene, _TOGETHER, "the losses of all tokens together", instead(wrong))
 
 
