@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
 from ptrain.verification.factors import multiple
-from ptrain.verification.jobs.compare import Differences
+from ptrain.verification.jobs.compare import Differences, beside_way
 from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.job import Average, Job, Tolerance
 from ptrain.verification.jobs.ranks import Ranks
@@ -153,7 +153,7 @@ class Averages:
 def _size(own: Tensor, right: Tensor, way: float, limit: Tolerance) -> float:
     """Return how far an average is from one device's, relative to its way or its roundings."""
     eps = torch.finfo(own.dtype).eps * _ROUNDINGS * norm(right)
-    tight = difference(own, right, max(way, limit.length_of(eps)))
+    tight = beside_way(own, right, way, limit, _ROUNDINGS)
     loose = difference(own, right, max(way, eps / _LARGE))
     return max(tight, loose * limit.updates / _LARGE)
 

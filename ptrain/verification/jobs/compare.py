@@ -169,11 +169,19 @@ def compare_in_use(
         if is_old and torch.equal(reference[name], before[0][name]):
             continue
         right, earlier = (holds[name].of(whole) for whole in (reference[name], before[0][name]))
-        rounding = limit.length_of(_ROUNDINGS * torch.finfo(value.dtype).eps * norm(right))
-        size = difference(value, right, max(norm(right.double() - earlier.double()), rounding))
+        size = beside_way(value, right, norm(right.double() - earlier.double()), limit)
         differences.compare(
             Moment.FORWARD, Subject.PARAMETERS, name, difference=size, tolerance=limit.updates
         )
+
+
+def beside_way(
+    own: Tensor, right: Tensor, way: float, limit: Tolerance, roundings: int = _ROUNDINGS
+) -> float:
+    """Return how far it is from what is right, relative to the way that this has gone, or to its
+    own roundings where these are more."""
+    rounding = limit.length_of(roundings * torch.finfo(own.dtype).eps * norm(right))
+    return difference(own, right, max(way, rounding))
 
 
 def compare_gradients(
@@ -240,9 +248,7 @@ def compare_update(
         return
     after, run_after = course.after[course.sure], course.run_after[course.sure]
     moved = norm(after.double() - course.origin[course.sure].double())
-    eps = torch.finfo(run_after.dtype).eps
-    rounding = limit.length_of(_ROUNDINGS * eps * norm(after))
-    size = 0.0 if is_noise else difference(run_after, after, max(moved, rounding))
+    size = 0.0 if is_noise else beside_way(run_after, after, moved, limit)
     size = size if bool(torch.isfinite(course.run_after).all()) else math.inf
     if course.stood_still and course.reference_moved:  # roundings would hide it in 16 bits
         size = max(size, 1.0)

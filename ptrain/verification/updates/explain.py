@@ -47,9 +47,8 @@ class UpdateExplainer:
         """Return the culprit where the update repeats as it was, and with some of one device's
         ingredients is one device's; None otherwise."""
         case = self.case
-        obstacles = self.ranks.gather(case.seen.obstacle or case.expected.obstacle)
-        departure = self._of_all(case.remainder(_common(case, case.seen.after)))
-        if any(obstacles) or departure.count == 0:
+        departure = self._departure()
+        if self._obstacle() or departure.count == 0:
             return None
         _, outcomes = self._repeated(dict(case.own))
         if any(self.ranks.gather(bool(self.obstacle) or bool(case.repeats(outcomes)))):
@@ -66,13 +65,22 @@ class UpdateExplainer:
         foreign = (departing & case.seen.after.keys()) - case.other.keys()
         if any(self.ranks.gather(bool(foreign))):
             return self._not_to_be_stepped(foreign)
-        obstacles = self.ranks.gather(case.seen.obstacle or case.expected.obstacle)
-        if obstacle := next(filter(None, obstacles), ""):
+        if obstacle := self._obstacle():
             return self.unexplained(f"the update cannot be repeated: {obstacle}{self._differing()}")
-        departure = self._of_all(case.remainder(_common(case, case.seen.after)))
+        departure = self._departure()
         if departure.count == 0:
             return self._written_after(departure)
         return self._in_the_step(departure)
+
+    def _obstacle(self) -> str:
+        """Return why some rank's update cannot be repeated; "" where all can."""
+        everyones = self.ranks.gather(self.case.seen.obstacle or self.case.expected.obstacle)
+        return next(filter(None, everyones), "")
+
+    def _departure(self) -> Remainder:
+        """Return how far the update as it was is from one device's."""
+        after = self.case.seen.after
+        return self._of_all(self.case.remainder({name: after[name] for name in self.case.own}))
 
     def _departing(self) -> set[str]:
         """Return the parameters that depart on this rank, or whose state does."""
@@ -323,10 +331,6 @@ device's to {left.worst:.2g}"
             sentence="The gradients are one device's, and this is not when the step is over.",
             certainty=Certainty.UNEXPLAINED, tried=ruled_out,
         )  # fmt: skip
-
-
-def _common(case: UpdateCase, outcomes: dict[str, UpdateOutcome]) -> dict[str, UpdateOutcome]:
-    return {name: outcomes[name] for name in case.own}
 
 
 def _with(swap: Swap, rows: Sequence[IngredientPair]) -> str:
