@@ -16,6 +16,8 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 
+_BY_ITSELF = ("unit", "overlap", "prefetch", "gather_after_update")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
@@ -58,7 +60,7 @@ def _left_out(spec: Spec, unheard: list[str]) -> Iterator[str]:
     has_wrapper = bool(factors) or spec.world_size == 1
     if has_wrapper and isinstance(sync, dict) and "gradients" not in sync:
         yield f"sync.gradients: {spec.sync.gradients}, as the placement has it"
-    by_itself = [key for key in ("unit", "overlap", "prefetch") if getattr(spec, key) is None]
+    by_itself = [key for key in _BY_ITSELF if getattr(spec, key) is None]
     if has_wrapper and by_itself:
         yield f"{', '.join(by_itself)}: as the wrapper does by itself"
     if not has_wrapper:

@@ -21,6 +21,7 @@ from ptrain.axes.data.form import (
     places_frozen,
     reduces_in_backward,
     tier_of,
+    when_gathered,
     whole_axes,
 )
 from ptrain.axes.expert.form import experts_of
@@ -162,7 +163,7 @@ def _flat(spec: Spec, data: tuple[Factor, ...]) -> FlatUnits:
         gathered_gradients=tuple(axis for axis in gathered if axis not in updated),
         overlaps=reduces_in_backward(spec, Form.FLAT, keeps_parts=bool(gradients)),
         prefetch=spec.prefetch or 0,
-        gather_after_update=spec.gather_after_update,
+        gather_after_update=when_gathered(spec),
         path=spec.offload.path,
         frozen=_frozen(frozen_factors(spec)) if places_frozen(spec) else None,
         bucket_bytes=spec.bucket_bytes if joins_units(spec, Form.FLAT) else 0,

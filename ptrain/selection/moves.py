@@ -139,7 +139,7 @@ class UnitMoves:
             Collective.ALL_REDUCE, ~cut & is_flat, slices
         )
 
-    def finish(self, sizes: Array) -> Array:
+    def spread(self, sizes: Array) -> Array:
         """What is gathered after the update: Theta that is whole where Omega is a slice."""
         ways = self.ways
         spread = ways.cut[_OMEGA] & ~ways.cut[_THETA] & ~ways.materialized[:, None]
@@ -166,9 +166,9 @@ class PartedMoves:
         """Of gradients, for the update."""
         return self._both(UnitMoves.settle, sizes)
 
-    def finish(self, sizes: Array) -> Array:
+    def spread(self, sizes: Array) -> Array:
         """Of Theta, after the update."""
-        return self._both(UnitMoves.finish, sizes)
+        return self._both(UnitMoves.spread, sizes)
 
     def _both(self, seconds: Callable[[UnitMoves, Array], Array], sizes: Array) -> Array:
         if not self.share:

@@ -18,6 +18,7 @@ from ptrain.axes.data.form import (
     joins_units,
     reduces_in_backward,
     tier_of,
+    when_gathered,
 )
 from ptrain.costs import State
 from ptrain.derivation.optimizer_state import optimizer_itemsize
@@ -26,7 +27,7 @@ from ptrain.selection.moves import PartedMoves, UnitMoves, inside
 from ptrain.selection.profile import Sizes
 from ptrain.selection.wires import Wires
 from ptrain.spec.axis import Factor
-from ptrain.spec.dials import GradientSync, UnitKind, UnitSize
+from ptrain.spec.dials import GatherAfterUpdate, GradientSync, UnitKind, UnitSize
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
@@ -54,7 +55,7 @@ OF_MEMORY = (
 OF_TIME = (
     *("per_layer", "moved", "keeps_forward", "keeps_backward", "is_late", "gather", "reduce"),
     *("overlaps", "ahead", "unpack", "pack", "add", "add_end", "adds_first", "fill", "fill_end"),
-    *("update", "update_end", "copied", "finish"),
+    *("update", "update_end", "copied", "finish", "spread", "spread_beside"),
 )
 # And those that say how long its host issues what it sends.
 OF_ISSUE = ("issue_gather", "issue_reduce", "issue_settled", "is_in_buckets")
@@ -77,6 +78,7 @@ class DataWay:
     keeps_forward: bool
     keeps_backward: bool
     overlaps: bool
+    gathers_beside: bool  # the update of other units
     ahead: int
     is_copied_back: bool
 
@@ -135,6 +137,8 @@ def ways_of(
             keeps_forward=is_brought and not spec.sync.reshard_after_forward,
             keeps_backward=is_brought and not spec.sync.reshard_after_backward,
             overlaps=reduces_in_backward(spec, said.form, keeps_parts=any(said.cut[_GRADS])),
+            gathers_beside=said.form is Form.FLAT
+            and when_gathered(spec) is GatherAfterUpdate.DURING_UPDATE,
             ahead=0 if unit == _MODEL else ahead,
             is_copied_back=spec.offload.update is Tier.DEVICE,
         )
@@ -172,6 +176,8 @@ class Ways:
             for name in ("is_late", "keeps_forward", "keeps_backward", "ahead")
         }
         self.overlaps = np.array([float(way.overlaps) for way in ways]) * wires.pace.overlaps
+        beside = np.array([float(way.gathers_beside) for way in ways])
+        self.gathers_beside = beside * wires.pace.overlaps
         self.on_file = np.array([way.is_on_file for way in ways])
         self.back = np.array([way.is_copied_back for way in ways])
 
@@ -204,8 +210,9 @@ class Ways:
         Seconds to `gather` and to `reduce` a unit, to copy it out of the one and into the other
         (`unpack`, `pack`), to `add` its gradients to those before, which flat units do with the
         first, too (`adds_first`), and to `fill` these with zeros, both (`…_end`) of a parameter
-        around the blocks as well; to reduce and to gather a unit when it is updated (`finish`). Of
-        a parameter to `update` it, in the blocks and around them (`update_end`), and to be `copied`
+        around the blocks as well; to reduce a unit before it is updated (`finish`) and to gather it
+        then (`spread`), which goes on beside the update of those behind it (`spread_beside`). Of a
+        parameter to `update` it, in the blocks and around them (`update_end`), and to be `copied`
         between tiers then. Experts that ranks have of their own are cut over the others alone: of
         these the innermost axis has the fewer.
         """
@@ -245,7 +252,9 @@ class Ways:
             "pack": self._packed(moved, parts[_GRADS]),
             "gather": np.where(self.brought, moves.gather(moved * held), 0.0),
             "reduce": np.where(self.flat & ~is_cut, settled, moves.reduce(moved * reduced)),
-            "finish": moves.finish(moved * held) + np.where(is_cut, settled, 0.0),
+            "finish": np.where(is_cut, settled, 0.0),
+            "spread": moves.spread(moved * held),
+            "spread_beside": self.gathers_beside,
             **(
                 self._issuing(degrees, moved * reduced, within, sizes)
                 if self.wires.is_issued

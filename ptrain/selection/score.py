@@ -328,9 +328,12 @@ def busy(
     blocks = places.layers * sizes.block
     update = rows["update"] * blocks + rows["update_end"] * root
     update = update + rows["copied"] * (root + blocks)
+    moves = (rows["finish"] + rows["spread"]) * (units + of_root)
+    # the last unit's gather has nothing beside it
+    beside = np.minimum(rows["spread"], rows["update"] * rows["moved"]) * rows["spread_beside"]
     return Busy(
         passes=computing + waits,
-        update=update + rows["finish"] * (units + of_root),
+        update=update + moves - beside * np.maximum(0, units + of_root - 1),
         longer=1 + waits / computing,
     )
 

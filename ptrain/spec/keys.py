@@ -184,7 +184,8 @@ class Keys:
             "by itself (backward; flat units whose gradients stay whole: none)",
             {
                 "none": "a reduction is awaited before anything goes on; DDP's begin when "
-                "backward is over, and fully_shard gathers nothing ahead",
+                "backward is over, fully_shard gathers nothing ahead, and flat units are gathered "
+                "before the next one is updated",
                 "backward": "a unit's or bucket's reduction runs while backward goes on",
             },
             slips={
@@ -212,18 +213,21 @@ class Keys:
         ),
     ] = None
     gather_after_update: Annotated[
-        GatherAfterUpdate,
+        GatherAfterUpdate | None,
         Choice(
-            "when parameters that were updated in parts become whole again",
+            "when parameters that were updated in parts become whole again; without: "
+            "during-update where that takes no room (parameters on the device, ranks' parts in "
+            "the order of their group), else, with overlap none and with gradients M, blocking",
             {
                 "blocking": "after each unit's update, before the next unit's",
                 "during-update": "begun after each unit's update, awaited when all are updated",
                 "next-forward": "unit by unit, when each is used next",
             },
             read=GatherAfterUpdate,
+            null=True,
             dial=Dial(free="blocking", other="during-update"),
         ),
-    ] = GatherAfterUpdate.BLOCKING
+    ] = None
     tensor: Annotated[TensorSpec, Section(TensorSpec, "how tp cuts operators")] = field(
         default_factory=TensorSpec
     )

@@ -18,6 +18,7 @@ from ptrain.derivation.flat import Flat, GhostScale
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.optimizers.ghost import GhostFused
 from ptrain.plan.lower import lower
+from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, Overlap
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import LAYOUTS, ZERO16
@@ -25,7 +26,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind, Timeline
-from tests.pure.build import ZERO_2, make_facts, tuple_of
+from tests.pure.build import ZERO_2, make_facts, make_spec, tuple_of
 from tests.pure.test_flat_life import on_two, plans
 from tests.pure.written_life import (
     FACTS,
@@ -61,7 +62,7 @@ def test_zero_2_reduces_what_each_unit_gave_and_gathers_in_place():
         "reduce-scatter awaited",
     ]
     # gradient and Theta of the unit after; its state is in place, and is not announced
-    assert update == ["ahead 36 on device", "ahead 72 on device"] + ["gather awaited"] * 2
+    assert update == ["ahead 36 on device", "ahead 72 on device"] + ["gather begun"] * 2
 
 
 @followed
@@ -153,7 +154,7 @@ def test_what_a_file_keeps_is_updated_on_the_device_by_way_of_the_host():
 def test_a_counter_is_no_moment_and_is_never_cast():
     spec = on_two(tuple_of("R,O,S"), layout=LAYOUTS["bf16"])
     *_, update = asked(spec, update_tier=Tier.DEVICE)
-    unit = ["18 on device as optimizer"] * 2 + ["4 on device as optimizer", "gather awaited"]
+    unit = ["18 on device as optimizer"] * 2 + ["4 on device as optimizer", "gather begun"]
     assert [event for event in update if not event.startswith("ahead")] == [*unit, *unit]
 
 
@@ -243,7 +244,7 @@ def calls_of(spec: Spec, **dials: object) -> list[list[str]]:
 @followed
 def test_without_prefetch_and_overlap_everything_is_awaited():
     for modes in ("S*,R,S", "R,S,S", "R,S,R", "S*@host,S*,R"):
-        for calls in calls_of(on_two(tuple_of(modes))):
+        for calls in calls_of(replace(on_two(tuple_of(modes)), overlap=Overlap.NONE)):
             assert all(call.endswith("awaited") for call in calls)
 
 
@@ -270,6 +271,34 @@ def test_what_is_kept_in_parts_is_reduced_beside_backward_unless_the_spec_says_o
 ):
     spec = replace(on_two(tuple_of(modes)), overlap=overlap)
     assert lower(spec, FACTS.unit_modules).wrap.overlaps is overlaps
+
+
+@pytest.mark.parametrize(
+    ("shards", "replicas", "is_beside"),
+    [
+        ("R,S,R", None, True),
+        ("R,O,S", None, True),
+        ("R,S,S", "R,R,R", True),
+        ("R,R,R", "R,S,R", True),
+        ("R,S,S", "R,S,R", False),  # a group counts replicas first, memory counts them last
+        ("R@host,O,S", None, False),
+        ("R,S,M", None, False),
+        ("R,R,O", None, False),
+    ],
+)
+def test_updated_parts_are_gathered_beside_the_update_where_that_takes_no_room(
+    shards, replicas, is_beside
+):
+    outer = {} if replicas is None else {Axis.DP_REPLICATE: (2, tuple_of(replicas))}
+    spec = make_spec({**outer, Axis.DP_SHARD: (2, tuple_of(shards))}, clip=None)
+    wrap = lower(spec, FACTS.unit_modules).wrap
+    assert isinstance(wrap, FlatUnits)
+    blocking = GatherAfterUpdate.BLOCKING
+    when = GatherAfterUpdate.DURING_UPDATE if is_beside else blocking
+    assert wrap.gather_after_update is when
+    for said in ({"overlap": Overlap.NONE}, {"gather_after_update": blocking}):
+        plain = lower(replace(spec, **said), FACTS.unit_modules).wrap
+        assert isinstance(plain, FlatUnits) and plain.gather_after_update is blocking
 
 
 @followed

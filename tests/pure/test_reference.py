@@ -58,7 +58,7 @@ def test_a_row_says_what_a_file_has(place, takes, default):
 
 def test_a_default_of_the_reference_is_the_one_that_a_resolved_spec_has():
     resolved = load("zero3").spec.resolved
-    for place in ("bucket", "gather_after_update", "reduce_scatter", "device"):
+    for place in ("bucket", "reduce_scatter", "device"):
         assert str(resolved[place]) == rows()[place].default
 
 

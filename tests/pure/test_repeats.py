@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from ptrain.derivation.repeats import Representatives, everyone, turns
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.stages import Stage
+from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.pure.work import calls_of
@@ -102,6 +104,18 @@ def test_what_moves_beside_falls_as_far_behind_with_every_block_as_with_all(word
         every = derive(spec).exact.step
     assert once is not None and every is not None
     assert once.seconds == pytest.approx(every.seconds, rel=1e-9)
+
+
+def test_gathers_that_take_longer_than_the_updates_beside_them_are_awaited_once():
+    spec = legal("7b5-zero2", "mesh.dp_shard=64", "sync.gradients=last")
+    assert spec is not None
+    once = derive(spec).exact.step
+    with patch.object(timeline, "represent", every_block):
+        every = derive(spec).exact.step
+    alone = derive(replace(spec, gather_after_update=GatherAfterUpdate.BLOCKING)).exact.step
+    assert once is not None and every is not None and alone is not None
+    assert once.seconds == pytest.approx(every.seconds, rel=1e-9)
+    assert once.seconds < alone.seconds
 
 
 @pytest.mark.parametrize("schedule", IN_HALVES)

@@ -272,7 +272,7 @@ def test_show_gives_json_and_a_list_for_a_sweep(capsys):
     found, resolved = json.loads(capsys.readouterr().out), load("zero3").spec.resolved
     assert load(found).spec == load("zero3").spec
     assert {**resolved, **found} == resolved
-    assert set(resolved) - set(found) == {"bucket", "gather_after_update"}  # see below
+    assert set(resolved) - set(found) == {"bucket"}  # see below
     assert run("show", "zero3", "mesh.dp_shard=2,4", "--json") == 0
     assert [row["mesh"] for row in json.loads(capsys.readouterr().out)] == [
         {"dp_shard": 2},
@@ -320,10 +320,10 @@ def test_what_is_shown_is_the_spec_and_nothing_that_another_placement_would_refu
 @pytest.mark.parametrize(
     ("name", "has", "lacks", "said"),
     [
-        ("ddp", {"bucket"}, {"sync", "reduce_scatter", "gather_after_update"}, "last"),
-        ("zero1", {"bucket", "reduce_scatter", "gather_after_update"}, {"sync"}, "last"),
-        ("zero3", {"reduce_scatter", "sync"}, {"bucket", "gather_after_update"}, "every"),
-        ("zero-offload-ds", {"offload", "gather_after_update"}, {"bucket", "sync"}, "every"),
+        ("ddp", {"bucket"}, {"sync", "reduce_scatter"}, "last"),
+        ("zero1", {"bucket", "reduce_scatter"}, {"sync"}, "last"),
+        ("zero3", {"reduce_scatter", "sync"}, {"bucket"}, "every"),
+        ("zero-offload-ds", {"offload"}, {"bucket", "sync"}, "every"),
         ("nvme-offload", {"offload", "sync"}, {"bucket"}, "temporary folder"),
     ],
 )
@@ -332,24 +332,24 @@ def test_shown_is_what_the_placement_obeys_and_the_rest_is_said(name, has, lacks
     assert has <= set(found.mapping)
     assert not lacks & set(found.mapping)
     assert any(said in line for line in found.left_out)
-    assert any("unit, overlap, prefetch" in line for line in found.left_out)
+    assert any("unit, overlap, prefetch, gather_after_update" in line for line in found.left_out)
     obeyed = [line for line in found.left_out if "obeys" in line]
     assert all(place in obeyed[0] for place in lacks)
 
 
 def test_what_tp_alone_does_not_obey_is_left_out_and_named():
-    sections = ["reduce_scatter", "bucket", "gather_after_update"]
+    sections = ["reduce_scatter", "bucket"]
+    by_itself = ["unit", "overlap", "prefetch", "gather_after_update"]
     resharding = ["sync.reshard_after_forward", "sync.reshard_after_backward"]
     found = shown(load("tp").spec)
-    assert not {"sync", "unit", "overlap", "prefetch", *sections} & set(found.mapping)
-    places = ["sync.gradients", "unit", "overlap", "prefetch", *resharding, *sections]
+    assert not {"sync", *by_itself, *sections} & set(found.mapping)
+    places = ["sync.gradients", *by_itself, *resharding, *sections]
     assert found.left_out == (f"nothing in this placement obeys {', '.join(places)}",)
 
 
 def test_a_written_dial_is_shown_as_it_is_written():
-    found = shown(
-        load("zero3", ["sync.gradients=last", "unit=block", "overlap=none", "prefetch=0"]).spec
-    )
+    written = ["sync.gradients=last", "unit=block", "overlap=none", "prefetch=0"]
+    found = shown(load("zero3", [*written, "gather_after_update=blocking"]).spec)
     assert found.mapping["sync"]["gradients"] == "last"
     assert (found.mapping["overlap"], found.mapping["prefetch"]) == ("none", 0)
     assert not any("as the" in line for line in found.left_out)

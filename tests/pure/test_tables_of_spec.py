@@ -255,7 +255,7 @@ def test_a_spec_of_four_parts_has_the_defaults_of_all_others():
     found = defaults(spec.Spec)
     plain = {
         "cluster": None, "reduce_scatter": "native", "bucket_bytes": 26_214_400, "overlap": None,
-        "unit": None, "prefetch": None, "gather_after_update": "blocking", "profile": (),
+        "unit": None, "prefetch": None, "gather_after_update": None, "profile": (),
         "consistency_every": 0, "deterministic": False, "device": "auto", "backend": "auto",
         "resolved": {}, "trivial_factors": (), "context": None, "routing": None,
         "overlap_shared_experts": False, "verify_every": 0,

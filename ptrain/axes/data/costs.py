@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby, product
 
+from ptrain.spec.axis import REDUCED_AXES, Axis, without
 from ptrain.spec.dials import STOCK_BUCKET_BYTES, GradientSync, SyncPolicy
 from ptrain.units import ceil_div
 
@@ -39,6 +40,21 @@ def local_rows(shape: tuple[int, ...], ranks: int, index: int) -> int:
 def padded_flat(numel: int, ranks: int) -> int:
     """Elements of a flat buffer that `ranks` shards divide."""
     return ceil_div(numel, ranks) * ranks
+
+
+def in_memory(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Return the axes that cut a flat buffer, as it lies in memory: replicas, which stand outermost
+    in a mesh, last. So a shard over all others lies in group order."""
+    there = {*axes}
+    return tuple(axis for axis in (*REDUCED_AXES[1:], REDUCED_AXES[0]) if axis in there)
+
+
+def lies_in_group_order(memory: Sequence[Axis], cut: Sequence[Axis], over: Sequence[Axis]) -> bool:
+    """Return whether the parts of a group along `over` lie one after the other in a shard over
+    `cut` of a buffer that all of `memory` cut. A group counts its ranks in mesh order."""
+    parts = without(memory, cut)
+    group = tuple(axis for axis in REDUCED_AXES if axis in over)
+    return parts[: len(group)] == group
 
 
 def stretches(

@@ -13,17 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic
 
-from ptrain.axes.data.costs import Run, padded_flat, shard_runs, stretches
+from ptrain.axes.data.costs import Run, in_memory, padded_flat, shard_runs, stretches
 from ptrain.costs import State
 from ptrain.rooms.room import Move, Room, T
-from ptrain.spec.axis import REDUCED_AXES, Axis, without
+from ptrain.spec.axis import Axis, without
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 
 Axes = tuple[Axis, ...]
-
-# Replicas, which stand outermost in a mesh, last: so a shard over all others lies in group order.
-_MAJOR_FIRST = (*REDUCED_AXES[1:], REDUCED_AXES[0])
 
 
 class Cuts(Generic[T]):
@@ -34,7 +31,7 @@ class Cuts(Generic[T]):
         self, room: Room[T], numel: int, axes: Sequence[Axis], via: ReduceScatterVia
     ) -> None:
         self.room, self.numel, self.via = room, numel, via
-        self.axes = tuple(axis for axis in _MAJOR_FIRST if axis in axes)
+        self.axes = in_memory(axes)
         self.degrees = tuple(room.degree(axis) for axis in self.axes)
         ranks = math.prod(self.degrees)
         self.padded = padded_flat(numel, ranks)
@@ -169,6 +166,11 @@ class Cuts(Generic[T]):
         if order is not None:
             part = room.permuted(part, self.shape(cut), order)
         return room.reduce_scatter(part, result, over, self.via, is_awaited=is_awaited)
+
+    def is_led_by(self, cut: Sequence[Axis], over: Sequence[Axis]) -> bool:
+        """Return whether the parts along `over` lie in a shard over `cut` as their group has them,
+        one after the other."""
+        return self._leading(cut, over) is None
 
     def _leading(self, cut: Sequence[Axis], over: Sequence[Axis]) -> tuple[int, ...] | None:
         """The order of dimensions that puts `over` first and in mesh order, which is the order of

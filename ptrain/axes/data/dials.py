@@ -95,7 +95,7 @@ def _comes_by_unit(spec: Spec) -> bool:
 
 def _gather_after_update(spec: Spec) -> Iterator[Fault]:
     factors, when = data_factors(spec), spec.gather_after_update
-    if not factors or when is GatherAfterUpdate.BLOCKING:
+    if not factors or when in (None, GatherAfterUpdate.BLOCKING):
         return
     if form_of(spec) is Form.SPREAD_UPDATE:
         yield Fault(

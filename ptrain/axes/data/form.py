@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum, auto
 
+from ptrain.axes.data.costs import in_memory, lies_in_group_order
 from ptrain.costs import State
 from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, Axis, Factor, without
-from ptrain.spec.dials import Overlap
+from ptrain.spec.dials import GatherAfterUpdate, Overlap
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, S_STAR, TIER_DISTANCE, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec
@@ -47,6 +48,36 @@ def reduces_in_backward(spec: Spec, form: Form, *, keeps_parts: bool) -> bool:
         return True
     is_used_up = has(data_factors(spec), State.GRADIENTS, Distribution.MATERIALIZED)
     return keeps_parts and not is_used_up
+
+
+def when_gathered(spec: Spec) -> GatherAfterUpdate:
+    """Return when flat units that were updated in parts become whole. Where the spec does not say,
+    a unit's gather goes on while those behind it are updated, and all are awaited at the end; but
+    where it needs room beside parameters, which all units would have at once, and where gradients
+    are used up (G = M): backward would be over before parameters are whole."""
+    if spec.gather_after_update is not None:
+        return spec.gather_after_update
+    factors = data_factors(spec)
+    is_used_up = has(factors, State.GRADIENTS, Distribution.MATERIALIZED)
+    if spec.overlap is Overlap.NONE or is_used_up or not _is_gathered_in_place(factors):
+        return GatherAfterUpdate.BLOCKING
+    return GatherAfterUpdate.DURING_UPDATE
+
+
+def _is_gathered_in_place(factors: tuple[Factor, ...]) -> bool:
+    """Whether updated parts lie in parameters, on the device, as their group gathers them."""
+    theta, omega, gradients = (_axes_of(factors, state, *CUT) for state in MODEL_STATES)
+    missing = without(_axes_of(factors, State.OPTIMIZER, Distribution.SHARDED), theta)
+    is_made = has(factors, State.PARAMETERS, Distribution.MATERIALIZED)
+    if not missing or is_made or tier_of(factors, State.PARAMETERS) is not Tier.DEVICE:
+        return False
+    return lies_in_group_order(in_memory((*theta, *omega, *gradients)), theta, missing)
+
+
+def _axes_of(
+    factors: tuple[Factor, ...], state: State, *distributions: Distribution
+) -> tuple[Axis, ...]:
+    return tuple(f.axis for f in factors if f.placement[state].distribution in distributions)
 
 
 def joins_units(spec: Spec, form: Form) -> bool:

@@ -129,6 +129,14 @@ class Parameters(Generic[T]):
         self.room.empty(self.whole)
         self.is_gathered = False
 
+    def place(self, missing: Axes) -> T | None:
+        """Return where this rank's updated part lies in `stored`, for a gather along `missing` that
+        reads it there; None where its group's parts do not lie in their order on the device."""
+        is_near = self.tier is Tier.DEVICE
+        if not missing or not is_near or not self.cuts.is_led_by(self.cut, missing):
+            return None
+        return self.cuts.take(self.stored, self.cut, (*self.cut, *missing))
+
     def spread(self, part: T, cut: Axes, missing: Axes, when: GatherAfterUpdate) -> None:
         """Make `stored` of the ranks' updated parts: shards over `cut`, on the device, gathered
         along `missing`."""

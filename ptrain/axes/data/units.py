@@ -262,8 +262,9 @@ class ModelLife(Generic[T]):
             unit.consume = _call(update, self.all.index(unit))
 
     def finish_update(self) -> None:
-        """Complete the gathers that the update left running."""
-        self.do(self.trained, lambda unit: unit.parameters.finish_update())
+        """Complete the gathers that the update left running: they come in the order in which they
+        were issued, so whoever waits for the last one waits once."""
+        self.do(self.trained[::-1], lambda unit: unit.parameters.finish_update())
 
     def clear_gradients(self) -> None:
         self.do(self.trained, lambda unit: unit.gradients.clear())

@@ -72,22 +72,31 @@ class UnitState(Generic[T]):
     def store(self, value: T) -> None:
         """Write an updated shard back to where Theta lives, gathering it where Theta is wider."""
         parameters, step, cut, room = self.parameters, self.step, self.step.updated, self.room
-        value = room.cast(value, parameters.dtype)
-        if parameters.is_materialized:
-            parameters.route.put(parameters.stored, value)
-            return
         missing, extra = without(cut, parameters.cut), without(parameters.cut, cut)
-        part, tier = value, step.update_tier
+        part, tier, place = value, step.update_tier, parameters.place(missing)
+        if place is None or extra or tier is not Tier.DEVICE:
+            part = room.cast(value, parameters.dtype)
+        if parameters.is_materialized:
+            parameters.route.put(parameters.stored, part)
+            return
         if extra:
-            part = self.cuts.take(value, cut, parameters.cut)
+            part = self.cuts.take(part, cut, parameters.cut)
         if missing:
-            if tier is not Tier.DEVICE:
+            if place is not None:
+                part = self._placed(part, place)
+            elif tier is not Tier.DEVICE:
                 part = room.move(part, Tier.DEVICE, State.PARAMETERS)
             parameters.spread(part, (*cut, *extra), missing, step.gather_after_update)
         elif not room.same(part, parameters.stored):
             if parameters.tier is Tier.FILE and tier is Tier.DEVICE:
                 part = room.move(part, Tier.HOST, State.PARAMETERS)
             room.copy(part, parameters.stored)
+
+    def _placed(self, part: T, place: T) -> T:
+        """Write a part to where it belongs: nothing beside it lives until it is gathered."""
+        if not self.room.same(part, place):
+            self.room.copy(part, place)
+        return place
 
 
 class ShardTarget(Generic[T]):

@@ -11,19 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ptrain.axes.data.costs import padded_flat
-from ptrain.spec.axis import REDUCED_AXES, Axis
+from ptrain.axes.data.costs import in_memory, lies_in_group_order, padded_flat
+from ptrain.spec.axis import Axis, without
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import FlatUnits
 
 Axes = tuple[Axis, ...]
-
-_MEMORY = (*REDUCED_AXES[1:], *REDUCED_AXES[:1])
-
-
-def without(axes: Axes, others: Axes) -> Axes:
-    """These axes but for those."""
-    return tuple(axis for axis in axes if axis not in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +33,7 @@ class Buffer:
         along which any of its states is)."""
         if axes is None:
             axes = (*step.parameters, *step.optimizer, *step.gradients)
-        memory = tuple(axis for axis in _MEMORY if axis in axes)
+        memory = in_memory(axes)
         degrees = {axis: spec.degree(axis) for axis in step.axes}
         return cls(padded_flat(numel, math.prod(degrees[a] for a in memory)), memory, degrees)
 
@@ -51,9 +44,7 @@ class Buffer:
     def permuted(self, cut: Axes, over: Axes) -> int:
         """Elements of the copy that a collective along `over` makes of a shard over `cut`: none
         where the group's parts lie one after the other in it."""
-        parts = without(self.memory, cut)
-        group = tuple(axis for axis in REDUCED_AXES if axis in over)
-        return 0 if parts[: len(group)] == group else self.shard(cut)
+        return 0 if lies_in_group_order(self.memory, cut, over) else self.shard(cut)
 
     def copied(self, had: Axes, cut: Axes) -> int:
         """Elements that are copied to take the shard over `had` and `cut` from one over `had`: none

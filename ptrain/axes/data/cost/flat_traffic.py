@@ -12,13 +12,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost.buffer import Axes, without
+from ptrain.axes.data.cost.buffer import Axes
 from ptrain.axes.data.cost.flat import FlatUnit, FlatUnitsForm
 from ptrain.axes.data.cost.flat_peaks import FLAG_BYTES
 from ptrain.axes.data.cost.update import StateTensorForm
 from ptrain.axes.data.costs import gathers, reductions
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.spec.axis import without
 from ptrain.spec.dials import GatherAfterUpdate, ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.steps.wraps import FlatUnits

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost.buffer import Axes, Buffer, without
+from ptrain.axes.data.cost.buffer import Axes, Buffer
+from ptrain.spec.axis import without
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout

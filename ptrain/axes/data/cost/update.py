@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ptrain.axes.data.cost.buffer import Axes, Buffer, without
+from ptrain.axes.data.cost.buffer import Axes, Buffer
 from ptrain.axes.data.cost.chain import ChainUnit
 from ptrain.axes.data.cost.gradients import GradientsForm
 from ptrain.axes.data.cost.optimizer import (
@@ -26,6 +26,7 @@ from ptrain.axes.data.cost.optimizer import (
     scalars,
 )
 from ptrain.axes.data.cost.parameters import ParametersForm
+from ptrain.spec.axis import without
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
@@ -359,12 +360,16 @@ class UnitUpdate:
         taken *= self.is_on_device
         if not missing:
             return cast + taken, 0
+        permuted = theta.buffer.permuted(step.parameters, missing)
+        if step.parameters_tier is Tier.DEVICE and not permuted:
+            # cast or brought to where it belongs, and gathered there
+            return (cast if extra else 0) + taken, 0
         cut = (*step.updated, *extra)
         moved = 0 if self.is_on_device else theta.buffer.shard(cut) * itemsize
         if step.gather_after_update is GatherAfterUpdate.NEXT_FORWARD:
             return cast + taken + moved, 0
         is_away = step.parameters_tier is not Tier.DEVICE
-        result = theta.stored * is_away + theta.buffer.permuted(step.parameters, missing) * itemsize
+        result = theta.stored * is_away + permuted * itemsize
         at_once = cast + taken + moved + result
         if step.gather_after_update is GatherAfterUpdate.BLOCKING:
             return at_once, 0
