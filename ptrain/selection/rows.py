@@ -31,7 +31,6 @@ from ptrain.spec.dials import GatherAfterUpdate, GradientSync, UnitKind, UnitSiz
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
-from ptrain.units import ceil_div
 
 Array = Any
 Columns = dict[str, Array]
@@ -145,9 +144,9 @@ def ways_of(
 
 
 def blocks_of_bucket(base: Spec, sizes: Sizes) -> int:
-    """Return how many blocks are one where they join until they fill a bucket."""
+    """Return how many blocks are one where they join as long as a bucket has room."""
     block = sizes.block * base.precision.effective.reduced.itemsize
-    return max(1, ceil_div(base.bucket_bytes, block))
+    return max(1, base.bucket_bytes // block)
 
 
 class Ways:

@@ -140,8 +140,8 @@ class Keys:
         Size(
             "what is reduced together where parameters stay whole: a bucket is reduced once this "
             "many bytes of gradients are there; per-tensor: one each; whole: one for all; size: "
-            "25 MiB, DistributedDataParallel's first one 1 MiB. Flat units have buckets of blocks, "
-            "of at least one",
+            "25 MiB, DistributedDataParallel's first one 1 MiB. Flat units have buckets of whole "
+            "blocks, which are no larger, but for a block that is",
             words=("size", "per-tensor", "whole"),
             low=2**10,
             high=2**40,

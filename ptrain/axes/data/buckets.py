@@ -1,5 +1,8 @@
-"""Which flat units are one: as in DistributedDataParallel a bucket takes gradients as they come,
-and is full once it has so many bytes.
+"""Which flat units are one: as in DistributedDataParallel a bucket takes gradients as they come.
+It has no more than so many bytes, but for a unit that alone has more: DistributedDataParallel's,
+which is full once it has them, exceeds them by a tensor, where ours would by a block. On gloo that
+is dear: beyond 32 MiB, which a stock bucket stays below, its collectives' own copy of a buffer is
+memory that the kernel hands out anew, and clears, in every call.
 
 Units go into it whole: the last block first, the root at the end, whose embedding's gradient is the
 last of all. A bucket of many blocks is one collective where they were many; of blocks that fill one
@@ -35,11 +38,11 @@ def buckets_of(plan: Plan, units: Sequence[tuple[Modules, int]]) -> tuple[tuple[
         if not numel or modules in shared:
             buckets.append([place])
             continue
-        bucket.append(place)
-        filled += numel * itemsize
-        if filled >= step.bucket_bytes:
+        if bucket and filled + numel * itemsize > step.bucket_bytes:
             buckets.append(bucket)
             bucket, filled = [], 0
+        bucket.append(place)
+        filled += numel * itemsize
     if bucket:
         buckets.append(bucket)
     return tuple(sorted((tuple(sorted(own)) for own in buckets), key=max))
