@@ -250,8 +250,11 @@ def _backward(
     new = kept * own * at.is_new
     of_blocks = new - kept * parts.front * at.is_new * (1 - at.is_half)  # the embedding's is last
     buffers: Array = 0
-    if at.is_half.any():  # flat units have buffers for gradients from one half to the other
-        buffers = rows["adds_first"] * (rows["opened"] + rows["flying"]) * own * at.is_half
+    if at.is_half.any():
+        # Flat units have buffers for gradients from one half to the other: what is reduced of a cut
+        # one is the buffer in which they arrived.
+        buffers = rows["adds_first"] * np.maximum(rows["opened"], rows["flying"])
+        buffers = buffers * own * at.is_half
         buffers = buffers * np.maximum(at.is_new, 1 - rows["is_late"])
         new, of_blocks = np.maximum(new - buffers, 0), np.maximum(of_blocks - buffers, 0)
     ahead = _ahead(rows)

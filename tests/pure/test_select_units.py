@@ -22,8 +22,8 @@ _SPREAD = "placement.dp_shard=R,S,R,R"
 
 
 def chooser(*where: str, model: str = "gpt3-125m", count: int = 100) -> Chooser:
-    """One on four devices; a block of this model has 14 MB of gradients, and two fill a bucket."""
-    words = ("batch.sequence=1024", "batch.global=8", "precision.layout=bf16")
+    """One on four devices; a block of this model has 11 MB of gradients, and two are a bucket."""
+    words = "batch.sequence=1024", "batch.global=8", "precision.layout=bf16", "model.ffn=2048"
     where = ("tp==1", "cp==1", "micro==2", "recompute=none", *where)
     job = searched_job(model, words, cluster="h100-8", devices=4, where=where)
     return Chooser(job, count=count)
