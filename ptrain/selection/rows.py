@@ -254,18 +254,16 @@ class Ways:
             "finish": np.where(is_cut, settled, 0.0),
             "spread": moves.spread(moved * held),
             "spread_beside": self.gathers_beside,
-            **(
-                self._issuing(degrees, moved * reduced, within, sizes)
-                if self.wires.is_issued
-                else {}
-            ),
+            **self._issuing(degrees, moved * reduced, within, sizes),
             **self._updates(parts[_OMEGA], times[_OMEGA], layers, sizes),
             "copied": self._copied(parts, state, held) + np.zeros(len(moved)),
         }
 
     def _issuing(self, degrees: Sequence[int], moved: Array, within: int, sizes: Sizes) -> Columns:
         """Seconds of a host's that runs ahead, of a unit of so many bytes, of which experts are
-        apart; what is in buckets is as many as it has bytes."""
+        apart; what is in buckets is as many as it has bytes. Nothing where rates do not say it."""
+        if not self.wires.is_issued:
+            return {}
         np, seconds = numpy(), UnitMoves(self, degrees, within).issuing(moved)
         seconds["issue_gather"] = np.where(self.brought, seconds["issue_gather"], 0.0)
         parts = np.where(self.unit == _SUB_BLOCK, _ISSUED, 1.0) * (2 if sizes.own_experts else 1)

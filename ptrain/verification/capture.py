@@ -112,7 +112,7 @@ class Capture:
     @property
     def rates(self) -> set[float]:
         """The learning rates that optimizers used."""
-        return {float(its.settings["lr"]) for its in self.updates.record.before.values()}
+        return self.updates.rates
 
     @property
     def used(self) -> Named:

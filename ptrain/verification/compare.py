@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ptrain.report.record import Check
 from ptrain.verification.magnitude import NOISE, Magnitude
-from ptrain.verification.parts import difference, numbers_apart
+from ptrain.verification.parts import difference, norm, numbers_apart
 from ptrain.verification.reference import Trajectory
 
 STILL = 1e-6  # parameters that moved less than this, relative to their length, stood still
@@ -232,7 +232,8 @@ def _check(name: str, difference: float, tolerance: float, place: str) -> Check:
 def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
     if expected.shape != actual.shape:
         return math.inf
-    return difference(actual, expected, scale.length(expected, expected))
+    noise = scale.usual * math.sqrt(expected.numel()) if scale.is_noise(expected) else 0.0
+    return difference(actual, expected, max(norm(expected), noise))
 
 
 def _by_element(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:

@@ -75,7 +75,7 @@ class Request:
 class Verification(Verdict):
     """The verdict and what it rests on. `seconds` by stage, whose name each check's begins with;
     `trajectories` by stage, step by step: one device's losses, how far the run's were off, might
-    be, and permuted references' were."""
+    be, and permuted references' were (empty: none was run)."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     trajectories: dict[str, Steps] = field(default_factory=dict)
@@ -322,7 +322,9 @@ def _invariance(context: Context) -> Verdict:
             own = () if other is None else invariance.against(run, other, allowed.losses)
             return from_rank(0, list(own), exchange)
 
+        said = within.allowed.explanation  # with the trajectory
         all_checks = (*all_checks, *within.judged(beside))
+        note = note or within.allowed.explanation.removeprefix(said)
     return Verdict(checks=all_checks, notes=(note,) if note else ())
 
 

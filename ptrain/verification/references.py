@@ -99,15 +99,11 @@ def references(
         progress.step("one device's references", everyones, count)
         until = time.monotonic() + _SECONDS
         while (running or to_do) and time.monotonic() < until:
-            ask, run = running = running or _begun(to_do.pop(0))
+            running = running or _begun(to_do.pop(0))
             done += 1
-            if run.step():
-                again = run.device.accumulate(0).loss
-                solos[ask.key] = Solo(
-                    trajectory=run.trajectory(), gradients=run.gradients, again=again
-                )
-                _write(ask, solos[ask.key], folder)
-                running = None
+            if running[1].step():
+                _end(*running, solos, folder)
+                running = None  # before the next begins: no two models stand at once
     figures = {
         key: [its.trajectory.losses, its.trajectory.gradient_norms] for key, its in solos.items()
     }
@@ -138,6 +134,13 @@ def _begun(ask: Ask) -> tuple[Ask, OneDeviceRun]:
     spec = on_one_device(ask.spec)
     device = ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed)
     return ask, OneDeviceRun(device, ask.steps)
+
+
+def _end(ask: Ask, run: OneDeviceRun, solos: dict[str, Solo], folder: Path | None) -> None:
+    again = run.device.accumulate(0).loss
+    solo = Solo(trajectory=run.trajectory(), gradients=run.gradients, again=again)
+    solos[ask.key] = solo
+    _write(ask, solo, folder)
 
 
 def _write(ask: Ask, solo: Solo, folder: Path | None) -> None:

@@ -13,11 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
+from ptrain.models.generators import forked
 from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
@@ -58,13 +58,15 @@ class Corridor:
 
     def contains(self, step: int, loss: float) -> bool:
         """False of what is not a number. All ranks call it, with the same loss."""
+        if not math.isfinite(loss):
+            return False
         return self._is_near(step, loss) or (self._widens() and self._is_near(step, loss))
 
     def judged(self, checks: Callable[[Allowed], Checks]) -> Checks:
         """Return the checks by what is allowed. All ranks call it, with checks that are alike."""
         own = checks(self.allowed)
-        is_settled = all(check.holds for check in own) or not self._widens()
-        return own if is_settled else checks(self.allowed)
+        is_beyond = any(not check.holds and check.tolerance for check in own)
+        return checks(self.allowed) if is_beyond and self._widens() else own
 
     def off(self, losses: Sequence[float]) -> tuple[float, ...]:
         """Return how far each step's loss is from where it should be."""
@@ -76,7 +78,7 @@ class Corridor:
     def _widens(self) -> bool:
         if self.wider is None:
             return False
-        with torch.random.fork_rng(devices=[]):  # references seed the generator, in a run's midst
+        with forked():  # references draw, in the midst of a run
             self.allowed, self.wider = self.wider(), None
         return True
 
@@ -115,7 +117,8 @@ def follow(
     for step in range(len(within.center)):
         is_due = onward.is_due(step) and step + 1 < len(within.center)
         if is_due:
-            onward.take(step)
+            with forked():
+                onward.take(step)
         with ExitStack() as stack:
             if step % EVERY == 0:
                 stack.enter_context(watch.step(step))

@@ -371,6 +371,9 @@ def test_a_verified_spec_tells_for_how_many_steps_the_fixed_figures_held(benchma
     assert cells["loss, own dtypes"] == "2.0e-04 ≤ 1.0e-03"
     assert cells["1e-4 kept (by references)"] == "2 (1)"
     assert cells["1e-12 kept (by references)"] == "–"
+    alone = found | {"trajectories": {page.OWN: steps | {"references": []}}}
+    of_alone = dict(zip(page.COLUMNS, page.row(alone).strip("| ").split(" | "), strict=True))
+    assert of_alone["1e-4 kept (by references)"] == "2"
     text = "\n".join(page.page([found], ["another"], 3, ["optimizer.lr=3e-4"]))
     assert "verify SPEC optimizer.lr=3e-4 --steps 3" in text
     assert "Not run: another." in text

@@ -13,6 +13,7 @@ from ptrain.selection.choose import Chooser
 from ptrain.selection.figures import Ranked
 from ptrain.selection.job import searched_job
 from ptrain.selection.quantities import unit_of
+from ptrain.selection.task import SLACK
 from ptrain.selection.words import words_of
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.load import load
@@ -99,3 +100,18 @@ def test_closed_forms_of_units_are_near_what_is_derived(ranked: list[Ranked]):
     for row in ranked:
         assert row.closed.peak == pytest.approx(row.peak_bytes, rel=0.03)
         assert row.closed.seconds == pytest.approx(row.seconds, rel=0.05)
+
+
+def test_the_peak_of_halves_of_a_backward_pass_is_within_what_a_search_leaves():
+    """Of gradients that are cut, in a schedule that keeps those of weights for later."""
+    where = ["pp=2", "dp_shard=4", "placement.dp_shard=R,S,S,R", "schedule=zero-bubble"]
+    job = searched_job(
+        "gpt3-125m",
+        ["batch.global=16", "batch.sequence=1024", "precision.layout=zero16"],
+        cluster="h100-8",
+        where=[*where, "micro=1", "recompute=none", "gradients=every", "unit=bucket"],
+    )
+    rows = Chooser(job, count=4).choose().ranking
+    assert rows
+    for row in rows:
+        assert 0.99 * row.peak_bytes <= row.closed.peak <= SLACK * row.peak_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -23,12 +25,11 @@ class Reference(ReferenceTraining):
     def __init__(self) -> None:
         self.spec = settled(load("zero2", ("mesh={dp_shard: 1}",)))
 
-    def micro_batches(self, step: int) -> list[MicroBatch]:
+    def micro_batches_of(self, index: int, step: int) -> Iterator[MicroBatch]:
         batch = LocalBatch(tokens=ROWS, global_tokens=8, sample_ids=(0, 1, 2, 3))
-        return [
-            MicroBatch(data_index=0, k=k, samples=rows, batch=batch, sample_ids=(2 * k, 2 * k + 1))
-            for k, rows in enumerate(batch.micro_batches(2))
-        ]
+        for k, rows in enumerate(batch.micro_batches(2)):
+            ids = 2 * k, 2 * k + 1
+            yield MicroBatch(data_index=index, k=k, samples=rows, batch=batch, sample_ids=ids)
 
 
 def told(rows: Tensor) -> list[str]:

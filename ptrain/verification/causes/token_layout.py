@@ -43,7 +43,8 @@ def agreed(scene: Investigation, said: Sequence[Explanation], axis: str = "") ->
     if not factors:
         return None
     usual, _ = factors.most_common(1)[0]
-    explanation = next(its for said in everyone for its in said if its.factor == usual)
+    named = Counter(its for said in everyone for its in said if its.factor == usual)
+    explanation, _ = named.most_common(1)[0]  # ranks may see one factor in several ways
     axis = explanation.axis or axis or scene.axis_of(scene.ranks_of(scene.first))
     cause = Cause(axis, usual + explanation.whose, explanation.sentence)
     what = "returns" if scene.first.moment is Moment.FORWARD else "hands back"

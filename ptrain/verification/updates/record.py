@@ -36,8 +36,8 @@ class UpdateRecord:
 class UpdateRecorder:
     """`with UpdateRecorder(holds) as updates:` around a step. `holds` are the parameters by name as
     this rank has them; `gradients` theirs as an optimizer takes them; `updated` those that one
-    steps with, `without_state` those of which it kept nothing when it stepped first;
-    `has_closure`: an optimizer runs passes itself (LBFGS), each with other parameters."""
+    steps with, at these `rates`, `without_state` those of which it kept nothing when it stepped
+    first; `has_closure`: an optimizer runs passes itself (LBFGS), each with other parameters."""
 
     def __init__(self, holds: Mapping[str, ParameterShard]) -> None:
         self.record = UpdateRecord()
@@ -47,6 +47,7 @@ class UpdateRecorder:
         self.has_closure = False
         self.without_state: set[str] = set()
         self.updated: set[str] = set()
+        self.rates: set[float] = set()
         self._holds = holds
         self._running: list[tuple[Optimizer, dict[str, Ingredients]]] = []
         self._num_groups = 0
@@ -84,7 +85,9 @@ class UpdateRecorder:
                 gradient = shard.gradient()
                 if gradient is not None:
                     taken = gradient.clone()  # `+` would give the very tensor
-                    self.gradients[name] = taken if scale is None else taken / scale
+                    self.gradients[name] = taken if scale is None else taken / float(scale)
+                elif id(shard.parameter) in own:  # another optimizer, before, is not its own
+                    self.gradients.pop(name, None)
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
         if any(running is optimizer for running, _ in self._running):
@@ -111,9 +114,11 @@ class UpdateRecorder:
             else:
                 gradient = shard.gradient()
                 if gradient is not None:
-                    gradient = gradient.clone() if scale is None else gradient / scale
+                    gradient = gradient.clone() if scale is None else gradient / float(scale)
                 self.record.masters.add(name)
             self.record.shards[name] = shard
+            if "lr" in group:
+                self.rates.add(float(group["lr"]))
             taken[name] = Ingredients(
                 rule=rule,
                 tensor=tensor,
