@@ -67,7 +67,7 @@ class DataTable:
 
     @cached_property
     def issues(self) -> Any:
-        """The same of `OF_ISSUE`, where hosts are known to take time."""
+        """These and the columns of `OF_ISSUE`, where hosts are known to take time."""
         return numpy().stack([self.columns[name] for name in (*OF_TIME, *OF_ISSUE)])
 
 

@@ -329,13 +329,21 @@ def busy(
     update = rows["update"] * blocks + rows["update_end"] * root
     update = update + rows["copied"] * (root + blocks)
     moves = (rows["finish"] + rows["spread"]) * (units + of_root)
-    # the last unit's gather has nothing beside it
-    beside = np.minimum(rows["spread"], rows["update"] * rows["moved"]) * rows["spread_beside"]
     return Busy(
         passes=computing + waits,
-        update=update + moves - beside * np.maximum(0, units + of_root - 1),
+        update=update + moves - rows["spread_beside"] * _hidden(rows, units, root),
         longer=1 + waits / computing,
     )
+
+
+def _hidden(rows: Columns, units: Array, root: Array) -> Array:
+    """Return the seconds of gathers that go on beside updates: each begins when its unit is updated
+    and that before it is over. The root is the last, and its own has nothing beside it."""
+    np = numpy()
+    updated, spread = rows["update"] * rows["moved"], rows["spread"]
+    ahead_of_root = units * updated + rows["update_end"] * root
+    gathered = np.maximum(updated + units * spread, units * updated + spread)
+    return np.maximum(0, ahead_of_root + units * spread - np.maximum(ahead_of_root, gathered))
 
 
 def _moves(rows: Columns, number: Array) -> tuple[Array, Array, Array]:

@@ -41,5 +41,6 @@ def _changes(
 _UNSAID = {
     "activations": "R",
     "recompute": "none",
-    **dict.fromkeys(("unit", "overlap", "prefetch"), "null"),  # as the wrapper does by itself
+    # as the wrapper does by itself
+    **dict.fromkeys(("unit", "overlap", "prefetch", "gather_after_update"), "null"),
 }

@@ -185,7 +185,7 @@ class Keys:
             {
                 "none": "a reduction is awaited before anything goes on; DDP's begin when "
                 "backward is over, fully_shard gathers nothing ahead, and flat units are gathered "
-                "before the next one is updated",
+                "before the next one is updated, unless gather_after_update says when",
                 "backward": "a unit's or bucket's reduction runs while backward goes on",
             },
             slips={

@@ -204,6 +204,11 @@ def test_a_dial_of_the_data_axes_is_refused_where_tp_is_alone(dial):
     assert check(load("tp", [dial, "mesh={dp_shard: 1, tp: 2}"]).spec) == (fault,)
 
 
+@pytest.mark.parametrize("name", ["tp", "pp-1f1b"])
+def test_a_gather_that_is_awaited_is_written_in_resolved_specs_of_runs_and_means_nothing(name):
+    assert not check(load(name, ["gather_after_update=blocking"]).spec)
+
+
 @pytest.mark.parametrize("dial", _each(TENSOR_DIALS))
 @pytest.mark.parametrize("mesh", ["{dp_shard: 2}", "{dp_shard: 2, tp: 1}"])
 def test_a_dial_of_tp_is_refused_where_there_are_ranks_but_no_tp(dial, mesh):

@@ -74,7 +74,7 @@ def test_closed_forms_order_as_what_is_derived_where_hosts_are_behind(times: flo
     late = sum(row.step.spent(Spent.LAUNCHES) > 0 for row in rows if row.step)
     assert len(rows) > 20 and late > len(rows) // 2
     assert correlation(closed, exact) > 0.98
-    assert all(mine < 1.25 * its for mine, its in zip(closed, exact, strict=True))
+    assert all(0.75 * its < mine < 1.25 * its for mine, its in zip(closed, exact, strict=True))
 
 
 def test_hosts_that_are_never_behind_change_nothing():

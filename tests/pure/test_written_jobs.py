@@ -203,7 +203,7 @@ def test_words_of_a_candidate_of_a_file_take_back_what_it_leaves_open(tmp_path):
         "mesh: {dp_shard: 2}",
         "placement: {dp_shard: 'R,S,S,R'}",
         "batch: {global: 16, sequence: 64}",
-        *("unit: auto", "overlap: auto", "prefetch: auto"),
+        *("unit: auto", "overlap: auto", "prefetch: auto", "gather_after_update: auto"),
         "cluster: {preset: laptop}",
     )
     file.write_text("\n".join(lines), encoding="utf-8")
@@ -211,7 +211,7 @@ def test_words_of_a_candidate_of_a_file_take_back_what_it_leaves_open(tmp_path):
     for row in chooser.choose().ranking:
         name, *said = words_of(chooser.job, row.spec)
         loaded = load(name, said).spec
-        for dial in ("unit", "overlap", "prefetch", "sync", "batch"):
+        for dial in ("unit", "overlap", "prefetch", "gather_after_update", "sync", "batch"):
             assert getattr(loaded, dial) == getattr(row.spec, dial)
 
 

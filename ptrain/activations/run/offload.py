@@ -181,8 +181,7 @@ _Home = dict[str, torch.Tensor | None]
 def _homes(module: nn.Module, *kinds: str) -> list[_Home]:
     """Where a module and those within it have their tensors: what is there changes, and these
     dictionaries do not."""
-    homes = (getattr(inner, kind) for inner in module.modules() for kind in kinds)
-    return [home for home in homes if home]
+    return [getattr(inner, kind) for inner in module.modules() for kind in kinds]
 
 
 class _ModulePass:

@@ -60,8 +60,10 @@ def _written(spec: Spec) -> Iterator[tuple[str, bool]]:
     written = spec.resolved.get("sync")
     yield "sync.gradients", isinstance(written, dict) and "gradients" in written
     for dial in dials():
-        # a block is what a unit is, whether that is written or not
-        yield dial.place, dial.of(spec) not in (dial.default, UnitSize())
+        # a block is what a unit is, whether that is written or not; where nothing is gathered
+        # nothing goes on beside it, and so resolved specs have said before there was no default
+        said = dial.default, UnitSize(), GatherAfterUpdate.BLOCKING
+        yield dial.place, dial.of(spec) not in said
     on_file = Tier.FILE in spec.activations.tiers  # of a rank, whatever the axes are
     yield "offload.path", spec.offload.path is not None and not on_file
     yield "offload.update", spec.offload.update is not Offload().update

@@ -101,16 +101,17 @@ class InFront(nn.Identity):
         super().__init__()
         self._crossing = crossing
         self._module = (on_meta(module),)  # in a tuple it is no child
-        self._outputs: dict[Hashable, Any] = {}  # on the meta device
+        self._outputs: dict[Hashable, Tensor] = {}  # on the meta device
 
     @torch.no_grad()
     def forward(self, *given: Any, **named: Any) -> Any:
-        key = _kinds(given, named)
-        if key is None:
-            return tree_map(self._like, self._run(given, named))
-        if key not in self._outputs:
-            self._outputs[key] = self._run(given, named)
-        return tree_map(self._like, self._outputs[key])
+        key = self.training, _kinds(given, named)
+        if key in self._outputs:
+            return self._like(self._outputs[key])
+        output = self._run(given, named)
+        if key[1] is not None and isinstance(output, Tensor) and len(self._outputs) < _MOST:
+            self._outputs[key] = output
+        return tree_map(self._like, output)
 
     def _run(self, given: Any, named: Any) -> Any:
         (module,) = self._module
@@ -136,6 +137,7 @@ def _kinds(given: tuple[Any, ...], named: dict[str, Any]) -> Hashable | None:
     return (tuple(named), *kinds)
 
 
+_MOST = 64  # kinds of what is given that are kept: a step's number may be among it
 _PLAIN = (bool, int, float, str, type(None))
 
 
