@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
+from pytest import MonkeyPatch
+
 from ptrain.train.options import parse
 from ptrain.train.rank_exit import coded
 from ptrain.train.session import run
@@ -30,6 +32,15 @@ def trained(words: tuple[str, ...]) -> Ended:
     return Ended(code, output.getvalue(), error.getvalue())
 
 
+def of_no_launcher(words: tuple[str, ...]) -> Ended:
+    """The same, whatever a test before left in the environment: that every rank speaks for
+    itself."""
+    with MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            patch.delenv(name, raising=False)
+        return trained(words)
+
+
 def train(ranks: Ranks, size: int, *words: str, folder: Path) -> list[Ended]:
     """On `size` ranks, each with its own account."""
-    return ranks.run(size, trained, (*words, "--run-dir", str(folder)))
+    return ranks.run(size, of_no_launcher, (*words, "--run-dir", str(folder)))
