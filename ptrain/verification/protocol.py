@@ -315,6 +315,7 @@ def _invariance(context: Context) -> Verdict:
     assert run is not None and within is not None, "the trajectory in fp64 comes before"
     spec = exactly(context.spec)
     all_checks, note = invariance.in_micro_batches(spec, run, context.world, exchange, context.make)
+    notes = [note]
     if (path := context.request.against) is not None:
         other = invariance.read(path) if exchange.world.is_first else None
 
@@ -324,8 +325,8 @@ def _invariance(context: Context) -> Verdict:
 
         said = within.allowed.explanation  # with the trajectory
         all_checks = (*all_checks, *within.judged(beside))
-        note = note or within.allowed.explanation.removeprefix(said)
-    return Verdict(checks=all_checks, notes=(note,) if note else ())
+        notes.append(within.allowed.explanation.removeprefix(said))
+    return Verdict(checks=all_checks, notes=tuple(filter(None, notes)))
 
 
 STAGES: dict[str, Stage] = {
