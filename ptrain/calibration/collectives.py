@@ -89,7 +89,7 @@ def _works(
     whole, other = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
     shard = torch.zeros(numel // peers.ranks, device=device)
     yield Collective.ALL_REDUCE, lambda: all_reduce(whole, group)
-    yield Collective.ALL_GATHER, lambda: all_gather(whole, shard, group)
+    yield Collective.ALL_GATHER, lambda: all_gather(whole, shard, group, registry)
     yield (
         Collective.REDUCE_SCATTER,
         lambda: reduce_scatter(shard, whole, group, ReduceScatterVia.NATIVE, registry),

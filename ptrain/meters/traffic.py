@@ -124,6 +124,13 @@ class TrafficMeter(OperatorMode):
         if tag is not None and tag.substitute is not None:
             collective, via = tag.substitute, str(collective)
         payload = sum(tensor.numel() * tensor.element_size() for tensor in whole)
+        match self._registry.executed, collective:
+            case Collective.REDUCE_SCATTER, Collective.ALL_REDUCE:
+                collective = Collective.REDUCE_SCATTER
+            case Collective.ALL_GATHER, Collective.BROADCAST:  # one for each rank's part
+                if args[2] != group.rank():
+                    return
+                collective, payload = Collective.ALL_GATHER, payload * group.size()
         axes = self._axes_by_group.get(group.group_name, (f"group {group.group_name}",))
         key = TrafficKey(
             axes=axes,

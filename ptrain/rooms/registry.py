@@ -7,7 +7,8 @@ address that is used again does not inherit an old tag.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,11 +31,22 @@ class Tag:
 
 class Registry:
     """Tags of the live storages of one program. Costs about 2 microseconds per new storage.
-    `listeners` are told of every tag."""
+    `listeners` are told of every tag. `executed`: the collective as whose parts the calls of the
+    moment are made, where the backend would make them itself, out of sight."""
 
     def __init__(self) -> None:
         self._tags: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tag]] = {}
         self.listeners: list[Callable[[torch.UntypedStorage, Tag], None]] = []
+        self.executed: Collective | None = None
+
+    @contextmanager
+    def executing(self, collective: Collective) -> Iterator[None]:
+        """What is called meanwhile is how `collective` is executed."""
+        self.executed = collective
+        try:
+            yield
+        finally:
+            self.executed = None
 
     def tag(
         self,

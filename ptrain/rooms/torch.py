@@ -134,7 +134,8 @@ class TorchRoom:
     def all_gather(
         self, shard: torch.Tensor, into: torch.Tensor, axes: Axes, *, is_awaited: bool
     ) -> Work | None:
-        return all_gather(into, shard, self.mesh.group(axes), is_awaited=is_awaited)
+        group = self.mesh.group(axes)
+        return all_gather(into, shard, group, self.registry, is_awaited=is_awaited)
 
     def reduce_scatter(
         self,

@@ -13,7 +13,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.wire import TOLERANCE, wire_rows
 from ptrain.meters.measure import join_estimates
 from ptrain.meters.wire import WireMeter
-from ptrain.report.record import record
+from ptrain.report.record import compare, record
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.axis import Axis
@@ -71,6 +71,7 @@ def test_the_kernel_counts_what_was_predicted(
     measured = join_estimates([report.measured for report in reports if report.measured])
     assert not measured.undefined
     exact = derive(spec, facts_of(spec)).exact
+    assert not [check for check in compare(exact, measured) if not check.holds]
     rows = wire_rows(exact, measured)
     assert {row.axes for row in rows} == {(axis,) for axis in AXES.get(strategy, ("dp_shard",))}
     for row in rows:

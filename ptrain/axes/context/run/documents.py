@@ -56,7 +56,7 @@ class SlicedDocuments(Documents):
         own_BT = (tokens_BT == self.edge).to(torch.uint8)
         whole = own_BT.new_empty(self.group.size() * own_BT.numel())
         self.registry.tag(whole, State.ACTIVATIONS)
-        all_gather(whole, own_BT.view(-1), self.group)
+        all_gather(whole, own_BT.view(-1), self.group, self.registry)
         by_rank_BS = whole.view(-1, *own_BT.shape).transpose(0, 1).flatten(1)
         if not self.step.is_balanced:
             return by_rank_BS

@@ -1,0 +1,111 @@
+"""Large tensors on gloo are gathered and summed where they are: to the bit what its own gather and
+reduce-scatter make of them, and one call of these for the meters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptrain.costs import Collective, State, Traffic
+from ptrain.meters.traffic import TrafficMeter
+from ptrain.rooms import comm
+from ptrain.rooms.comm import IN_PLACE_BYTES, TaggedAllGather, all_gather, reduce_scatter
+from ptrain.rooms.registry import Registry
+from ptrain.spec.dials import ReduceScatterVia
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+GATHERED = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64)
+SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+AXES = ("dp_shard",)
+
+
+def _drawn(dtype: torch.dtype, ranks: int, size: int) -> torch.Tensor:
+    """A tensor of some `size` bytes that `ranks` divide, another on every rank."""
+    torch.manual_seed(dist.get_rank())
+    numel = size // dtype.itemsize // ranks * ranks
+    return (100 * torch.randn(numel)).to(dtype)
+
+
+def _gathers(dtype: torch.dtype, size: int) -> list[bool]:
+    """Whether gathers of a shard beside the whole, of one in it, and of one that is awaited later
+    make what gloo's own makes."""
+    group, registry = dist.group.WORLD, Registry()
+    assert group is not None
+    whole = _drawn(dtype, group.size(), size)
+    shard = whole.chunk(group.size())[group.rank()]
+    wanted = torch.empty_like(whole)
+    comm._all_gather(wanted, shard, group=group)
+    beside, later, inside = (torch.empty_like(whole) for _ in range(3))
+    assert all_gather(beside, shard, group, registry) is None
+    TaggedAllGather(registry, "blocks.0")(inside, _placed(inside, shard), group)
+    work = all_gather(later, shard, group, registry, is_awaited=False)
+    assert isinstance(work, dist.Work)
+    work.wait()
+    return [torch.equal(wanted, made) for made in (beside, inside, later)]
+
+
+def _placed(whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    own = whole.chunk(dist.get_world_size())[dist.get_rank()]
+    return own.copy_(shard)
+
+
+@pytest.mark.parametrize("size", [IN_PLACE_BYTES // 2, 3 * IN_PLACE_BYTES])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_gather_has_every_part_at_its_place(ranks: Ranks, count: int, size: int) -> None:
+    for dtype in GATHERED:
+        assert ranks.run(count, _gathers, dtype, size) == [[True] * 3] * count, dtype
+
+
+def _sums(dtype: torch.dtype, size: int) -> list[bool]:
+    group, registry = dist.group.WORLD, Registry()
+    assert group is not None
+    whole = _drawn(dtype, group.size(), size)
+    wanted, now, later = (whole.new_empty(whole.numel() // group.size()) for _ in range(3))
+    comm._reduce_scatter(wanted, whole.clone(), group=group)
+    native = ReduceScatterVia.NATIVE
+    reduce_scatter(now, whole.clone(), group, native, registry).wait()
+    reduce_scatter(later, whole.clone(), group, native, registry, is_awaited=False).wait()
+    return [torch.equal(wanted, made) for made in (now, later)]
+
+
+@pytest.mark.parametrize("size", [IN_PLACE_BYTES // 2, 3 * IN_PLACE_BYTES])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_sum_is_to_the_bit_that_of_gloos_own_reduce_scatter(
+    ranks: Ranks, count: int, size: int
+) -> None:
+    for dtype in SUMMED:
+        assert ranks.run(count, _sums, dtype, size) == [[True] * 2] * count, dtype
+
+
+def _counted(size: int) -> tuple[Traffic, ...]:
+    """What the meter says of a gather and a reduce-scatter, and of an all-reduce and a broadcast
+    after them."""
+    group, registry = dist.group.WORLD, Registry()
+    assert group is not None
+    whole = registry.tag(torch.ones(size, dtype=torch.uint8), State.PARAMETERS)
+    gradients = registry.tag(torch.ones(size, dtype=torch.uint8), State.GRADIENTS)
+    shard = torch.ones(size // group.size(), dtype=torch.uint8)
+    with TrafficMeter(registry, {group.group_name: AXES}) as meter:
+        all_gather(whole, shard, group, registry)
+        reduce_scatter(shard, gradients, group, ReduceScatterVia.NATIVE, registry).wait()
+        dist.all_reduce(gradients)
+        dist.broadcast(whole, src=0)
+    return meter.calls()
+
+
+@pytest.mark.parametrize("size", [IN_PLACE_BYTES // 2, 3 * IN_PLACE_BYTES])
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_meter_counts_the_call_that_was_meant(ranks: Ranks, count: int, size: int) -> None:
+    part = size * (count - 1) // count
+    for calls in ranks.run(count, _counted, size):
+        assert [(row.key.collective, row.key.state, row.sent_bytes) for row in calls] == [
+            (Collective.ALL_GATHER, State.PARAMETERS, part),
+            (Collective.REDUCE_SCATTER, State.GRADIENTS, part),
+            (Collective.ALL_REDUCE, State.GRADIENTS, 2 * part),
+            (Collective.BROADCAST, State.PARAMETERS, part),
+        ]
+        assert all((row.calls, row.payload_bytes) == (1, size) for row in calls)
+        assert all(row.key.axes == AXES and row.key.via is None for row in calls)
