@@ -6,7 +6,8 @@ ring is full. So a look that is only wanted waits until it costs at most a hundr
 since the last one, and one that is needed comes when another step might overwrite what was not seen
 yet: the groups count their collectives, which says so for nothing. Limits: gloo's send and receive
 are absent, gloo's reduce-scatter appears as the all-reduce that is executed, an all-gather of a
-large tensor as a broadcast of every part, and there is neither state nor phase. The meters of `measure` know both.
+large tensor as a broadcast of every part, and there is neither state nor phase. The meters of
+`measure` know both.
 """
 
 from __future__ import annotations
