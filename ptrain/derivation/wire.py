@@ -2,9 +2,10 @@
 
 The ring model says what a collective must move; a backend may move more. The factors of gloo
 follow from its algorithms (torch 2.13): its reduce-scatter is executed as an all-reduce,
-2 (N - 1) / N of the tensor in place of (N - 1) / N; every other call sends what the model says. A
-broadcast is a tree: the root sends more than the others and some send nothing, so figures are means
-over the ranks, which the model gives for a tree too, (N - 1) / N of the tensor.
+2 (N - 1) / N of the tensor in place of (N - 1) / N, but for that of gradients between two ranks,
+who exchange halves (`rooms.comm`); every other call sends what the model says. A broadcast is a
+tree: the root sends more than the others and some send nothing, so figures are means over the
+ranks, which the model gives for a tree too, (N - 1) / N of the tensor.
 
 Not in the prediction: gloo's headers, 48 bytes a message, which show in small tensors.
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ptrain.costs import Collective, Estimate, Phase, Traffic
+from ptrain.costs import Collective, Estimate, Phase, State, Traffic
 
 # Sent by gloo / sent under the ring model; what is not named is 1.
 GLOO = {Collective.REDUCE_SCATTER: Fraction(2)}
@@ -59,7 +60,10 @@ def predicted_bytes(exact: Estimate, axes: tuple[str, ...]) -> int:
 def factor(row: Traffic) -> Fraction:
     """Sent by gloo per byte of the ring model. A substitute (an exchange that stands for a
     reduce-scatter) is a collective of its own, and moves what the model says."""
-    return Fraction(1) if row.key.via else GLOO.get(row.key.collective, Fraction(1))
+    is_pair = 2 * row.sent_bytes <= row.payload_bytes + row.calls  # (N - 1) / N, rounded up
+    if row.key.via or (is_pair and row.key.state is State.GRADIENTS):
+        return Fraction(1)
+    return GLOO.get(row.key.collective, Fraction(1))
 
 
 def _steady(rows: Iterable[Traffic]) -> Iterator[Traffic]:

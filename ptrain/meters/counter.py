@@ -5,9 +5,10 @@ step costs a microsecond; a look costs some 20 us for each collective that is ke
 ring is full. So a look that is only wanted waits until it costs at most a hundredth of the time
 since the last one, and one that is needed comes when another step might overwrite what was not seen
 yet: the groups count their collectives, which says so for nothing. Limits: gloo's send and receive
-are absent, gloo's reduce-scatter appears as the all-reduce that is executed, an all-gather of a
-large tensor as a broadcast of every part, and there is neither state nor phase. The meters of
-`measure` know both.
+are absent, and there is neither state nor phase. What is executed appears: a reduce-scatter on gloo
+as an all-reduce, between two ranks as an exchange, of which every rank is taken to keep its share,
+an all-gather of a large tensor as a broadcast of every part. The meters of `measure` know what was
+meant.
 """
 
 from __future__ import annotations

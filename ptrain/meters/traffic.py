@@ -127,6 +127,8 @@ class TrafficMeter(OperatorMode):
         match self._registry.executed, collective:
             case Collective.REDUCE_SCATTER, Collective.ALL_REDUCE:
                 collective = Collective.REDUCE_SCATTER
+            case Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL:  # one half of two
+                collective, payload = Collective.REDUCE_SCATTER, payload * group.size()
             case Collective.ALL_GATHER, Collective.BROADCAST:  # one for each rank's part
                 if args[2] != group.rank():
                     return
@@ -140,7 +142,7 @@ class TrafficMeter(OperatorMode):
             via=via,
         )
         sent = ring_bytes(collective, payload, group.size())
-        if splits := _splits(name, args):
+        if (splits := _splits(name, args)) and collective is Collective.ALL_TO_ALL:
             sent = payload - payload * splits[group.rank()] // max(sum(splits), 1)
         self._rows.append(Traffic(key=key, calls=1, payload_bytes=payload, sent_bytes=sent))
 

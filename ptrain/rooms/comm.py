@@ -39,7 +39,7 @@ def all_gather(
     pages are new where it is above 32 MiB. So a broadcast for each rank's part writes to its place:
     as many bytes, in a third of the time for 43 MiB and in two thirds for 8.
     """
-    if not _clones(output, group):
+    if not (_is_gloo(output, group) and _is_large(output)):
         work: dist.Work | None = _all_gather(output, shard, group=group, async_op=not is_awaited)
         return work
     parts = output.view(-1).chunk(group.size())
@@ -70,10 +70,14 @@ class _Together(Work):
         return True
 
 
-def _clones(whole: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether the backend would make a clone of `whole`, and pay for it."""
-    size = whole.numel() * whole.element_size()
-    return size >= IN_PLACE_BYTES and whole.is_cpu and dist.get_backend(group) == "gloo"
+def _is_gloo(whole: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether gloo's threads work on it, on a processor."""
+    return whole.is_cpu and dist.get_backend(group) == "gloo"
+
+
+def _is_large(whole: torch.Tensor) -> bool:
+    """Return whether a clone of it costs more than several calls."""
+    return whole.numel() * whole.element_size() >= IN_PLACE_BYTES
 
 
 def all_reduce(
@@ -95,16 +99,19 @@ def reduce_scatter(
     """`shard` becomes this rank's part of the ranks' summed `whole` (1-d, size x shard), which is
     used up.
 
-    Gloo's own is an all-reduce of a clone. Of a large one it is that of `whole` itself here: to
-    the bit the same sums. Via all_to_all it needs one more buffer of `whole`'s size, and is a true
-    reduce-scatter on gloo, which else sends twice the bytes.
+    Gloo's own is an all-reduce of a clone. To the bit the same sums are, between two ranks, those
+    of halves that are exchanged, with half the bytes; between more, of a large tensor, those of an
+    all-reduce of `whole` itself. Via all_to_all it needs one more buffer of `whole`'s size, and is
+    a true reduce-scatter between any number of ranks.
     """
-    if via is ReduceScatterVia.NATIVE and _clones(whole, group):
-        with registry.executing(Collective.REDUCE_SCATTER):
-            work = dist.all_reduce(whole, group=group, async_op=not is_awaited)
-        own = whole.view(-1).chunk(group.size())[group.rank()]
-        return Move(shard, whole, work, partial(shard.copy_, own.view(shard.shape)))
     if via is ReduceScatterVia.NATIVE:
+        if _is_gloo(whole, group) and group.size() == 2:
+            return _exchange_halves(shard, whole, group, registry, is_awaited=is_awaited)
+        if _is_gloo(whole, group) and _is_large(whole):
+            with registry.executing(Collective.REDUCE_SCATTER):
+                work = dist.all_reduce(whole, group=group, async_op=not is_awaited)
+            own = whole.chunk(group.size())[group.rank()]
+            return Move(shard, whole, work, partial(shard.copy_, own))
         work = _reduce_scatter(shard, whole, group=group, async_op=not is_awaited)
         return Move(shard, whole, work)
     tag = registry.of(whole)
@@ -118,6 +125,25 @@ def reduce_scatter(
         received.untyped_storage().resize_(0)
 
     return Move(shard, whole, work, add)
+
+
+def _exchange_halves(
+    shard: torch.Tensor,
+    whole: torch.Tensor,
+    group: dist.ProcessGroup,
+    registry: Registry,
+    *,
+    is_awaited: bool,
+) -> Move[torch.Tensor]:
+    """The other rank's half of this rank's part arrives in `shard`, where this rank's is added."""
+    place = group.rank()
+    halves, sizes = whole.chunk(2), [0, 0]
+    sizes[1 - place] = shard.numel()
+    with registry.executing(Collective.REDUCE_SCATTER):
+        work = dist.all_to_all_single(
+            shard, halves[1 - place], sizes, sizes, group=group, async_op=not is_awaited
+        )
+    return Move(shard, whole, work, partial(shard.add_, halves[place]))
 
 
 class TaggedAllGather(AllGather):

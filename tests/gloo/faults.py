@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
+from ptrain.rooms.room import Move
 
 FAULTY_STEP = 4
 FAULTY_RANK = 1
@@ -72,16 +73,17 @@ def _without_reductions(local: LocalBatch) -> Iterator[LocalBatch]:
     """all_reduce and reduce_scatter do nothing but keep the rank's own part."""
     import ptrain.rooms.comm as comm
 
-    def keep(shard, whole, group=None, **_):  # type: ignore[no-untyped-def]
+    def keep(shard, whole, group=None, *_, **__):  # type: ignore[no-untyped-def]
         shard.copy_(whole.view(group.size(), -1)[group.rank()])
+        return Move(shard, whole)
 
     def ignore(tensor, **_):  # type: ignore[no-untyped-def]
         return _Done(tensor)
 
-    real = comm._reduce_scatter, dist.all_reduce
-    comm._reduce_scatter, dist.all_reduce = keep, ignore
+    real = comm._reduce_scatter, comm._exchange_halves, dist.all_reduce
+    comm._reduce_scatter, comm._exchange_halves, dist.all_reduce = keep, keep, ignore
     yield local
-    comm._reduce_scatter, dist.all_reduce = real
+    comm._reduce_scatter, comm._exchange_halves, dist.all_reduce = real
 
 
 class _Done:

@@ -49,7 +49,7 @@ def estimate(*collectives: Collective) -> Estimate:
             ),
             calls=1,
             payload_bytes=8,
-            sent_bytes=4,
+            sent_bytes=6,  # over four ranks
         )
         for each in collectives
     ]
@@ -62,6 +62,15 @@ def test_on_the_wire_gloo_doubles_a_reduce_scatter_and_nothing_else():
     (row,) = estimate(Collective.REDUCE_SCATTER).traffic
     assert wire.factor(row) == 2
     assert wire.factor(replace(row, key=replace(row.key, via="all_to_all"))) == 1
+
+
+def test_on_the_wire_two_ranks_exchange_halves_of_gradients():
+    (row,) = estimate(Collective.REDUCE_SCATTER).traffic
+    assert wire.factor(pair := replace(row, sent_bytes=4)) == 1
+    assert wire.factor(replace(pair, key=replace(row.key, state=State.ACTIVATIONS))) == 2
+    odd = replace(row, calls=3, payload_bytes=30)
+    assert wire.factor(replace(odd, sent_bytes=15 + 1)) == 1  # each call's share is rounded up
+    assert wire.factor(replace(odd, sent_bytes=20)) == 2  # over three ranks
 
 
 def test_the_factors_of_the_wire_name_what_is_not_as_the_model_says():
