@@ -140,8 +140,8 @@ def departing(seen: Mapping[int, Seen], lines: Sequence[Sequence[int]]) -> Itera
         yield from alike_apart([places.get(rank) for rank in range(len(lines))], Moment.FORWARD, 0)
 
 
-def _departure(rank: int, between: Iterable[int], told: str) -> Departure:
+def _departure(rank: int, between: Iterable[int], fault: str) -> Departure:
     return Departure(
         step=0, moment=Moment.FORWARD, subject=Subject.RANDOM, name="", rank=rank,
-        between=tuple(between), told=told,
+        between=tuple(between), told=fault,
     )  # fmt: skip
