@@ -27,12 +27,14 @@ def drawn(program: Program) -> tuple[str, str] | None:
     alike = TOKEN_AXES if has_token_slices(program.model) else cutting
     apart = (axis for axis in mesh.axes if axis not in alike)
     place = ",".join(f"{axis}={mesh.coordinate(axis)}" for axis in apart)
-    device = program.world.device
-    if device.type == "cuda":
-        state = torch.cuda.get_rng_state(device)
-    else:
-        state = torch.get_rng_state()
-    return place, of_bytes(state.numpy().tobytes())
+    return place, generator_digest(program.world.device)
+
+
+def generator_digest(device: torch.device) -> str:
+    """Return a digest of where the generator of a device stands."""
+    is_cuda = device.type == "cuda"
+    state = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
+    return of_bytes(state.numpy().tobytes())
 
 
 def draws(model: nn.Module) -> bool:

@@ -116,22 +116,23 @@ def alike_apart(
     """Yield what two places share of things that ranks at one place have alike and at different
     places have not (`places`: of every rank its place and its digest, or None where it has none).
     Which ranks of one place differ is said by `differing`."""
-    first: dict[str, tuple[int, str]] = {}
+    alike: dict[str, list[tuple[int, str]]] = {}
     for rank, held in enumerate(places):
-        if held is None:
-            continue
-        place, digest = held
-        other, its_place = first.setdefault(digest, (rank, place))
-        if its_place != place:
-            yield Departure(
-                step=step,
-                moment=moment,
-                subject=Subject.RANDOM,
-                name="generator",
-                rank=rank,
-                between=(other, rank),
-                told=SHARED,
-            )
+        if held is not None:
+            place, digest = held
+            alike.setdefault(digest, []).append((rank, place))
+    for group in alike.values():
+        for rank, place in group:
+            if place != group[0][1]:
+                yield Departure(
+                    step=step,
+                    moment=moment,
+                    subject=Subject.RANDOM,
+                    name="generator",
+                    rank=rank,
+                    between=tuple(other for other, _ in group),
+                    told=SHARED,
+                )
 
 
 def culprit(

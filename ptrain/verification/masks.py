@@ -5,14 +5,18 @@ Nobody has to say which ranks share a mask. Copies of an activation must stay co
 are one; and what is another sample, slice of the tokens or head must be dropped by a mask of its
 own. So of each such module the ranks tell each other digests of what it is given and of where the
 generator stands as it begins. Ranks of cp alone draw the masks of all tokens, of which each takes
-its part: their generators stand alike, whatever they are given.
+its part: together they are given one thing, and their generators stand alike.
+
+Note: masks themselves are not looked at. Fused attention shows none, small ones are alike by
+chance, and where the generators stand costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import combinations
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +25,15 @@ from torch.utils._pytree import tree_leaves
 
 from ptrain.costs import Phase
 from ptrain.interpreter.program import Program
-from ptrain.meters.digest import digests, of_bytes
-from ptrain.meters.randomness import drops
+from ptrain.meters.digest import digests
+from ptrain.meters.randomness import drops, generator_digest
 from ptrain.meters.replicas import coordinates
-from ptrain.report.copies import SHARED, axes_between, listed
+from ptrain.report.copies import SHARED, alike_apart, culprit, listed
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.spec.axis import TOKEN_AXES
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import paths
+from ptrain.verification.places import line
 
 DIFFERENT = "differs where it must be shared"
 UNLIKE = "differs where slices of one must be taken"
@@ -68,7 +73,7 @@ class Masks:
                 return
             given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
             what = " ".join(digests([*given]))
-            state = of_bytes(_state(self.program.world.device).numpy().tobytes())
+            state = generator_digest(self.program.world.device)
             self._seen.setdefault(f"{path} {self._now}", (what, state, module.training))
 
         return note
@@ -76,103 +81,67 @@ class Masks:
     def check(self, exchange: Exchange, step: int) -> tuple[Departure, ...]:
         """Return what departs, in the order in which the modules run."""
         everyone: list[dict[str, Seen]] = exchange.gather(self._seen)
-        keys = dict.fromkeys(key for its in everyone for key in its)
-        are_slices = _Relation(self.program).of
-        return tuple(
-            departure for key in keys for departure in _differing(key, everyone, step, are_slices)
-        )
-
-    def culprit(self, departures: tuple[Departure, ...]) -> Culprit | None:
-        """Return whose masks they are that are wrong; None where nothing departs."""
-        if not departures:
-            return None
-        first = departures[0]
-        same = [
-            departure
-            for departure in departures
-            if (departure.name, departure.told) == (first.name, first.told)
-        ]
-        between = tuple(sorted({rank for departure in same for rank in departure.between}))
-        ranks = tuple(sorted({departure.rank for departure in same}))
-        return Culprit(
-            state=Subject.RANDOM,
-            axis=axes_between(ranks, between, coordinates(self.program)),
-            factor=first.told,
-            place=first.place,
-            step=first.step,
-            ranks=ranks if first.told == EVALUATES else between,
-            sentence=_sentence(first, between),
-        )
-
-
-class _Relation:
-    """What two ranks are to each other: whether they have slices of the same tokens' masks."""
-
-    def __init__(self, program: Program) -> None:
-        self._places = coordinates(program)
-        self._axes = {str(axis) for axis in TOKEN_AXES}
-
-    def of(self, one: int, other: int) -> bool | None:
-        """Return None for ranks that others stand between: these are judged beside them."""
-        places = self._places[one], self._places[other]
-        apart = {axis for axis in places[0] if places[0][axis] != places[1][axis]}
-        if not apart & self._axes:
-            return False
-        return True if apart <= self._axes else None
-
-
-def _differing(
-    key: str,
-    everyone: list[dict[str, Seen]],
-    step: int,
-    are_slices: Callable[[int, int], bool | None],
-) -> Iterator[Departure]:
-    """Yield the departures of pairs of ranks that run the module. `are_slices`: `_Relation.of`."""
-    path, _, micro_batch = key.rpartition(" ")
-    ranks = [rank for rank, its in enumerate(everyone) if key in its]
-    modes = [everyone[rank][key][2] for rank in ranks]
-    usual = modes.count(True) * 2 >= len(modes)
-    for one, other in combinations(ranks, 2):
-        relation = are_slices(one, other)
-        if relation is None:
-            continue
-        fault = _fault(everyone[one][key], everyone[other][key], are_slices=relation)
-        if fault:
-            yield Departure(
-                step=step,
-                moment=Moment.FORWARD,
-                subject=Subject.RANDOM,
-                name=path,
-                rank=one if fault == EVALUATES and everyone[one][key][2] is not usual else other,
-                index=int(micro_batch),
-                between=(one, other),
-                told=fault,
+        spec = self.program.spec
+        lines = [line(spec, rank, *TOKEN_AXES) for rank in range(len(everyone))]
+        departures: list[Departure] = []
+        for key in dict.fromkeys(key for its in everyone for key in its):
+            path, _, micro_batch = key.rpartition(" ")
+            seen = {rank: its[key] for rank, its in enumerate(everyone) if key in its}
+            departures += (
+                replace(departure, step=step, name=path, index=int(micro_batch))
+                for departure in departing(seen, lines)
             )
+        return tuple(departures)
+
+    def culprit(self, departures: Sequence[Departure]) -> Culprit | None:
+        """Return whose masks they are that are wrong; None where nothing departs."""
+        same = [its for its in departures if its.told == departures[0].told]
+        cause = culprit(same, coordinates(self.program))
+        if cause is None:
+            return None
+        first, ranks = same[0], cause.ranks
+        if first.told != EVALUATES:  # all of them are involved
+            alike = (departure for departure in same if departure.name == first.name)
+            ranks = tuple(sorted({rank for departure in alike for rank in departure.between}))
+        sentence = f"dropout in {first.place} on {listed(ranks)} {_REMEDIES[first.told]}"
+        return replace(cause, factor=first.told, place=first.place, ranks=ranks, sentence=sentence)
 
 
-def _fault(one: Seen, other: Seen, *, are_slices: bool) -> str:
-    (given, state, trains), (its_given, its_state, its_trains) = one, other
-    if trains != its_trains:
-        return EVALUATES
-    if are_slices:
-        return UNLIKE if state != its_state else ""
-    if given == its_given:
-        return DIFFERENT if state != its_state else ""
-    return SHARED if state == its_state and trains else ""
+_REMEDIES = {
+    DIFFERENT: "draws different masks for copies of one activation: seed these ranks alike",
+    UNLIKE: "draws different masks for slices of one mask: seed these ranks alike",
+    SHARED: "draws the same mask for different activations: seed by the place of what each rank "
+    "computes",
+    EVALUATES: "is in evaluation mode: call model.train() there",
+}
 
 
-def _sentence(first: Departure, between: tuple[int, ...]) -> str:
-    who = f"dropout in {first.name} on {listed(between)}"
-    if first.told == EVALUATES:
-        return f"{first.name} is in evaluation mode on rank {first.rank}: call model.train() there"
-    if first.told == SHARED:
-        return (
-            f"{who} draws the same mask for different activations: seed by the place of what "
-            "each rank computes"
-        )
-    copies = "slices of one mask" if first.told == UNLIKE else "copies of one activation"
-    return f"{who} draws different masks for {copies}: seed these ranks alike"
+def departing(seen: Mapping[int, Seen], lines: Sequence[Sequence[int]]) -> Iterator[Departure]:
+    """Yield what departs of one module's pass, by the ranks that run it. `lines`: of each rank
+    those with slices of the same tokens, itself among them."""
+    still = [rank for rank, (_, _, trains) in seen.items() if not trains]
+    if 0 < len(still) < len(seen):
+        yield from (_departure(rank, seen, EVALUATES) for rank in still)
+        return
+    groups: dict[str, list[int]] = {}
+    for rank in seen:
+        whole = " ".join(seen[other][0] for other in lines[rank] if other in seen)
+        groups.setdefault(whole, []).append(rank)
+    for group in groups.values():
+        usual, _ = Counter(seen[rank][1] for rank in group).most_common(1)[0]
+        for rank in group:
+            given, state, _ = seen[rank]
+            copies = (its for its in group if seen[its][0] == given and its not in lines[rank])
+            if state != usual:
+                is_copy = any(seen[its][1] != state for its in copies)
+                yield _departure(rank, group, DIFFERENT if is_copy else UNLIKE)
+    places = {rank: (whole, seen[rank][1]) for whole, group in groups.items() for rank in group}
+    if not still:  # who evaluates draws nothing
+        yield from alike_apart([places.get(rank) for rank in range(len(lines))], Moment.FORWARD, 0)
 
 
-def _state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def _departure(rank: int, between: Iterable[int], fault: str) -> Departure:
+    return Departure(
+        step=0, moment=Moment.FORWARD, subject=Subject.RANDOM, name="", rank=rank,
+        between=tuple(between), told=fault,
+    )  # fmt: skip

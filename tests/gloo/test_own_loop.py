@@ -302,6 +302,7 @@ def test_a_reference_of_which_nothing_is_trained_or_known_is_refused_with_a_reme
         ("ddp", "not divided by K", "× 2 (micro-batches)"),
         ("fsdp2", "head left out", "not updated"),
         ("ddp", "not brought back", "stale on some ranks"),
+        ("fsdp2", "local clip", "clipped by the local norm"),
         ("ddp", "doubled sample", "missing and doubled"),
     ],
 )

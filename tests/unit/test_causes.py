@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ptrain.report.copies import SHARED
 from ptrain.spec.axis import Axis
 from ptrain.steps.context import ContextParallel
 from ptrain.verification.causes.attended import _any_of, _hidden
@@ -13,7 +14,7 @@ from ptrain.verification.causes.sent_home import under_other_strides
 from ptrain.verification.causes.targets import _other
 from ptrain.verification.causes.token_layout import TokenLayout
 from ptrain.verification.causes.values import order_of_slices
-from ptrain.verification.masks import DIFFERENT, EVALUATES, UNLIKE, Seen, _differing
+from ptrain.verification.masks import DIFFERENT, EVALUATES, UNLIKE, Seen, departing
 
 WHOLE = torch.randn(8, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -50,30 +51,48 @@ def test_targets_of_a_loss_are_told_by_shift_or_micro_batch() -> None:
     assert list(_other(wanted[0].roll(2, 1), wanted, 0)) == ["targets shifted 2 too little"]
 
 
-def _told(*ranks: Seen, are_slices: bool | None = False) -> list[tuple[int, str]]:
-    of_ranks = [{"blocks.0 3": seen} for seen in ranks]
-    departures = _differing("blocks.0 3", of_ranks, 0, lambda *_: are_slices)
-    return [(departure.rank, departure.told) for departure in departures]
+def _told(*ranks: Seen, slices: int = 1) -> list[tuple[int, str]]:
+    """Every `slices` neighbours have slices of the same tokens."""
+    count = len(ranks)
+    lines = [range(rank - rank % slices, rank - rank % slices + slices) for rank in range(count)]
+    return [(its.rank, its.told) for its in departing(dict(enumerate(ranks)), lines)]
 
 
 def test_ranks_draw_alike_where_they_are_given_the_same_and_apart_elsewhere() -> None:
     assert not _told(("x", "a", True), ("x", "a", True))
     assert not _told(("x", "a", True), ("y", "b", True))
     assert _told(("x", "a", True), ("x", "b", True)) == [(1, DIFFERENT)]
-    assert _told(("x", "a", True), ("y", "a", True)) == [(1, "shared where it must differ")]
+    assert _told(("x", "a", True), ("y", "a", True)) == [(1, SHARED)]
     assert not _told(("x", "a", False), ("y", "a", False))  # who evaluates draws nothing
 
 
+def test_of_several_copies_the_one_that_draws_unlike_the_others_is_named() -> None:
+    assert _told(("x", "b", True), ("x", "a", True), ("x", "a", True)) == [(0, DIFFERENT)]
+
+
 def test_ranks_with_slices_of_the_same_samples_draw_alike() -> None:
-    assert not _told(("x", "a", True), ("y", "a", True), are_slices=True)
-    assert _told(("x", "a", True), ("y", "b", True), are_slices=True) == [(1, UNLIKE)]
-    assert not _told(("x", "a", True), ("y", "b", True), are_slices=None)
+    assert not _told(("x", "a", True), ("y", "a", True), slices=2)
+    assert _told(("x", "a", True), ("y", "b", True), slices=2) == [(1, UNLIKE)]
+
+
+def test_ranks_with_slices_are_compared_with_others_by_all_of_their_slices() -> None:
+    samples = ("x", "a", True), ("y", "a", True)
+    assert not _told(*samples, ("x", "b", True), ("z", "b", True), slices=2)
+    others = ("x", "a", True), ("z", "a", True)
+    assert _told(*samples, *others, slices=2) == [(2, SHARED), (3, SHARED)]
+    copies = ("x", "b", True), ("y", "b", True)
+    assert _told(*samples, *copies, slices=2) == [(2, DIFFERENT), (3, DIFFERENT)]
+    assert _told(samples[0], copies[1], samples[0], copies[1], slices=2) == [
+        (1, UNLIKE), (3, UNLIKE),
+    ]  # fmt: skip
 
 
 def test_the_rank_that_evaluates_alone_is_named() -> None:
     assert _told(("x", "a", True), ("y", "b", False)) == [(1, EVALUATES)]
     one_of_three = (("x", "a", False), ("y", "b", True), ("z", "c", True))
-    assert {rank for rank, told in _told(*one_of_three) if told == EVALUATES} == {0}
+    assert _told(*one_of_three) == [(0, EVALUATES)]
+    two_of_three = (("x", "a", False), ("y", "b", False), ("z", "c", True))
+    assert _told(*two_of_three) == [(0, EVALUATES), (1, EVALUATES)]
 
 
 TABLE = torch.arange(16, dtype=torch.float64)[:, None].sin()

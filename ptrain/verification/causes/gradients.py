@@ -78,7 +78,7 @@ def _causes(scene: Investigation, names: list[str], lost: Sequence[str]) -> Iter
     for without in ((SymptomKind.UNEVEN,), ()):
         culprit = explain_gradients(departures, evidence, scene.ranks, limit, without)
         if culprit.certainty is Certainty.PROVEN:
-            yield _of(culprit)
+            yield Cause.of(culprit)
         if without:
             yield from filter(None, (cause(scene, names) for cause in behind))
     yield from filter(None, [_without_gradient(lost), _rounded(scene, names)])
@@ -103,13 +103,6 @@ def _without_gradient(gone: Sequence[str]) -> Cause | None:
     )
     tried = "that all else which departs follows from it was not tried"
     return Cause("", "no gradient", sentence, families(gone), tried=tried)
-
-
-def _of(culprit: Culprit) -> Cause:
-    return Cause(
-        culprit.axis, culprit.factor, culprit.sentence, culprit.place, culprit.certainty,
-        culprit.tried,
-    )  # fmt: skip
 
 
 def _one_element(scene: Investigation, names: list[str]) -> Cause | None:

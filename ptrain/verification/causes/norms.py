@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import combinations
 
 from torch import Tensor
 
@@ -66,14 +65,15 @@ def _of_own_shards(scene: Investigation) -> tuple[str, ...]:
             square += float(_own_rows(scene, name, own).square().sum())
     norm = evidence.norm if evidence.norm is not None else math.nan
     is_own = math.isclose(math.sqrt(square), norm, rel_tol=EXACT)
-    everyone = scene.exchange.gather([norm, is_own])
-    cut = [axis for axis in scene.axes if _cuts(scene.spec, axis)]
-    for axes in (its for number in range(1, len(cut) + 1) for its in combinations(cut, number)):
-        squares = [everyone[rank][0] ** 2 for rank in scene.line(scene.rank, *axes)]
-        right = math.isclose(math.sqrt(sum(squares)), evidence.expected_norm, rel_tol=EXACT)
-        if any(scene.exchange.gather(right)):
-            return tuple(map(str, axes))
-    return tuple(map(str, cut)) if all(its[1] for its in everyone) else ()
+    norms, are_own = zip(*scene.exchange.gather([norm, is_own]), strict=True)
+    cut = tuple(str(axis) for axis in scene.axes if _cuts(scene.spec, axis))
+    for axis, groups in scene.ranks.summed.items():
+        axes = axis.split("+")
+        sums = (math.hypot(*(norms[rank] for rank in group)) for group in groups)
+        is_right = any(math.isclose(its, evidence.expected_norm, rel_tol=EXACT) for its in sums)
+        if is_right and set(axes) <= set(cut):
+            return tuple(name for name in cut if name in axes)
+    return cut if all(are_own) else ()
 
 
 def _own_rows(scene: Investigation, name: str, values: Tensor) -> Tensor:

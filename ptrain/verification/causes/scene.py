@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ptrain.axes.context.tokens import Span
-from ptrain.report.finding import Certainty, Departure, Moment, Subject
+from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
 from ptrain.spec.axis import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
@@ -36,6 +36,12 @@ class Cause:
     place: str = ""  # where it is not the first departure's
     certainty: Certainty = Certainty.FITS
     tried: str = ""
+
+    @classmethod
+    def of(cls, culprit: Culprit) -> Cause:
+        """Return what a culprit of any loop says."""
+        its = culprit.factor, culprit.sentence, culprit.place, culprit.certainty, culprit.tried
+        return cls(culprit.axis, *its)
 
 
 class Investigation:

@@ -44,13 +44,7 @@ def proven_update(scene: Investigation, one: Departure, program: Program) -> Cau
     culprit = UpdateExplainer(departures, case, scene.ranks).exchanged()
     if culprit is None:
         return None
-    return Cause(
-        axis=scene.axis_of(culprit.ranks),
-        factor=culprit.factor,
-        sentence=culprit.sentence,
-        certainty=culprit.certainty,
-        tried=culprit.tried,
-    )
+    return replace(Cause.of(culprit), axis=scene.axis_of(culprit.ranks), place="")
 
 
 def _parameter(departure: Departure) -> str:

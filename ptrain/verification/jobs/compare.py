@@ -7,12 +7,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ptrain.report.copies import Copy, differing
 from ptrain.report.finding import Departure, Moment, Subject, Way
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.record import StepRecorder
@@ -342,25 +343,16 @@ def digest(tensor: Tensor | None) -> str:
     return hashlib.blake2b(raw.tobytes(), digest_size=12).hexdigest()
 
 
-def replicas(
-    step: int, everyones: Sequence[Mapping[str, Sequence[str]]], subject: Subject
-) -> Iterator[Departure]:
+def replicas(step: int, everyones: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[Departure]:
     """Yield a departure where ranks hold the same part of a parameter and do not have the same bits
     of it."""
-    for name in dict.fromkeys(name for mine in everyones for name in mine):
-        groups: dict[str, dict[str, list[int]]] = {}
-        for rank, mine in enumerate(everyones):
-            if name in mine:
-                part, checksum = mine[name]
-                groups.setdefault(part, {}).setdefault(checksum, []).append(rank)
-        for versions in groups.values():
-            if len(versions) > 1:
-                ranks = sorted(rank for holders in versions.values() for rank in holders)
-                fewest = min(versions.values(), key=len)
-                yield Departure(
-                    step=step, moment=Moment.UPDATE, subject=subject, name=name, rank=fewest[0],
-                    difference=math.inf, between=tuple(ranks), told="replicas differ",
-                )  # fmt: skip
+    when = Moment.UPDATE, Subject.PARAMETERS
+    tables = [
+        [Copy(*when, name, part, "", bits) for name, (part, bits) in mine.items()]
+        for mine in everyones
+    ]
+    for departure in differing(tables, step):
+        yield replace(departure, difference=math.inf, told="replicas differ")
 
 
 def state_of(

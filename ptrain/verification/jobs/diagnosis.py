@@ -342,20 +342,7 @@ class Diagnosis:
 
     def _by_rank(self) -> Culprit:
         """Every rank has a factor of its own, or nothing fits."""
-        evidence = self.evidence
-        if evidence.norm and self.first.kind is SymptomKind.EACH:
-            clipped = [
-                abs(norm / evidence.norm - 1) <= 10 * self.tolerance for norm in evidence.norms
-            ]
-            if sum(clipped) > len(clipped) // 2:
-                return self._say(
-                    next(iter(self.ranks.axes), ""),
-                    "clipped by the local norm",
-                    "Every rank's own part has the norm that the whole gradient must be clipped "
-                    "to: each rank clips by the norm of what it holds. Sum the squares over all "
-                    "ranks that hold other parts first.",
-                    state=Subject.NORM,
-                )
+        if self.first.kind is SymptomKind.EACH:
             factors = own_factors(self.samples)
             listed = ", ".join(f"rank {rank}: × {its:.4g}" for rank, its in factors.items())
             return self._say(

@@ -183,9 +183,6 @@ class Drawing:
 @contextmanager
 def drawing_from(state: RandomState, model: nn.Module) -> Iterator[None]:
     """Draw from `state` on within, and go on afterwards from where the generators stand now."""
-    now = RandomState.of(model)
-    state.restore()
-    try:
+    with torch.random.fork_rng(devices=cuda_devices(model)):
+        state.restore()
         yield
-    finally:
-        now.restore()

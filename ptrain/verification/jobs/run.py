@@ -197,7 +197,7 @@ class Examiner:
         sums = checksums(self.pair, seen.seen.gradients)
         self.sums += [sums] if step < _REPEATED else []
         self._gather(seen.differences)
-        self.departures += replicas(step, self.ranks.gather(sums["parameters"]), Subject.PARAMETERS)
+        self.departures += replicas(step, self.ranks.gather(sums["parameters"]))
         self.drawing.require_attributed(bool(self.departures))
         self._note_norms(seen)
         self.watched.see(seen.expected, self.pair.wholes)
