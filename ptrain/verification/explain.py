@@ -149,7 +149,7 @@ def _skipped(scene: Investigation, one: Departure, program: Program) -> Cause:
         f"the update leaves {one.name} out: its values, its moments and its counter are those of "
         "before; give it to the optimizer, and step the optimizer of every shard"
     )
-    tried = "its gradient is one device's, and all of these are what they were before the update"
+    tried = "all of these are what they were before the update"
     return directly(Cause(scene.axis_of(ranks), "update skipped", sentence), tried, by_all=by_all)
 
 
