@@ -92,7 +92,7 @@ def _works(
     yield Collective.ALL_GATHER, lambda: all_gather(whole, shard, group, registry)
     yield (
         Collective.REDUCE_SCATTER,
-        lambda: reduce_scatter(shard, whole, group, ReduceScatterVia.NATIVE, registry),
+        lambda: reduce_scatter(shard, whole, group, ReduceScatterVia.NATIVE, registry).wait(),
     )
     yield Collective.ALL_TO_ALL, lambda: dist.all_to_all_single(other, whole, group=group)
     yield Collective.BROADCAST, lambda: dist.broadcast(whole, group=group, group_src=0)

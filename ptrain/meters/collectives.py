@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from ptrain.costs import Phase
+from ptrain.costs import Collective, Phase
 from ptrain.internals import process_groups
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
@@ -117,9 +117,11 @@ class CollectiveLedger(OperatorMode):
             _wait(result, whole)
             digest = of_bytes("".join(digests(whole)).encode())
         sent = whole if operator in _ALIKE else _tensors(named)
+        meant = self.program.registry.executed
+        is_sum = meant is Collective.REDUCE_SCATTER
         return Call(
-            operator=operator,
-            reduces=_reduction(named.get("reduce_op")),
+            operator=operator if meant is None else str(meant),
+            reduces="SUM" if is_sum else _reduction(named.get("reduce_op")),
             dtype=str(sent[0].dtype).removeprefix("torch.") if sent else "",
             numel=sum(tensor.numel() for tensor in sent),
             carries=carries,

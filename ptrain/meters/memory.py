@@ -195,7 +195,8 @@ class MemoryMeter(Ledger):
         if self._tiers[key] is Tier.DEVICE:
             self.live += size
             if self._phase and self.live > self._peaks[self._phase]:
-                self._pause(_SETTLE_SECONDS)
+                is_sent = any(ref() is not None for ref in self._communicated.values())
+                self._pause(_RELEASE_SECONDS if is_sent else _SETTLE_SECONDS)
                 self._peaks[self._phase] = max(self.live, self._peaks[self._phase])
 
     def phase(self, phase: Phase, micro_batch: int) -> None:

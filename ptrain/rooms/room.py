@@ -183,8 +183,8 @@ class Room(Protocol[T]):
     def reduce_scatter(
         self, whole: T, into: T, axes: Axes, via: ReduceScatterVia, *, is_awaited: bool
     ) -> Move[T]:
-        """`into` becomes this rank's part of the ranks' summed `whole` (1-d, ranks x shard); by
-        exchange through one more buffer of its size."""
+        """`into` becomes this rank's part of the ranks' summed `whole` (1-d, ranks x shard), which
+        is used up; by exchange through one more buffer of its size."""
         ...
 
     def all_reduce(self, tensor: T, axes: Axes, *, is_awaited: bool) -> Move[T]:

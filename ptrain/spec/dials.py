@@ -98,8 +98,8 @@ class SyncPolicy:
 
 
 class ReduceScatterVia(Word):
-    """`native`: the backend's own (gloo executes it as an all-reduce); `all_to_all`: an exchange
-    and a local sum, a true reduce-scatter on gloo."""
+    """`native`: the backend's own (on gloo an all-reduce; between two ranks an exchange of halves);
+    `all_to_all`: an exchange and a local sum, a true reduce-scatter between any ranks on gloo."""
 
     NATIVE = "native"
     ALL_TO_ALL = "all_to_all"

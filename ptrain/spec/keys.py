@@ -124,7 +124,7 @@ class Keys:
                 Choice(
                     "",
                     {
-                        "native": "the backend's own (gloo executes it as an all-reduce)",
+                        "native": "the backend's own (on gloo an all-reduce; two ranks exchange)",
                         "all_to_all": "an exchange and a local sum: a true one on gloo",
                         "stock": "another word for native",
                     },

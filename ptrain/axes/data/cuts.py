@@ -150,11 +150,12 @@ class Cuts(Generic[T]):
         return Move(result, part, work, finish)
 
     def reduce_scatter(self, part: T, cut: Sequence[Axis], over: Sequence[Axis]) -> T:
-        """Sum along `over` and keep this rank's part: from a shard over `cut` to one over both."""
+        """Sum along `over` and keep this rank's part: from a shard over `cut` to one over both.
+        `part` is used up."""
         return self._reduce_scatter(part, cut, over, is_awaited=True).wait()
 
     def start_reduce_scatter(self, part: T, cut: Sequence[Axis], over: Sequence[Axis]) -> Move[T]:
-        """`reduce_scatter`, awaited later; `part` must not change until then."""
+        """`reduce_scatter`, awaited later; nobody but it may change `part` until then."""
         return self._reduce_scatter(part, cut, over, is_awaited=False)
 
     def _reduce_scatter(
