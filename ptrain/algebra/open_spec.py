@@ -7,7 +7,7 @@ same way through specs which are alike in the fields that it reads on this way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, NoReturn
@@ -48,16 +48,16 @@ class Memo:
         # By which fields were read, and by their values' identities: what was read stays alive.
         self._known: dict[tuple[str, ...], dict[tuple[int, ...], tuple[bool, list[Any]]]] = {}
 
-    def holds_of(self, spec: Spec) -> bool:
-        """Return whether a spec is as is claimed."""
-        values = spec.__dict__
+    def holds_of(self, spec: Spec, values: Mapping[str, Any]) -> bool:
+        """Return whether a spec is as is claimed with other values of all these fields: it is made
+        where nobody knows it."""
         for names, known in self._known.items():
             answer = known.get(tuple([id(values[name]) for name in names]))
             if answer is not None:
                 return answer[0]
         noting = _with(_noting(self._names), spec)
         read: list[str] = []
-        noting.__dict__[_READ] = read
+        noting.__dict__.update(values, **{_READ: read})
         is_so = self._claim(noting)
         names = tuple(dict.fromkeys(read))
         answer = is_so, [values[name] for name in names]

@@ -6,7 +6,6 @@ A rank is as slow as its stages and as full, so a cut is balanced by what its la
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -216,11 +215,11 @@ def _lightest(sums: Sequence[float], stages: int) -> float:
     costs = [0.0] + [float("inf")] * layers  # of the first n layers in the stages so far
     for stage in range(1, stages + 1):
         following = [float("inf")] * (layers + 1)
+        at = stage - 1  # where they cross: no earlier with more layers
         for end in range(stage, layers + 1):
             total = sums[end]
-            at = bisect_left(
-                range(end), True, stage - 1, key=lambda at: costs[at] >= total - sums[at]
-            )
+            while at < end and costs[at] < total - sums[at]:
+                at += 1
             before = total - sums[at - 1] if at > stage - 1 else float("inf")
             following[end] = min(before, costs[at] if at < end else float("inf"))
         costs = following

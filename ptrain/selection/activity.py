@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
 
 from ptrain.derivation import activations
 from ptrain.derivation.layers import passes_at
@@ -12,13 +14,17 @@ from ptrain.derivation.tables import Place, Setting, setting_of
 from ptrain.derivation.tensor import cut_of, fullest_place
 from ptrain.facts.passes import Items, Passes, net
 from ptrain.plan.lower import lower
+from ptrain.selection.arrays import numpy
 from ptrain.spec.activations import Kept, Scope
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run
+from ptrain.timeline import Boundary, Item, Kind, Mark, Repeated, Run
 
+Array = Any
 _LAYERS = 3  # a first, a middle and a last one
+# Of a model that is whole, and of stages: the order in which moments count chunks.
+STAGE_PLACES = (Place.ALONE, Place.FIRST, Place.MIDDLE, Place.LAST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +46,7 @@ class EndsActivity:
     half_begun: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Activity:
     """Bytes of a micro-batch. Of a `block`: what its forward pass leaves, and the rises of this and
     of its backward pass above what there was before, gradients of parameters not counted; what the
@@ -57,6 +63,14 @@ class Activity:
     hidden: int
     least: int
     ends: Mapping[Place, EndsActivity]
+
+    @cached_property
+    def by_place(self) -> dict[str, Array]:
+        """Return each field of `EndsActivity` by place, in the order of `STAGE_PLACES`."""
+        ends = [self.ends[place] for place in STAGE_PLACES]
+        names = [of.name for of in fields(EndsActivity)]
+        table = [[getattr(of_place, name) for of_place in ends] for name in names]
+        return dict(zip(names, numpy().array(table, dtype=numpy().float32), strict=True))
 
     def of_samples(self, samples: int, known: int) -> Activity:
         """Return the bytes of so many samples, where these are those of the known number."""
@@ -167,27 +181,38 @@ def _parted(items: Items, kind: Kind) -> tuple[Run, Run, Run]:
     enter, leave, last = Mark.PRE_BACKWARD, Mark.POST_BACKWARD, 0
     if kind is Kind.FORWARD:
         enter, leave, last = Mark.ENTER, Mark.LEAVE, _LAYERS - 1
-    parts = {"before": Run(0, 0), "middle": Run(0, 0), "behind": Run(0, 0)}
-    place = "before"
+    parts = {place: _Sums() for place in ("before", "middle", "outer", "behind")}
+    own = parts["before"]
     for item in _flat(items):
         if isinstance(item, Run):
-            if place in parts:
-                parts[place] = parts[place].then(item)
-        elif isinstance(item, Boundary) and item.unit < _LAYERS:
-            if item.mark is enter:
-                place = "middle" if item.unit == 1 else "outer"
-            elif item.mark is leave and item.unit == last:
-                place = "behind"
-    return parts["before"], parts["middle"], parts["behind"]
+            own.add(item.rise, item.net)
+        elif not isinstance(item, Boundary):
+            own.add(0, net(item))  # a gradient that is complete is the wrap's
+        elif item.unit < _LAYERS and item.mark is enter:
+            own = parts["middle" if item.unit == 1 else "outer"]
+        elif item.unit == last and item.mark is leave:
+            own = parts["behind"]
+    before, middle, behind = (parts[place] for place in ("before", "middle", "behind"))
+    return Run(*before.ends), Run(*middle.ends), Run(*behind.ends)
+
+
+class _Sums:
+    """What items leave together, and the rise above what there was before them."""
+
+    def __init__(self) -> None:
+        self.ends = 0, 0
+
+    def add(self, rise: int, left: int) -> None:
+        """Take in the next item."""
+        own, level = self.ends
+        self.ends = max(own, level + rise), level + left
 
 
 def _flat(items: Iterable[Item]) -> Iterable[Item]:
-    """Items one by one; a gradient that is complete is the wrap's."""
+    """Yield items one by one."""
     for item in items:
         if isinstance(item, Repeated):
             for _ in range(item.times):
                 yield from _flat(item.items)
-        elif isinstance(item, Complete):
-            yield Run(0, net(item))
         else:
             yield item

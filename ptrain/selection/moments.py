@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 from ptrain.axes.pipeline.cost.chunks import PipelineSize, chunks_between, stages_of
 from ptrain.axes.pipeline.cost.moments import FlightMoment, moments
 from ptrain.derivation.tables import Place
+from ptrain.selection.activity import STAGE_PLACES
 from ptrain.selection.arrays import numpy
-from ptrain.selection.score import STAGE_PLACES, FlowMoments, RankMoments
+from ptrain.selection.score import FlowMoments, RankMoments
 from ptrain.spec.pipeline import ScheduleName
 
-_ENDLESS = 6  # micro-batches for a rank: with more of them the fullest moments are the same
+_ENDLESS = 4  # micro-batches for a rank: with more of them the fullest moments are the same
 _GROWING = (ScheduleName.GPIPE, ScheduleName.BFS)
 _BY_PLACE = ("chunks", "waiting", "on")
 _NUMBERED = {place: number for number, place in enumerate(STAGE_PLACES)}

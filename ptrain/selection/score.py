@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from ptrain.derivation.tables import Place
 from ptrain.selection.activity import Activity
 from ptrain.selection.arrays import numpy
 from ptrain.selection.issuing import IssueSeconds
@@ -21,8 +20,6 @@ from ptrain.selection.profile import Seconds, Sizes
 from ptrain.selection.rows import Columns
 
 Array = Any
-# Of a model that is whole, and of stages: the order in which moments count chunks.
-STAGE_PLACES = (Place.ALONE, Place.FIRST, Place.MIDDLE, Place.LAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,18 +182,14 @@ class HeldActivities:
         if self.moments.has_halves:
             saved = saved + at.halved * (act.block + act.half)
         saved = saved + at.messages * act.hidden
-        saved = saved + self.moments.chunks @ self._by_place("saved")
+        saved = saved + self.moments.chunks @ self.act.by_place["saved"]
         if self.moments.has_halves:
-            saved = saved + at.waiting @ self._by_place("waiting")
+            saved = saved + at.waiting @ self.act.by_place["waiting"]
         return saved
 
     def on_stage(self, name: str) -> Array:
         """Return what the stage has whose pass it is."""
-        return self._by_place(name).take(self.moments.stage)
-
-    def _by_place(self, name: str) -> Array:
-        ends = [getattr(self.act.ends[place], name) for place in STAGE_PLACES]
-        return numpy().array(ends, dtype=self.at.on.dtype)
+        return self.act.by_place[name].take(self.moments.stage)
 
     @cached_property
     def ended(self) -> Array:

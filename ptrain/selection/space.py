@@ -133,8 +133,8 @@ class Through(Enum):
 
 @dataclass(frozen=True)
 class Legality:
-    """Which combinations of choices are legal and run, and are predicted. Each question is asked
-    once. `scored`: the base whose tables are looked for, where those of its own are not."""
+    """Which combinations of choices are legal and run, and are predicted. `scored`: the base whose
+    tables are looked for, where those of its own are not."""
 
     base: Spec
     written: Written = NOTHING
@@ -158,16 +158,15 @@ class Legality:
         """Of how blocks are cut and kept, of one sample or `several`; false too where no table
         tells what that allocates on the devices."""
         kind = ("within", choices, through)
-        if (key := (*kind, kept, several)) not in self.known:
-            if kind not in self.open_specs:
-                tall = self._tall((THROUGH[through], *choices), _ENOUGH)
-                self.open_specs[kind] = OpenSpec.of(tall, ("activations", *_NUMBERS))
-            opened = self.open_specs[kind]
-            spec = kept_so(opened.spec, kept)
-            spec = with_batch(spec, 2) if several else spec
-            is_sound = opened.is_sound(activations=spec.activations, batch=spec.batch)
-            self.known[key] = is_sound and self._is_predicted(spec)
-        return self.known[key]
+        opened = self.open_specs.get(kind)
+        if opened is None:
+            tall = self._tall((THROUGH[through], *choices), _ENOUGH)
+            opened = OpenSpec.of(tall, ("activations", *_NUMBERS))
+            self.open_specs[kind] = opened
+        spec = kept_so(opened.spec, kept)
+        spec = with_batch(spec, 2) if several else spec
+        is_sound = opened.is_sound(activations=spec.activations, batch=spec.batch)
+        return is_sound and self._is_predicted(spec)
 
     def _is_predicted(self, spec: Spec) -> bool:
         like = self._like(spec.but(cluster=self.base.cluster))
@@ -195,8 +194,8 @@ class Legality:
                 continue
             claims = [Memo(self._says_more, names), *memos(opened.rules, names)]
             for choice in (first, *alike):
-                said = opened.spec.but(**dict(choice.changes))
-                if all(claim.holds_of(said) for claim in claims):
+                values = dict(choice.changes)
+                if all(claim.holds_of(opened.spec, values) for claim in claims):
                     yield choice
 
     def _says_more(self, spec: Spec) -> bool:

@@ -79,9 +79,9 @@ def test_a_claim_is_checked_once_for_specs_that_are_alike_in_what_it_reads():
     memo, two = Memo(claim, ("unit", "overlap")), UnitSize(kind=UnitKind.BLOCKS, count=2)
     one = UnitSize()
     backward = Overlap.BACKWARD
-    specs = [
-        BASE.but(unit=unit, overlap=overlap) for unit in (one, two) for overlap in (None, backward)
+    values = [
+        {"unit": unit, "overlap": overlap} for unit in (one, two) for overlap in (None, backward)
     ]
     for _ in range(2):
-        assert [memo.holds_of(spec) for spec in specs] == [True, True, True, False]
+        assert [memo.holds_of(BASE, of_spec) for of_spec in values] == [True, True, True, False]
     assert len(asked) == 3  # of one block whatever the overlap is
