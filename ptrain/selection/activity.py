@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 from ptrain.derivation import activations
 from ptrain.derivation.layers import passes_at
@@ -14,14 +13,13 @@ from ptrain.derivation.tables import Place, Setting, setting_of
 from ptrain.derivation.tensor import cut_of, fullest_place
 from ptrain.facts.passes import Items, Passes, net
 from ptrain.plan.lower import lower
-from ptrain.selection.arrays import numpy
+from ptrain.selection.arrays import Array, numpy
 from ptrain.spec.activations import Kept, Scope
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Item, Kind, Mark, Repeated, Run
 
-Array = Any
 _LAYERS = 3  # a first, a middle and a last one
 # Of a model that is whole, and of stages: the order in which moments count chunks.
 STAGE_PLACES = (Place.ALONE, Place.FIRST, Place.MIDDLE, Place.LAST)

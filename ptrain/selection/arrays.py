@@ -9,6 +9,9 @@ from typing import Any
 
 from ptrain.errors import PtrainError
 
+Array = Any
+Columns = dict[str, Array]  # by name, of many choices
+
 
 @cache
 def numpy() -> Any:

@@ -9,15 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 from ptrain.costs import Collective
-from ptrain.selection.arrays import numpy
+from ptrain.selection.arrays import Array, Columns, numpy
 from ptrain.selection.blocks import BoundedPeaks, CandidateBlock
 from ptrain.selection.flows import FlowGroup, PipelineFlows
 from ptrain.selection.inner import InnerCut
 from ptrain.selection.issuing import IssueSeconds
 from ptrain.selection.peaks import AT_ONCE, together
 from ptrain.selection.profile import Seconds
-from ptrain.selection.rows import OF_ISSUE, OF_TIME, Columns
-from ptrain.selection.score import Array, Places, busy, issued
+from ptrain.selection.rows import OF_ISSUE, OF_TIME
+from ptrain.selection.score import Places, busy, issued
 from ptrain.selection.task import SLACK, SearchTask
 from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept

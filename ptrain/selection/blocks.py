@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice
-from ptrain.selection.arrays import numpy
+from ptrain.selection.arrays import Columns, numpy
 from ptrain.selection.flows import PipelineFlow
 from ptrain.selection.peaks import OpenPairs, RankPeaks, stacked
-from ptrain.selection.rows import OF_ISSUE, OF_MEMORY, OF_TIME, Columns, Ways
+from ptrain.selection.rows import OF_ISSUE, OF_MEMORY, OF_TIME, Ways
 from ptrain.selection.space import Candidate
 from ptrain.selection.task import Scored
 from ptrain.spec.activations import Kept

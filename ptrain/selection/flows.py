@@ -18,10 +18,10 @@ from ptrain.axes.pipeline.simulate import StageCost, equal_stages, simulate
 from ptrain.axes.pipeline.stage_facts import layers
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Layers
-from ptrain.selection.arrays import numpy
+from ptrain.selection.arrays import Array, numpy
 from ptrain.selection.moments import MomentRow, as_arrays, fullest, unlike
 from ptrain.selection.profile import Seconds
-from ptrain.selection.score import Array, FlowMoments
+from ptrain.selection.score import FlowMoments
 from ptrain.selection.space import Through, through_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 from ptrain.costs import Collective, State
-from ptrain.selection.arrays import by_value, numpy
+from ptrain.selection.arrays import Array, by_value, numpy
 from ptrain.selection.wires import Wires
 from ptrain.spec.rates import Hook
 
-Array = Any
 _BUCKET = 25 * 2**20  # bytes that DistributedDataParallel reduces at once
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 

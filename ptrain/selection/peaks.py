@@ -13,11 +13,10 @@ from functools import cached_property
 from typing import Any
 
 from ptrain.selection.activity import Activity
-from ptrain.selection.arrays import numpy
-from ptrain.selection.rows import OF_MEMORY, Columns
+from ptrain.selection.arrays import Array, Columns, numpy
+from ptrain.selection.rows import OF_MEMORY
 from ptrain.selection.score import (
     ActivityLevels,
-    Array,
     FlowMoments,
     HeldActivities,
     MomentParameters,

@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
 
 from ptrain.selection.activity import Activity
-from ptrain.selection.arrays import numpy
+from ptrain.selection.arrays import Array, Columns, numpy
 from ptrain.selection.issuing import IssueSeconds
 from ptrain.selection.profile import Seconds, Sizes
-from ptrain.selection.rows import Columns
-
-Array = Any
 
 
 @dataclass(frozen=True, slots=True)

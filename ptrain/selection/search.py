@@ -18,16 +18,17 @@ from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
 from ptrain.rates.pace import UnknownRate
 from ptrain.selection.activity import Activity
-from ptrain.selection.arrays import distinct, numpy
+from ptrain.selection.arrays import Columns, distinct, numpy
 from ptrain.selection.batch import BlockBatch, OpenBlock
 from ptrain.selection.blocks import BoundedPeaks, CandidateBlock, DataTable
+from ptrain.selection.data_ways import DataWay, ways_of
 from ptrain.selection.flows import FlowGroup, PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.inner import InnerCut, without_shared
 from ptrain.selection.keeper import Keeper
 from ptrain.selection.peaks import RankPeaks
 from ptrain.selection.profile import Seconds, clock_of, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
-from ptrain.selection.rows import Columns, DataWay, Ways, blocks_of_bucket, ways_of
+from ptrain.selection.rows import Ways
 from ptrain.selection.score import MomentParameters
 from ptrain.selection.space import (
     THROUGH,
@@ -45,6 +46,7 @@ from ptrain.selection.space import (
     ways_to_keep,
 )
 from ptrain.selection.task import SLACK, SearchResult, SearchTask
+from ptrain.selection.unit_ways import blocks_of_bucket
 from ptrain.selection.where import Where
 from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept
