@@ -272,6 +272,9 @@ def _shifted(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterato
             yield Run(max(rise, gap.net + more, 0), gap.net + more)
 
 
+_NOTHING = Run(0, 0)
+
+
 def _gaps(items: Sequence[Any]) -> dict[Any, Run]:
     """Return what is allocated and freed behind each boundary of a block's and each gradient that
     is complete, up to the next of them."""
@@ -280,9 +283,9 @@ def _gaps(items: Sequence[Any]) -> dict[Any, Run]:
     for item in items:
         if not isinstance(item, Run):
             key = key if _is_mark_of_others(item) else _key(item)
-            gaps.setdefault(key, Run(0, 0))
+            gaps.setdefault(key, _NOTHING)
         else:
-            gaps[key] = gaps[key].then(item)
+            gaps[key] = item if gaps[key] is _NOTHING else gaps[key].then(item)
     return gaps
 
 

@@ -145,12 +145,11 @@ class _Evaluated:
 
     def __init__(self, part: TablePart, setting: Setting, values: Mapping[str, int]) -> None:
         self.table = _table(part, setting.name(part), setting.way(part))
-        compute = setting.compute
-        sizes = [size.bytes(values, compute.itemsize) for size in self.table.sizes]
+        self._compute = setting.compute
+        self._sizes = [size.bytes(values, self._compute.itemsize) for size in self.table.sizes]
         # Of what is equal at these dimensions one object, so that a look at it is enough.
-        distinct: dict[Operator | InnerCollective, Operator | InnerCollective] = {}
-        operators = (listed.at(sizes, compute) for listed in self.table.operators)
-        self._operators = [distinct.setdefault(operator, operator) for operator in operators]
+        self._distinct: dict[Operator | InnerCollective, Operator | InnerCollective] = {}
+        self._known: dict[int, Operator | InnerCollective] = {}
         self._repeated: dict[tuple[int, int], Operator | InnerCollective] = {}
 
     def work(self, numbers: Mapping[str, int]) -> LayerWork:
@@ -160,7 +159,7 @@ class _Evaluated:
     def of_pass(self, numbers: Iterable[int]) -> PassWork:
         """Return the operators of parts one after the other, equal ones in a row as one."""
         parts = (self.table.passes[number] for number in numbers)
-        of_pass = (self._operators[operator] for part in parts for operator in part)
+        of_pass = (self._operator(operator) for part in parts for operator in part)
         runs = ([*alike] for _, alike in groupby(of_pass, id))
         return tuple([self._times(run[0], len(run)) for run in runs])
 
@@ -169,13 +168,20 @@ class _Evaluated:
         before it is awaited; what is sent over an axis is so over so many neighbours."""
 
         def entry(number: int, times: int, beside: int) -> Operator | InnerCollective:
-            what = self._operators[number]
+            what = self._operator(number)
             if isinstance(what, Operator):
                 return self._times(what, times)
             own = ranks if what.collective is not Collective.SEND else 0
             return replace(what, times=times, beside=beside, ranks=own)
 
         return tuple([entry(*group) for group in groups])
+
+    def _operator(self, number: int) -> Operator | InnerCollective:
+        """The operator with this number: of all that a table has few are in a way to keep."""
+        if number not in self._known:
+            operator = self.table.operators[number].at(self._sizes, self._compute)
+            self._known[number] = self._distinct.setdefault(operator, operator)
+        return self._known[number]
 
     def _times(
         self, operator: Operator | InnerCollective, times: int

@@ -13,8 +13,7 @@ from ptrain.selection.arrays import Array, Columns, numpy
 from ptrain.selection.data_ways import DataWay
 from ptrain.selection.moves import inside
 from ptrain.selection.profile import Sizes
-from ptrain.selection.unit_ways import UnitWays
-from ptrain.selection.wires import Wires
+from ptrain.selection.unit_ways import SharedUnits
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.placement import Tier
 
@@ -37,15 +36,16 @@ OF_ISSUE = ("issue_gather", "issue_reduce", "issue_settled", "is_in_buckets")
 
 class Ways:
     """Choices over the same axes that are legal beside the same other choices, as arrays; `units`:
-    what they do with a unit."""
+    those that are unlike in what they do with a unit."""
 
-    def __init__(self, wires: Wires, ways: Sequence[DataWay]) -> None:
-        np = numpy()
-        self.wires, self.ways, self.units = wires, ways, UnitWays(wires, ways)
+    def __init__(self, shared: SharedUnits, ways: Sequence[DataWay]) -> None:
+        np, wires = numpy(), shared.wires
+        self.wires, self.ways = wires, ways
+        self.units, self._like = shared.of(ways)
         self._of_units: dict[frozenset[UnitSize | None], Array] = {}
         self.layout = wires.base.precision.effective
         self.materialized, self.brought, self.flat, self.by_tensor = (
-            of.take(self.units.like)
+            of.take(self._like)
             for of in (
                 self.units.materialized,
                 self.units.brought,
@@ -84,7 +84,7 @@ class Ways:
 
     def row_shards(self, degrees: Sequence[int]) -> Array:
         """Return over how many ranks parameters are cut by rows; 1 where not tensor by tensor."""
-        return self.units.row_shards(degrees).take(self.units.like)
+        return self.units.row_shards(degrees).take(self._like)
 
     def columns(self, degrees: Sequence[int], sizes: Sizes, within: int, layers: int) -> Columns:
         """Return the coefficients, of a rank that has about so many layers: bytes (`_bytes`) of so
@@ -101,7 +101,7 @@ class Ways:
         times = {state: part / fewer[state] for state, part in parts.items()}
         state = optimizer_itemsize(self.wires.base.optimizer, layout)
         seconds = self.units.columns(degrees, sizes, within, layers)
-        columns = {name: of.take(self.units.like) for name, of in seconds.items()}
+        columns = {name: of.take(self._like) for name, of in seconds.items()}
         adds_none = self.by_tensor & ~(self.fixed["is_late"] > 0)
         for name in ("add", "add_end"):
             columns[name] = np.where(adds_none, 0.0, columns[name])
@@ -120,7 +120,7 @@ class Ways:
     def _parts(self, degrees: Sequence[int]) -> dict[State, Array]:
         """Into how many slices states are cut."""
         parts = self.units.parts(degrees)
-        return {state: of.take(self.units.like) for state, of in parts.items()}
+        return {state: of.take(self._like) for state, of in parts.items()}
 
     def _bytes(self, parts: dict[State, Array]) -> Columns:
         """Return bytes per parameter that a rank has: `theta` and `omega` between steps, `grads`

@@ -46,7 +46,7 @@ from ptrain.selection.space import (
     ways_to_keep,
 )
 from ptrain.selection.task import SLACK, SearchResult, SearchTask
-from ptrain.selection.unit_ways import blocks_of_bucket
+from ptrain.selection.unit_ways import SharedUnits, blocks_of_bucket
 from ptrain.selection.where import Where
 from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept
@@ -63,6 +63,7 @@ class Search:
         self.legality = Legality(task.placed, task.written, task.scored)
         self.flows = PipelineFlows(task.placed, self.facts)
         self.wires = Wires(task.base, task.pace, task.is_nominal)
+        self.shared_units = SharedUnits(self.wires)
         self.choices = data_choices(task.base, task.written)
         self.units = units_of(task.written)
         self.ways_to_keep = task.written.kept or ways_to_keep(task.written.away)
@@ -354,7 +355,7 @@ class Search:
         if key not in self.ways:
             legal = self._legal_ways(axes, inner, through, many=many)
             admitted = [way for way in legal if self._is_admitted(way, inner, through)]
-            self.ways[key] = Ways(self.wires, admitted)
+            self.ways[key] = Ways(self.shared_units, admitted)
         return self.ways[key]
 
     def _is_admitted(self, way: DataWay, inner: InnerCut, through: Through) -> bool:

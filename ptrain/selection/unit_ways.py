@@ -28,19 +28,35 @@ def blocks_of_bucket(base: Spec, sizes: Sizes) -> int:
     return max(1, base.bucket_bytes // block)
 
 
-class UnitWays:
-    """Choices over the same axes that are unlike in what is done with a unit; `like`: which of
-    these is done with each choice of those that they were made of."""
+class SharedUnits:
+    """The unlike choices of several lists of choices: of lists that do the same with units, as
+    beside schedules of two kinds, these are asked once."""
 
-    def __init__(self, wires: Wires, ways: Sequence[DataWay]) -> None:
-        np = numpy()
-        self.wires, self.layout = wires, wires.base.precision.effective
+    def __init__(self, wires: Wires) -> None:
+        self.wires = wires
+        self._known: dict[frozenset[object], tuple[UnitWays, dict[object, int]]] = {}
+
+    def of(self, ways: Sequence[DataWay]) -> tuple[UnitWays, Array]:
+        """Return the choices that are unlike, and which of these each choice is like."""
         keys = [
             (*way.cut.values(), way.form, way.is_made, way.is_brought, way.unit) for way in ways
         ]
-        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-        self.like = np.array([places[key] for key in keys], dtype=int)
-        unlike = list(dict(zip(keys, ways, strict=True)).values())
+        kinds = frozenset(keys)
+        if kinds not in self._known:
+            unlike = dict(zip(keys, ways, strict=True))
+            places: dict[object, int] = {key: place for place, key in enumerate(unlike)}
+            self._known[kinds] = UnitWays(self.wires, [*unlike.values()]), places
+        units, places = self._known[kinds]
+        return units, numpy().array([places[key] for key in keys], dtype=int)
+
+
+class UnitWays:
+    """Choices over the same axes that are unlike in what is done with a unit."""
+
+    def __init__(self, wires: Wires, unlike: Sequence[DataWay]) -> None:
+        np = numpy()
+        self.wires, self.layout = wires, wires.base.precision.effective
+        self._known: dict[tuple[object, ...], Columns] = {}
         self.cut = {
             state: np.array([way.cut[state] for way in unlike], dtype=bool)
             for state in (_THETA, _OMEGA, _GRADS)
@@ -79,6 +95,12 @@ class UnitWays:
         blocks and around them (`update_end`). Experts that ranks have of their own are cut over
         the others alone: of these the innermost axis has the fewer.
         """
+        key = tuple(degrees), sizes, within, layers
+        if key not in self._known:
+            self._known[key] = self._columns(degrees, sizes, within, layers)
+        return self._known[key]
+
+    def _columns(self, degrees: Sequence[int], sizes: Sizes, within: int, layers: int) -> Columns:
         np, layout = numpy(), self.layout
         held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
         of_experts = inside(degrees, sizes.shared_by)

@@ -59,7 +59,7 @@ class Kept:
     @property
     def is_plain(self) -> bool:
         """Whether autograd saves what it likes, where it stands."""
-        return self == PLAIN
+        return self.policy is None and self.tier is Tier.DEVICE
 
 
 PLAIN = Kept()
