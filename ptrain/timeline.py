@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ptrain.word import Word
 
@@ -121,10 +122,5 @@ def gradient_order(timeline: Timeline) -> tuple[str, ...]:
 
 def run(deltas: Iterable[int]) -> Run | None:
     """Signed sizes as one run; None where nothing happens."""
-    level = rise = 0
-    empty = True
-    for delta in deltas:
-        empty = False
-        level += delta
-        rise = max(rise, level)
-    return None if empty else Run(rise, level)
+    levels = [*accumulate(deltas)]
+    return Run(max(0, *levels), levels[-1]) if levels else None

@@ -238,8 +238,9 @@ def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
         if isinstance(event, int):
             deltas.append(sizes[event - 1] if event > 0 else -sizes[-event - 1])
             continue
-        yield from _flush(deltas)
-        deltas = []
+        if deltas:
+            yield from _flush(deltas)
+            deltas = []
         if isinstance(event, str):
             yield (MARKS[event[0]], event[1:].replace("*", "blocks.*", 1))
         else:

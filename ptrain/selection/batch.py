@@ -14,7 +14,7 @@ from ptrain.selection.blocks import BoundedPeaks, CandidateBlock
 from ptrain.selection.flows import FlowGroup, PipelineFlows
 from ptrain.selection.inner import InnerCut
 from ptrain.selection.issuing import IssueSeconds
-from ptrain.selection.peaks import AT_ONCE, together
+from ptrain.selection.peaks import TOGETHER, together
 from ptrain.selection.profile import Seconds
 from ptrain.selection.rows import OF_ISSUE, OF_TIME
 from ptrain.selection.score import Places, busy, issued
@@ -70,7 +70,7 @@ class BlockBatch:
     @property
     def is_full(self) -> bool:
         """Return whether its arrays are large enough."""
-        return self.moments >= AT_ONCE
+        return self.moments >= TOGETHER
 
     def scored(self) -> Iterator[CandidateBlock]:
         """Yield the blocks with the figures of their candidates, and forget them."""

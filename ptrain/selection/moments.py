@@ -50,15 +50,18 @@ class MomentRow(NamedTuple):
     @property
     def numbers(self) -> list[float]:
         """Return its fields in a row, with those that have a number for each place."""
-        spots: list[float] = []
-        for value in self:
-            spots += value if isinstance(value, tuple) else (value,)
-        return spots
+        fields: tuple[Any, ...] = self
+        at = _FIRST_BY_PLACE
+        after = fields[at + len(_BY_PLACE) :]
+        return [*fields[:at], *self.chunks, *self.waiting, *self.on, *after]
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Return what rows share that can be compared: whose rank, and of which pass."""
         return self.layers, self.front, self.behind, self.on, self.is_half, self.over_layers
+
+
+_FIRST_BY_PLACE = MomentRow._fields.index(_BY_PLACE[0])
 
 
 class _Fullness(NamedTuple):

@@ -23,7 +23,8 @@ from ptrain.selection.score import (
     StagePass,
 )
 
-AT_ONCE = 2**14  # moments: arrays of so many stay near the processor
+AT_ONCE = 2**13  # moments: arrays of so many stay near the processor
+TOGETHER = 2**16  # moments that are gathered, of several blocks, so that few arrays are short
 _MORE = 1 + 1e-3  # than one, of what is rounded
 _ROUNDED = 1 - 1e-6  # sums of the same bytes in another order, in fp32
 # Rows of `stacked`: `kept` of gradients from one micro-batch to the next, of experts too, and

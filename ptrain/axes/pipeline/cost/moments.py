@@ -78,8 +78,8 @@ def _of_loops(size: PipelineSize, rank: int) -> Iterator[FlightMoment]:
         yield FlightMoment(
             whole=tuple(map(sub, ahead, back)),
             halved=tuple(map(sub, back, over)),
-            graded=tuple(number > 0 for number in over),
-            over=tuple(number == size.microbatches for number in over),
+            graded=tuple([number > 0 for number in over]),
+            over=tuple([number == size.microbatches for number in over]),
             on=places - 1 - done % period // height,
             is_half=is_split,
         )
