@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol, Self, TypeVar, overload
 
 
@@ -63,10 +63,13 @@ class ByRank(Sequence[RowT]):
                 for row in kinds[kind]:
                     yield row.of_rank(rank)
 
-    def unranked(self) -> Iterator[RowT]:
-        """Yield the rows of each kind that a rank has, whatever rank they name."""
+    def unranked(self, ranks: Iterable[int] | None = None) -> Iterator[RowT]:
+        """Yield the rows of each kind that a rank has, or one of some ranks, whatever rank they
+        name."""
+        ranks = None if ranks is None else [*ranks]
         for kinds, kind_of in self.parts:
-            for kind in dict.fromkeys(kind_of):
+            held = kind_of if ranks is None else map(kind_of.__getitem__, ranks)
+            for kind in dict.fromkeys(held):
                 yield from kinds[kind]
 
     def kinds_of(self, rank: int) -> tuple[int, ...]:
@@ -128,9 +131,12 @@ def distinct(rows: Sequence[RowT]) -> Iterable[RowT]:
     return rows.distinct() if isinstance(rows, ByRank) else rows
 
 
-def unranked(rows: Sequence[RowT]) -> Iterable[RowT]:
-    """Rows among which is every figure that a rank has, whatever rank they name."""
-    return rows.unranked() if isinstance(rows, ByRank) else rows
+def unranked(rows: Sequence[RowT], ranks: Collection[int] | None = None) -> Iterable[RowT]:
+    """Rows among which is every figure that a rank has, or one of some ranks, whatever rank they
+    name."""
+    if isinstance(rows, ByRank):
+        return rows.unranked(ranks)
+    return rows if ranks is None else (row for row in rows if row.rank in ranks)
 
 
 def of_ranks(rows: Sequence[RowT], ranks: Container[int]) -> tuple[RowT, ...]:

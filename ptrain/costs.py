@@ -340,7 +340,7 @@ class Estimate(Worded):
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
         """Device bytes of `state` on `rank`, or the maximum over the ranks."""
-        rows = unranked(self.memory) if rank is None else of_ranks(self.memory, {rank})
+        rows = unranked(self.memory, None if rank is None else {rank})
         sizes = [row.device_bytes for row in rows if row.state is state]
         return max(sizes, default=0)
 

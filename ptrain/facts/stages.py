@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
@@ -203,6 +204,13 @@ def balanced(
     heavy = [*weights]
     heavy[0] += ends[0]
     heavy[-1] += ends[1]
+    return _balanced(tuple(heavy), stages)
+
+
+@lru_cache(maxsize=2**6)
+def _balanced(heavy: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """The same of weights with the ends: specs that are offered in place of another have its
+    stages."""
     sums = [0.0, *accumulate(heavy)]  # of the first 0, 1, 2 … layers
     return _most_even(sums, stages, _lightest(sums, stages))
 

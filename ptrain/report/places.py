@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.by_rank import of_ranks
+from ptrain.by_rank import unranked
 from ptrain.costs import Estimate, State, lower_bytes
 from ptrain.plan.composition import ranks_text
 from ptrain.report.table import largest, least, on_tiers, render, span
@@ -33,9 +33,9 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
 
     def rows() -> Iterator[tuple[str, ...]]:
         for place, own in enumerate(map(set, ranks)):
-            here, stages = largest(of_ranks(exact.memory, own)), step.stages_of(place)
-            peaks = of_ranks(exact.peak, own)
-            lowers = least(of_ranks(exact.memory, own))
+            memory, stages = [*unranked(exact.memory, own)], step.stages_of(place)
+            here, lowers = largest(memory), least(memory)
+            peaks = [*unranked(exact.peak, own)]
             yield (
                 str(place),
                 ranks_text(ranks[place]),
