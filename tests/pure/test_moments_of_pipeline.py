@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from ptrain.axes.pipeline.catalogue import faults, schedule
 from ptrain.axes.pipeline.cost.chunks import PipelineSize, stages_of
 from ptrain.axes.pipeline.cost.moments import moments
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
+from ptrain.selection import moments as search
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
 from tests.pure.pipelines import VEES, stages_per_rank
@@ -94,3 +96,16 @@ def test_the_stage_of_a_moments_pass_holds_its_micro_batch(name):
             for moment in moments(size, rank):
                 assert moment.whole[moment.on] > 0
                 assert moment.is_half is False or name in (ScheduleName.ZERO_BUBBLE, *VEES)
+
+
+@pytest.mark.parametrize("name", ScheduleName)
+def test_with_more_micro_batches_than_a_search_asks_about_a_rank_is_as_full(name):
+    draw = random.Random(str(name))
+    for ranks in (1, 2, 3, 5, 8, 13):
+        for per_rank in stages_per_rank(name):
+            counts = [draw.choice((2, 3)) for _ in range(ranks * per_rank)]
+            size = PipelineSize(
+                schedule=name, ranks=ranks, stages_per_rank=per_rank, microbatches=16 * ranks
+            )
+            fewer = replace(size, microbatches=search.unlike(size))
+            assert search.fullest(size, counts) == search.fullest(fewer, counts)
