@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.spec.axis import Axis
+from ptrain.spec.layout import ranks_over
+from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 
 
@@ -15,6 +18,11 @@ class Group:
 
     axes: tuple[Axis, ...]
     ranks: int
+
+
+def group_over(spec: Spec, axes: Sequence[Axis]) -> Group:
+    """The group along `axes`, as every wrap issues its calls over it."""
+    return Group(tuple(axes), ranks_over(spec, axes))
 
 
 def sent_bytes(collective: Collective, payload: int, ranks: int) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ptrain.axes.ring import Calls
+from ptrain.axes.ring import Calls, group_over
 from ptrain.costs import Collective, Phase, State, Traffic
-from ptrain.derivation.calls import group_over
 from ptrain.derivation.tape import Tape
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import COUNTS

@@ -24,13 +24,12 @@ from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.holdings import Transfer, transfers
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles
-from ptrain.axes.ring import Calls
+from ptrain.axes.ring import Calls, group_over
 from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.costs import Footprint, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.activation_moves import kept_traffic
 from ptrain.derivation.balancing import summed
-from ptrain.derivation.calls import group_over
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping

@@ -7,9 +7,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ptrain.axes.ring import Calls, Group
+from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.costs import Collective, Phase, Spent, State, Traffic, TrafficKey
-from ptrain.derivation.calls import group_over
 from ptrain.derivation.clock import Arrival, Clock
 from ptrain.derivation.repeats import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from ptrain.axes.ring import Calls
+from ptrain.axes.ring import Calls, group_over
 from ptrain.costs import Collective, Phase, State, Traffic
-from ptrain.derivation.calls import group_over
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.tape import Scene
 from ptrain.rates.pace import UnknownRate
