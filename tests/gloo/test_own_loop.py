@@ -60,6 +60,7 @@ NAMED = {
     ("fsdp2", "zero"): ("gradients", "", "no gradient", ""),
     ("fsdp2", "frozen shard"): ("gradients", "dp", "no gradient", "blocks.1.up.weight"),
     ("fsdp2", "local clip"): ("gradient norm", "dp", "clipped by the local norm", ""),
+    ("fsdp2", "local clip, unhooked"): ("gradient norm", "dp", "clipped by the local norm", ""),
     ("ddp", "stale"): ("gradients", "", "stale by 1 step", ""),
     ("fsdp2", "last micro-batch only"): ("gradients", "", "last of 2 micro-batches only", ""),
     ("by_hand", "never zeroed"): ("gradients", "", "the step before added", ""),

@@ -20,6 +20,8 @@ from ptrain.verification.jobs.symptoms import (
 )
 from ptrain.verification.jobs.words import over_axis
 
+_NEAR_NORM = 0.01  # of the reference's, in coarse dtypes
+
 
 class Diagnosis:
     """One symptom of some parameters, put into words."""
@@ -342,7 +344,21 @@ class Diagnosis:
 
     def _by_rank(self) -> Culprit:
         """Every rank has a factor of its own, or nothing fits."""
+        evidence = self.evidence
         if self.first.kind is SymptomKind.EACH:
+            # `updates.clip` undoes no factor of gradients whose accumulation no hook sees; any norm
+            # is within the tolerance of 16 bits
+            near = min(10 * self.tolerance, _NEAR_NORM) * evidence.norm
+            clipped = [abs(norm - evidence.norm) < near for norm in evidence.norms]
+            if sum(clipped) > len(clipped) // 2:
+                return self._say(
+                    next(iter(self.ranks.axes), ""),
+                    "clipped by the local norm",
+                    "Every rank's own part has the norm that the whole gradient must be clipped "
+                    "to: each rank clips by the norm of what it holds. Sum the squares over all "
+                    "ranks that hold other parts first.",
+                    state=Subject.NORM,
+                )
             factors = own_factors(self.samples)
             listed = ", ".join(f"rank {rank}: × {its:.4g}" for rank, its in factors.items())
             return self._say(

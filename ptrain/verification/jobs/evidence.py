@@ -16,7 +16,7 @@ from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.rows import RowReport, Samples, compare_rows, ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.parts import difference, norm
+from ptrain.verification.parts import difference, norm, square
 from ptrain.verification.roundings import is_number_of, rounded
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
@@ -155,12 +155,15 @@ class KnownFactors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvidence:
-    """`micro_batches` is the most that any rank ran; `ledger` the samples that they saw, `rows`
-    these beside one device's, by rank; `own` what this rank has of all elements; `known` what is of
-    a program alone."""
+    """`norms`: of each rank's gradients, all parameters together; `norm`: the reference's.
+    `micro_batches` is the most that any rank ran; `ledger` the samples that they saw, `rows` these
+    beside one device's, by rank; `own` what this rank has of all elements; `known` what is of a
+    program alone."""
 
     samples: dict[str, Sample]
     own: OwnGradients
+    norms: tuple[float, ...]
+    norm: float
     micro_batches: int
     ledger: Samples | None = None
     rows: tuple[RowReport, ...] = ()
@@ -211,7 +214,15 @@ def sampled(ranks: Ranks, own: OwnGradients, known: KnownFactors | None = None) 
         size = places[name].numel()
         samples[name] = Sample.of_rows(everyones[:, :, start : start + size])
         start += size
-    return JobEvidence(samples=samples, micro_batches=own.micro_batches, own=own, known=known)
+    squares, total = (sum(map(square, side.values())) for side in (own.taken, own.truths))
+    return JobEvidence(
+        samples=samples,
+        norms=tuple(ranks.gather(math.sqrt(squares))),
+        norm=math.sqrt(total),
+        micro_batches=own.micro_batches,
+        own=own,
+        known=known,
+    )
 
 
 def _gathered(ranks: Ranks, report: RowReport) -> Iterator[RowReport]:
