@@ -18,11 +18,16 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import hypothesis
 import pytest
 
 from ptrain.cli.main import main
 from tests.ranks import Ranks
 from tests.shares import write_shares
+
+# no test is timed: how long an example takes is the machine's
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 MOST_WORKERS = 4
 _NUMBERS = itertools.count()

@@ -290,13 +290,13 @@ def life(spec: Spec, plan: Plan) -> tuple[int, int]:
     return after_backward, tape.level
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(plans())
 def test_a_step_frees_what_it_allocates(drawn: tuple[Spec, Plan]):
     assert life(*drawn)[1] == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(plans())
 def test_what_lives_after_backward_are_the_gradients(drawn: tuple[Spec, Plan]):
     spec, plan = drawn
@@ -306,7 +306,7 @@ def test_what_lives_after_backward_are_the_gradients(drawn: tuple[Spec, Plan]):
     assert life(spec, plan)[0] == gradients.device_bytes
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(plans())
 def test_every_further_block_sends_the_same(drawn: tuple[Spec, Plan]):
     """Scalars are sent once, and the root in its own way; a block more is a block more."""

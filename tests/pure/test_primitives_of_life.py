@@ -344,7 +344,7 @@ def test_a_unit_of_one_tensor_bears_its_name_alone():
     assert unit.parameters.whole.storage.name == "blocks.0.0"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(plans())
 def test_what_is_kept_counts_as_the_state_that_it_is_listed_as(drawn: tuple[Spec, Plan]):
     """Theta and G by their tags. Omega's too: a scalar as much as a moment."""
@@ -355,7 +355,7 @@ def test_what_is_kept_counts_as_the_state_that_it_is_listed_as(drawn: tuple[Spec
         assert all(listed is tagged for listed, tagged in states), states
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(plans())
 def test_a_second_step_is_the_first_again(drawn: tuple[Spec, Plan]):
     """What a step leaves is what it came upon: signatures, and kept storages, stay."""

@@ -220,7 +220,7 @@ def test_ddp_s_own_buckets_begin_with_a_small_one():
     assert caps == (first, 25 * 2**20), f"{CHANGED}DDP's first bucket has {first} bytes"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(min_value=1, max_value=9), min_size=1, max_size=12))
 def test_zero_redundancy_spreads_tensors_as_its_ghost_does(numels: list[int]):
     world = fake_world(0, 3)

@@ -188,7 +188,7 @@ def test_seeds_and_epochs_have_orders_of_their_own():
 
 
 @given(windows=st.integers(1, 3000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 99))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_order_of_an_epoch_is_a_permutation(windows, seed, epoch):
     drawn = [
         sample(epoch * windows + place, windows=windows, seed=seed) for place in range(windows)
@@ -197,7 +197,7 @@ def test_the_order_of_an_epoch_is_a_permutation(windows, seed, epoch):
 
 
 @given(place=st.integers(0, 10**12 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_huge_corpus_needs_no_memory(place):
     assert 0 <= sample(place, windows=10**12, seed=0) < 10**12
 
