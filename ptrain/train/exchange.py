@@ -28,13 +28,15 @@ class Exchange:
             self.group = dist.new_group(backend="gloo", timeout=waits, group_desc="ptrain exchange")
 
     def add(self, values: list[float]) -> list[float]:
-        """The ranks' sum of each value. Meters do not see it."""
+        """The ranks' sum of each value, in the order of the ranks. Meters do not see it. Of a few
+        numbers a gather takes half the messages of an all-reduce."""
         if self.group is None:
             return values
         with without_modes():
             vector = torch.tensor(values, dtype=torch.float64, device="cpu")
-            dist.all_reduce(vector, group=self.group)
-            return list(vector.tolist())
+            by_rank = vector.new_empty(self.world.size, len(values))
+            dist.all_gather(list(by_rank), vector, group=self.group)
+        return [sum(numbers) for numbers in zip(*by_rank.tolist(), strict=True)]
 
     def first(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
