@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # torch is imported in the ranks
 MEDIAN_LIMIT, BOUND_LIMIT = 1.01, 1.02
 SAME = 1e-4  # losses of the same work, relative: sums are taken in another order
 RANKS = 2
+STOCK_BUCKET_MB = 25  # of DistributedDataParallel, torch 2.11 to 2.15
 OVERRIDES = (
     "model.preset=llama-10m",
     "batch.global=4",
@@ -213,12 +214,14 @@ def samples(spec: Spec, *, index: int, groups: int) -> Callable[[int], Tensor]:
 
 
 def replicated(model: nn.Module, spec: Spec) -> nn.Module:
-    """Wrap a model in DistributedDataParallel with the spec's options."""
+    """Wrap a model in DistributedDataParallel with the spec's options. Torch's own size of a bucket
+    is not named: its first one would be as large as the others."""
     from torch.nn.parallel import DistributedDataParallel
 
+    cap = spec.bucket_bytes / 2**20
     return DistributedDataParallel(
         model,
-        bucket_cap_mb=spec.bucket_bytes / 2**20,
+        bucket_cap_mb=None if cap == STOCK_BUCKET_MB else cap,
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
         init_sync=False,
