@@ -4,8 +4,8 @@ copy of a state between memory tiers, which is between no ranks and sends nothin
 It watches the operators that reach the backend, whoever issued them: DDP's C++ reducer, FSDP2,
 DTensor or this project. It knows the mesh's dimension names by process group and the registry of
 storages, which says where calls are the parts of another one: that is counted, in the bytes of the
-calls. It never knows the plan, a degree or an expected count. `sent` is the ring model applied to what
-was seen, in this module alone: the predictor has its own.
+calls. It never knows the plan, a degree or an expected count. `sent` is the ring model applied to
+what was seen, in this module alone: the predictor has its own.
 """
 
 from __future__ import annotations
