@@ -97,6 +97,9 @@ class GhostRules:
     def leaf(self, like: Ghost, dtype: DType) -> GhostLeaf:
         return GhostLeaf(Ghost(Storage(0, like.tier, None, "", self.reader), dtype, (0,)))
 
+    def leaf_of(self, tensor: Ghost) -> GhostLeaf:
+        return GhostLeaf(tensor)
+
     def optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], spec: OptimizerSpec
     ) -> GhostFused | GhostSGD | GhostMuon:

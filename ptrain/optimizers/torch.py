@@ -14,8 +14,8 @@ from ptrain.spec.precision import DType
 
 
 class TorchLeaf:
-    """`tensor` is the parameter of torch's optimizer: empty between updates, where its value is
-    brought to it."""
+    """`tensor` is the parameter of torch's optimizer: the model's own, or one that is empty between
+    updates, where its value is brought to it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -77,6 +77,9 @@ class TorchRules:
 
     def leaf(self, like: torch.Tensor, dtype: DType) -> TorchLeaf:
         return TorchLeaf(like.new_empty(0, dtype=TORCH_DTYPES[dtype]))
+
+    def leaf_of(self, tensor: torch.Tensor) -> TorchLeaf:
+        return TorchLeaf(tensor)
 
     def optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[torch.Tensor]], spec: OptimizerSpec

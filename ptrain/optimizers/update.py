@@ -73,6 +73,11 @@ class Target(Protocol[T]):
         """Whether value, gradient and state are updated where and as they are kept."""
         ...
 
+    def lasting(self) -> T | None:
+        """Return the tensor by which an optimizer may know it for good: it is its value, and has
+        its gradient whenever there is one. None where these have to be brought."""
+        ...
+
     def working_gradient(self) -> T | None:
         """The gradient of all that is updated, where it is updated, in the gradients' dtype."""
         ...
@@ -170,7 +175,8 @@ class TargetsUpdate(Generic[T, X]):
 
 
 class Member(Generic[T, X]):
-    """A target, its slots, and the leaf that its optimizer knows it by: empty between updates."""
+    """A target, its slots, and the leaf that its optimizer knows it by: the target's own tensor for
+    good (`rests`), else empty between updates."""
 
     def __init__(
         self,
@@ -183,8 +189,6 @@ class Member(Generic[T, X]):
     ) -> None:
         self.target, self.rule, self.layout, self.room = target, rule, layout, room
         value = target.value()
-        self.leaf = rules.leaf(value, layout.updated)
-        self.nothing = self.leaf.value
         self.slots: dict[str, Slot[T]] = {}
         for name in moment_names(rule, spec):
             self.slots[name] = target.slot(room.zeros_like(value, layout.moments))
@@ -209,6 +213,10 @@ class Member(Generic[T, X]):
             and layout.gradients is layout.parameters is layout.updated
         )
         self._is_there = False
+        itself = target.lasting() if self._can_stay else None
+        self.rests = itself is not None
+        self.leaf = rules.leaf(value, layout.updated) if itself is None else rules.leaf_of(itself)
+        self.nothing = self.leaf.value
 
     def join(self) -> None:
         """Give the optimizer what stays where it is, once."""
@@ -277,12 +285,15 @@ class UpdateGroup(Generic[T, X]):
         }
         for member in members:
             member.join()
+        self._moving = [member for member in members if not member.rests]
+        self._rests = len(self._moving) < len(members)
 
     def step(self, lr: float, scaling: Scale[T] | None, *, is_taken: bool = True) -> None:
-        fetched = [member for member in self.members if member.fetch()]
-        if not fetched:
+        fetched = [member for member in self._moving if member.fetch()]
+        if not fetched and not self._rests:
             return
-        scalars = scaling.beside(fetched[0].leaf.value) if scaling else None
+        beside = fetched or self.members
+        scalars = scaling.beside(beside[0].leaf.value) if scaling else None
         if is_taken:
             for optimizer in self.optimizers.values():
                 optimizer.step(lr, scalars)

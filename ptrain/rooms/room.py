@@ -199,6 +199,10 @@ class Rules(Protocol[T]):
         """Return an empty leaf in a dtype, on the device of a tensor."""
         ...
 
+    def leaf_of(self, tensor: T) -> OptimizerLeaf[T]:
+        """Return the leaf that a tensor is itself, with its own gradient."""
+        ...
+
     def optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[T]], spec: OptimizerSpec
     ) -> Optimizer[T]:

@@ -109,6 +109,9 @@ class ShardTarget(Generic[T]):
         self.unit = unit
         self.owns_master = unit.parameters.is_materialized
 
+    def lasting(self) -> T | None:
+        """A shard's gradient comes to it."""
+
     def working_gradient(self) -> T | None:
         self.unit.read_ahead()
         return self.unit.gradients.working()
@@ -200,6 +203,9 @@ class TensorTarget(Generic[T]):
         unit = self.unit.cuts
         numel = math.prod(self.shape)
         self.cuts = Cuts(unit.room, numel, self.unit.step.optimizer, unit.via)
+
+    def lasting(self) -> T | None:
+        """It is a piece of what is gathered."""
 
     def working_gradient(self) -> T | None:
         return self.update.gradient(self.index)

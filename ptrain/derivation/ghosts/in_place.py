@@ -42,6 +42,9 @@ class InPlaceTarget:
     def __init__(self, value: Ghost, gradient: Ghost, *, owns_master: bool) -> None:
         self._value, self._gradient, self.owns_master = value, gradient, owns_master
 
+    def lasting(self) -> Ghost | None:
+        """To leave something where it is costs as much as to bring it there: nothing."""
+
     def working_gradient(self) -> Ghost:
         return self._gradient
 

@@ -156,6 +156,9 @@ class FrozenTarget:
     def __init__(self, unit: FlatFrozen) -> None:
         self.unit = unit
 
+    def lasting(self) -> torch.Tensor | None:
+        """Nobody updates it."""
+
     def views(self) -> Iterable[CutView]:
         return []
 

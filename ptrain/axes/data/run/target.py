@@ -56,6 +56,12 @@ class NamedTarget(Target[torch.Tensor], Protocol):
         """Write these tensors, named as `export` names them, to the parameters."""
 
 
+def gradients_of(groups: Iterable[Iterable[NamedTarget]]) -> list[torch.Tensor]:
+    """Return the gradients of these targets, of those that have one."""
+    gradients = [target.gradient for group in groups for target in group]
+    return [gradient for gradient in gradients if gradient is not None]
+
+
 class ParameterTarget:
     """A parameter whose local part is a tensor: itself, or the local part of a DTensor."""
 
@@ -78,6 +84,10 @@ class ParameterTarget:
     def views(self) -> Iterable[CutView]:
         gradient = self.gradient
         return [] if gradient is None else [(cutting_axes(self.parameter), gradient)]
+
+    def lasting(self) -> torch.Tensor | None:
+        """The parameter, unless the optimizer is given a part of it."""
+        return None if isinstance(self.parameter, DTensor) else self.parameter
 
     def working_gradient(self) -> torch.Tensor | None:
         return self.gradient
