@@ -60,7 +60,8 @@ class LocalBatch:
     def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
         """Inputs and targets, each [micro, sequence]; views, nothing is copied."""
         labels = self.tokens if self.labels is None else self.labels
-        yield from map(of_tokens, self.tokens.split(micro), labels.split(micro))
+        for first in range(0, len(self.tokens), micro):
+            yield of_tokens(self.tokens[first : first + micro], labels[first : first + micro])
 
     def counting(self, num_targets: int) -> LocalBatch:
         """Return the same of a global batch of which so many targets count. Where none does the sum

@@ -17,6 +17,10 @@ _OF_MESH = "mesh_"  # begins how a mesh describes its groups
 RECORDER = torch._C._distributed_c10d  # of it the flight recorder, where it is built in
 Work = RECORDER.Work
 
+# torch 2.13 renamed these two and deprecates the old names, which are all that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 PARTS = (
     PrivatePart(
         owner=distributed_c10d,

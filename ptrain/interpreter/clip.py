@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
@@ -23,6 +24,7 @@ from ptrain.steps.step import LONG_NORM, NORM_ROW, Clip
 # Views that make up gradients, by the axes along which ranks have other parts of their operators:
 # those that are cut over most axes first.
 ByOperator: TypeAlias = Mapping[tuple[Axis, ...], Sequence[torch.Tensor]]
+Mark: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Clipping:
@@ -38,14 +40,14 @@ class Clipping:
         wrapped: WrappedModel,
         scaling: LossScale | None,
     ) -> torch.Tensor:
-        """Return the global norm of these gradients, all that the targets of `wrapped` have; see
+        """Return the global norm of these gradients, all that `wrapped` has; see
         `global_norm`."""
-        targets = list(chain.from_iterable(wrapped.targets()))
-        by_operator = None
+        copies, by_operator = wrapped.copies(), None
         if self.step.operator_axes:
-            own = [target for target in targets if not wrapped.is_copy(target)]
+            targets = chain.from_iterable(wrapped.targets())
+            own = [target for target in targets if not any(target is copy for copy in copies)]
             by_operator = _by_operator(own, self.step.operator_axes)
-        copied = [id(target.gradient) for target in targets if wrapped.is_copy(target)]
+        copied = [id(target.gradient) for target in copies]
         like = gradients[0] if gradients else self._none
         return global_norm(gradients, self.step, self.mesh, scaling, by_operator, copied, like)
 
@@ -83,11 +85,8 @@ def global_norm(
             if not any(mesh.coordinate(axis) for axis in without(step.operator_axes, axes)):
                 square.add_(shared)
     else:
-        square = _square(
-            [gradient for gradient in gradients if id(gradient) not in copied],
-            like,
-            by_row=by_row,
-        )
+        own = [gradient for gradient in gradients if id(gradient) not in copied]
+        square = _square(own, like, by_row=by_row)
     if axes := step.reduced_axes:
         square = _all_reduced(square, like, axes, mesh)
     norm = square.sqrt_()
@@ -123,39 +122,40 @@ def _square(gradients: Sequence[torch.Tensor], like: torch.Tensor, *, by_row: bo
     dtype = torch.promote_types(like.dtype, torch.float32)
     if not gradients:
         return alike(like.new_zeros((), dtype=dtype), like)
-    norms = _norms(gradients, dtype, by_row=by_row)  # which live until their square is there
-    stacked = alike(torch.stack(norms), like)
-    return alike(torch.linalg.vector_norm(stacked), like).square_()
+    # what is computed from a mapped file is in memory
+    mark = partial(alike, source=like) if is_tagged(like.untyped_storage()) else _as_it_is
+    norms = list(_norms(gradients, dtype, mark, by_row=by_row))  # alive until their norm is there
+    joined = mark(torch.cat(norms)) if len(norms) > 1 else norms[0]
+    return mark(torch.linalg.vector_norm(joined)).square_()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _norms(
-    gradients: Sequence[torch.Tensor], dtype: torch.dtype, *, by_row: bool
-) -> list[torch.Tensor]:
-    """A norm per tensor, or several that make it up: on the CPU a long tensor goes row by row,
-    `by_row`, unless it stands in for one of a GPU."""
-    is_long = [
-        by_row
-        and gradient.device.type == "cpu"
-        and gradient.numel() > LONG_NORM
-        and gradient.is_contiguous()
-        for gradient in gradients
-    ]
-    short = [gradient for gradient, rows in zip(gradients, is_long, strict=True) if not rows]
-    norms = list(torch._foreach_norm(short, 2, dtype=dtype)) if short else []
-    if is_tagged(gradients[0].untyped_storage()):
-        for norm in norms:
-            alike(norm, gradients[0])
-    for gradient, rows in zip(gradients, is_long, strict=True):
-        if rows:
-            flat, end = gradient.view(-1), gradient.numel() // NORM_ROW * NORM_ROW
-            # tagged before anything else happens: the end of the last one asks where all are
-            by_row = alike(
-                torch.linalg.vector_norm(flat[:end].view(-1, NORM_ROW), dim=1, dtype=dtype),
-                gradient,
-            )
-            norms.append(alike(torch.linalg.vector_norm(by_row), gradient))
-            norms.append(alike(torch.linalg.vector_norm(flat[end:], dtype=dtype), gradient))
-    return norms
+    gradients: Sequence[torch.Tensor], dtype: torch.dtype, mark: Mark, *, by_row: bool
+) -> Iterator[torch.Tensor]:
+    """Norms (1-d) that make up those of the tensors: one of a short tensor, and on the CPU one of
+    each row of a long one, `by_row`, unless it stands in for one of a GPU."""
+    short: list[torch.Tensor] = []
+    long: list[torch.Tensor] = []
+    for gradient in gradients:
+        is_long = (
+            by_row
+            and gradient.device.type == "cpu"
+            and gradient.numel() > LONG_NORM
+            and gradient.is_contiguous()
+        )
+        (long if is_long else short).append(gradient)
+    if short:
+        yield mark(torch.stack([mark(norm) for norm in torch._foreach_norm(short, 2, dtype=dtype)]))
+    for gradient in long:
+        flat, end = gradient.view(-1), gradient.numel() // NORM_ROW * NORM_ROW
+        rows = flat[:end].view(-1, NORM_ROW)
+        yield mark(torch.linalg.vector_norm(rows, dim=1, dtype=dtype))
+        if end < gradient.numel():
+            yield mark(torch.linalg.vector_norm(flat[end:], dtype=dtype)).view(1)
 
 
 def _all_reduced(

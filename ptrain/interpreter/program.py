@@ -156,7 +156,8 @@ class Program:
             self.balancing.begin()
         with self._operators():
             self.passes.train(batch)
-        return self.loss.share.div_(self._sharers)
+        share = self.loss.share
+        return share if self._sharers == 1 else share.div_(self._sharers)
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor | None:
@@ -238,9 +239,9 @@ class Program:
         return total
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the local gradients as the optimizer sees them, after `reduce_gradients`."""
-        gradients = [target.gradient for group in self.wrapped.targets() for target in group]
-        return [gradient for gradient in gradients if gradient is not None]
+        """Return what makes up the local gradients as the optimizer sees them, after
+        `reduce_gradients`: a tensor of its own for some, of DDP a bucket for many."""
+        return self.wrapped.gradients()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:

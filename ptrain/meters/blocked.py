@@ -139,9 +139,12 @@ class Stopwatch(OperatorMode):
         self._has_callback = False
         seconds = time.perf_counter() - self._began
         seconds -= sum(self._seconds.values()) - self._waited_before
-        if self._unwaited:
-            self._add(self._unwaited[next(reversed(self._unwaited))], seconds)
-        self._unwaited.clear()
+        awaited = set(self._issued.values())  # later, by whoever still has the work
+        here = [number for number in self._unwaited if number not in awaited]
+        if here:
+            self._add(self._unwaited[here[-1]], seconds)
+        for number in here:
+            del self._unwaited[number]
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function.namespace == "_c10d_functional":

@@ -12,14 +12,12 @@ import torch.distributed as dist
 
 from ptrain.costs import Collective, State
 from ptrain.internals.fsdp2 import AllGather, ReduceScatter
-from ptrain.internals.process_groups import Work
+from ptrain.internals.process_groups import Work, all_gather_single, reduce_scatter_single
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.room import Move
 from ptrain.spec.dials import ReduceScatterVia
 
-# torch 2.13 renamed these two and deprecates the old names, which are all that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather, _reduce_scatter = all_gather_single, reduce_scatter_single
 
 
 IN_PLACE_BYTES = 2**20  # below, the clone is in the caches, and one call is as fast as several

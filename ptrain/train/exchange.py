@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.internals.dispatch import without_modes
+from ptrain.internals.process_groups import all_gather_single
 from ptrain.interpreter import agreement
 from ptrain.rooms.world import World
 
@@ -34,9 +35,10 @@ class Exchange:
             return values
         with without_modes():
             vector = torch.tensor(values, dtype=torch.float64, device="cpu")
-            by_rank = vector.new_empty(self.world.size, len(values))
-            dist.all_gather(list(by_rank), vector, group=self.group)
-        return [sum(numbers) for numbers in zip(*by_rank.tolist(), strict=True)]
+            by_rank = vector.new_empty(self.world.size * len(values))
+            all_gather_single(by_rank, vector, group=self.group)
+        rows = by_rank.view(self.world.size, -1).tolist()
+        return [sum(numbers) for numbers in zip(*rows, strict=True)]
 
     def first(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""

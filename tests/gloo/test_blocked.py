@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ptrain.axes.data.run.summing import summing_hook
+from ptrain.axes.data.run.summing import handing_over
 from ptrain.meters.blocked import Stopwatch
 from ptrain.rooms.registry import Registry
 from tests.ranks import Ranks
@@ -46,15 +47,24 @@ def traced() -> None:
     functional.all_reduce(torch.ones(8), "sum", dist.group.WORLD).sum()
 
 
-def replicated(*, hooked: bool) -> Callable[[], None]:
+def replicated(*, hook: str = "") -> Callable[[], None]:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     model = DistributedDataParallel(nn.Sequential(first, second), bucket_cap_mb=1e-6)
-    if hooked:
-        model.register_comm_hook(None, summing_hook(dist.group.WORLD, Registry()))
+    works: list[dist.Work | None] = []
+
+    def receive(bucket: torch.Tensor) -> None:
+        works.append(dist.all_reduce(bucket, async_op=True))
+
+    if hook:
+        hooks = {"torch": allreduce_hook, "ours": handing_over(receive, Registry())}
+        model.register_comm_hook(None, hooks[hook])
 
     def late() -> None:
         model.module[0].weight.register_hook(lambda gradient: sleep())
         model(torch.ones(2, 4)).sum().backward()
+        for work in works:
+            assert work is not None
+            work.wait()
 
     return late
 
@@ -64,8 +74,9 @@ def _seconds(way: str) -> float:
         "blocking": lambda: blocking,
         "awaited": lambda: awaited,
         "functional": lambda: traced,
-        "reducer": lambda: replicated(hooked=False),
-        "reducer with a hook": lambda: replicated(hooked=True),
+        "reducer": replicated,
+        "reducer with a hook": lambda: replicated(hook="torch"),
+        "buckets handed over": lambda: replicated(hook="ours"),
     }[way]()
     dist.barrier()
     with Stopwatch({dist.group.WORLD.group_name: AXES}, rank=dist.get_rank()) as stopwatch:
@@ -76,7 +87,8 @@ def _seconds(way: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "way", ["blocking", "awaited", "functional", "reducer", "reducer with a hook"]
+    "way",
+    ["blocking", "awaited", "functional", "reducer", "reducer with a hook", "buckets handed over"],
 )
 def test_who_waits_is_who_came_first(ranks: Ranks, way: str) -> None:
     first, late = ranks.run(2, _seconds, way)

@@ -113,8 +113,8 @@ def test_norms_of_long_tensors_take_whole_bytes():
     plan = lower(spec, FACTS.unit_modules)
     scene = SimpleNamespace(spec=replace(spec, device="cpu"), plan=plan)
     at_once, stays = clipping(scene, [[LONG_NORM + NORM_ROW // 2 + 1, 7]])
-    rows = (LONG_NORM + NORM_ROW // 2 + 1) // NORM_ROW
-    assert at_once == 4 * max(1 + rows, 3 + rows, 2 * 3 + 1)
+    norms = LONG_NORM // NORM_ROW + 1 + 1  # of rows, of what is left, of the short one
+    assert at_once == 4 * (2 * norms + 1)
     assert type(at_once) is int and stays == 4
 
 

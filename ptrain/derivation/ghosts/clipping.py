@@ -49,16 +49,15 @@ def clipping(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]:
 
 
 def _norm(sizes: Sequence[int], *, is_cpu: bool) -> int:
-    """Return how many scalars there are at once: a norm per tensor, on a processor one per row of a
-    long tensor first, and one of what is left of it; all stacked for the norm of all."""
+    """Return how many scalars there are at once: norms of short tensors, and all of them stacked;
+    on a processor one per row of a long tensor, and one of what is left of it; all of them joined,
+    where they are in several tensors, for the norm of all."""
     long = [numel for numel in sizes if is_cpu and numel > LONG_NORM]
-    alive = most = len(sizes) - len(long)
-    rows = 0  # of the tensor before, which live until those of the next are there
-    for numel in long:
-        most = max(most, alive + rows + numel // NORM_ROW)
-        rows, alive = numel // NORM_ROW, alive + 2
-        most = max(most, alive + rows)
-    return max(most, 2 * alive + 1)
+    short = len(sizes) - len(long)
+    norms = short + sum(-(-numel // NORM_ROW) for numel in long)
+    ends = sum(1 for numel in long if numel % NORM_ROW)
+    is_joined = (short > 0) + len(long) + ends > 1
+    return max(2 * short, norms * (1 + is_joined) + 1)
 
 
 def norm(wrapping: Wrapping) -> Iterator[Traffic]:

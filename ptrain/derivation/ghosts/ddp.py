@@ -133,6 +133,15 @@ class Replicated(Local):
         if arrival is not None:
             self.reducing.append(arrival)
 
+    def clipped(self, shard: int) -> list[list[int]] | None:
+        """Return the buckets' elements, unless the norm asks what of them operator axes cut."""
+        clip, facts = self.scene.plan.clip, self.scene.facts
+        is_cut = clip is not None and bool(clip.operator_axes)
+        if is_cut or any(tensor.is_copy for tensor in facts.trained):
+            return super().clipped(shard)
+        itemsize = self.scene.plan.update.layout.gradients.itemsize
+        return [[size // itemsize for size in self.replicas.buckets()]]
+
     def finish_update(self) -> None:
         """Buckets that gradients are added to are zeroed for the next step."""
         if not self.copies:

@@ -61,8 +61,8 @@ def orthogonalization(shape: tuple[int, ...], layout: Layout) -> int:
 
 def norm(spec: Spec, plan: Plan, chain: UnitChain, tensors: int) -> tuple[int, int]:
     """(bytes at once, bytes that stay until the step is over) of the norm of so many gradients:
-    a scalar each, all of them stacked, and the norm of these. Without it a scaled loss's scale of
-    1, with which overflows are asked for."""
+    a scalar each and all of them stacked, or these and their norm. Without it a scaled loss's scale
+    of 1, with which overflows are asked for."""
     if plan.clip is None:
         return COUNTER_BYTES * plan.update.layout.scales_loss, 0
     if plan.clip.operator_axes:
@@ -70,7 +70,7 @@ def norm(spec: Spec, plan: Plan, chain: UnitChain, tensors: int) -> tuple[int, i
     if not spec.is_for_cuda and chain.numel > LONG_NORM:
         raise NoClosedForm("clip of tensors that a processor adds up row by row")
     scalar = max(4, plan.update.layout.gradients.itemsize)
-    return (2 * tensors + 1) * scalar, scalar
+    return max(2 * tensors, tensors + 1) * scalar, scalar
 
 
 def scalars(spec: Spec, layout: Layout) -> int:

@@ -68,6 +68,12 @@ class ReplicatedForm:
         owners = spread([numel for numel, _ in known], self.ranks)
         return [tensor for tensor, owner in zip(known, owners, strict=True) if owner == index]
 
+    def _gradient_buckets(self, step: Replicate) -> list[int]:
+        """Bytes of DDP's buckets."""
+        itemsize = self.layout.gradients.itemsize
+        arriving = (numel * itemsize for numel in self.chain.arrival)
+        return bucket_sizes(arriving, bucket_caps(step.bucket_bytes))
+
     def _sent_buckets(self) -> list[int]:
         """Bytes of what each owner broadcasts."""
         itemsize = self.layout.parameters.itemsize
@@ -101,9 +107,7 @@ class ReplicatedForm:
         if self.buckets is None:
             return
         group = Group(self.buckets.axes, self.ranks)
-        itemsize = self.layout.gradients.itemsize
-        arriving = (numel * itemsize for numel in self.chain.arrival)
-        buckets = bucket_sizes(arriving, bucket_caps(self.buckets.bucket_bytes))
+        buckets = self._gradient_buckets(self.buckets)
         for size in buckets:
             yield Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD).over(group, size)
         rebuilt = Calls(Collective.BROADCAST, State.OTHER, Phase.SETUP)
@@ -122,7 +126,9 @@ class ReplicatedForm:
         largest = max(self.chain.arrival) * layout.parameters.itemsize
         is_copied = self.buckets is not None and not several
         added = self.chain.is_fresh and (several or self.buckets is not None)
-        at_once, stays = norm(self.spec, self.plan, self.chain, len(self.chain.tensors))
+        # a norm of each bucket, where there are some
+        normed = self._gradient_buckets(self.buckets) if self.buckets else self.chain.tensors
+        at_once, stays = norm(self.spec, self.plan, self.chain, len(normed))
         casts = max(update_casts(self.spec, layout, unit, unit.numels) for unit in self.chain.units)
         return {
             Phase.FORWARD: whole if self.buckets is not None or several else 0,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
-from ptrain.axes.data.run.summing import keeping_hook, summing_hook
+from ptrain.axes.data.run.summing import handing_over
 from ptrain.axes.data.run.wrapped import ParameterWrap
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
@@ -47,7 +47,10 @@ class ReplicatedWrap(ParameterWrap):
         self.step, self.mesh, self.registry = step, mesh, registry
         self.group = mesh.group(step.axes)
         self.keeps_buckets = False
+        self._buckets: list[torch.Tensor] = []  # of this step, in the order in which they were full
         self._unreduced: list[torch.Tensor] = []
+        self._reducing: list[dist.Work] = []
+        self._trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         with warnings.catch_warnings():
             # 2.13 renames broadcast_buffers, but its successor would still broadcast once
             warnings.simplefilter("ignore", FutureWarning)
@@ -60,12 +63,7 @@ class ReplicatedWrap(ParameterWrap):
                 gradient_as_bucket_view=True,
                 init_sync=False,
             )
-        hook = (
-            summing_hook(self.group, registry)
-            if step.overlaps
-            else keeping_hook(self._unreduced, registry)
-        )
-        self.wrapped.register_comm_hook(None, hook)
+        self.wrapped.register_comm_hook(None, handing_over(self._receive, registry))
         self.module = self.wrapped
 
     @contextmanager
@@ -93,15 +91,38 @@ class ReplicatedWrap(ParameterWrap):
         if is_last:
             self._reduce_kept()
 
+    def _receive(self, bucket: torch.Tensor) -> None:
+        """Sum a full bucket over the ranks, asynchronously; without overlap, later. The loss is
+        divided by a global count already."""
+        self._buckets.append(bucket)
+        if self.step.overlaps:
+            work = dist.all_reduce(bucket, group=self.group, async_op=True)
+            assert work is not None, "this rank is of the group"
+            self._reducing.append(work)
+        else:
+            self._unreduced.append(bucket)
+
     def _reduce_kept(self) -> None:
-        """Without overlap: one bucket after the other, when backward is over."""
+        """When backward is over: wait for what is on its way. Without overlap, reduce one bucket
+        after the other."""
+        for work in self._reducing:
+            work.wait()
+        self._reducing.clear()
         for bucket in self._unreduced:
             dist.all_reduce(bucket, group=self.group)
         self._unreduced.clear()
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the buckets: DDP's are few, and hold nothing else."""
+        if sum(bucket.numel() for bucket in self._buckets) != self._trained:
+            return super().gradients()
+        return list(self._buckets)
+
     def clear_gradients(self) -> None:
         """Accumulation adds into the buckets, so they are zeroed; else autograd's gradients are
-        copied into them, which saves reading them."""
+        copied into them, which saves reading them. In the second step DDP makes its buckets
+        anew."""
+        self._buckets.clear()
         for target in self._targets():
             if self.keeps_buckets and target.parameter.grad is not None:
                 target.parameter.grad.zero_()

@@ -71,8 +71,12 @@ class WrappedModel(Protocol):
 
     def targets(self) -> Sequence[Sequence[NamedTarget]]: ...
 
-    def is_copy(self, target: NamedTarget) -> bool:
-        """Return whether another stage has the tensor itself, where it is counted."""
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of all targets, in the fewest tensors that they lie in."""
+        ...
+
+    def copies(self) -> Sequence[NamedTarget]:
+        """Return the targets of tensors that another stage has itself, where they are counted."""
         ...
 
     def canonical_name(self, name: str) -> str:

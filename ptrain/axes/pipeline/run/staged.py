@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ptrain.axes.data.run.target import Named, NamedTarget
+from ptrain.axes.data.run.target import Named, NamedTarget, gradients_of
 from ptrain.axes.data.run.wrapped import WrappedModel
 from ptrain.costs import State
 from ptrain.facts.stages import Chain
@@ -42,7 +42,7 @@ class Staged:
         self.module = nn.ModuleList(part.module for part in parts)
         self.step = step
         self.mesh = mesh
-        self._copies = [target for part in parts for target in self._copied(part)]
+        self._copies_of = {part.index: list(self._copied(part)) for part in parts}
         self._shared = [target for part in parts for target in self._of_ends(part)]
         self._twins = self._both_ends() if step.shared else None
 
@@ -83,6 +83,18 @@ class Staged:
     def targets(self) -> Sequence[Sequence[NamedTarget]]:
         return [group for part in self.parts for group in part.wrapped.targets()]
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Of a stage that has copies, by target: those are not counted here."""
+        return [
+            gradient
+            for part in self.parts
+            for gradient in (
+                gradients_of(part.wrapped.targets())
+                if self._copies_of[part.index]
+                else part.wrapped.gradients()
+            )
+        ]
+
     def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> None:
         """The update is everybody's."""
 
@@ -90,9 +102,9 @@ class Staged:
         for part in self.parts:
             yield from part.wrapped.storages()
 
-    def is_copy(self, target: NamedTarget) -> bool:
-        """Return whether the first stage has the tensor itself, which is counted there."""
-        return any(target is copied for copied in self._copies)
+    def copies(self) -> Sequence[NamedTarget]:
+        """Return the targets of what the first stage has itself, where it is counted."""
+        return [target for copies in self._copies_of.values() for target in copies]
 
     def canonical_name(self, name: str) -> str:
         for original, copied in self.step.shared:
