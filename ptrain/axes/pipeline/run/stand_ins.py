@@ -29,6 +29,7 @@ class Crossing:
     def __init__(self, *, is_written: bool) -> None:
         self._is_written = is_written
         self._hidden: Tensor | None = None
+        self._number: Tensor | None = None  # of the hidden states, whose memory others have
         self._before: Tensor | None = None
 
     @property
@@ -39,7 +40,7 @@ class Crossing:
 
     def enter(self, hidden: Tensor | None) -> None:
         """Begin a forward pass with what the stage was given, or end one."""
-        self._hidden, self._before = hidden, None
+        self._hidden, self._before, self._number = hidden, None, None
 
     @property
     def before(self) -> Tensor:
@@ -52,16 +53,17 @@ class Crossing:
     def swapped(self, _: nn.Module, given: Any, named: Any) -> Any:
         """A hook of the stage's first layer: the first tensor that this is given becomes the hidden
         states."""
-        stand_in = _first_real((given, named))
-        return tree_map(lambda x: self.hidden if x is stand_in else x, (given, named))
+        first = given[0] if given and _is_real(given[0]) else _first_real((given, named))
+        return _replaced((given, named), first, self.hidden)
 
     def shaped(self, shape: Iterable[int]) -> Tensor:
         """Return a tensor of numbers that nobody needs. Unless they are written into it has no
         memory of its own."""
-        hidden = self.hidden.detach()
         if self._is_written:
-            return hidden.new_zeros(*shape)
-        return hidden[(0,) * hidden.dim()].expand(*shape)
+            return self.hidden.detach().new_zeros(*shape)
+        if self._number is None:
+            self._number = self.hidden.detach()[(0,) * self.hidden.dim()]
+        return self._number.expand(*shape)
 
 
 class Left(Exception):
@@ -103,7 +105,6 @@ class InFront(nn.Identity):
         self._module = (on_meta(module),)  # in a tuple it is no child
         self._outputs: dict[Hashable, Tensor] = {}  # on the meta device
 
-    @torch.no_grad()
     def forward(self, *given: Any, **named: Any) -> Any:
         key = self.training, _kinds(given, named)
         if key in self._outputs:
@@ -115,7 +116,7 @@ class InFront(nn.Identity):
 
     def _run(self, given: Any, named: Any) -> Any:
         (module,) = self._module
-        with without_modes():  # no meter counts what has no memory
+        with torch.no_grad(), without_modes():  # no meter counts what has no memory
             return module(*tree_map(as_meta, given), **tree_map(as_meta, named))
 
     def _like(self, output: object) -> object:
@@ -225,9 +226,28 @@ def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable
     vars(model).update(_crossing=crossing, _first=first, _front=shapes)
 
 
+def _is_real(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _first_real(values: Any) -> Tensor:
     """The hidden states that a layer is given: its first tensor of real numbers."""
-    return next(x for x in tree_iter(values) if isinstance(x, Tensor) and x.is_floating_point())
+    return next(x for x in tree_iter(values) if _is_real(x))
+
+
+def _replaced(value: Any, before: Tensor, behind: Tensor) -> Any:
+    """Return the same with one tensor for another. It is asked for in every pass: plain containers
+    do without torch's tree_map."""
+    if value is before:
+        return behind
+    match value:
+        case Tensor() | bool() | int() | float() | str() | None:
+            return value
+        case tuple() if type(value) is tuple:
+            return tuple([_replaced(item, before, behind) for item in value])
+        case dict() if type(value) is dict:
+            return {key: _replaced(item, before, behind) for key, item in value.items()}
+    return tree_map(lambda x: behind if x is before else x, value)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
