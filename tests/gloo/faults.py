@@ -78,7 +78,7 @@ def _without_reductions(local: LocalBatch) -> Iterator[LocalBatch]:
         return Move(shard, whole)
 
     def ignore(tensor, **_):  # type: ignore[no-untyped-def]
-        return _Done(tensor)
+        return _Done()
 
     real = comm._reduce_scatter, comm._exchange_halves, dist.all_reduce
     comm._reduce_scatter, comm._exchange_halves, dist.all_reduce = keep, keep, ignore
@@ -87,13 +87,8 @@ def _without_reductions(local: LocalBatch) -> Iterator[LocalBatch]:
 
 
 class _Done:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result([self._tensor])
-        return future
+    def wait(self) -> None:
+        """Nothing is on its way."""
 
 
 @contextmanager

@@ -96,9 +96,8 @@ class ReplicatedWrap(ParameterWrap):
         divided by a global count already."""
         self._buckets.append(bucket)
         if self.step.overlaps:
-            work = dist.all_reduce(bucket, group=self.group, async_op=True)
-            assert work is not None, "this rank is of the group"
-            self._reducing.append(work)
+            if (work := dist.all_reduce(bucket, group=self.group, async_op=True)) is not None:
+                self._reducing.append(work)
         else:
             self._unreduced.append(bucket)
 
