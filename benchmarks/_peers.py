@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from _by_hand import adamw, built, by_hand, loop, pipelined, tensor_parallel, zero_redundancy
-from step_time import RANKS
+from step_time import RANKS, bucket_cap_mb
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,7 @@ def accelerate_ddp(spec: Spec) -> Step:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     options = DistributedDataParallelKwargs(
-        bucket_cap_mb=spec.bucket_bytes / 2**20,
+        bucket_cap_mb=bucket_cap_mb(spec),
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
     )
@@ -111,7 +111,7 @@ def fabric_ddp(spec: Spec) -> Step:
     from lightning_fabric.strategies import DDPStrategy
 
     strategy = DDPStrategy(
-        bucket_cap_mb=spec.bucket_bytes / 2**20,
+        bucket_cap_mb=bucket_cap_mb(spec),
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
     )

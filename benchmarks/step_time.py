@@ -214,18 +214,23 @@ def samples(spec: Spec, *, index: int, groups: int) -> Callable[[int], Tensor]:
 
 
 def replicated(model: nn.Module, spec: Spec) -> nn.Module:
-    """Wrap a model in DistributedDataParallel with the spec's options. Torch's own size of a bucket
-    is not named: its first one would be as large as the others."""
+    """Wrap a model in DistributedDataParallel with the spec's options."""
     from torch.nn.parallel import DistributedDataParallel
 
-    cap = spec.bucket_bytes / 2**20
     return DistributedDataParallel(
         model,
-        bucket_cap_mb=None if cap == STOCK_BUCKET_MB else cap,
+        bucket_cap_mb=bucket_cap_mb(spec),
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
         init_sync=False,
     )
+
+
+def bucket_cap_mb(spec: Spec) -> float | None:
+    """Return what DistributedDataParallel is told of its buckets' size. Torch's own is not named:
+    its first bucket would be as large as the others."""
+    cap = spec.bucket_bytes / 2**20
+    return None if cap == STOCK_BUCKET_MB else cap
 
 
 def _spec(strategy: str) -> Spec:
