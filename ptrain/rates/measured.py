@@ -277,7 +277,7 @@ class MeasuredPace:
     def _unknown(self, what: str, *, is_calibrated: bool = True, nodes: int = 1) -> UnknownRate:
         measures = f"{_measuring((self.ranks,), nodes)} measures it"
         who = measures if is_calibrated else "nothing measures it yet"
-        return UnknownRate(f"the cluster's rates have no {what}: {who}")
+        return UnknownRate(f"the cluster's rates lack {what}: {who}")
 
 
 def _casts(optimizer: str, layout: Layout) -> Iterator[tuple[DType, int]]:

@@ -71,10 +71,9 @@ def _order(selection: PlacementRanking) -> str:
     """What rows without a time are ordered by."""
     if _is_by_memory(selection):
         return "the order is that of memory"
-    return (
-        "the order is that of nominal seconds, operations and bytes over what the cluster's file "
-        "declares"
-    )
+    cluster = selection.job.base.cluster
+    counted = "operations and bytes" if cluster is not None and cluster.flops else "bytes alone"
+    return f"the order is that of nominal seconds, {counted} over what the cluster's file declares"
 
 
 def _is_by_memory(selection: PlacementRanking) -> bool:

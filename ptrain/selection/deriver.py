@@ -67,8 +67,11 @@ class Deriver:
         """The pace of as many ranks as there are devices, or why there is none."""
         base, devices = self.job.scored, self.job.devices
         spec = chosen(base, next(iter(alone(base, devices))))
+        name, layout = base.optimizer.name, base.precision.effective
         try:
-            return self._machine(spec).pace, ""
+            pace = self._machine(spec).pace
+            pace.update_seconds(name, layout, elements=1, tensors=1)  # which all of them make
+            return pace, ""
         except UnknownRate as unknown:
             return None, str(unknown)
 

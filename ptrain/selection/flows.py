@@ -150,7 +150,7 @@ class PipelineFlows:
         forward and backward passes of the longest of a micro-batch: by the literature's formulas
         of equal stages, as far as the others are shorter."""
         name, per_rank = flow.schedule, flow.per_rank
-        if name is None:
+        if name is None or not any(busy):  # or nobody knows the seconds of an operation
             return 0.0
         whole = self.num_layers * sum(seconds.block) + sum(seconds.front) + sum(seconds.behind)
         others = whole - sum(busy)

@@ -318,10 +318,12 @@ def busy(
     update = rows["update"] * blocks + rows["update_end"] * root
     update = update + rows["copied"] * (root + blocks)
     moves = (rows["finish"] + rows["spread"]) * (units + of_root)
+    # of a cluster that declares no operations per second nothing is computed, and nobody idles
+    share = np.divide(waits, computing, out=np.zeros_like(waits), where=computing > 0)
     return Busy(
         passes=computing + waits,
         update=update + moves - rows["spread_beside"] * _hidden(rows, units, root),
-        longer=1 + waits / computing,
+        longer=1 + share,
     )
 
 

@@ -174,7 +174,7 @@ def unknown(act: Any) -> str:
 def test_what_was_not_measured_is_unknown_and_says_who_measures_it():
     two = pace(2)
     measures = "`ptrain calibrate --ranks 2` measures it"
-    lacks = "the cluster's rates have no"
+    lacks = "the cluster's rates lack"
 
     def gather() -> float:
         return two.collective_seconds(Collective.ALL_GATHER, ranks=2, nodes=1, payload=8)

@@ -192,6 +192,29 @@ def test_without_rates_the_least_memory_is_not_said_to_be_the_least_nominal_seco
     assert "nominal" not in text
 
 
+SMALL = ("select", "llama-tiny", "batch.global=8", "batch.sequence=64")
+
+
+def test_a_cluster_that_declares_no_operations_orders_by_bytes(tmp_path, capsys):
+    file = tmp_path / "links.yaml"
+    file.write_text(
+        "kind: cpu\ndevices: 4\ndevices_per_node: 4\ndevice_memory: 6 GiB\n"
+        "intra_node_bandwidth: 1 GB/s\ninter_node_bandwidth: 1 GB/s\n"
+    )
+    assert main([*SMALL, "--cluster", str(file), "--devices", "4", "--exact", "9"]) == 0
+    text = capsys.readouterr().out
+    assert "the order is that of nominal seconds, bytes alone" in text
+    ranked = [line.split()[1] for line in text.splitlines() if line.lstrip().startswith("1 ")]
+    assert ranked and ranked[0].startswith("pp=4")  # which sends least
+
+
+def test_an_optimizer_whose_update_nobody_measured_leaves_time_unknown(capsys):
+    words = [*SMALL, "optimizer.name=muon", "--cluster", "a100-8", "--devices", "8", "--exact", "9"]
+    assert main([*words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert "lack an update by muon" in record["time_unknown"] and record["ranking"]
+
+
 def test_constraints_of_a_where_are_asked_of_what_says_them():
     where = Where.of(["tp<=2", "memory<=1 GB"])
     assert [rule.name for rule in where.bounds("memory")] == ["memory"]
