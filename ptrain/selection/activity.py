@@ -118,8 +118,11 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
     timeline = activations.timeline(setting, None, ways)
     front, forward, behind = _parted(timeline.forward, Kind.FORWARD)
     _, backward, _ = _parted(timeline.backward, Kind.BACKWARD)
+    part = setting
+    if spec.is_for_cuda:  # no table holds what dropout keeps there of a part of the layers
+        part = replace(setting, shape=setting.shape.without_dropout())
     stages = {
-        place: passes_at(setting, place, ways) for place in (Place.FIRST, Place.MIDDLE, Place.LAST)
+        place: passes_at(part, place, ways) for place in (Place.FIRST, Place.MIDDLE, Place.LAST)
     }
     half = _parted(stages[Place.MIDDLE].items.get(Kind.INPUT, ()), Kind.INPUT)[1]
     whole = Passes(

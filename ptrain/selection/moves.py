@@ -64,9 +64,10 @@ class UnitMoves:
             sizes = np.where(mask[:, at], sizes / self.degrees[at], sizes)
 
     def _hook(self, flat: Hook, other: Hook) -> Array:
-        """Seconds of the host's, if it computes by itself; those of one that runs ahead are
-        `issuing`."""
-        return 0.0 if self.ways.wires.pace.overlaps else self._of_form(flat, other)
+        """Seconds of the host's, if it computes by itself and there is anybody to send to; those of
+        one that runs ahead are `issuing`."""
+        is_free = self.ways.wires.pace.overlaps or not self.degrees
+        return 0.0 if is_free else self._of_form(flat, other)
 
     def _of_form(self, flat: Hook, other: Hook) -> Array:
         pace = self.ways.wires.pace

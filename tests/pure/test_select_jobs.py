@@ -6,20 +6,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ptrain.cli.main import main
 from ptrain.errors import SpecError
+from ptrain.rates.pace import UnknownRate
 from ptrain.report.selection import selection_text
 from ptrain.report.selection_record import as_record
-from ptrain.selection.choose import answer
+from ptrain.selection.choose import Chooser, answer
 from ptrain.selection.demand import Demand, demand_of, numbers
 from ptrain.selection.job import searched_job
 from ptrain.selection.task import SearchGoal
 from ptrain.selection.where import Where, parse
-from tests.pure.searches import chooser
+from ptrain.spec.rates import Hook
+from tests.pure.paces import HandPace
+from tests.pure.searches import chooser, machine
 
 # -- constraints
 
@@ -213,6 +217,26 @@ def test_an_optimizer_whose_update_nobody_measured_leaves_time_unknown(capsys):
     assert main([*words, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert "lack an update by muon" in record["time_unknown"] and record["ranking"]
+
+
+def test_a_model_with_dropout_is_searched_on_gpus(capsys):
+    words = ["select", "gpt3-125m", "model.dropout=0.1", "batch.global=8", "batch.sequence=512"]
+    words += ["--cluster", "h200-8", "--devices", "4", "--exact", "9", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["ranking"]
+
+
+class AlonePace(HandPace):
+    """Of one rank, of which nobody measures what it does to send."""
+
+    def hook_seconds(self, hook: Hook) -> float:
+        raise UnknownRate(str(hook))
+
+
+def test_on_one_device_no_rate_of_what_is_sent_is_asked_for():
+    job = searched_job("llama-tiny", ["batch.global=8"], cluster="laptop", devices=1)
+    alone = Chooser(job, machine=partial(machine, pace=AlonePace(overlaps=False)))
+    assert alone.choose().best is not None
 
 
 def test_constraints_of_a_where_are_asked_of_what_says_them():
