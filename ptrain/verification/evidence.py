@@ -8,11 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ptrain.axes.data.run.target import Named
-from ptrain.interpreter.program import Program
 from ptrain.models.batch import StepBatch
-from ptrain.verification.capture import clipped_by
 from ptrain.verification.outputs import Outputs
-from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import States
 from ptrain.verification.updates.record import UpdateRecord
 
@@ -26,8 +23,6 @@ class Evidence:
     `updates` by the number of a leaf of the program's optimizers, `expected_updates` by
     parameter."""
 
-    program: Program
-    reference: ReferenceTraining
     step: int
     states: list[States]
     batch: StepBatch
@@ -45,7 +40,3 @@ class Evidence:
     updates: UpdateRecord = field(default_factory=UpdateRecord)
     expected_updates: UpdateRecord = field(default_factory=UpdateRecord)
     scale: float = 1.0
-
-    def clipped_by(self) -> float:
-        """Return what clipping multiplied this rank's gradients by."""
-        return clipped_by(self.program.spec, self.norm)

@@ -114,8 +114,6 @@ class _Examiner:
             share, norm = drive(self.program, self.source, step)
         assert self.program.batch is not None, "a step has a batch"
         return Evidence(
-            program=self.program,
-            reference=self.reference,
             step=step,
             states=states,
             batch=self.program.batch,

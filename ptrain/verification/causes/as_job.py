@@ -61,7 +61,7 @@ def _shard(
 
 def _known(scene: Investigation) -> KnownFactors:
     evidence = scene.evidence
-    clipped, scale = evidence.clipped_by(), evidence.scale
+    clipped, scale = scene.clipped_by, evidence.scale
     loss = evidence.loss / evidence.expected_loss if evidence.expected_loss else 1.0
     return KnownFactors(
         loss=loss,

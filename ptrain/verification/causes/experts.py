@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ptrain.models.moe import MoE
-from ptrain.report.finding import Moment
+from ptrain.report.finding import Culprit, Moment
 from ptrain.verification.causes.journeys import otherwise_routed
 from ptrain.verification.causes.routed import Other, RoutedLayer
-from ptrain.verification.causes.scene import Cause, Investigation
+from ptrain.verification.causes.scene import Investigation
 from ptrain.verification.causes.token_layout import Explanation, Own, agreed
 
 
-def experts_cause(scene: Investigation) -> Cause | None:
+def experts_cause(scene: Investigation) -> Culprit | None:
     """Explain what a layer of experts gives, by what most ranks say that depart. Collective."""
     said: list[Explanation] = []
     if (own := Own.departing(scene)) is not None and scene.first.moment is Moment.FORWARD:

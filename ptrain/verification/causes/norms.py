@@ -9,18 +9,18 @@ from dataclasses import replace
 from torch import Tensor
 
 from ptrain.costs import State
-from ptrain.report.finding import Certainty
+from ptrain.report.finding import Certainty, Culprit
 from ptrain.spec.axis import Axis
 from ptrain.spec.layout import position, ranks_over
 from ptrain.spec.placement import CUT
 from ptrain.spec.spec import Spec
 from ptrain.verification.causes.own_experts import expert_axis, is_of_experts, several
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.trials import directly
 from ptrain.verification.factors import factor_text, products
 
 
-def norm_cause(scene: Investigation) -> Cause:
+def norm_cause(scene: Investigation) -> Culprit:
     """Say whether the norm is that of this rank's shards alone, or of gradients with the loss's
     scale, or counts something several times. Collective."""
     evidence = scene.evidence
@@ -29,14 +29,14 @@ def norm_cause(scene: Investigation) -> Cause:
     if axes := _of_own_shards(scene):
         text = " and ".join(axes)
         sentence = f"clipping uses the norm of each rank's own shards: sum its square over {text}"
-        cause = Cause(axes[0], f"missing all-reduce over {text}", sentence)
+        cause = scene.culprit(axes[0], f"missing all-reduce over {text}", sentence)
         tried = f"the squares of the ranks' own shards, summed over {text}, make one device's norm"
         return directly(cause, tried, by_all=True)
     norm = norms[scene.first.rank]
     ratio = norm / expected if expected else math.inf
     if evidence.scale != 1.0 and math.isclose(ratio, evidence.scale, rel_tol=EXACT):
         sentence = "gradients are clipped with the loss's scale: divide by it before"
-        cause = Cause("", f"× {evidence.scale:g}: the loss scale is not undone", sentence)
+        cause = scene.culprit("", f"× {evidence.scale:g}: the loss scale is not undone", sentence)
         return directly(cause, "divided by the loss's scale it is one device's", by_all=True)
     if (of_some := _of_some(scene, norm)) is not None:
         return of_some
@@ -44,7 +44,7 @@ def norm_cause(scene: Investigation) -> Cause:
     along = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
     text = factor_text(ratio, scene.degrees)
     sentence = f"the gradient norm is {text}: {scene.first.told}; count every element once"
-    cause = Cause(along or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
+    cause = scene.culprit(along or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
     if candidates:
         return directly(cause, f"divided by {ratio:.4g} it is one device's", by_all=True)
     out = "ruled out: the norm of a rank's own shards, the loss's scale, a product of degrees"
@@ -94,7 +94,7 @@ def _cuts(spec: Spec, axis: Axis) -> bool:
     )
 
 
-def _of_some(scene: Investigation, norm: float) -> Cause | None:
+def _of_some(scene: Investigation, norm: float) -> Culprit | None:
     """The squares of experts alone, or of all but experts, count several times or not at all."""
     axis = expert_axis(scene.spec)
     if axis is None:
@@ -113,12 +113,12 @@ def _of_some(scene: Investigation, norm: float) -> Cause | None:
         if abs(times) <= EXACT:
             sentence = f"the gradient norm leaves out the squares of {what}: {cure}"
             tried = f"with the squares of {what} it is one device's"
-            return directly(Cause(axis, f"{what} left out", sentence), tried, by_all=True)
+            return directly(scene.culprit(axis, f"{what} left out", sentence), tried, by_all=True)
         if fits := products(times, scene.degrees, EXACT):
             text, axes = several(fits, axis)
             sentence = f"the gradient norm counts the squares of {what} {text} ({axes}): {cure}"
             tried = f"with the squares of {what} counted once it is one device's"
-            return directly(Cause(axes, f"{what} {text}", sentence), tried, by_all=True)
+            return directly(scene.culprit(axes, f"{what} {text}", sentence), tried, by_all=True)
     return None
 
 

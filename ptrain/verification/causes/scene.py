@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
 from typing import Any
 
 import torch
 
 from ptrain.axes.context.tokens import Span
+from ptrain.interpreter.program import Program
 from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
 from ptrain.spec.axis import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.capture import as_held
+from ptrain.verification.capture import as_held, clipped_by
 from ptrain.verification.evidence import Evidence
+from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.shards import ParameterShard, numbered
 from ptrain.verification.own_tokens import TokensOfRank
@@ -26,39 +28,21 @@ from ptrain.verification.reference import MicroBatch, ReferenceTraining
 EXACT = 1e-6  # a relative residual below which a cause explains what was found
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """What explains a departure: axis ("" for none), factor, what to do, and how sure it is."""
-
-    axis: str
-    factor: str
-    sentence: str
-    place: str = ""  # where it is not the first departure's
-    certainty: Certainty = Certainty.FITS
-    tried: str = ""
-
-    @classmethod
-    def of(cls, culprit: Culprit) -> Cause:
-        """Return what a culprit of any loop says."""
-        its = culprit.factor, culprit.sentence, culprit.place, culprit.certainty, culprit.tried
-        return cls(culprit.axis, *its)
-
-
 class Investigation:
-    """`found` by all ranks, in the order of time; the first counts. All ranks look at it together:
-    methods that gather are called by all."""
+    """`found` by all ranks, in the order of time; the first counts, and `one` is explained. All
+    ranks look at it together: methods that gather are called by all."""
 
     def __init__(
         self,
         departures: Sequence[Departure],
         evidence: Evidence | None,
-        reference: ReferenceTraining,
+        sides: tuple[Program, ReferenceTraining],
         exchange: Exchange,
     ) -> None:
         self.found = departures
-        self.first = departures[0]
-        self.reference = reference
-        self.spec = reference.spec
+        self.first = self.one = departures[0]
+        self.program, self.reference = sides
+        self.spec = self.reference.spec
         self.exchange = exchange
         self.rank = exchange.world.rank
         self.ranks = ranks_of_spec(self.spec, exchange)
@@ -70,22 +54,49 @@ class Investigation:
         return self._evidence
 
     @property
+    def clipped_by(self) -> float:
+        """Return what clipping multiplied this rank's gradients by."""
+        return clipped_by(self.spec, self.evidence.norm)
+
+    @property
     def has_evidence(self) -> bool:
         return self._evidence is not None
+
+    def culprit(
+        self,
+        axis: str,
+        factor: str,
+        sentence: str,
+        *,
+        place: str = "",
+        certainty: Certainty = Certainty.FITS,
+        tried: str = "",
+    ) -> Culprit:
+        """Return the culprit of what is explained; `place` where it is not where that is."""
+        one = self.one
+        return culprit(
+            [one], self.ranks, state=one.subject, axis=axis, factor=factor, sentence=sentence,
+            names=[place or one.place], who=self.blamed(one), certainty=certainty, tried=tried,
+        )  # fmt: skip
+
+    def about(self, one: Departure) -> Investigation:
+        """Return the same, to explain this departure, which tells more of the first."""
+        other = copy(self)
+        other.one = one
+        return other
+
+    def blamed(self, one: Departure) -> tuple[int, ...]:
+        """Return the ranks where the same thing departs; of gradients anything, for a rank may have
+        nothing of the first tensor that is not zero."""
+        if one.subject is not Subject.GRADIENTS:
+            return self.ranks_of(one)
+        return tuple(sorted({departure.rank for departure in self.at(one.moment, one.subject)}))
 
     def ranks_of(self, one: Departure) -> tuple[int, ...]:
         """Return the ranks where the same thing departs at the same moment."""
         alike = (one.step, one.moment, one.subject, one.name)
-        return tuple(
-            sorted(
-                {
-                    departure.rank
-                    for departure in self.found
-                    if (departure.step, departure.moment, departure.subject, departure.name)
-                    == alike
-                }
-            )
-        )
+        departing = (its for its in self.found if (*its.when, its.subject, its.name) == alike)
+        return tuple(sorted({departure.rank for departure in departing}))
 
     def by_all(self, everyone: Sequence[object], one: Departure | None = None) -> bool:
         """Return whether each rank where this departs (without one the first) says something."""
@@ -153,7 +164,7 @@ class Investigation:
         """Return what a module of one device gives, as this rank holds it: its tokens, or those in
         `spans`."""
         tokens = TokensOfRank(self.spec, self.rank, spans)
-        return as_held(self.evidence.program, path, whole, tokens)
+        return as_held(self.program, path, whole, tokens)
 
     def own_micro_batches(self, place: int | None = None) -> Iterator[MicroBatch]:
         """Yield one device's micro-batches of this rank's share of the batch, or of the one at a

@@ -11,12 +11,11 @@ import torch
 
 from ptrain.costs import State
 from ptrain.facts.parameters import OF_TOKENS
-from ptrain.interpreter.program import Program
-from ptrain.report.finding import Certainty, Departure, Moment, Subject
+from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
 from ptrain.spec.placement import Distribution
 from ptrain.verification.causes.own_experts import copies, is_of_experts
 from ptrain.verification.causes.positions import positions_text
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.trials import directly
 from ptrain.verification.causes.updates import proven_update
 from ptrain.verification.causes.values import ALIKE, OF_VALUES, Said, Sides, of_values
@@ -33,11 +32,12 @@ _AS_BEFORE = "what is wrong of it is what one device had then, to the last digit
 RULED_OUT = f"ruled out: one element, an earlier step, other positions, {OF_VALUES}"
 
 
-def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause:
+def state_cause(scene: Investigation) -> Culprit:
     """Explain a departure of state. Collective."""
-    if (proven := proven_update(scene, one, program)) is not None:
+    one = scene.one
+    if (proven := proven_update(scene)) is not None:
         return proven
-    alike = _alike(scene, one, program)
+    alike = _alike(scene, one)
     boxes = scene.boxes({key[1]: sides.part for key, sides in alike.items()})
     said = {
         key: _said(scene, replace(one, subject=key[0], name=key[1]), sides, boxes.get(key[1], {}))
@@ -49,7 +49,8 @@ def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause
     )
     wrong = Counter(Said(*its) for its, _ in everyone if its) or {_other(one): 1}
     agreed = max(wrong, key=lambda its: wrong[its])
-    cause = Cause(agreed.axis or _axis(scene, one), agreed.factor, agreed.sentence)
+    axis = agreed.axis or _axis(scene, one)
+    cause = scene.culprit(axis, agreed.factor, agreed.sentence)
     known = [its for _, tried in everyone for its in tried]
     if known and all(known):
         others = f"; so is all that departs of {len(known)} parts" * (len(known) > 1)
@@ -60,14 +61,14 @@ def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause
     return replace(cause, tried=words)
 
 
-def _alike(scene: Investigation, one: Departure, program: Program) -> dict[Key, Sides]:
+def _alike(scene: Investigation, one: Departure) -> dict[Key, Sides]:
     """Return what departs with it, as far as this rank has it."""
     if one.moment is Moment.FORWARD:  # as it is used
         parameters = scene.evidence.states[-1]
         its = {(one.subject, name): tensor for name, tensor in scene.evidence.used.items()}
         states, wholes = its, parameters
     else:
-        states, wholes = of_program(program), of_reference(scene.reference, scene.rank)
+        states, wholes = of_program(scene.program), of_reference(scene.reference, scene.rank)
     sides = {}
     # what is counted wrong is a step that was left out, or nothing else departs
     subject = None if one.subject is Subject.COUNTER else one.subject

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ptrain.models.batch import SampleBatch, TokenPair
 from ptrain.models.loss import IGNORED
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.report.finding import Culprit
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.trials import directly
 from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import held, relative
@@ -22,7 +23,7 @@ from ptrain.verification.parts import held, relative
 _MOST = 0.99  # of the tokens that agree, where the ends of rows may not
 
 
-def targets_cause(scene: Investigation) -> Cause | None:
+def targets_cause(scene: Investigation) -> Culprit | None:
     """The logits are right and the loss is not: it has other targets. Collective."""
     answers = scene.exchange.gather(next(_said(scene), ["", True]))
     everyone = [targets for targets, _ in answers]
@@ -35,7 +36,7 @@ def targets_cause(scene: Investigation) -> Cause | None:
         f"the logits are right, and the loss compares them with {targets}: look at the loader"
     )
     lacking = [rank for rank, answer in enumerate(everyone) if answer not in ("", targets)]
-    cause = Cause(scene.axis_of(ranks), targets, sentence, "loss")
+    cause = scene.culprit(scene.axis_of(ranks), targets, sentence, place="loss")
     if not all(is_made for _, is_made in answers):
         tried = "nearly all positions are asked for these, as the gradient of the logits tells"
         return replace(cause, tried=tried)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.tokens import Span
-from ptrain.report.finding import Moment
+from ptrain.report.finding import Culprit, Moment
 from ptrain.steps.context import ContextParallel
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.trials import directly
 from ptrain.verification.causes.values import Sides
 from ptrain.verification.own_tokens import tokens_in
@@ -31,7 +31,7 @@ class Explanation(NamedTuple):
     axis: str = ""
 
 
-def agreed(scene: Investigation, said: Sequence[Explanation], axis: str = "") -> Cause | None:
+def agreed(scene: Investigation, said: Sequence[Explanation], axis: str = "") -> Culprit | None:
     """Return as a cause what most ranks say of the first departure, of several explanations each;
     None where nobody says anything. `axis`: along which ranks depart, where the explanation does
     not say it. Collective."""
@@ -46,7 +46,7 @@ def agreed(scene: Investigation, said: Sequence[Explanation], axis: str = "") ->
     named = Counter(its for said in everyone for its in said if its.factor == usual)
     explanation, _ = named.most_common(1)[0]  # ranks may see one factor in several ways
     axis = explanation.axis or axis or scene.axis_of(scene.ranks_of(scene.first))
-    cause = Cause(axis, usual + explanation.whose, explanation.sentence)
+    cause = scene.culprit(axis, usual + explanation.whose, explanation.sentence)
     what = "returns" if scene.first.moment is Moment.FORWARD else "hands back"
     tried = f"one device's {scene.first.place}, computed so, {what} what the ranks have"
     return directly(cause, tried, by_all=scene.by_all(everyone))

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from ptrain.report.finding import Certainty
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.report.finding import Certainty, Culprit
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.parts import TensorBox, difference, held
 
@@ -45,7 +45,9 @@ def chosen(scene: Investigation, names: Iterable[str], least: int) -> str:
     return max(known, key=lambda name: sizes[name])
 
 
-def proven(scene: Investigation, cause: Cause, words: str, hypothesis: Hypothesis) -> Cause | None:
+def proven(
+    scene: Investigation, cause: Culprit, words: str, hypothesis: Hypothesis
+) -> Culprit | None:
     """Return the cause, proven, where it makes of one device's gradients those that the program's
     optimizers took, all of them, on all ranks; None where it does not. Collective."""
     truths = scene.evidence.expected_gradients
@@ -76,7 +78,7 @@ def instead(rows: Mapping[str, Tensor]) -> Hypothesis:
     return hypothesis
 
 
-def directly(cause: Cause, words: str, *, by_all: bool) -> Cause:
+def directly(cause: Culprit, words: str, *, by_all: bool) -> Culprit:
     """Return the cause, proven where all ranks that depart say the same of it."""
     if by_all:
         return replace(cause, certainty=Certainty.PROVEN, tried=words)

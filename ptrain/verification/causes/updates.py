@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ptrain.axes.data.run.target import NamedTarget
 from ptrain.interpreter.program import Program
-from ptrain.report.finding import Departure, Moment, Subject
-from ptrain.verification.causes.scene import Cause, Investigation
+from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.verification.causes.scene import Investigation
 from ptrain.verification.jobs.compare import ParameterMove
 from ptrain.verification.jobs.job import TOLERANCES
 from ptrain.verification.jobs.shards import ParameterShard
@@ -28,12 +28,13 @@ from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, is_ro
 _UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER, Subject.COUNTER)
 
 
-def proven_update(scene: Investigation, one: Departure, program: Program) -> Cause | None:
+def proven_update(scene: Investigation) -> Culprit | None:
     """Return the cause of an update that is one device's once it is repeated with some of one
     device's settings, state or values; None where it is not. Collective."""
+    one = scene.one
     if one.moment is not Moment.UPDATE or one.subject not in _UPDATED or not scene.has_evidence:
         return None
-    case = _case(scene, program)
+    case = _case(scene)
     if case is None or not any(scene.exchange.gather(_parameter(one) in case.own)):
         return None
     departures = [
@@ -44,7 +45,7 @@ def proven_update(scene: Investigation, one: Departure, program: Program) -> Cau
     culprit = UpdateExplainer(departures, case, scene.ranks).exchanged()
     if culprit is None:
         return None
-    return replace(Cause.of(culprit), axis=scene.axis_of(culprit.ranks), place="")
+    return replace(culprit, axis=scene.axis_of(culprit.ranks))
 
 
 def _parameter(departure: Departure) -> str:
@@ -53,9 +54,9 @@ def _parameter(departure: Departure) -> str:
     return departure.name.rpartition(".")[0] if is_state else departure.name
 
 
-def _case(scene: Investigation, program: Program) -> UpdateCase | None:
+def _case(scene: Investigation) -> UpdateCase | None:
     """None where some rank's optimizers did not step what others' did."""
-    evidence = scene.evidence
+    evidence, program = scene.evidence, scene.program
     taken = [
         (target, str(index))
         for index, (target, _) in enumerate(program.update.leaves())
