@@ -10,22 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.report.finding import Departure, Moment, Subject, Way
-from ptrain.report.record import Check
+from ptrain.report.finding import Moment, Subject, Way
 from ptrain.spec.axis import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import Capture, clipped_by, drive, watched
-from ptrain.verification.compare import at_most
+from ptrain.verification.causes.scene import ranks_of_spec
+from ptrain.verification.differences import AllDifferences, Differences
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.explain import explain
-from ptrain.verification.jobs.compare import Differences
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.outputs import Outputs
@@ -74,35 +73,34 @@ class _Examiner:
         last = self.spec.batch.accumulate - 1
         self.watched_passes = {0, last}  # micro-batches whose activations are compared
         self.differences = Differences(step=0, rank=self.rank)
-        self.worst: dict[str, float] = {}  # the largest difference of a check, on any rank
+        ranks = ranks_of_spec(self.spec, exchange)
+        self.all = AllDifferences(ranks, self.reference.parameters, most=MOST)
         self.order: dict[str, int] = {}  # a module's place along the model
         self.sums: dict[str, torch.Tensor] = {}
-        self.names = {name: place for place, name in enumerate(self.reference.parameters)}
 
     def run(self, steps: int) -> Examination:
         self._state(Moment.START)
-        departures = self._of_all_ranks()
+        self.all.take(self.differences)
         evidence = None
         for step in range(steps):
-            if departures:
+            if self.all.departures:
                 break
             evidence = self._step(step, evidence)
             self._compare(evidence)
-            departures = self._of_all_ranks()
-            if any(its.subject is not Subject.LEARNING_RATE for its in departures):
+            self.all.take(self.differences, self.order)
+            if any(its.subject is not Subject.LEARNING_RATE for its in self.all.departures):
                 break  # a learning rate is proven by its update
             with UpdateRecorder(wholes(self.reference.updater.updated)) as updates:
                 evidence.expected_norm = self.reference.update(step, dict(self.sums))
             evidence.expected_updates = updates.record
             self._norm(evidence)
             self._state(Moment.UPDATE)
-            departures += self._of_all_ranks()
-        sides = self.program, self.reference
+            self.all.take(self.differences, self.order)
+        sides, departures = (self.program, self.reference), tuple(self.all.departures)
         culprit = explain(departures, evidence, sides, self.exchange) if departures else None
         done = evidence.step + 1 if evidence else 0
-        return Examination(
-            departures=departures, culprit=culprit, checks=self._checks(departures), steps=done
-        )
+        checks = tuple(self.all.checks())
+        return Examination(departures=departures, culprit=culprit, checks=checks, steps=done)
 
     def _step(self, step: int, before: Evidence | None) -> Evidence:
         """Run one step of both; the reference's update is still to come."""
@@ -164,7 +162,8 @@ class _Examiner:
             )
         )
         self.differences.departures += departures
-        self.differences.see(Moment.BATCH, Subject.BATCH, math.inf if departures else 0.0)
+        size = math.inf if departures else 0.0
+        self.differences.see((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
 
     def _activations(self, evidence: Evidence) -> None:
         actual, expected = evidence.outputs, evidence.expected_outputs
@@ -262,62 +261,6 @@ class _Examiner:
             moment, subject, name, difference=difference, tolerance=TOLERANCE, way=way, index=index,
             words=f"{tensor.dtype} for {whole.dtype}" if way is Way.DTYPE else "",
         )  # fmt: skip
-
-    def _of_all_ranks(self) -> tuple[Departure, ...]:
-        """Return everybody's departures on every rank, in order of time and along the model."""
-        least: dict[tuple[Moment, Subject], list[Departure]] = {}
-        for departure in sorted(self.differences.departures, key=self._when):
-            least.setdefault((departure.moment, departure.subject), []).append(departure)
-        self.differences.departures = [its for group in least.values() for its in group[:MOST]]
-        order, departures = dict[str, int](), list[Departure]()
-        for others, its in self.exchange.gather(
-            [list(self.order.items()), self.differences.plain()]
-        ):
-            order |= dict(others)
-            report = Differences.of(its)
-            departures += report.departures
-            for (moment, subject), (difference, _) in report.worst.items():
-                name = _check_name(moment, subject)
-                self.worst[name] = max(self.worst.get(name, 0.0), difference)
-        self.order = order
-        return tuple(sorted(departures, key=self._when))
-
-    def _when(self, departure: Departure) -> tuple[int, ...]:
-        """Parameters that are used stand before what their module makes of them."""
-        is_used = departure.moment is Moment.FORWARD and departure.subject is Subject.PARAMETERS
-        module = departure.name.rpartition(".")[0] if is_used else departure.name
-        forward = self.order.get(module, self.names.get(departure.name, len(self.order)))
-        place = -forward if departure.moment is Moment.BACKWARD else forward
-        is_loss = departure.subject is Subject.LOSS
-        return (
-            departure.step, departure.moment, int(is_loss), departure.index, place, not is_used,
-            departure.rank,
-        )  # fmt: skip
-
-    def _checks(self, departures: tuple[Departure, ...]) -> tuple[Check, ...]:
-        failed = {_check_name(its.moment, its.subject): its for its in reversed(departures)}
-        return tuple(_check(name, worst, failed.get(name)) for name, worst in self.worst.items())
-
-
-def _check(name: str, worst: float, failed: Departure | None) -> Check:
-    check = at_most(name, worst, TOLERANCE, "")
-    if failed is None:
-        return replace(check, holds=True)
-    by = f" ({failed.told})" if failed.told else ""
-    why = f"departs at {failed.place}, step {failed.step}, rank {failed.rank}{by}"
-    return replace(check, holds=False, why=why)
-
-
-def _check_name(moment: Moment, subject: Subject) -> str:
-    if subject is Subject.ACTIVATIONS and moment is Moment.BACKWARD:
-        return "gradients of activations"
-    if moment is Moment.FORWARD and subject is Subject.PARAMETERS:
-        return "parameters in use"
-    if moment is Moment.START and subject in (Subject.PARAMETERS, Subject.OPTIMIZER):
-        return f"initial {subject}"
-    if subject is Subject.BATCH:
-        return "samples"
-    return str(subject)
 
 
 def _shown(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ def _causes(scene: Investigation, names: list[str], lost: Sequence[str]) -> Iter
     for without in ((SymptomKind.UNEVEN,), ()):
         culprit = explain_gradients(departures, evidence, scene.ranks, limit, without)
         if culprit.certainty is Certainty.PROVEN:
-            yield culprit
+            yield replace(culprit, state=scene.one.subject)  # a program shows its loss
         if without:
             yield from filter(None, (cause(scene, names) for cause in behind))
     yield from filter(None, [_without_gradient(scene, lost), _rounded(scene, names)])

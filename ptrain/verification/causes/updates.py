@@ -14,7 +14,7 @@ from ptrain.axes.data.run.target import NamedTarget
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.verification.causes.scene import Investigation
-from ptrain.verification.jobs.compare import ParameterMove
+from ptrain.verification.differences import ParameterMove
 from ptrain.verification.jobs.job import TOLERANCES
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.magnitude import Magnitude
@@ -45,7 +45,7 @@ def proven_update(scene: Investigation) -> Culprit | None:
     culprit = UpdateExplainer(departures, case, scene.ranks).exchanged()
     if culprit is None:
         return None
-    return replace(culprit, axis=scene.axis_of(culprit.ranks))
+    return replace(culprit, state=one.subject, axis=scene.axis_of(culprit.ranks))
 
 
 def _parameter(departure: Departure) -> str:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
+from ptrain.verification.differences import Differences
 from ptrain.verification.factors import multiple
-from ptrain.verification.jobs.compare import Differences, beside_way
+from ptrain.verification.jobs.compare import beside_way
 from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.job import Average, Job, Tolerance
 from ptrain.verification.jobs.ranks import Ranks

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ptrain.report.finding import Moment, Subject
+from ptrain.verification.differences import Differences, ParameterMove
 from ptrain.verification.jobs.again import ModelState
 from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.compare import (
-    Differences,
-    ParameterMove,
     compare_buffers,
     compare_gradients,
     compare_in_use,

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ptrain.report.finding import Moment, Subject
+from ptrain.verification.differences import Differences, ParameterMove
 from ptrain.verification.jobs.compare import (
-    Differences,
-    ParameterMove,
     compare_states,
     compare_update,
     digest,
@@ -135,7 +134,7 @@ class UpdateCase:
         """Return how far these outcomes are from one device's."""
         scratch = self.differences(outcomes)
         values, state = (
-            scratch.worst.get((Moment.UPDATE, subject), (0.0, ""))[0]
+            scratch.most(Moment.UPDATE, subject)
             for subject in (Subject.PARAMETERS, Subject.OPTIMIZER)
         )
         return Remainder(len(scratch.departures), values, state)
