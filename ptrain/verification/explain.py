@@ -14,7 +14,7 @@ import torch
 
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER
-from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
+from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.causes.activations import RULED_OUT as OUTPUTS_RULED_OUT
@@ -198,11 +198,9 @@ def _loss(scene: Investigation) -> Culprit:
     )
     cause = scene.culprit("", text, sentence)
     if products(ratio, scene.degrees, EXACT):
-        return directly(cause, f"divided by {ratio:.4g} it is one device's", by_all=True)
-    return replace(
-        cause, certainty=Certainty.UNEXPLAINED,
-        tried="ruled out: other targets, a product of the mesh's degrees; the gradients are right",
-    )  # fmt: skip
+        return cause.proven(f"divided by {ratio:.4g} it is one device's")
+    out = "other targets, a product of the mesh's degrees; the gradients are right"
+    return cause.unexplained(out)
 
 
 def _unexplained(scene: Investigation) -> Culprit:
@@ -218,10 +216,8 @@ def _unexplained(scene: Investigation) -> Culprit:
     out = OUTPUTS_RULED_OUT
     if first.moment is Moment.GRADIENTS:
         out = GRADIENTS_RULED_OUT + untold(scene.spec.batch.accumulate)
-    return scene.culprit(
-        scene.axis_of(ranks), f"differs by {first.difference:.3g}", sentence,
-        certainty=Certainty.UNEXPLAINED, tried=f"ruled out: {out}"
-    )  # fmt: skip
+    factor = f"differs by {first.difference:.3g}"
+    return scene.culprit(scene.axis_of(ranks), factor, sentence).unexplained(out)
 
 
 # What explains a first departure, by what departs: the first that can.

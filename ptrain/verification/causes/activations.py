@@ -61,7 +61,7 @@ def _partial(scene: Investigation) -> Culprit | None:
             axes = axis.replace("+", " and ")
             what = f"each rank of {axes} has its own addend of {_what(scene)}: sum it over {axes}"
             cause = scene.culprit(axis.partition("+")[0], f"missing all-reduce over {axes}", what)
-            return directly(cause, f"summed over {axes} it is one device's", by_all=True)
+            return cause.proven(f"summed over {axes} it is one device's")
     return None
 
 

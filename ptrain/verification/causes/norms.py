@@ -4,19 +4,17 @@ count for one rank alone, or more often than once."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from torch import Tensor
 
 from ptrain.costs import State
-from ptrain.report.finding import Certainty, Culprit
+from ptrain.report.finding import Culprit
 from ptrain.spec.axis import Axis
 from ptrain.spec.layout import position, ranks_over
 from ptrain.spec.placement import CUT
 from ptrain.spec.spec import Spec
 from ptrain.verification.causes.own_experts import expert_axis, is_of_experts, several
 from ptrain.verification.causes.scene import EXACT, Investigation
-from ptrain.verification.causes.trials import directly
 from ptrain.verification.factors import factor_text, products
 
 
@@ -31,13 +29,13 @@ def norm_cause(scene: Investigation) -> Culprit:
         sentence = f"clipping uses the norm of each rank's own shards: sum its square over {text}"
         cause = scene.culprit(axes[0], f"missing all-reduce over {text}", sentence)
         tried = f"the squares of the ranks' own shards, summed over {text}, make one device's norm"
-        return directly(cause, tried, by_all=True)
+        return cause.proven(tried)
     norm = norms[scene.first.rank]
     ratio = norm / expected if expected else math.inf
     if evidence.scale != 1.0 and math.isclose(ratio, evidence.scale, rel_tol=EXACT):
         sentence = "gradients are clipped with the loss's scale: divide by it before"
         cause = scene.culprit("", f"× {evidence.scale:g}: the loss scale is not undone", sentence)
-        return directly(cause, "divided by the loss's scale it is one device's", by_all=True)
+        return cause.proven("divided by the loss's scale it is one device's")
     if (of_some := _of_some(scene, norm)) is not None:
         return of_some
     candidates = products(ratio, scene.degrees, EXACT)
@@ -46,9 +44,10 @@ def norm_cause(scene: Investigation) -> Culprit:
     sentence = f"the gradient norm is {text}: {scene.first.told}; count every element once"
     cause = scene.culprit(along or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
     if candidates:
-        return directly(cause, f"divided by {ratio:.4g} it is one device's", by_all=True)
-    out = "ruled out: the norm of a rank's own shards, the loss's scale, a product of degrees"
-    return replace(cause, certainty=Certainty.UNEXPLAINED, tried=out)
+        return cause.proven(f"divided by {ratio:.4g} it is one device's")
+    return cause.unexplained(
+        "the norm of a rank's own shards, the loss's scale, a product of degrees"
+    )
 
 
 def _of_own_shards(scene: Investigation) -> tuple[str, ...]:
@@ -113,12 +112,12 @@ def _of_some(scene: Investigation, norm: float) -> Culprit | None:
         if abs(times) <= EXACT:
             sentence = f"the gradient norm leaves out the squares of {what}: {cure}"
             tried = f"with the squares of {what} it is one device's"
-            return directly(scene.culprit(axis, f"{what} left out", sentence), tried, by_all=True)
+            return scene.culprit(axis, f"{what} left out", sentence).proven(tried)
         if fits := products(times, scene.degrees, EXACT):
             text, axes = several(fits, axis)
             sentence = f"the gradient norm counts the squares of {what} {text} ({axes}): {cure}"
             tried = f"with the squares of {what} counted once it is one device's"
-            return directly(scene.culprit(axes, f"{what} {text}", sentence), tried, by_all=True)
+            return scene.culprit(axes, f"{what} {text}", sentence).proven(tried)
     return None
 
 

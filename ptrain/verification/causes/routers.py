@@ -14,7 +14,7 @@ from ptrain.models.moe import Gate
 from ptrain.report.finding import Culprit, Moment
 from ptrain.verification.causes.rerun import call_of
 from ptrain.verification.causes.scene import EXACT, Investigation
-from ptrain.verification.causes.trials import directly, instead, own_part_of, proven
+from ptrain.verification.causes.trials import instead, own_part_of, proven
 from ptrain.verification.factors import factor_text, is_even, multiple, products
 from ptrain.verification.parts import relative
 
@@ -103,8 +103,8 @@ def balance_cause(scene: Investigation) -> Culprit | None:
     ]
     if not everyone or not all(everyone):
         return None
-    tried = f"{path} with all tokens together is what ranks have"
-    return directly(scene.culprit(*_TOGETHER), tried, by_all=True)
+    cause = scene.culprit(*_TOGETHER)
+    return cause.proven(f"{path} with all tokens together is what ranks have")
 
 
 _TOGETHER = (

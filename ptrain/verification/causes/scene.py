@@ -11,7 +11,7 @@ import torch
 
 from ptrain.axes.context.tokens import Span
 from ptrain.interpreter.program import Program
-from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
+from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.spec.axis import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
@@ -69,14 +69,13 @@ class Investigation:
         sentence: str,
         *,
         place: str = "",
-        certainty: Certainty = Certainty.FITS,
         tried: str = "",
     ) -> Culprit:
         """Return the culprit of what is explained; `place` where it is not where that is."""
         one = self.one
         return culprit(
             [one], self.ranks, state=one.subject, axis=axis, factor=factor, sentence=sentence,
-            names=[place or one.place], who=self.blamed(one), certainty=certainty, tried=tried,
+            names=[place or one.place], who=self.blamed(one), tried=tried,
         )  # fmt: skip
 
     def about(self, one: Departure) -> Investigation:

@@ -11,12 +11,11 @@ import torch
 
 from ptrain.costs import State
 from ptrain.facts.parameters import OF_TOKENS
-from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
+from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.spec.placement import Distribution
 from ptrain.verification.causes.own_experts import copies, is_of_experts
 from ptrain.verification.causes.positions import positions_text
 from ptrain.verification.causes.scene import EXACT, Investigation
-from ptrain.verification.causes.trials import directly
 from ptrain.verification.causes.updates import proven_update
 from ptrain.verification.causes.values import ALIKE, OF_VALUES, Said, Sides, of_values
 from ptrain.verification.own_tokens import own_spans
@@ -29,7 +28,7 @@ _OTHER = "other values"
 _AS_BEFORE = "what is wrong of it is what one device had then, to the last digits"
 
 
-RULED_OUT = f"ruled out: one element, an earlier step, other positions, {OF_VALUES}"
+RULED_OUT = f"one element, an earlier step, other positions, {OF_VALUES}"
 
 
 def state_cause(scene: Investigation) -> Culprit:
@@ -54,9 +53,9 @@ def state_cause(scene: Investigation) -> Culprit:
     known = [its for _, tried in everyone for its in tried]
     if known and all(known):
         others = f"; so is all that departs of {len(known)} parts" * (len(known) > 1)
-        return directly(cause, agreed.tried + others, by_all=True)
+        return cause.proven(agreed.tried + others)
     if agreed.factor == _OTHER:
-        return replace(cause, certainty=Certainty.UNEXPLAINED, tried=RULED_OUT)
+        return cause.unexplained(RULED_OUT)
     words = f"so it is of {sum(known)} of the {len(known)} parts that depart" if any(known) else ""
     return replace(cause, tried=words)
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from ptrain.report.finding import Certainty, Culprit
+from ptrain.report.finding import Culprit
 from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.parts import TensorBox, difference, held
@@ -66,7 +66,7 @@ def proven(
     count = len(truths)
     whose = f"all {count} gradients" if count > 1 else "the gradient"
     tried = f"{words} in one device's makes {whose} what the optimizers take, to {max(lefts):.1e}"
-    return replace(cause, certainty=Certainty.PROVEN, tried=tried)
+    return cause.proven(tried)
 
 
 def instead(rows: Mapping[str, Tensor]) -> Hypothesis:
@@ -80,6 +80,4 @@ def instead(rows: Mapping[str, Tensor]) -> Hypothesis:
 
 def directly(cause: Culprit, words: str, *, by_all: bool) -> Culprit:
     """Return the cause, proven where all ranks that depart say the same of it."""
-    if by_all:
-        return replace(cause, certainty=Certainty.PROVEN, tried=words)
-    return replace(cause, tried=f"on some ranks alone {words}")
+    return cause.proven(words) if by_all else replace(cause, tried=f"on some ranks alone {words}")
