@@ -189,13 +189,14 @@ class AllDifferences:
         return [its for its in self.departures if its.when == self.departures[0].when]
 
     def checks(self, since: Moment = Moment.START) -> Iterator[Check]:
-        """Yield a check of each kind since a moment of the step; copies that are not alike are no
-        difference from one device."""
+        """Yield a check of each kind since a moment of the step, the start's counters and buffers
+        with those of later; copies that are not alike are no difference from one device."""
         departures = [its for its in self.departures if not its.between]
-        first = {(its.moment, its.subject): its for its in reversed(departures)}
-        for kind, largest in self._largest.items():
-            if kind[0] >= since:
-                yield largest.check(first.get(kind))
+        first = {_name(its.moment, its.subject): its for its in reversed(departures)}
+        rows: dict[str, LargestDifference] = {}
+        for its in (its for (moment, _), its in self._largest.items() if moment >= since):
+            rows[its.name] = max(rows.get(its.name, its), its, key=lambda row: row.difference)
+        yield from (largest.check(first.get(name)) for name, largest in rows.items())
 
     def _see(self, kind: Kind, of_rank: LargestDifference, step: int) -> None:
         largest = self._largest.setdefault(kind, LargestDifference(of_rank.name, 0.0))

@@ -38,12 +38,14 @@ from ptrain.verification.parts import (
 from ptrain.verification.places import coordinates, data_place
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
 from ptrain.verification.samples import sample_departures
+from ptrain.verification.side import ProgramSide
 from ptrain.verification.states import States, of_program, of_reference
 from ptrain.verification.updates.record import UpdateRecorder, wholes
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 KEPT = 4  # starts of steps with whose state a stale one is compared; each is a model in fp64
 MOST = 400  # departures of one state at one moment that a rank tells of: 0.1 MB
+_PARAMETERS = Subject.PARAMETERS
 _MASKED = (Subject.BUFFERS, Subject.ACTIVATIONS)  # that may be a mask of attention, infinite
 
 
@@ -91,8 +93,8 @@ class _Examiner:
             if any(its.subject is not Subject.LEARNING_RATE for its in self.all.departures):
                 break  # a learning rate is proven by its update
             with UpdateRecorder(wholes(self.reference.updater.updated)) as updates:
-                evidence.expected_norm = self.reference.update(step, dict(self.sums))
-            evidence.expected_updates = updates.record
+                evidence.expected.norm = self.reference.update(step, dict(self.sums))
+            evidence.expected.record = updates.record
             self._norm(evidence)
             self._state(Moment.UPDATE)
             self.all.take(self.differences, self.order)
@@ -115,17 +117,22 @@ class _Examiner:
             step=step,
             states=states,
             batch=self.program.batch,
-            used=capture.used,
-            outputs=capture.outputs,
-            expected_outputs=capture.beside(outputs),
-            gradients=capture.gradients(self.exchange, clipped_by(self.spec, norm)),
-            expected_gradients=expected.gradients,
-            earlier_gradients=before.expected_gradients if before else {},
+            seen=ProgramSide(
+                in_use=capture.used,
+                gradients=capture.gradients(self.exchange, clipped_by(self.spec, norm)),
+                record=capture.updates.record,
+                outputs=capture.outputs,
+                loss=self.exchange.add([share])[0],
+                norm=norm,
+            ),
+            expected=ProgramSide(
+                in_use={n: its for (kind, n), its in states[-1].items() if kind is _PARAMETERS},
+                gradients=expected.gradients,
+                outputs=capture.beside(outputs),
+                loss=expected.loss,
+            ),
+            earlier_gradients=before.expected.gradients if before else {},
             rates=capture.rates,
-            updates=capture.updates.record,
-            loss=self.exchange.add([share])[0],
-            expected_loss=expected.loss,
-            norm=norm,
             scale=expected.scale,
         )
 
@@ -147,9 +154,9 @@ class _Examiner:
         self.differences = Differences(step=evidence.step, rank=self.rank)
         self._samples(evidence)
         # parameters where they are used: gathered, copied, as they should be in this step
-        self._tensors(Moment.FORWARD, Subject.PARAMETERS, evidence.used, self.reference.parameters)
+        self._tensors(Moment.FORWARD, _PARAMETERS, evidence.seen.in_use, evidence.expected.in_use)
         self._activations(evidence)
-        self._number(Moment.FORWARD, Subject.LOSS, evidence.loss, evidence.expected_loss)
+        self._number(Moment.FORWARD, Subject.LOSS, evidence.seen.loss, evidence.expected.loss)
         rate = learning_rate(self.spec.optimizer, evidence.step)
         for own in sorted(evidence.rates):
             self._number(Moment.GRADIENTS, Subject.LEARNING_RATE, own, rate)
@@ -166,7 +173,7 @@ class _Examiner:
         self.differences.see((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
 
     def _activations(self, evidence: Evidence) -> None:
-        actual, expected = evidence.outputs, evidence.expected_outputs
+        actual, expected = evidence.seen.outputs, evidence.expected.outputs
         for moment, own, its in (
             (Moment.FORWARD, actual.forward, expected.forward),
             (Moment.BACKWARD, actual.backward, expected.backward),
@@ -180,20 +187,20 @@ class _Examiner:
     def _gradients(self, evidence: Evidence) -> None:
         """Per parameter, the whole vector: without the loss's scale and what clipping did. One that
         one device has none of should be zeros."""
-        expected = evidence.expected_gradients
+        expected = evidence.expected.gradients
         zeros = {
             name: torch.zeros_like(self.reference.parameters[name], dtype=tensor.dtype)
-            for name, tensor in evidence.gradients.items()
+            for name, tensor in evidence.seen.gradients.items()
             if name not in expected
         }
-        both = evidence.gradients, {**expected, **zeros}
+        both = evidence.seen.gradients, {**expected, **zeros}
         self._tensors(Moment.GRADIENTS, Subject.GRADIENTS, *both)
 
     def _norm(self, evidence: Evidence) -> None:
         self.differences = Differences(step=evidence.step, rank=self.rank)
-        if evidence.norm is None:
+        norm, expected = evidence.seen.norm, evidence.expected.norm
+        if norm is None or expected is None:
             return
-        norm, expected = evidence.norm, evidence.expected_norm
         if math.isinf(expected) and not math.isfinite(norm):
             norm = expected  # both skip the step
         self._number(Moment.CLIP, Subject.NORM, norm, expected)

@@ -84,7 +84,7 @@ def _not_updated(scene: Investigation, alike: Sequence[Departure]) -> Departure 
     for departure in alike:
         if departure.subject is not Subject.PARAMETERS:
             continue
-        if departure.name not in scene.evidence.expected_gradients:
+        if departure.name not in scene.evidence.expected.gradients:
             return departure
         if some and departure.name in counted:
             return replace(departure, subject=Subject.OPTIMIZER)
@@ -189,12 +189,12 @@ def _rate_in_words(scene: Investigation) -> Culprit:
 
 
 def _loss(scene: Investigation) -> Culprit:
-    evidence = scene.evidence
-    ratio = evidence.loss / evidence.expected_loss if evidence.expected_loss else math.inf
+    own, right = scene.evidence.seen.loss, scene.evidence.expected.loss
+    ratio = own / right if right else math.inf
     text = factor_text(ratio, scene.degrees) if math.isfinite(ratio) else "not finite"
     sentence = (
-        f"the loss is {evidence.loss:.6g}, one device's {evidence.expected_loss:.6g} ({text}): sum "
-        "it over the data ranks once, over the global number of tokens"
+        f"the loss is {own:.6g}, one device's {right:.6g} ({text}): sum it over the data ranks "
+        "once, over the global number of tokens"
     )
     cause = scene.culprit("", text, sentence)
     if products(ratio, scene.degrees, EXACT):

@@ -62,7 +62,7 @@ def _weighed(
 ) -> dict[str, torch.Tensor]:
     """Return the sums of all samples' gradients with these weights."""
     evidence, sums = scene.evidence, dict[str, torch.Tensor]()
-    known = [name for name in names if name in evidence.expected_gradients]
+    known = [name for name in names if name in evidence.expected.gradients]
     addends = contributions(scene.reference, evidence.step, known, evidence.scale)
     for addend, weight in zip(addends, weights, strict=True):
         for name, gradient in addend.gradients.items():

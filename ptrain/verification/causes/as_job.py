@@ -26,8 +26,8 @@ def as_job(scene: Investigation, *, as_given: bool = False) -> JobEvidence:
     the micro-batches that each rank was given, which may be others than its own. Of these the first
     MOST alone. Collective."""
     evidence = scene.evidence
-    truths = evidence.expected_gradients
-    taken = {name: held(its).flatten() for name, its in evidence.gradients.items()}
+    truths = evidence.expected.gradients
+    taken = {name: held(its).flatten() for name, its in evidence.seen.gradients.items()}
     reached = {name for its in scene.exchange.gather(sorted(taken)) for name in its}
     holds = {
         name: shard
@@ -53,7 +53,7 @@ def _shard(
     scene: Investigation, name: str, whole: Tensor, *, is_reached: bool
 ) -> ParameterShard | None:
     """Return which elements this rank's gradient is of; of one that no rank has, all of them."""
-    gradient = scene.evidence.gradients.get(name)
+    gradient = scene.evidence.seen.gradients.get(name)
     if gradient is None:
         return None if is_reached else ParameterShard(name, whole, whole.shape)
     return scene.shard(name, gradient, whole)
@@ -62,7 +62,7 @@ def _shard(
 def _known(scene: Investigation) -> KnownFactors:
     evidence = scene.evidence
     clipped, scale = scene.clipped_by, evidence.scale
-    loss = evidence.loss / evidence.expected_loss if evidence.expected_loss else 1.0
+    loss = evidence.seen.loss / evidence.expected.loss if evidence.expected.loss else 1.0
     return KnownFactors(
         loss=loss,
         factors=(

@@ -37,7 +37,7 @@ _ENOUGH = 8  # tensors that tell of roundings
 def gradient_cause(scene: Investigation) -> Culprit | None:
     """Return the first culprit that explains them; None where none does. Collective."""
     departing = (departure.name for departure in scene.at(Moment.GRADIENTS, Subject.GRADIENTS))
-    trained = scene.evidence.expected_gradients
+    trained = scene.evidence.expected.gradients
     names = [name for name in dict.fromkeys(departing) if name in trained]
     lost = _lost(scene)
     names += [name for name in lost if name not in names]
@@ -81,9 +81,9 @@ def _causes(scene: Investigation, names: list[str], lost: Sequence[str]) -> Iter
 def _lost(scene: Investigation) -> list[str]:
     """Return what has a gradient on one device, and on no rank, or zeros."""
     evidence = scene.evidence
-    own = [name for name, its in evidence.gradients.items() if bool(held(its).any())]
+    own = [name for name, its in evidence.seen.gradients.items() if bool(held(its).any())]
     reached = {name for its in scene.exchange.gather(own) for name in its}
-    expected = evidence.expected_gradients.items()
+    expected = evidence.expected.gradients.items()
     return [name for name, whole in expected if name not in reached and bool(whole.any())]
 
 

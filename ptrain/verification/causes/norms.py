@@ -22,8 +22,8 @@ def norm_cause(scene: Investigation) -> Culprit:
     """Say whether the norm is that of this rank's shards alone, or of gradients with the loss's
     scale, or counts something several times. Collective."""
     evidence = scene.evidence
-    norms = scene.exchange.gather(evidence.norm)
-    expected = evidence.expected_norm
+    norms = scene.exchange.gather(evidence.seen.norm)
+    expected = evidence.expected.norm
     if axes := _of_own_shards(scene):
         text = " and ".join(axes)
         sentence = f"clipping uses the norm of each rank's own shards: sum its square over {text}"
@@ -56,20 +56,21 @@ def _of_own_shards(scene: Investigation) -> tuple[str, ...]:
     one."""
     evidence = scene.evidence
     square = 0.0
-    for name, whole in evidence.expected_gradients.items():
-        tensor = evidence.gradients.get(name)
+    for name, whole in evidence.expected.gradients.items():
+        tensor = evidence.seen.gradients.get(name)
         part = scene.own_part(tensor, whole) if tensor is not None else None
         if part is not None:
             own = part.of(whole).double()
             square += float(_own_rows(scene, name, own).square().sum())
-    norm = evidence.norm if evidence.norm is not None else math.nan
+    norm = evidence.seen.norm if evidence.seen.norm is not None else math.nan
     is_own = math.isclose(math.sqrt(square), norm, rel_tol=EXACT)
+    right = evidence.expected.norm or math.nan
     norms, are_own = zip(*scene.exchange.gather([norm, is_own]), strict=True)
     cut = tuple(str(axis) for axis in scene.axes if _cuts(scene.spec, axis))
     for axis, groups in scene.ranks.summed.items():
         axes = axis.split("+")
         sums = (math.hypot(*(norms[rank] for rank in group)) for group in groups)
-        is_right = any(math.isclose(its, evidence.expected_norm, rel_tol=EXACT) for its in sums)
+        is_right = any(math.isclose(its, right, rel_tol=EXACT) for its in sums)
         if is_right and set(axes) <= set(cut):
             return tuple(name for name in cut if name in axes)
     return cut if all(are_own) else ()
@@ -80,7 +81,7 @@ def _own_rows(scene: Investigation, name: str, values: Tensor) -> Tensor:
     axes = scene.spec.expert_axes
     if not axes or not is_of_experts(scene.spec, name):
         return values
-    experts, ranks = scene.evidence.expected_gradients[name].shape[0], ranks_over(scene.spec, axes)
+    experts, ranks = scene.evidence.expected.gradients[name].shape[0], ranks_over(scene.spec, axes)
     own = position(scene.spec, scene.rank, axes)
     return values.chunk(ranks)[own] if len(values) == experts else values
 
@@ -99,7 +100,7 @@ def _of_some(scene: Investigation, norm: float) -> Culprit | None:
     if axis is None:
         return None
     squares = {True: 0.0, False: 0.0}
-    for name, whole in scene.evidence.expected_gradients.items():
+    for name, whole in scene.evidence.expected.gradients.items():
         squares[is_of_experts(scene.spec, name)] += float(whole.double().square().sum())
     for is_of_these, what, cure in (
         (True, "experts", f"an expert is on one rank of {axis}: count it there, and sum once"),

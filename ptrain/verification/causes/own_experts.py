@@ -68,12 +68,9 @@ def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Culprit | No
         "number of tokens"
     )
     cause, all_names = scene.culprit(axes, text, sentence), set(names)
-    factors = {n: g * ratio for n, g in _truths(scene).items() if n in all_names}
+    truths = scene.evidence.expected.gradients.items()
+    factors = {n: g * ratio for n, g in truths if n in all_names}
     return proven(scene, cause, f"{text} of the experts' alone", instead(factors))
-
-
-def _truths(scene: Investigation) -> dict[str, Tensor]:
-    return scene.evidence.expected_gradients
 
 
 def several(fits: Sequence[DegreeProduct], first: Axis) -> tuple[str, str]:

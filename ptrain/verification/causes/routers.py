@@ -39,7 +39,7 @@ def of_router_losses(scene: Investigation, names: list[str]) -> Culprit | None:
     routers = [path for path, its in modules.items() if isinstance(its, Gate)]
     place = next((path for path in routers if f"{path}.weight" in names), "")
     cause = _counted(scene, counted[0], place)
-    wrong = {n: g + factors[0] * alone[n] for n, g in scene.evidence.expected_gradients.items()}
+    wrong = {n: g + factors[0] * alone[n] for n, g in scene.evidence.expected.gradients.items()}
     words = f"{counted[0]:.4g} times the gradients of the routers' losses"
     return proven(scene, cause, words, instead(wrong))
 
@@ -53,7 +53,7 @@ def _of_losses(scene: Investigation) -> dict[str, Tensor]:
         twice = reference.accumulate(evidence.step).gradients
     finally:
         weigh(reference.module, 0.5)
-    return {name: twice[name] - right for name, right in evidence.expected_gradients.items()}
+    return {name: twice[name] - right for name, right in evidence.expected.gradients.items()}
 
 
 def _multiples(scene: Investigation, alone: dict[str, Tensor], names: Sequence[str]) -> list[float]:
@@ -94,7 +94,7 @@ def balance_cause(scene: Investigation) -> Culprit | None:
     balance = scene.reference.module.get_submodule(path)
     if not isinstance(balance, Balance) or scene.first.moment is not Moment.FORWARD:
         return None
-    own = scene.evidence.outputs.forward.get((path, number))
+    own = scene.evidence.seen.outputs.forward.get((path, number))
     routing_BT, _ = call_of(scene, path) if own is not None else ((), None)
     with torch.no_grad():
         fits = own is not None and relative(own, _together(balance, *routing_BT)) <= EXACT

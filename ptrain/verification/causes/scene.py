@@ -56,7 +56,7 @@ class Investigation:
     @property
     def clipped_by(self) -> float:
         """Return what clipping multiplied this rank's gradients by."""
-        return clipped_by(self.spec, self.evidence.norm)
+        return clipped_by(self.spec, self.evidence.seen.norm)
 
     @property
     def has_evidence(self) -> bool:

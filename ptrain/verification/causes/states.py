@@ -64,7 +64,7 @@ def _alike(scene: Investigation, one: Departure) -> dict[Key, Sides]:
     """Return what departs with it, as far as this rank has it."""
     if one.moment is Moment.FORWARD:  # as it is used
         parameters = scene.evidence.states[-1]
-        its = {(one.subject, name): tensor for name, tensor in scene.evidence.used.items()}
+        its = {(one.subject, name): tensor for name, tensor in scene.evidence.seen.in_use.items()}
         states, wholes = its, parameters
     else:
         states, wholes = of_program(scene.program), of_reference(scene.reference, scene.rank)
@@ -179,7 +179,7 @@ def _frozen(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
 
 def is_frozen(scene: Investigation, name: str) -> bool:
     """Return whether nothing of one device's gradients is of this parameter or of its state."""
-    known = scene.evidence.expected_gradients
+    known = scene.evidence.expected.gradients
     return name not in known and name.rpartition(".")[0] not in known
 
 

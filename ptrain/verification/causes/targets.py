@@ -48,8 +48,8 @@ def _said(scene: Investigation) -> Iterator[list[Any]]:
     """Yield which targets the loss had, and whether one device's loss of these has the gradient
     that is there."""
     wanted = _targets(scene)
-    for (path, k), whole in scene.evidence.expected_outputs.forward.items():
-        gradient = scene.evidence.outputs.backward.get((path, k))
+    for (path, k), whole in scene.evidence.expected.outputs.forward.items():
+        gradient = scene.evidence.seen.outputs.backward.get((path, k))
         vocabulary = scene.spec.model.vocabulary[0]
         if gradient is None or whole.shape[-1] != vocabulary or k not in wanted:
             continue

@@ -59,7 +59,7 @@ def departing(scene: Investigation) -> Sides | None:
     is_forward = scene.first.moment is Moment.FORWARD
     tensor, whole = (
         (outputs.forward if is_forward else outputs.backward).get(key)
-        for outputs in (evidence.outputs, evidence.expected_outputs)
+        for outputs in (evidence.seen.outputs, evidence.expected.outputs)
     )
     part = None if tensor is None or whole is None else scene.own_part(tensor, whole)
     if tensor is None or whole is None or part is None:

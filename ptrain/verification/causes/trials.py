@@ -24,8 +24,8 @@ Hypothesis: TypeAlias = "Callable[[str, Tensor, TensorBox], Tensor]"
 def own_part_of(scene: Investigation, name: str) -> tuple[Tensor, Tensor, TensorBox] | None:
     """This rank's part of a gradient, that of the reference, and where it is."""
     evidence = scene.evidence
-    tensor = evidence.gradients.get(name)
-    whole = evidence.expected_gradients.get(name)
+    tensor = evidence.seen.gradients.get(name)
+    whole = evidence.expected.gradients.get(name)
     if tensor is None or whole is None:
         return None
     part = scene.own_part(tensor, whole)
@@ -37,8 +37,8 @@ def own_part_of(scene: Investigation, name: str) -> tuple[Tensor, Tensor, Tensor
 def chosen(scene: Investigation, names: Iterable[str], least: int) -> str:
     """The smallest parameter of which every rank has at least so many elements, else the largest;
     chosen by the first departure's kind of tensor, so that it is one that departs."""
-    known = [name for name in names if name in scene.evidence.expected_gradients]
-    sizes = {name: scene.evidence.expected_gradients[name].numel() for name in known}
+    known = [name for name in names if name in scene.evidence.expected.gradients]
+    sizes = {name: scene.evidence.expected.gradients[name].numel() for name in known}
     enough = [name for name in known if sizes[name] >= least * scene.spec.world_size]
     if enough:
         return min(enough, key=lambda name: sizes[name])
@@ -50,7 +50,7 @@ def proven(
 ) -> Culprit | None:
     """Return the cause, proven, where it makes of one device's gradients those that the program's
     optimizers took, all of them, on all ranks; None where it does not. Collective."""
-    truths = scene.evidence.expected_gradients
+    truths = scene.evidence.expected.gradients
     scale = Magnitude.of(truths)
     left, departure = 0.0, 0.0
     for name, whole in truths.items():

@@ -14,10 +14,9 @@ from ptrain.axes.data.run.target import NamedTarget
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.verification.causes.scene import Investigation
-from ptrain.verification.differences import ParameterMove
+from ptrain.verification.differences import Differences, ParameterMove
 from ptrain.verification.jobs.job import TOLERANCES
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.parts import held
 from ptrain.verification.states import of_program
 from ptrain.verification.updates.case import UpdateCase
@@ -60,35 +59,28 @@ def _case(scene: Investigation) -> UpdateCase | None:
     taken = [
         (target, str(index))
         for index, (target, _) in enumerate(program.update.leaves())
-        if str(index) in evidence.updates.after
-        and evidence.updates.before[str(index)].value.numel()
+        if str(index) in evidence.seen.record.after
+        and evidence.seen.record.before[str(index)].value.numel()
     ]
-    mine = [[name, _rows(evidence.updates.before[name])] for _, name in taken]
+    mine = [[name, _rows(evidence.seen.record.before[name])] for _, name in taken]
     stage = program.pieces[0].index
     everyones = scene.exchange.gather([stage, mine])
     alike = dict(everyones)
     if any(not its or its != alike[place] for place, its in everyones):
         return None
-    record, tensors = UpdateRecord(obstacle=evidence.updates.obstacle), dict[str, Tensor]()
+    record, tensors = UpdateRecord(obstacle=evidence.seen.record.obstacle), dict[str, Tensor]()
     for target, name in taken:
-        _split(program, target, evidence.updates, name, record, tensors)
+        _split(program, target, evidence.seen.record, name, record, tensors)
     holds = {}
     for name, tensor in tensors.items():
         whole = scene.reference.parameters.get(name)
         if whole is not None and (shard := scene.shard(name, tensor, whole)) is not None:
             holds[name] = shard
-    courses = _courses(program, record, evidence.expected_updates, holds)
-    return UpdateCase(
-        step=evidence.step,
-        rank=scene.rank,
-        seen=record,
-        expected=evidence.expected_updates,
-        gradients={},
-        holds={name: holds[name] for name in courses},
-        courses=courses,
-        is_noise=Magnitude.noise_among(evidence.expected_gradients),
-        limit=TOLERANCES[torch.float64],
-    )
+    courses = _courses(program, record, evidence.expected.record, holds)
+    sides = evidence.expected, replace(evidence.seen, record=record, gradients={})
+    its = {name: holds[name] for name in courses}
+    differences = Differences(step=evidence.step, rank=scene.rank, courses=courses)
+    return UpdateCase.of(differences, sides, its, TOLERANCES[torch.float64])
 
 
 def _rows(taken: Ingredients) -> list[str]:

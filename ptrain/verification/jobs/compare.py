@@ -21,6 +21,7 @@ from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.magnitude import QUIET, Magnitude, mean_size
 from ptrain.verification.names import canonical_modules
 from ptrain.verification.parts import difference, held, norm
+from ptrain.verification.side import StepSide
 
 _SURE = 10  # tolerances of a gradient, relative to its root mean square
 _ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ by
@@ -55,14 +56,14 @@ def at_start(
 
 def compare_in_use(
     differences: Differences,
-    sides: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    sides: tuple[StepSide, StepSide],
     before: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
     holds: Mapping[str, ParameterShard],
     limit: Tolerance,
 ) -> None:
     """Compare the parameters in a step's first forward pass (`sides`: one device's and the loop's)
     where any was written since the step began: a checkpoint that is loaded."""
-    reference, run = sides
+    reference, run = (side.in_use for side in sides)
     for name, value in run.items():
         if name not in reference:
             continue
@@ -87,17 +88,17 @@ def beside_way(
 
 def compare_gradients(
     differences: Differences,
-    reference: StepRecorder,
-    run: StepRecorder,
+    sides: tuple[StepSide, StepSide],
     holds: Mapping[str, ParameterShard],
     limit: Tolerance,
 ) -> None:
     """Compare gradients as the optimizer takes them. A rank that has none where the reference has
     one that is not zero lacks it."""
-    expected = {name: gradient for name, gradient in reference.gradients.items() if name in holds}
+    wholes, own = (side.gradients for side in sides)
+    expected = {name: gradient for name, gradient in wholes.items() if name in holds}
     scale = Magnitude.of(expected)
     for name, shard in holds.items():
-        gradient = run.gradients.get(name)
+        gradient = own.get(name)
         whole = expected.get(name)
         if whole is None:
             if gradient is not None and bool(gradient.any()):

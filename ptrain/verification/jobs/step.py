@@ -100,9 +100,9 @@ def run_step(
     if seen.updates != expected.updates:
         description = f"{seen.updates} updates, one device {expected.updates}"
         differences.add(Moment.START, Subject.COUNTER, "optimizer.step", description)
-    compare_gradients(differences, expected, seen, pair.holds, limit)
-    in_use = expected.in_use, seen.in_use
-    compare_in_use(differences, in_use, (before, run_before), pair.holds, limit)
+    sides = expected, seen
+    compare_gradients(differences, sides, pair.holds, limit)
+    compare_in_use(differences, sides, (before, run_before), pair.holds, limit)
     scale = Magnitude.of(expected.gradients)
     for name, shard in pair.holds.items():
         gradient = expected.gradients.get(name)
@@ -123,7 +123,7 @@ def run_step(
         compare_update(differences, name, course, is_noise=quiet, limit=limit)
     states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
     compare_states(differences, *states, pair.holds, limit)
-    case = UpdateCase.of(differences, (seen, expected), pair.holds, limit)
+    case = UpdateCase.of(differences, sides, pair.holds, limit)
     compare_masters(differences, case)
     pair.averages.compare(differences, limit)
     compare_buffers(differences, pair.reference.model, pair.loop.model, limit)

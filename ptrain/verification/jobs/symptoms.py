@@ -189,11 +189,11 @@ def by_micro_batches(
         return Symptom(SymptomKind.LOCAL, axis=axis)
     if len(set(lacking.values())) != 1 or not (missing := lacking[min(lacking)]):
         return None
-    labels = [contributed.labels[index] for index in missing]
+    of_ranks = (rank for rank, its in contributed.own.items() if {*its} & {*missing})
     return Symptom(
         SymptomKind.SOME,
-        ranks=tuple(sorted({rank for rank, _ in labels})),
-        numbers=tuple(sorted({number for _, number in labels})),
+        ranks=tuple(sorted(of_ranks)),
+        numbers=tuple(sorted({contributed.labels[index][1] for index in missing})),
     )
 
 

@@ -22,7 +22,8 @@ from ptrain.verification.jobs.compare import (
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.magnitude import Magnitude
-from ptrain.verification.updates.record import UpdateRecord, UpdateRecorder
+from ptrain.verification.side import StepSide
+from ptrain.verification.updates.record import UpdateRecord
 from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, is_row
 
 _COARSE = 1e-3  # a dtype's rounding above which a skipped update of some elements is no difference
@@ -79,12 +80,12 @@ class UpdateCase:
     def of(
         cls,
         differences: Differences,
-        sides: tuple[UpdateRecorder, UpdateRecorder],
+        sides: tuple[StepSide, StepSide],
         holds: Mapping[str, ParameterShard],
         limit: Tolerance,
     ) -> UpdateCase:
-        """`sides`: the loop's step and the reference's; `differences`: with how parameters went."""
-        seen, expected = sides
+        """`sides`: the reference's step and the loop's; `differences`: with how parameters went."""
+        expected, seen = sides
         return cls(
             step=differences.step,
             rank=differences.rank,
