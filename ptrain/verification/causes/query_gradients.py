@@ -5,31 +5,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ptrain.models.attention import Core
-from ptrain.verification.causes.rerun import Heads, core_of, gradient_with
+from ptrain.verification.causes.rerun import Heads
 from ptrain.verification.causes.scene import EXACT, Investigation
-from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout, ranks_text
+from ptrain.verification.causes.token_layout import (
+    Explanation,
+    Own,
+    TokenLayout,
+    ranks_text,
+    shares_of,
+)
 from ptrain.verification.factors import lacking
 
 
 def of_some_keys(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[Explanation]:
     """The gradients of queries lack what they get from the keys of some ranks."""
-    path = core_of(scene)
-    if not path or path == scene.first.name:
-        return
-    shares: list[Tensor] = []
-    for owner in range(layout.degree):
-        share = gradient_with(scene, path, partial(_by_keys, layout.owners == owner))
-        if share is None:
-            return
-        shares.append(own.part(share))
-    if owners := lacking(own.tensor, shares, EXACT):
+    shares = [own.part(share) for share in shares_of(scene, layout, _by_keys)]
+    if shares and (owners := lacking(own.tensor, shares, EXACT)):
         ranks = ranks_text(scene, owners)
         sentence = (
             f"rank {scene.rank} has no gradient of its queries from the keys of {ranks}: add up "

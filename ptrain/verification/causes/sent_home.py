@@ -4,38 +4,31 @@ have a share of."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ptrain.models.attention import Core
 from ptrain.spec.model import ModelShape
-from ptrain.verification.causes.rerun import (
-    Heads,
-    core_of,
-    gradient_with,
-)
+from ptrain.verification.causes.rerun import Heads
 from ptrain.verification.causes.scene import EXACT, Investigation
-from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout, ranks_text
+from ptrain.verification.causes.token_layout import (
+    Explanation,
+    Own,
+    TokenLayout,
+    ranks_text,
+    shares_of,
+)
 from ptrain.verification.factors import lacking
 from ptrain.verification.parts import relative
 
 
 def not_home(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[Explanation]:
     """Of the gradients of keys and values some ranks' share has not come, or another rank's has."""
-    path = core_of(scene)
-    if not path or path == scene.first.name:
-        return
-    shares: list[Tensor] = []
-    for owner in range(layout.degree):
-        share = gradient_with(scene, path, partial(_seen_by, layout.owners == owner))
-        if share is None:
-            return
-        shares.append(share)
-    yield from _share_missing(scene, own, shares)
-    yield from _of_other_tokens(scene, layout, own, shares)
-    yield from _of_other_strides(scene, own, shares)
+    if shares := shares_of(scene, layout, _seen_by):
+        yield from _share_missing(scene, own, shares)
+        yield from _of_other_tokens(scene, layout, own, shares)
+        yield from _of_other_strides(scene, own, shares)
 
 
 def _seen_by(rows: Tensor, core: Core, heads: Heads, mask: Tensor | None) -> Tensor:
