@@ -163,26 +163,21 @@ class _Examiner:
         self._gradients(evidence)
 
     def _samples(self, evidence: Evidence) -> None:
-        departures = list(
-            sample_departures(
-                evidence.batch, self.reference, evidence.step, self.rank, self.exchange
-            )
-        )
-        self.differences.departures += departures
-        size = math.inf if departures else 0.0
+        batch, step = evidence.batch, evidence.step
+        its = [*sample_departures(batch, self.reference, step, self.rank, self.exchange)]
+        self.differences.departures += its
+        size = math.inf if its else 0.0
         self.differences.see((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
 
     def _activations(self, evidence: Evidence) -> None:
         actual, expected = evidence.seen.outputs, evidence.expected.outputs
-        for moment, own, its in (
+        for moment, *sides in (
             (Moment.FORWARD, actual.forward, expected.forward),
             (Moment.BACKWARD, actual.backward, expected.backward),
         ):
-            scale = Magnitude.of({key: _shown(whole) for key, whole in its.items()})
-            for (path, k), tensor in own.items():
-                if (whole := its.get((path, k))) is not None:
-                    pair = tensor, whole
-                    self._tensor(moment, Subject.ACTIVATIONS, path, pair, scale=scale, index=k)
+            for k in sorted(self.watched_passes):
+                own, its = ({p: t for (p, n), t in side.items() if n == k} for side in sides)
+                self._tensors(moment, Subject.ACTIVATIONS, own, its, index=k)
 
     def _gradients(self, evidence: Evidence) -> None:
         """Per parameter, the whole vector: without the loss's scale and what clipping did. One that
@@ -207,14 +202,12 @@ class _Examiner:
 
     def _state(self, moment: Moment) -> None:
         """Compare parameters, optimizer state, counters and buffers, each part where it is."""
-        expected = of_reference(self.reference, self.rank)
-        kinds: dict[Subject, dict[str, torch.Tensor]] = {}
-        for (kind, name), tensor in expected.items():
-            kinds.setdefault(kind, {})[name] = _shown(tensor) if kind in _MASKED else tensor
-        scales = {kind: Magnitude.of(tensors) for kind, tensors in kinds.items()}
-        for (subject, name), tensor in of_program(self.program).items():
-            if (whole := expected.get((subject, name))) is not None:
-                self._tensor(moment, subject, name, (tensor, whole), scale=scales[subject])
+        sides = of_program(self.program), of_reference(self.reference, self.rank)
+        for subject in dict.fromkeys(kind for kind, _ in sides[1]):
+            own, its = (
+                {n: t for (kind, n), t in side.items() if kind is subject} for side in sides
+            )
+            self._tensors(moment, subject, own, its)
 
     def _tensors(
         self,
@@ -222,12 +215,14 @@ class _Examiner:
         subject: Subject,
         actual: Mapping[str, torch.Tensor],
         expected: Mapping[str, torch.Tensor],
+        index: int = 0,
     ) -> None:
         """Compare what both sides have of a name."""
-        scale = Magnitude.of(expected)
-        for name, tensor in actual.items():
-            if (whole := expected.get(name)) is not None:
-                self._tensor(moment, subject, name, (tensor, whole), scale=scale)
+        shown = {n: _shown(its) for n, its in expected.items()} if subject in _MASKED else expected
+        scale = Magnitude.of(shown)
+        for name in (name for name in actual if name in expected):
+            sides = actual[name], expected[name], shown[name]
+            self._tensor(moment, subject, name, sides, scale=scale, index=index)
 
     def _number(self, moment: Moment, subject: Subject, actual: float, expected: float) -> None:
         self.differences.compare(
@@ -241,13 +236,14 @@ class _Examiner:
         moment: Moment,
         subject: Subject,
         name: str,
-        pair: tuple[torch.Tensor, torch.Tensor],
+        sides: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         *,
         scale: Magnitude,
-        index: int = 0,
+        index: int,
     ) -> None:
-        """Nothing of an activation whose part nothing tells: it is of another shape on purpose."""
-        tensor, whole = pair
+        """Nothing of an activation whose part nothing tells: it is of another shape on purpose.
+        `sides`: what is there, one device's, and that without what masks hide."""
+        tensor, whole, shown = sides
         part = part_of(
             tensor, whole.shape, degree=self.spec.degree(Axis.TP), place=self.place.get(Axis.TP, 0)
         )
@@ -262,7 +258,6 @@ class _Examiner:
                 own, its = without_masks(own, its)
             if own.dtype != its.dtype:
                 way = Way.DTYPE
-            shown = _shown(whole) if subject in _MASKED else whole
             difference = relative(own, its, scale.length(shown, its))
         self.differences.compare(
             moment, subject, name, difference=difference, tolerance=TOLERANCE, way=way, index=index,

@@ -35,6 +35,7 @@ from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.samples import OF_ITS_SAMPLES
 from ptrain.verification.states import of_program, of_reference
 
+_LEDGER = {"missing": "missing", "duplicate": "twice"}  # samples, and the word that says so
 _ORDER = (Subject.COUNTER, Subject.OPTIMIZER, Subject.PARAMETERS, Subject.BUFFERS)
 
 
@@ -140,15 +141,8 @@ def _of_gradients(scene: Investigation) -> Culprit | None:
 def _samples(scene: Investigation) -> Culprit:
     words = scene.first.told
     ranks = scene.ranks_of(scene.first)
-    factor = (
-        "missing sample"
-        if "missing" in words
-        else "duplicate sample"
-        if "twice" in words
-        else words
-    )
-    if "missing" in words and "twice" in words:
-        factor = "missing and duplicate samples"
+    kinds = [kind for kind, word in _LEDGER.items() if word in words]
+    factor = f"{' and '.join(kinds)} sample{'s' * (len(kinds) > 1)}" if kinds else words
     sentence = (
         f"the mesh trains on other samples than the batch has: {words}; look at the sampler, "
         "and at which share of the batch each rank takes"

@@ -17,11 +17,12 @@ def context_cause(scene: Investigation) -> Culprit | None:
     step = context_of(scene.spec)
     if step is None:
         return None
-    said: list[Explanation] = []
-    if (own := Own.departing(scene)) is not None:
-        layout = TokenLayout.of(step)
-        causes = _FORWARD if scene.first.moment is Moment.FORWARD else _BACKWARD
-        said = next(filter(None, (list(cause(scene, layout, own)) for cause in causes)), [])
+    causes = _FORWARD if scene.first.moment is Moment.FORWARD else _BACKWARD
+    layout = TokenLayout.of(step)
+
+    def said(own: Own) -> list[Explanation]:
+        return next(filter(None, (list(cause(scene, layout, own)) for cause in causes)), [])
+
     return agreed(scene, said, str(step.axis))
 
 

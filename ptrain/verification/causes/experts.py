@@ -24,10 +24,9 @@ from ptrain.verification.causes.token_layout import Explanation, Own, agreed
 
 def experts_cause(scene: Investigation) -> Culprit | None:
     """Explain what a layer of experts gives, by what most ranks say that depart. Collective."""
-    said: list[Explanation] = []
-    if (own := Own.departing(scene)) is not None and scene.first.moment is Moment.FORWARD:
-        said = list(islice(_explanations(scene, own), 1))
-    return agreed(scene, said)
+    if scene.first.moment is not Moment.FORWARD:
+        return None
+    return agreed(scene, lambda own: islice(_explanations(scene, own), 1))
 
 
 def _explanations(scene: Investigation, own: Own) -> Iterator[Explanation]:

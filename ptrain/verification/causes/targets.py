@@ -1,6 +1,4 @@
-"""Which targets a loss was computed with: the gradient of the logits tells. Cross entropy's is the
-probabilities less 1 at the target, times a positive number: there and nowhere else it is negative.
-"""
+"""Which targets a loss was computed with: the gradient of the logits tells."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ from ptrain.models.loss import IGNORED
 from ptrain.report.finding import Culprit
 from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.trials import directly
+from ptrain.verification.jobs.asked_tokens import targets_of
 from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import held, relative
 
@@ -55,7 +54,7 @@ def _said(scene: Investigation) -> Iterator[list[Any]]:
             continue
         own = held(gradient)
         if own.shape == whole.shape:
-            used = own.argmin(-1)
+            _, used = targets_of(own)
             for targets in _other(used, wanted, k):
                 labels = used.where(wanted[k] != IGNORED, wanted[k])
                 yield [targets, _is_made(scene, k, (whole, own), labels)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -34,10 +34,14 @@ class Explanation(NamedTuple):
     axis: str = ""
 
 
-def agreed(scene: Investigation, said: Sequence[Explanation], axis: str = "") -> Culprit | None:
-    """Return as a cause what most ranks say of the first departure, of several explanations each;
-    None where nobody says anything. `axis`: along which ranks depart, where the explanation does
-    not say it. Collective."""
+def agreed(
+    scene: Investigation, explanations: Callable[[Own], Iterable[Explanation]], axis: str = ""
+) -> Culprit | None:
+    """Return the culprit that most ranks where the first departure is say of it, of several
+    explanations each; None where nobody says anything. `axis`: along which ranks depart, where the
+    explanation does not say it. Collective."""
+    own = Own.departing(scene)
+    said = [] if own is None else explanations(own)
     everyone = [
         [Explanation(*explanation) for explanation in its]
         for its in scene.exchange.gather(list(map(list, said)))

@@ -17,7 +17,6 @@ from ptrain.verification.differences import AllDifferences, Differences, Largest
 from ptrain.verification.jobs.averages import explain_average, is_undecided
 from ptrain.verification.jobs.compare import at_start, digest, replicas
 from ptrain.verification.jobs.conditions import (
-    Alone,
     GlobalLoss,
     has_parameters,
     loss_dtype,
@@ -33,7 +32,7 @@ from ptrain.verification.jobs.culprits import (
     explain_start,
     reference_not_finite,
 )
-from ptrain.verification.jobs.drawing import Drawing, RandomState, drawing_from
+from ptrain.verification.jobs.drawing import Drawing, RandomState
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, tolerance_of
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation
@@ -45,6 +44,7 @@ from ptrain.verification.jobs.step import (
     History,
     LoopPair,
     StepComparison,
+    both_losses,
     checksums,
     gradient_norms,
     is_finite,
@@ -122,7 +122,8 @@ class Examiner:
             if self.terms.examined is None or step < self.terms.examined:
                 self._examine(step, batch, share)
             else:
-                self._compare_losses(step, *self._both(batch, share))
+                both = both_losses(self.pair, batch, share, self.drawing)
+                self._compare_losses(step, *both)
             steps += 1
         repeats = [self._repeat(again, shares[: len(self.sums) - 1])] if again else []
         life = [] if self.culprit else self._life(batches[0], shares[0])
@@ -268,16 +269,6 @@ class Examiner:
         fitting = [how for how, loss in ways.items() if numbers_apart(right, loss) <= limit]
         return explain_loss(departures, self.ranks, (right, measured), fitting)
 
-    def _both(self, batch: Any, share: Any) -> tuple[Any, Any]:
-        """What both steps return."""
-        random = RandomState.of(self.pair.loop.model)
-        with self.drawing.recorded(self.pair.loop.model):
-            loss = self.pair.loop.step(share)
-        self.drawing.exchange()
-        plain = self.pair.reference.model
-        with drawing_from(random, plain), self.drawing.replayed(plain), Alone():
-            return self.pair.reference.step(batch), loss
-
     def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
         right = number(returned)
         measured = self.loss.of(right, number(own))
@@ -324,7 +315,8 @@ class Examiner:
         try:
             with boundary(lambda error: Fault(place="step", finding=said(error))):
                 self.random.restore()  # what the first step drew: other masks are another loss
-                right, mine = map(number, self._both(batch, share))
+                both = both_losses(self.pair, batch, share, self.drawing)
+                right, mine = map(number, both)
         except CodeRaised as error:
             right = mine = None
             self.notes.append(
