@@ -23,7 +23,7 @@ from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import Capture, clipped_by, drive, watched
 from ptrain.verification.causes.scene import ranks_of_spec
 from ptrain.verification.differences import AllDifferences, Differences
-from ptrain.verification.evidence import Evidence
+from ptrain.verification.evidence import Evidence, ProgramSide
 from ptrain.verification.explain import explain
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.magnitude import Magnitude
@@ -38,7 +38,6 @@ from ptrain.verification.parts import (
 from ptrain.verification.places import coordinates, data_place
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
 from ptrain.verification.samples import sample_departures
-from ptrain.verification.side import ProgramSide
 from ptrain.verification.states import States, of_program, of_reference
 from ptrain.verification.updates.record import UpdateRecorder, wholes
 

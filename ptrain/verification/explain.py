@@ -140,14 +140,13 @@ def _of_gradients(scene: Investigation) -> Culprit | None:
 
 def _samples(scene: Investigation) -> Culprit:
     words = scene.first.told
-    ranks = scene.ranks_of(scene.first)
     kinds = [kind for kind, word in _LEDGER.items() if word in words]
     factor = f"{' and '.join(kinds)} sample{'s' * (len(kinds) > 1)}" if kinds else words
     sentence = (
         f"the mesh trains on other samples than the batch has: {words}; look at the sampler, "
         "and at which share of the batch each rank takes"
     )
-    axis = scene.token_axis if OF_ITS_SAMPLES in words else scene.axis_of(ranks)
+    axis = scene.token_axis if OF_ITS_SAMPLES in words else None
     return given_samples(scene, scene.culprit(axis, factor, sentence))
 
 
@@ -168,18 +167,17 @@ def _rate_in_words(scene: Investigation) -> Culprit:
         for step in range(scene.spec.train.steps + 1)
         if math.isclose(learning_rate(schedule, step), rate, rel_tol=1e-9)
     ]
-    axis = scene.axis_of(scene.ranks_of(scene.first))
     if others:
         sentence = (
             f"the update has the learning rate of step {others[0]}: {scene.first.told}; step the "
             "schedule once for each update"
         )
-        return scene.culprit(axis, f"of step {others[0]}", sentence)
+        return scene.culprit(None, f"of step {others[0]}", sentence)
     sentence = (
         f"the update has another learning rate: {scene.first.told}; set the schedule's in every "
         "group of every rank's optimizer"
     )
-    return scene.culprit(axis, "other value", sentence)
+    return scene.culprit(None, "other value", sentence)
 
 
 def _loss(scene: Investigation) -> Culprit:
@@ -199,7 +197,6 @@ def _loss(scene: Investigation) -> Culprit:
 
 def _unexplained(scene: Investigation) -> Culprit:
     first = scene.first
-    ranks = scene.ranks_of(first)
     what = "gradient of its output" if first.moment is Moment.BACKWARD else "output"
     what = what if first.subject is Subject.ACTIVATIONS else str(first.subject)
     sentence = (
@@ -211,7 +208,7 @@ def _unexplained(scene: Investigation) -> Culprit:
     if first.moment is Moment.GRADIENTS:
         out = GRADIENTS_RULED_OUT + untold(scene.spec.batch.accumulate)
     factor = f"differs by {first.difference:.3g}"
-    return scene.culprit(scene.axis_of(ranks), factor, sentence).unexplained(out)
+    return scene.culprit(None, factor, sentence).unexplained(out)
 
 
 # What explains a first departure, by what departs: the first that can.

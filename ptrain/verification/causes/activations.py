@@ -81,8 +81,6 @@ def _other_weights(scene: Investigation) -> Culprit | None:
     if (elected := scene.elected(said)) is None:
         return None
     text, by_all = elected
-    ranks = scene.ranks_of(scene.first)
-    axis = scene.axis_of(ranks)
     if text.startswith("stale"):
         sentence = (
             f"{scene.first.place} computes with parameters that the update has not reached: gather "
@@ -91,7 +89,7 @@ def _other_weights(scene: Investigation) -> Culprit | None:
     else:
         sentence = f"{scene.first.place} computes with parameters in another dtype: keep one dtype"
     tried = f"with these parameters one device's {scene.first.place} returns what the ranks have"
-    return directly(scene.culprit(axis, text, sentence), tried, by_all=by_all)
+    return directly(scene.culprit(None, text, sentence), tried, by_all=by_all)
 
 
 def _candidates(scene: Investigation) -> list[tuple[str, dict[str, torch.Tensor]]]:
@@ -128,8 +126,7 @@ def _by_values(scene: Investigation) -> Culprit | None:
     if (elected := scene.elected([] if said is None else [list(said)])) is None:
         return None
     agreed, by_all = Said(*elected[0]), elected[1]
-    axis = agreed.axis or scene.axis_of(scene.ranks_of(scene.first))
-    cause = scene.culprit(axis, agreed.factor, agreed.sentence)
+    cause = scene.culprit(agreed.axis or None, agreed.factor, agreed.sentence)
     if agreed.tried:
         return directly(cause, agreed.tried, by_all=by_all)
     return replace(cause, tried=LIKE_ROUNDINGS if agreed.factor.startswith("rounded") else "")

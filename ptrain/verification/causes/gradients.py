@@ -121,7 +121,7 @@ def _one_element(scene: Investigation, names: list[str]) -> Culprit | None:
     )
     tried = "with one device's in the place of this element, all gradients are one device's"
     by_all = all(everyone[rank] == factors[0] for rank in ranks)
-    return directly(scene.culprit(scene.axis_of(ranks), factors[0], sentence), tried, by_all=by_all)
+    return directly(scene.culprit(None, factors[0], sentence), tried, by_all=by_all)
 
 
 def _rounded(scene: Investigation, names: list[str]) -> Culprit | None:
@@ -131,8 +131,5 @@ def _rounded(scene: Investigation, names: list[str]) -> Culprit | None:
     if (elected := scene.elected(dtypes)) is None:
         return None
     dtype, _ = elected
-    ranks = scene.blamed(scene.one)
     sentence = f"gradients have the rounding of {dtype}: compute and reduce them in one dtype"
-    return scene.culprit(
-        scene.axis_of(ranks), f"rounded to {dtype}", sentence, tried=LIKE_ROUNDINGS
-    )
+    return scene.culprit(None, f"rounded to {dtype}", sentence, tried=LIKE_ROUNDINGS)

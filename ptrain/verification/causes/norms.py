@@ -42,7 +42,7 @@ def norm_cause(scene: Investigation) -> Culprit:
     along = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
     text = factor_text(ratio, scene.degrees)
     sentence = f"the gradient norm is {text}: {scene.first.told}; count every element once"
-    cause = scene.culprit(along or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
+    cause = scene.culprit(along or None, text, sentence)
     if candidates:
         return cause.proven(f"divided by {ratio:.4g} it is one device's")
     return cause.unexplained(

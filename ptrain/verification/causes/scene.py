@@ -64,18 +64,20 @@ class Investigation:
 
     def culprit(
         self,
-        axis: str,
+        axis: str | None,
         factor: str,
         sentence: str,
         *,
         place: str = "",
         tried: str = "",
     ) -> Culprit:
-        """Return the culprit of what is explained; `place` where it is not where that is."""
-        one = self.one
+        """Return the culprit of what is explained; `place` where it is not where that is. Without
+        an `axis` it is the one that parts the ranks where it departs from the others."""
+        one, ranks = self.one, self.blamed(self.one)
+        axis = self.axis_of(ranks) if axis is None else axis
         return culprit(
             [one], self.ranks, state=one.subject, axis=axis, factor=factor, sentence=sentence,
-            names=[place or one.place], who=self.blamed(one), tried=tried,
+            names=[place or one.place], who=ranks, tried=tried,
         )  # fmt: skip
 
     def about(self, one: Departure) -> Investigation:

@@ -52,8 +52,8 @@ def agreed(
     usual, _ = factors.most_common(1)[0]
     named = Counter(its for said in everyone for its in said if its.factor == usual)
     explanation, _ = named.most_common(1)[0]  # ranks may see one factor in several ways
-    axis = explanation.axis or axis or scene.axis_of(scene.ranks_of(scene.first))
-    cause = scene.culprit(axis, usual + explanation.whose, explanation.sentence)
+    axis = explanation.axis or axis
+    cause = scene.culprit(axis or None, usual + explanation.whose, explanation.sentence)
     what = "returns" if scene.first.moment is Moment.FORWARD else "hands back"
     tried = f"one device's {scene.first.place}, computed so, {what} what the ranks have"
     return directly(cause, tried, by_all=scene.by_all(everyone))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ptrain.report.finding import Moment, Subject
 from ptrain.verification.differences import Differences, ParameterMove
+from ptrain.verification.evidence import StepSide
 from ptrain.verification.jobs.compare import (
     compare_states,
     compare_update,
@@ -22,7 +23,6 @@ from ptrain.verification.jobs.compare import (
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.magnitude import Magnitude
-from ptrain.verification.side import StepSide
 from ptrain.verification.updates.record import UpdateRecord
 from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, is_row
 
