@@ -72,8 +72,8 @@ class _AskedPiece:
     @classmethod
     def of(cls, own: Tensor, truth: Tensor) -> _AskedPiece:
         """[tokens, vocabulary] both."""
-        (has, asked), (should, right_ones) = map(targets_of, (own, truth))
-        other = has & should & (asked != right_ones)
+        (has, targets), (should, right_targets) = map(targets_of, (own, truth))
+        other = has & should & (targets != right_targets)
         lacking = should & ~own.any(-1)
         right = (should & ~(other | lacking)).double()
         product, square = ((side.double() * truth).sum(-1) @ right for side in (own, truth))
