@@ -21,10 +21,10 @@ from ptrain.spec.axis import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import Capture, clipped_by, drive, watched
-from ptrain.verification.causes.scene import ranks_of_spec
 from ptrain.verification.differences import AllDifferences, Differences
 from ptrain.verification.evidence import Evidence, ProgramSide
 from ptrain.verification.explain import explain
+from ptrain.verification.jobs.ranks import ranks_of_spec
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.outputs import Outputs
@@ -98,7 +98,7 @@ class _Examiner:
             self._state(Moment.UPDATE)
             self.all.take(self.differences, self.order)
         sides, departures = (self.program, self.reference), tuple(self.all.departures)
-        culprit = explain(departures, evidence, sides, self.exchange) if departures else None
+        culprit = explain(departures, evidence, sides, self.all.ranks) if departures else None
         done = evidence.step + 1 if evidence else 0
         checks = tuple(self.all.checks())
         return Examination(departures=departures, culprit=culprit, checks=checks, steps=done)

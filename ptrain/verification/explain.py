@@ -15,7 +15,6 @@ import torch
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
-from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.causes.activations import RULED_OUT as OUTPUTS_RULED_OUT
 from ptrain.verification.causes.activations import output_cause
@@ -30,6 +29,7 @@ from ptrain.verification.causes.updates import proven_update
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.factors import factor_text, products
 from ptrain.verification.jobs.evidence import untold
+from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.parts import held
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.samples import OF_ITS_SAMPLES
@@ -43,11 +43,11 @@ def explain(
     departures: Sequence[Departure],
     evidence: Evidence | None,
     sides: tuple[Program, ReferenceTraining],
-    exchange: Exchange,
+    ranks: Ranks,
 ) -> Culprit:
     """Explain all ranks' departures, the first first, with program and reference as they were when
     these were seen. Collective: all ranks give the same `departures`."""
-    scene = Investigation(departures, evidence, sides, exchange)
+    scene = Investigation(departures, evidence, sides, ranks)
     explainers = (*_EXPLAINERS[scene.first.subject], _unexplained)
     return next(filter(None, (explainer(scene) for explainer in explainers)))
 
@@ -76,7 +76,7 @@ def _not_updated(scene: Investigation, alike: Sequence[Departure]) -> Departure 
         for (subject, name), tensor in of_program(scene.program).items()
         if subject is Subject.COUNTER
     }
-    some = any(scene.exchange.gather(any(counters.values()) and not all(counters.values())))
+    some = any(scene.ranks.gather(any(counters.values()) and not all(counters.values())))
     counted = {
         departure.name.rpartition(".")[0]
         for departure in alike
@@ -110,7 +110,7 @@ def _skipped(scene: Investigation) -> Culprit:
         whole = before.get((subject, name)) if is_its else None
         if whole is not None and (part := scene.own_part(tensor, whole)) is not None:
             still = still and (scene.rank not in ranks or torch.equal(held(tensor), part.of(whole)))
-    by_all = all(scene.exchange.gather(still))
+    by_all = all(scene.ranks.gather(still))
     sentence = (
         f"the update leaves {one.name} out: its values, its moments and its counter are those of "
         "before; give it to the optimizer, and step the optimizer of every shard"

@@ -44,7 +44,7 @@ def of_samples(scene: Investigation, names: list[str]) -> Culprit | None:
         if tensor.numel() >= 2 * len(basis) and bool(tensor.any()):
             fit = combination(tensor, basis)
             own = list(fit.coefficients) if fit.holds(EXACT) else None
-    everyone = scene.exchange.gather([own, pair is not None])
+    everyone = scene.ranks.gather([own, pair is not None])
     coefficients = {rank: its for rank, (its, _) in enumerate(everyone) if its is not None}
     if not coefficients or any(its is None and has for its, has in everyone):
         return None
@@ -135,7 +135,7 @@ def of_other_ranks(scene: Investigation, names: list[str]) -> Culprit | None:
                 lacking = absent(fit.coefficients)
                 weights = enumerate(zip(alike, fit.coefficients, strict=True))
                 said = {rank: weight for i, (rank, weight) in weights if i not in lacking}
-    everyone = scene.exchange.gather(list(said))
+    everyone = scene.ranks.gather(list(said))
     cause = _summed_over(scene, everyone)
     if cause is None:
         return None

@@ -28,7 +28,7 @@ def as_job(scene: Investigation, *, as_given: bool = False) -> JobEvidence:
     evidence = scene.evidence
     truths = evidence.expected.gradients
     taken = {name: held(its).flatten() for name, its in evidence.seen.gradients.items()}
-    reached = {name for its in scene.exchange.gather(sorted(taken)) for name in its}
+    reached = {name for its in scene.ranks.gather(sorted(taken)) for name in its}
     holds = {
         name: shard
         for name, whole in truths.items()
@@ -44,7 +44,7 @@ def as_job(scene: Investigation, *, as_given: bool = False) -> JobEvidence:
     own = OwnGradients(
         holds=holds, truths=truths, taken={n: row for n, row in taken.items() if n in holds},
         given=given, before=evidence.earlier_gradients,
-        micro_batches=max(scene.exchange.gather(len(given))),  # as many rows on all ranks
+        micro_batches=max(scene.ranks.gather(len(given))),  # as many rows on all ranks
     )  # fmt: skip
     return sampled(scene.ranks, own, _known(scene))
 

@@ -82,7 +82,7 @@ def _lost(scene: Investigation) -> list[str]:
     """Return what has a gradient on one device, and on no rank, or zeros."""
     evidence = scene.evidence
     own = [name for name, its in evidence.seen.gradients.items() if bool(held(its).any())]
-    reached = {name for its in scene.exchange.gather(own) for name in its}
+    reached = {name for its in scene.ranks.gather(own) for name in its}
     expected = evidence.expected.gradients.items()
     return [name for name, whole in expected if name not in reached and bool(whole.any())]
 
@@ -110,7 +110,7 @@ def _one_element(scene: Investigation, names: list[str]) -> Culprit | None:
         if odd is not None:
             bit = flipped_bit(own[0] * clipped, own[1] * clipped)
             said = "one element" if bit is None else f"flipped bit {bit} of one element"
-    everyone = scene.exchange.gather(said)
+    everyone = scene.ranks.gather(said)
     factors = [factor for factor in everyone if factor is not None]
     if not factors:
         return None

@@ -22,7 +22,7 @@ def norm_cause(scene: Investigation) -> Culprit:
     """Say whether the norm is that of this rank's shards alone, or of gradients with the loss's
     scale, or counts something several times. Collective."""
     evidence = scene.evidence
-    norms = scene.exchange.gather(evidence.seen.norm)
+    norms = scene.ranks.gather(evidence.seen.norm)
     expected = evidence.expected.norm
     if axes := _of_own_shards(scene):
         text = " and ".join(axes)
@@ -65,7 +65,7 @@ def _of_own_shards(scene: Investigation) -> tuple[str, ...]:
     norm = evidence.seen.norm if evidence.seen.norm is not None else math.nan
     is_own = math.isclose(math.sqrt(square), norm, rel_tol=EXACT)
     right = evidence.expected.norm or math.nan
-    norms, are_own = zip(*scene.exchange.gather([norm, is_own]), strict=True)
+    norms, are_own = zip(*scene.ranks.gather([norm, is_own]), strict=True)
     cut = tuple(str(axis) for axis in scene.axes if _cuts(scene.spec, axis))
     for axis, groups in scene.ranks.summed.items():
         axes = axis.split("+")

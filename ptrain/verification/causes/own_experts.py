@@ -50,7 +50,7 @@ def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Culprit | No
         rows = torch.cat([tensor.flatten() for tensor, _, _ in pairs])
         fit = multiple(rows, torch.cat([right.flatten() for _, right, _ in pairs]))
         own = fit.factor if fit.holds(EXACT) else 0.0
-    ratios = [its for its in scene.exchange.gather(own) if abs(its - 1.0) > EXACT]
+    ratios = [its for its in scene.ranks.gather(own) if abs(its - 1.0) > EXACT]
     ratio = ratios[0] if ratios and is_even(ratios) else 0.0
     fits = [
         its

@@ -28,7 +28,7 @@ def of_router_losses(scene: Investigation, names: list[str]) -> Culprit | None:
         return None
     alone = _of_losses(scene)
     own = _multiples(scene, alone, [name for name in names if bool(alone[name].any())])
-    factors = [factor for its in scene.exchange.gather(own) for factor in its]
+    factors = [factor for its in scene.ranks.gather(own) for factor in its]
     if any(factor != factor for factor in factors):
         return _of_tokens_together(scene)
     if not factors:
@@ -98,9 +98,7 @@ def balance_cause(scene: Investigation) -> Culprit | None:
     routing_BT, _ = call_of(scene, path) if own is not None else ((), None)
     with torch.no_grad():
         fits = own is not None and relative(own, _together(balance, *routing_BT)) <= EXACT
-    everyone = [
-        its for its in scene.exchange.gather(None if own is None else fits) if its is not None
-    ]
+    everyone = [its for its in scene.ranks.gather(None if own is None else fits) if its is not None]
     if not everyone or not all(everyone):
         return None
     cause = scene.culprit(*_TOGETHER)

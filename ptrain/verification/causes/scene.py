@@ -13,8 +13,6 @@ from ptrain.axes.context.tokens import Span
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.spec.axis import TOKEN_AXES, Axis
-from ptrain.spec.spec import Spec
-from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import as_held, clipped_by
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.jobs.culprits import culprit
@@ -37,15 +35,13 @@ class Investigation:
         departures: Sequence[Departure],
         evidence: Evidence | None,
         sides: tuple[Program, ReferenceTraining],
-        exchange: Exchange,
+        ranks: Ranks,
     ) -> None:
         self.found = departures
         self.first = self.one = departures[0]
         self.program, self.reference = sides
         self.spec = self.reference.spec
-        self.exchange = exchange
-        self.rank = exchange.world.rank
-        self.ranks = ranks_of_spec(self.spec, exchange)
+        self.ranks, self.rank = ranks, ranks.rank
         self._evidence = evidence
 
     @property
@@ -106,7 +102,7 @@ class Investigation:
     def elected(self, votes: Sequence[Any]) -> tuple[Any, bool] | None:
         """Return what most of all ranks' votes are for, and whether each rank where the first
         departure is has one; None where nobody has. Collective."""
-        everyone = self.exchange.gather(list(votes))
+        everyone = self.ranks.gather(list(votes))
         known = {str(vote): vote for its in everyone for vote in its}
         counts = Counter(str(vote) for its in everyone for vote in its)
         return (known[counts.most_common(1)[0][0]], self.by_all(everyone)) if known else None
@@ -115,7 +111,7 @@ class Investigation:
         """Return by name and rank which part of a tensor every rank has. Collective."""
         plain = {name: [part.offset, part.shape] for name, part in own.items()}
         boxes: dict[str, dict[int, TensorBox]] = {}
-        for rank, its in enumerate(self.exchange.gather(plain)):
+        for rank, its in enumerate(self.ranks.gather(plain)):
             for name, (offset, shape) in its.items():
                 boxes.setdefault(name, {})[rank] = TensorBox(tuple(offset), tuple(shape))
         return boxes
@@ -189,19 +185,3 @@ class Investigation:
         at = part.of(numbered(whole.shape)).flatten()
         is_whole = at.numel() == whole.numel()
         return ParameterShard(name, held(tensor), whole.shape, None if is_whole else at)
-
-
-def ranks_of_spec(spec: Spec, exchange: Exchange) -> Ranks:
-    """Return the ranks of a run, on the axes of its spec, which tell each other by its exchange."""
-    return Ranks(
-        rank=exchange.world.rank,
-        size=exchange.world.size,
-        device=torch.device("cpu"),
-        axes={
-            str(axis): tuple(
-                dict.fromkeys(line(spec, rank, axis) for rank in range(spec.world_size))
-            )
-            for axis in (factor.axis for factor in spec.factors if factor.degree > 1)
-        },
-        group=exchange.group,
-    )

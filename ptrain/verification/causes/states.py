@@ -43,7 +43,7 @@ def state_cause(scene: Investigation) -> Culprit:
         for key, sides in alike.items()
     }
     first = one.subject, one.name
-    everyone = scene.exchange.gather(
+    everyone = scene.ranks.gather(
         [said.get(first), [bool(its.tried) for its in said.values() if its is not None]]
     )
     wrong = Counter(Said(*its) for its, _ in everyone if its) or {_other(one): 1}

@@ -24,7 +24,7 @@ _MOST = 0.99  # of the tokens that agree, where the ends of rows may not
 
 def targets_cause(scene: Investigation) -> Culprit | None:
     """The logits are right and the loss is not: it has other targets. Collective."""
-    answers = scene.exchange.gather(next(_said(scene), ["", True]))
+    answers = scene.ranks.gather(next(_said(scene), ["", True]))
     everyone = [targets for targets, _ in answers]
     counts = Counter(answer for answer in everyone if answer)
     if not counts:

@@ -44,7 +44,7 @@ def agreed(
     said = [] if own is None else explanations(own)
     everyone = [
         [Explanation(*explanation) for explanation in its]
-        for its in scene.exchange.gather(list(map(list, said)))
+        for its in scene.ranks.gather(list(map(list, said)))
     ]
     factors = Counter(factor for its in everyone for factor in {why.factor: why for why in its})
     if not factors:

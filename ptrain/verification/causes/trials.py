@@ -60,7 +60,7 @@ def proven(
         length = scale.length(whole, expected)
         left = max(left, difference(own, hypothesis(name, whole, part), length))
         departure = max(departure, difference(own, expected, length))
-    lefts, departures = zip(*scene.exchange.gather([left, departure]), strict=True)
+    lefts, departures = zip(*scene.ranks.gather([left, departure]), strict=True)
     if max(lefts) > min(EXACT, _SHARE * max(departures)):
         return None
     count = len(truths)

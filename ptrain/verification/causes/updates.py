@@ -34,7 +34,7 @@ def proven_update(scene: Investigation) -> Culprit | None:
     if one.moment is not Moment.UPDATE or one.subject not in _UPDATED or not scene.has_evidence:
         return None
     case = _case(scene)
-    if case is None or not any(scene.exchange.gather(_parameter(one) in case.own)):
+    if case is None or not any(scene.ranks.gather(_parameter(one) in case.own)):
         return None
     departures = [
         replace(departure, name=_parameter(departure))
@@ -64,7 +64,7 @@ def _case(scene: Investigation) -> UpdateCase | None:
     ]
     mine = [[name, _rows(evidence.seen.record.before[name])] for _, name in taken]
     stage = program.pieces[0].index
-    everyones = scene.exchange.gather([stage, mine])
+    everyones = scene.ranks.gather([stage, mine])
     alike = dict(everyones)
     if any(not its or its != alike[place] for place, its in everyones):
         return None
