@@ -16,7 +16,7 @@ from ptrain.verification.causes.routers import balance_cause
 from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.token_layout import departing
 from ptrain.verification.causes.trials import LIKE_ROUNDINGS, directly
-from ptrain.verification.causes.values import OF_VALUES, Said, Sides, of_values
+from ptrain.verification.causes.values import OF_VALUES, Explanation, Sides, of_values
 from ptrain.verification.factors import missing_sum
 from ptrain.verification.parts import relative
 from ptrain.verification.roundings import COARSER, named, rounded
@@ -125,7 +125,7 @@ def _by_values(scene: Investigation) -> Culprit | None:
     said = of_values(scene, _what(scene), sides, boxes) if sides is not None and is_off else None
     if (elected := scene.elected([] if said is None else [list(said)])) is None:
         return None
-    agreed, by_all = Said(*elected[0]), elected[1]
+    agreed, by_all = Explanation(*elected[0]), elected[1]
     cause = scene.culprit(agreed.axis or None, agreed.factor, agreed.sentence)
     if agreed.tried:
         return directly(cause, agreed.tried, by_all=by_all)

@@ -21,8 +21,8 @@ from ptrain.verification.causes.rerun import (
     output_with,
 )
 from ptrain.verification.causes.scene import Investigation
-from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout, ranks_text
-from ptrain.verification.causes.values import order_of_slices
+from ptrain.verification.causes.token_layout import Own, TokenLayout, ranks_text
+from ptrain.verification.causes.values import Explanation, order_of_slices
 from ptrain.verification.own_tokens import own_spans, tokens_in
 
 _BY_GLOBAL = "number tokens as in the whole sequence (Transformer.place_tokens)"
@@ -137,7 +137,7 @@ def _other_masks(scene: Investigation, layout: TokenLayout) -> Iterator[tuple[Te
                 f"{path} on rank {scene.rank} sees no keys of {keys}: pass keys and values on "
                 "until every rank has had all of them"
             )
-            explanation = Explanation("missing keys", sentence, f" of {keys}")
+            explanation = Explanation("missing keys", sentence, whose=f" of {keys}")
             yield causal & ~_any_of(own, hidden), explanation
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ptrain.axes.context.attention import context_of
 from ptrain.report.finding import Culprit, Moment
 from ptrain.verification.causes.attended import other_heads, other_keys, other_positions
-from ptrain.verification.causes.query_gradients import of_some_keys
+from ptrain.verification.causes.attention_gradients import not_home, of_some_keys
 from ptrain.verification.causes.scene import Investigation
-from ptrain.verification.causes.sent_home import not_home
-from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout, agreed
+from ptrain.verification.causes.token_layout import Own, TokenLayout, agreed
+from ptrain.verification.causes.values import Explanation
 
 
 def context_cause(scene: Investigation) -> Culprit | None:

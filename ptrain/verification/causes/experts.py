@@ -19,7 +19,8 @@ from ptrain.report.finding import Culprit, Moment
 from ptrain.verification.causes.journeys import otherwise_routed
 from ptrain.verification.causes.routed import Other, RoutedLayer
 from ptrain.verification.causes.scene import Investigation
-from ptrain.verification.causes.token_layout import Explanation, Own, agreed
+from ptrain.verification.causes.token_layout import Own, agreed
+from ptrain.verification.causes.values import Explanation
 
 
 def experts_cause(scene: Investigation) -> Culprit | None:

@@ -5,33 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.tokens import Span
-from ptrain.models.attention import Core
 from ptrain.report.finding import Culprit, Moment
 from ptrain.steps.context import ContextParallel
-from ptrain.verification.causes.rerun import Heads, core_of, gradient_with
 from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.trials import directly
-from ptrain.verification.causes.values import Sides
+from ptrain.verification.causes.values import Explanation, Sides
 from ptrain.verification.own_tokens import tokens_in
 from ptrain.verification.parts import TensorBox, held, relative
-
-
-class Explanation(NamedTuple):
-    """What one rank says: the factor, of which ranks that is, what to do, and the axis where it is
-    one's whichever ranks depart."""
-
-    factor: str
-    sentence: str
-    whose: str = ""
-    axis: str = ""
 
 
 def agreed(
@@ -140,22 +126,6 @@ class TokenLayout:
         for own, claims in zip(self.spans, claimed, strict=True):
             numbers[tokens_in(own)] = tokens_in(claims)
         yield numbers
-
-
-def shares_of(
-    scene: Investigation,
-    layout: TokenLayout,
-    attend: Callable[[Tensor, Core, Heads, Tensor | None], Tensor],
-) -> list[Tensor]:
-    """Return what the tokens of each rank, `attend`'s first argument, have a share of the departing
-    gradient; nothing where no attention stands beside it."""
-    path, shares = core_of(scene), []
-    for owner in range(layout.degree) if path and path != scene.first.name else ():
-        share = gradient_with(scene, path, partial(attend, layout.owners == owner))
-        if share is None:
-            return []
-        shares.append(share)
-    return shares
 
 
 def ranks_text(scene: Investigation, ranks: Sequence[int]) -> str:
