@@ -69,8 +69,9 @@ class LargestDifference:
     place: str = ""
     count: int = 0
 
-    def see(self, difference: float, place: str) -> None:
+    def see(self, difference: float, place: str, tolerance: float = 0.0) -> None:
         self.count += 1
+        self.tolerance = max(self.tolerance, tolerance)
         if not difference <= self.difference:
             self.difference, self.place = difference, place
 
@@ -97,8 +98,8 @@ class Differences:
 
     def see(self, kind: Kind, difference: float, tolerance: float, name: str = "") -> None:
         """Keep the largest difference of a kind."""
-        self.largest.setdefault(kind, LargestDifference(_name(*kind), tolerance))
-        self.largest[kind].see(difference, name)
+        largest = self.largest.setdefault(kind, LargestDifference(_name(*kind), tolerance))
+        largest.see(difference, name, tolerance)
 
     def most(self, moment: Moment, subject: Subject) -> float:
         """Return the largest difference of a kind."""
@@ -200,8 +201,7 @@ class AllDifferences:
 
     def _see(self, kind: Kind, of_rank: LargestDifference, step: int) -> None:
         largest = self._largest.setdefault(kind, LargestDifference(of_rank.name, 0.0))
-        largest.tolerance = max(largest.tolerance, of_rank.tolerance)
-        largest.see(of_rank.difference, f"{of_rank.place}, step {step}")
+        largest.see(of_rank.difference, f"{of_rank.place}, step {step}", of_rank.tolerance)
 
     def _first_of_each_kind(self, departures: Iterable[Departure]) -> list[Departure]:
         groups: dict[Kind, list[Departure]] = {}

@@ -132,4 +132,5 @@ def _rounded(scene: Investigation, names: list[str]) -> Culprit | None:
         return None
     dtype, _ = elected
     sentence = f"gradients have the rounding of {dtype}: compute and reduce them in one dtype"
-    return scene.culprit(None, f"rounded to {dtype}", sentence, tried=LIKE_ROUNDINGS)
+    axis = scene.axis_of(scene.ranks_of(scene.first))
+    return scene.culprit(axis, f"rounded to {dtype}", sentence, tried=LIKE_ROUNDINGS)
