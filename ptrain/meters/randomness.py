@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.interpreter.program import Program
 from ptrain.meters.digest import of_bytes
+from ptrain.models.dropout import drops_out
 from ptrain.spec.axis import CUTTING_AXES, SAMPLE_AXES, TOKEN_AXES, Axis
 
 
 def drawn(program: Program) -> tuple[str, str] | None:
     """This rank's place among those that draw apart, and a digest of its generator's state. None
     for a model that draws nothing: then no state of a generator is part of the training's."""
-    if not draws(program.model):
+    if not drops_out(program.model):
         return None
     mesh = program.mesh
     cutting = [axis for axis in CUTTING_AXES if axis not in SAMPLE_AXES]
@@ -35,19 +36,6 @@ def generator_digest(device: torch.device) -> str:
     is_cuda = device.type == "cuda"
     state = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
     return of_bytes(state.numpy().tobytes())
-
-
-def draws(model: nn.Module) -> bool:
-    """Return whether some module of the model drops out anything."""
-    return any(drops(module) for module in model.modules())
-
-
-def drops(module: nn.Module) -> bool:
-    """Return whether the module itself drops out anything."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return bool(module.p > 0)
-    own = getattr(module, "dropout", 0)
-    return not isinstance(own, nn.Module) and bool(own)
 
 
 def has_token_slices(model: nn.Module) -> bool:

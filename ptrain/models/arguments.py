@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 
 def with_first(
@@ -19,6 +20,11 @@ def with_first(
         if is_real(value):
             return args, kwargs | {name: change(value)}
     return None
+
+
+def first_real(value: Any) -> torch.Tensor | None:
+    """Return the first tensor of reals among the leaves of a value."""
+    return next((leaf for leaf in tree_leaves(value) if is_real(leaf)), None)
 
 
 def is_real(value: object) -> bool:

@@ -20,12 +20,18 @@ _FUNCTIONS = (
 def dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield the dotted name and the probability of each attribute for dropout that is not 0."""
     for name, child in module.named_modules():
-        rates = {key: value for key, value in vars(child).items() if "drop" in key}
-        if isinstance(child, _DropoutNd):
-            rates["p"] = child.p
-        for key, value in rates.items():
-            if isinstance(value, float) and value > 0.0:
-                yield f"{name}.{key}".lstrip("."), value
+        for key, value in own_dropouts(child):
+            yield f"{name}.{key}".lstrip("."), value
+
+
+def own_dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield the same of the module itself, by the attribute's name."""
+    rates = {key: value for key, value in vars(module).items() if "drop" in key}
+    if isinstance(module, _DropoutNd):
+        rates["p"] = module.p
+    for key, value in rates.items():
+        if isinstance(value, float) and value > 0.0:
+            yield key, value
 
 
 def drops_out(module: nn.Module) -> bool:

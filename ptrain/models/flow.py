@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
 from ptrain.facts.stages import is_within
+from ptrain.models.arguments import is_real
 from ptrain.models.generators import OutsideDraws
 from ptrain.models.graph import uses_of_leaves
 
@@ -119,7 +120,7 @@ class FlowWatch:
             self.flow.is_written |= any(x._version != version for x, version in self._versions)
             self._versions.clear()
             self.flow.behind.clear()
-            hidden = next((x for x in tree_iter((args, kwargs)) if _is_real(x)), None)
+            hidden = next((x for x in tree_iter((args, kwargs)) if is_real(x)), None)
             if hidden is None:
                 self.flow.faults.append(f"{layer} is given no tensor of real numbers")
                 return None
@@ -134,7 +135,7 @@ class FlowWatch:
         return hook
 
     def _watch_writes(self, output: Any) -> None:
-        self._versions += [(x, x._version) for x in tree_iter(output) if _is_real(x)]
+        self._versions += [(x, x._version) for x in tree_iter(output) if is_real(x)]
 
     def _leaves_layer(self, layer: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -183,7 +184,3 @@ def _leaves_of(tensor: Tensor) -> Iterator[Tensor]:
 
 def _differentiable(values: Any) -> Iterator[Tensor]:
     return (x for x in tree_iter(values) if isinstance(x, Tensor) and x.requires_grad)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()

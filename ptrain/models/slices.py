@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from ptrain.models.arguments import is_real
 from ptrain.models.draws import Draws
 from ptrain.models.ledger import Ledger, storage_of
 from ptrain.models.linear import is_linear
@@ -144,7 +145,7 @@ class Follower(Ledger):
             if role in _OPERATORS and not args:  # torch's styles look at what has a place alone
                 finding = f"{name} is a {role}, and is given its input by keyword"
                 self._say(finding, "call it with its input in front: layer(x)")
-            first = next(filter(_is_real, (*args, *kwargs.values())), None)
+            first = next(filter(is_real, (*args, *kwargs.values())), None)
             if isinstance(first, torch.Tensor):
                 self.tokens.enter(name, _key(first))
                 self._enter(name, role, _key(first))
@@ -375,7 +376,3 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
         for leaf in tree_iter(tree)
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
     )
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

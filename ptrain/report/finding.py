@@ -4,7 +4,7 @@ the culprit that this points to. Plain data, so that ranks can tell each other."
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -130,6 +130,14 @@ class Culprit:
             f"culprit: {self.state}{on} · {self.factor}{where} · step {self.step} · "
             f"rank{'s' * (len(self.ranks) != 1)} {ranks}\n  {self.sentence}{sure}"
         )
+
+    def proven(self, tried: str) -> Culprit:
+        """Return it after its cure was tried."""
+        return replace(self, certainty=Certainty.PROVEN, tried=tried)
+
+    def unexplained(self, out: str) -> Culprit:
+        """Return it as what departs first, of which only so much was ruled out."""
+        return replace(self, certainty=Certainty.UNEXPLAINED, tried=f"ruled out: {out}")
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

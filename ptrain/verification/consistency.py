@@ -19,8 +19,8 @@ from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.collectives import CollectiveLedger
 from ptrain.meters.digest import digests
-from ptrain.meters.randomness import draws
 from ptrain.meters.replicas import ReplicaMeter
+from ptrain.models.dropout import drops_out
 from ptrain.models.ledger import local
 from ptrain.report.finding import Culprit, Departure, Moment, Way
 from ptrain.report.record import Check
@@ -43,7 +43,7 @@ class Watch:
         self.every_collective = every_collective
         self.departures: tuple[Departure, ...] = ()
         self.culprit: Culprit | None = None
-        self.draws = any(exchange.gather(draws(program.model)))
+        self.draws = any(exchange.gather(drops_out(program.model)))
         self.looks = {"state that ranks share": 0, "masks of dropout": 0, "collectives": 0}
         self.failed = ""
 

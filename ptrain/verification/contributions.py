@@ -59,10 +59,9 @@ def of_micro_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield what each micro-batch of a data rank gives to the gradients of all parameters; where
     ranks of cp have some of the tokens, the losses at those of one. `place` is a source's."""
-    names = [n for n, tensor in reference.module.named_parameters() if tensor.requires_grad]
     for micro_batch in reference.micro_batches_of(place[0], step):
         part = list(_of_each_slice(reference.spec, micro_batch))[place[1]]
-        yield _gradients(reference, part, names, scale)
+        yield _of_all_parameters(reference, part, scale)
 
 
 def of_given(
@@ -70,10 +69,16 @@ def of_given(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield what each micro-batch that a rank was given makes of the gradients of all parameters,
     on one device."""
-    names = [n for n, tensor in reference.module.named_parameters() if tensor.requires_grad]
     for k, samples in enumerate(given.micro_batches(reference.spec.batch.micro)):
         part = MicroBatch(data_index=place, k=k, samples=samples, batch=given, sample_ids=())
-        yield _gradients(reference, part, names, scale)
+        yield _of_all_parameters(reference, part, scale)
+
+
+def _of_all_parameters(
+    reference: ReferenceTraining, part: MicroBatch, scale: float
+) -> dict[str, Tensor]:
+    names = [n for n, tensor in reference.module.named_parameters() if tensor.requires_grad]
+    return _gradients(reference, part, names, scale)
 
 
 def _gradients(

@@ -1,51 +1,59 @@
-"""What one step of a program and of one device made, kept while it is explained."""
+"""What a side shows of a step. Of any, a program, a loop or one device, gradients are explained and
+updates repeated by the same; whoever shows more has more explained."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-import torch
+from torch import Tensor
 
-from ptrain.axes.data.run.target import Named
-from ptrain.interpreter.program import Program
 from ptrain.models.batch import StepBatch
-from ptrain.verification.capture import clipped_by
 from ptrain.verification.outputs import Outputs
-from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import States
 from ptrain.verification.updates.record import UpdateRecord
 
 
+class StepSide(Protocol):
+    """`in_use`: the parameters as the first pass has them; `gradients` as the optimizers took them;
+    `record`: what these were given and left."""
+
+    @property
+    def in_use(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def gradients(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def record(self) -> UpdateRecord: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class ProgramSide:
+    """A program, or the one device that it should be, which shows besides what its modules return,
+    its loss and the norm of its gradients (None where nobody computes it)."""
+
+    in_use: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    record: UpdateRecord = field(default_factory=UpdateRecord)
+    outputs: Outputs
+    loss: float
+    norm: float | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """`states` are the reference's at the start of the last steps, this one last. `used` are
-    parameters as the first micro-batch's modules had them. `gradients` as the program's optimizer
-    had them, without what clipping did by the norm that their rank has; `expected_gradients` the
-    reference's without the loss's scale and before clipping; `scale` is that of the loss.
-    `updates` by the number of a leaf of the program's optimizers, `expected_updates` by
-    parameter."""
+    """One step of a program and of one device, kept while it is explained. `states` are one
+    device's at the start of the last steps, this one last. Gradients are without the loss's `scale`
+    and what clipping did: `seen`, the program's, by the norm that their rank has, and its record by
+    the number of a leaf of its optimizers."""
 
-    program: Program
-    reference: ReferenceTraining
     step: int
     states: list[States]
     batch: StepBatch
-    used: Named
-    outputs: Outputs
-    expected_outputs: Outputs
-    gradients: Named
-    expected_gradients: dict[str, torch.Tensor]
-    earlier_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    seen: ProgramSide
+    expected: ProgramSide
+    earlier_gradients: Mapping[str, Tensor]
     rates: set[float]
-    loss: float
-    expected_loss: float
-    norm: float | None
-    expected_norm: float = math.nan
-    updates: UpdateRecord = field(default_factory=UpdateRecord)
-    expected_updates: UpdateRecord = field(default_factory=UpdateRecord)
-    scale: float = 1.0
-
-    def clipped_by(self) -> float:
-        """Return what clipping multiplied this rank's gradients by."""
-        return clipped_by(self.program.spec, self.norm)
+    scale: float

@@ -10,22 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.report.finding import Departure, Moment, Subject, Way
-from ptrain.report.record import Check
+from ptrain.report.finding import Moment, Subject, Way
 from ptrain.spec.axis import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import Capture, clipped_by, drive, watched
-from ptrain.verification.compare import at_most
-from ptrain.verification.evidence import Evidence
+from ptrain.verification.differences import AllDifferences, Differences
+from ptrain.verification.evidence import Evidence, ProgramSide
 from ptrain.verification.explain import explain
-from ptrain.verification.jobs.compare import Differences
+from ptrain.verification.jobs.ranks import ranks_of_spec
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.outputs import Outputs
@@ -45,6 +44,7 @@ from ptrain.verification.updates.record import UpdateRecorder, wholes
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 KEPT = 4  # starts of steps with whose state a stale one is compared; each is a model in fp64
 MOST = 400  # departures of one state at one moment that a rank tells of: 0.1 MB
+_PARAMETERS = Subject.PARAMETERS
 _MASKED = (Subject.BUFFERS, Subject.ACTIVATIONS)  # that may be a mask of attention, infinite
 
 
@@ -74,35 +74,34 @@ class _Examiner:
         last = self.spec.batch.accumulate - 1
         self.watched_passes = {0, last}  # micro-batches whose activations are compared
         self.differences = Differences(step=0, rank=self.rank)
-        self.worst: dict[str, float] = {}  # the largest difference of a check, on any rank
+        ranks = ranks_of_spec(self.spec, exchange)
+        self.all = AllDifferences(ranks, self.reference.parameters, most=MOST)
         self.order: dict[str, int] = {}  # a module's place along the model
         self.sums: dict[str, torch.Tensor] = {}
-        self.names = {name: place for place, name in enumerate(self.reference.parameters)}
 
     def run(self, steps: int) -> Examination:
         self._state(Moment.START)
-        departures = self._of_all_ranks()
+        self.all.take(self.differences)
         evidence = None
         for step in range(steps):
-            if departures:
+            if self.all.departures:
                 break
             evidence = self._step(step, evidence)
             self._compare(evidence)
-            departures = self._of_all_ranks()
-            if any(its.subject is not Subject.LEARNING_RATE for its in departures):
+            self.all.take(self.differences, self.order)
+            if any(its.subject is not Subject.LEARNING_RATE for its in self.all.departures):
                 break  # a learning rate is proven by its update
             with UpdateRecorder(wholes(self.reference.updater.updated)) as updates:
-                evidence.expected_norm = self.reference.update(step, dict(self.sums))
-            evidence.expected_updates = updates.record
+                evidence.expected.norm = self.reference.update(step, dict(self.sums))
+            evidence.expected.record = updates.record
             self._norm(evidence)
             self._state(Moment.UPDATE)
-            departures += self._of_all_ranks()
-        sides = self.program, self.reference
-        culprit = explain(departures, evidence, sides, self.exchange) if departures else None
+            self.all.take(self.differences, self.order)
+        sides, departures = (self.program, self.reference), tuple(self.all.departures)
+        culprit = explain(departures, evidence, sides, self.all.ranks) if departures else None
         done = evidence.step + 1 if evidence else 0
-        return Examination(
-            departures=departures, culprit=culprit, checks=self._checks(departures), steps=done
-        )
+        checks = tuple(self.all.checks())
+        return Examination(departures=departures, culprit=culprit, checks=checks, steps=done)
 
     def _step(self, step: int, before: Evidence | None) -> Evidence:
         """Run one step of both; the reference's update is still to come."""
@@ -114,22 +113,25 @@ class _Examiner:
             share, norm = drive(self.program, self.source, step)
         assert self.program.batch is not None, "a step has a batch"
         return Evidence(
-            program=self.program,
-            reference=self.reference,
             step=step,
             states=states,
             batch=self.program.batch,
-            used=capture.used,
-            outputs=capture.outputs,
-            expected_outputs=capture.beside(outputs),
-            gradients=capture.gradients(self.exchange, clipped_by(self.spec, norm)),
-            expected_gradients=expected.gradients,
-            earlier_gradients=before.expected_gradients if before else {},
+            seen=ProgramSide(
+                in_use=capture.used,
+                gradients=capture.gradients(self.exchange, clipped_by(self.spec, norm)),
+                record=capture.updates.record,
+                outputs=capture.outputs,
+                loss=self.exchange.add([share])[0],
+                norm=norm,
+            ),
+            expected=ProgramSide(
+                in_use={n: its for (kind, n), its in states[-1].items() if kind is _PARAMETERS},
+                gradients=expected.gradients,
+                outputs=capture.beside(outputs),
+                loss=expected.loss,
+            ),
+            earlier_gradients=before.expected.gradients if before else {},
             rates=capture.rates,
-            updates=capture.updates.record,
-            loss=self.exchange.add([share])[0],
-            expected_loss=expected.loss,
-            norm=norm,
             scale=expected.scale,
         )
 
@@ -151,66 +153,60 @@ class _Examiner:
         self.differences = Differences(step=evidence.step, rank=self.rank)
         self._samples(evidence)
         # parameters where they are used: gathered, copied, as they should be in this step
-        self._tensors(Moment.FORWARD, Subject.PARAMETERS, evidence.used, self.reference.parameters)
+        self._tensors(Moment.FORWARD, _PARAMETERS, evidence.seen.in_use, evidence.expected.in_use)
         self._activations(evidence)
-        self._number(Moment.FORWARD, Subject.LOSS, evidence.loss, evidence.expected_loss)
+        self._number(Moment.FORWARD, Subject.LOSS, evidence.seen.loss, evidence.expected.loss)
         rate = learning_rate(self.spec.optimizer, evidence.step)
         for own in sorted(evidence.rates):
             self._number(Moment.GRADIENTS, Subject.LEARNING_RATE, own, rate)
         self._gradients(evidence)
 
     def _samples(self, evidence: Evidence) -> None:
-        departures = list(
-            sample_departures(
-                evidence.batch, self.reference, evidence.step, self.rank, self.exchange
-            )
-        )
-        self.differences.departures += departures
-        self.differences.see(Moment.BATCH, Subject.BATCH, math.inf if departures else 0.0)
+        batch, step = evidence.batch, evidence.step
+        its = [*sample_departures(batch, self.reference, step, self.rank, self.exchange)]
+        self.differences.departures += its
+        size = math.inf if its else 0.0
+        self.differences.see((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
 
     def _activations(self, evidence: Evidence) -> None:
-        actual, expected = evidence.outputs, evidence.expected_outputs
-        for moment, own, its in (
+        actual, expected = evidence.seen.outputs, evidence.expected.outputs
+        for moment, *sides in (
             (Moment.FORWARD, actual.forward, expected.forward),
             (Moment.BACKWARD, actual.backward, expected.backward),
         ):
-            scale = Magnitude.of({key: _shown(whole) for key, whole in its.items()})
-            for (path, k), tensor in own.items():
-                if (whole := its.get((path, k))) is not None:
-                    pair = tensor, whole
-                    self._tensor(moment, Subject.ACTIVATIONS, path, pair, scale=scale, index=k)
+            for k in sorted(self.watched_passes):
+                own, its = ({p: t for (p, n), t in side.items() if n == k} for side in sides)
+                self._tensors(moment, Subject.ACTIVATIONS, own, its, index=k)
 
     def _gradients(self, evidence: Evidence) -> None:
         """Per parameter, the whole vector: without the loss's scale and what clipping did. One that
         one device has none of should be zeros."""
-        expected = evidence.expected_gradients
+        expected = evidence.expected.gradients
         zeros = {
             name: torch.zeros_like(self.reference.parameters[name], dtype=tensor.dtype)
-            for name, tensor in evidence.gradients.items()
+            for name, tensor in evidence.seen.gradients.items()
             if name not in expected
         }
-        both = evidence.gradients, {**expected, **zeros}
+        both = evidence.seen.gradients, {**expected, **zeros}
         self._tensors(Moment.GRADIENTS, Subject.GRADIENTS, *both)
 
     def _norm(self, evidence: Evidence) -> None:
         self.differences = Differences(step=evidence.step, rank=self.rank)
-        if evidence.norm is None:
+        norm, expected = evidence.seen.norm, evidence.expected.norm
+        if norm is None or expected is None:
             return
-        norm, expected = evidence.norm, evidence.expected_norm
         if math.isinf(expected) and not math.isfinite(norm):
             norm = expected  # both skip the step
         self._number(Moment.CLIP, Subject.NORM, norm, expected)
 
     def _state(self, moment: Moment) -> None:
         """Compare parameters, optimizer state, counters and buffers, each part where it is."""
-        expected = of_reference(self.reference, self.rank)
-        kinds: dict[Subject, dict[str, torch.Tensor]] = {}
-        for (kind, name), tensor in expected.items():
-            kinds.setdefault(kind, {})[name] = _shown(tensor) if kind in _MASKED else tensor
-        scales = {kind: Magnitude.of(tensors) for kind, tensors in kinds.items()}
-        for (subject, name), tensor in of_program(self.program).items():
-            if (whole := expected.get((subject, name))) is not None:
-                self._tensor(moment, subject, name, (tensor, whole), scale=scales[subject])
+        sides = of_program(self.program), of_reference(self.reference, self.rank)
+        for subject in dict.fromkeys(kind for kind, _ in sides[1]):
+            own, its = (
+                {n: t for (kind, n), t in side.items() if kind is subject} for side in sides
+            )
+            self._tensors(moment, subject, own, its)
 
     def _tensors(
         self,
@@ -218,12 +214,14 @@ class _Examiner:
         subject: Subject,
         actual: Mapping[str, torch.Tensor],
         expected: Mapping[str, torch.Tensor],
+        index: int = 0,
     ) -> None:
         """Compare what both sides have of a name."""
-        scale = Magnitude.of(expected)
-        for name, tensor in actual.items():
-            if (whole := expected.get(name)) is not None:
-                self._tensor(moment, subject, name, (tensor, whole), scale=scale)
+        shown = {n: _shown(its) for n, its in expected.items()} if subject in _MASKED else expected
+        scale = Magnitude.of(shown)
+        for name in (name for name in actual if name in expected):
+            sides = actual[name], expected[name], shown[name]
+            self._tensor(moment, subject, name, sides, scale=scale, index=index)
 
     def _number(self, moment: Moment, subject: Subject, actual: float, expected: float) -> None:
         self.differences.compare(
@@ -237,13 +235,14 @@ class _Examiner:
         moment: Moment,
         subject: Subject,
         name: str,
-        pair: tuple[torch.Tensor, torch.Tensor],
+        sides: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         *,
         scale: Magnitude,
-        index: int = 0,
+        index: int,
     ) -> None:
-        """Nothing of an activation whose part nothing tells: it is of another shape on purpose."""
-        tensor, whole = pair
+        """Nothing of an activation whose part nothing tells: it is of another shape on purpose.
+        `sides`: what is there, one device's, and that without what masks hide."""
+        tensor, whole, shown = sides
         part = part_of(
             tensor, whole.shape, degree=self.spec.degree(Axis.TP), place=self.place.get(Axis.TP, 0)
         )
@@ -258,68 +257,11 @@ class _Examiner:
                 own, its = without_masks(own, its)
             if own.dtype != its.dtype:
                 way = Way.DTYPE
-            shown = _shown(whole) if subject in _MASKED else whole
             difference = relative(own, its, scale.length(shown, its))
         self.differences.compare(
             moment, subject, name, difference=difference, tolerance=TOLERANCE, way=way, index=index,
             words=f"{tensor.dtype} for {whole.dtype}" if way is Way.DTYPE else "",
         )  # fmt: skip
-
-    def _of_all_ranks(self) -> tuple[Departure, ...]:
-        """Return everybody's departures on every rank, in order of time and along the model."""
-        least: dict[tuple[Moment, Subject], list[Departure]] = {}
-        for departure in sorted(self.differences.departures, key=self._when):
-            least.setdefault((departure.moment, departure.subject), []).append(departure)
-        self.differences.departures = [its for group in least.values() for its in group[:MOST]]
-        order, departures = dict[str, int](), list[Departure]()
-        for others, its in self.exchange.gather(
-            [list(self.order.items()), self.differences.plain()]
-        ):
-            order |= dict(others)
-            report = Differences.of(its)
-            departures += report.departures
-            for (moment, subject), (difference, _) in report.worst.items():
-                name = _check_name(moment, subject)
-                self.worst[name] = max(self.worst.get(name, 0.0), difference)
-        self.order = order
-        return tuple(sorted(departures, key=self._when))
-
-    def _when(self, departure: Departure) -> tuple[int, ...]:
-        """Parameters that are used stand before what their module makes of them."""
-        is_used = departure.moment is Moment.FORWARD and departure.subject is Subject.PARAMETERS
-        module = departure.name.rpartition(".")[0] if is_used else departure.name
-        forward = self.order.get(module, self.names.get(departure.name, len(self.order)))
-        place = -forward if departure.moment is Moment.BACKWARD else forward
-        is_loss = departure.subject is Subject.LOSS
-        return (
-            departure.step, departure.moment, int(is_loss), departure.index, place, not is_used,
-            departure.rank,
-        )  # fmt: skip
-
-    def _checks(self, departures: tuple[Departure, ...]) -> tuple[Check, ...]:
-        failed = {_check_name(its.moment, its.subject): its for its in reversed(departures)}
-        return tuple(_check(name, worst, failed.get(name)) for name, worst in self.worst.items())
-
-
-def _check(name: str, worst: float, failed: Departure | None) -> Check:
-    check = at_most(name, worst, TOLERANCE, "")
-    if failed is None:
-        return replace(check, holds=True)
-    by = f" ({failed.told})" if failed.told else ""
-    why = f"departs at {failed.place}, step {failed.step}, rank {failed.rank}{by}"
-    return replace(check, holds=False, why=why)
-
-
-def _check_name(moment: Moment, subject: Subject) -> str:
-    if subject is Subject.ACTIVATIONS and moment is Moment.BACKWARD:
-        return "gradients of activations"
-    if moment is Moment.FORWARD and subject is Subject.PARAMETERS:
-        return "parameters in use"
-    if moment is Moment.START and subject in (Subject.PARAMETERS, Subject.OPTIMIZER):
-        return f"initial {subject}"
-    if subject is Subject.BATCH:
-        return "samples"
-    return str(subject)
 
 
 def _shown(tensor: torch.Tensor) -> torch.Tensor:

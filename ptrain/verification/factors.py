@@ -60,13 +60,7 @@ def combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
     )
 
 
-def share_of_sum(parts: Sequence[Tensor], whole: Tensor) -> LeastSquares:
-    """whole = factor * sum of what the ranks of an axis have: 1 where their sum is missing, 1/N
-    where their mean is."""
-    return multiple(whole, torch.stack([part.double() for part in parts]).sum(0))
-
-
-def are_alike(parts: Sequence[Tensor], tolerance: float) -> bool:
+def are_alike(parts: Sequence[Tensor] | Tensor, tolerance: float) -> bool:
     """Return whether all ranks have the same: then nothing is missing from a sum over them."""
     first = parts[0].double()
     length = float(torch.linalg.vector_norm(first))
@@ -74,6 +68,29 @@ def are_alike(parts: Sequence[Tensor], tolerance: float) -> bool:
         float(torch.linalg.vector_norm(part.double() - first)) <= tolerance * length
         for part in parts[1:]
     )
+
+
+def missing_sum(
+    parts: Tensor, truths: Tensor, groups: Sequence[Sequence[int]], tolerance: float
+) -> float | None:
+    """Return by what the sum of what each group's ranks have must be multiplied to be right: 1
+    where the sum is missing, 1/N where the mean is. `parts`, and what they should be, by rank
+    [ranks, elements], NaN of what one has not; None where some group's sum is not it, or its ranks
+    have the same."""
+    factors = []
+    for group in groups:
+        rows, right = parts[list(group)], truths[list(group)]
+        has = ~rows.isnan().any(0)
+        if not bool(has.any()):
+            if bool((~rows.isnan()).any()):
+                return None  # ranks with different elements: no sum
+            continue
+        rows, right = rows[:, has], right[:, has]
+        fit = multiple(right[0], rows.double().sum(0))
+        if are_alike(rows, 1e-6) or not are_alike(right, 1e-6) or not fit.holds(tolerance):
+            return None
+        factors.append(fit.factor)
+    return factors[0] if factors and is_even(factors, tolerance) else None
 
 
 @dataclass(frozen=True, slots=True)

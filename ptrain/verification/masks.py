@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 from ptrain.costs import Phase
 from ptrain.interpreter.program import Program
 from ptrain.meters.digest import digests
-from ptrain.meters.randomness import drops, generator_digest
+from ptrain.meters.randomness import generator_digest
 from ptrain.meters.replicas import coordinates
+from ptrain.models.dropout import own_dropouts
 from ptrain.report.copies import SHARED, alike_apart, culprit, listed
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.spec.axis import TOKEN_AXES
@@ -55,7 +56,7 @@ class Masks:
         self.program.observers.append(self)
         self._stack.callback(self.program.observers.remove, self)
         for path, module in paths(self.program):
-            if drops(module):
+            if any(own_dropouts(module)):
                 hook = module.register_forward_pre_hook(self._before(path), with_kwargs=True)
                 self._stack.callback(hook.remove)
         return self

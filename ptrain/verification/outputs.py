@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from ptrain.models.arguments import first_real
 
 Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch
 
@@ -23,7 +24,7 @@ class Outputs:
     def keep(self, path: str, micro_batch: int, output: Any) -> None:
         """Keep the first output that came: a block that is computed again comes a second time."""
         key = path, micro_batch
-        first = next((leaf for leaf in tree_leaves(output) if is_real(leaf)), None)
+        first = first_real(output)
         if first is None or key in self.forward:
             return
         self.forward[key] = first.detach().clone()
@@ -32,8 +33,3 @@ class Outputs:
 
     def _keep_gradient(self, key: Key, gradient: torch.Tensor) -> None:
         self.backward[key] = gradient.detach().clone()
-
-
-def is_real(leaf: object) -> bool:
-    """Return whether a leaf is a tensor of floating numbers."""
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

@@ -18,7 +18,7 @@ from torch import Tensor
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.models.generators import forked
-from ptrain.report.finding import Certainty, Culprit, Subject
+from ptrain.report.finding import Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
@@ -213,12 +213,10 @@ def of_reference(checks: Sequence[Check], size: int) -> Culprit | None:
         place="reference",
         step=0,
         ranks=tuple(range(size)),
-        certainty=Certainty.PROVEN,
-        tried="one device was run by itself",
         sentence=f"One device alone fails ({failed[0].name.removeprefix(_REFERENCE)}: "
         f"{failed[0].why}), so there is nothing to compare with: take another optimizer.lr, or "
         "more --steps.",
-    )
+    ).proven("one device was run by itself")
 
 
 def of_dtypes(
@@ -237,9 +235,7 @@ def of_dtypes(
         place="",
         step=0 if is_first else stopped or 0,
         ranks=tuple(range(size)),
-        certainty=Certainty.UNEXPLAINED,
-        tried="ruled out: every sum, as in fp64 the same steps are one device's",
         sentence="In fp64 the same steps are those of one device, so every sum is right: look for "
         "a state that is kept, reduced or cast in a coarser dtype than precision.layout says, and "
         "for what overflows.",
-    )
+    ).unexplained("every sum, as in fp64 the same steps are one device's")

@@ -28,8 +28,8 @@ STRATEGIES = sorted(
 )
 COMPARED = {
     "initial parameters", "initial optimizer", "step counter", "buffers", "activations",
-    "gradients of activations", "loss", "learning rate", "gradients", "parameters", "optimizer",
-    "samples",
+    "gradients of activations", "loss", "learning rate", "gradients", "parameters after the update",
+    "optimizer state", "samples",
 }  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from ptrain.report.copies import SHARED
 from ptrain.spec.axis import Axis
 from ptrain.steps.context import ContextParallel
 from ptrain.verification.causes.attended import _any_of, _hidden
+from ptrain.verification.causes.attention_gradients import under_other_strides
 from ptrain.verification.causes.positions import positions_text
-from ptrain.verification.causes.sent_home import under_other_strides
 from ptrain.verification.causes.targets import _other
 from ptrain.verification.causes.token_layout import TokenLayout
 from ptrain.verification.causes.values import order_of_slices

@@ -14,9 +14,9 @@ from ptrain.verification.factors import (
     combination,
     factor_text,
     is_even,
+    missing_sum,
     multiple,
     products,
-    share_of_sum,
 )
 from ptrain.verification.names import (
     canonical_modules,
@@ -82,14 +82,25 @@ def test_equal_addends_share_the_coefficient() -> None:
     assert combination(g, [g, g]).coefficients == pytest.approx((0.5, 0.5))
 
 
-def test_a_sum_or_a_mean_that_is_missing_is_a_share_of_the_ranks_sum() -> None:
-    parts = gradients(3)
-    total = parts[0] + parts[1] + parts[2]
-    assert share_of_sum(parts, total).factor == pytest.approx(1)
-    assert share_of_sum(parts, total / 3).factor == pytest.approx(1 / 3)
-    assert not share_of_sum(parts, parts[0]).holds(1e-3)
-    assert are_alike([total, total], 1e-12)
+def test_a_sum_or_a_mean_that_is_missing_is_told_by_what_the_ranks_have() -> None:
+    parts = torch.stack(gradients(4))
+    of_pairs = torch.stack([parts[:2].sum(0)] * 2 + [parts[2:].sum(0)] * 2)
+    pairs = (0, 1), (2, 3)
+    assert missing_sum(parts, of_pairs, pairs, 1e-9) == pytest.approx(1)
+    assert missing_sum(parts, of_pairs / 2, pairs, 1e-9) == pytest.approx(1 / 2)
+    assert missing_sum(parts, of_pairs, ((0, 2), (1, 3)), 1e-3) is None
+    assert missing_sum(parts, of_pairs, [(0, 1, 2, 3)], 1e-3) is None
+    assert missing_sum(of_pairs, of_pairs, pairs, 1e-3) is None
+    assert are_alike(of_pairs[:2], 1e-12)
     assert not are_alike(parts, 1e-12)
+
+
+def test_what_a_rank_has_not_is_no_addend_and_other_elements_are_no_sum() -> None:
+    parts = torch.stack(gradients(4))
+    truths = parts[:2].sum(0).expand_as(parts)
+    parts[2:] = math.nan
+    assert missing_sum(parts, truths, ((0, 1), (2, 3)), 1e-9) == pytest.approx(1)
+    assert missing_sum(parts, truths, ((0, 2), (1, 3)), 1e-3) is None
 
 
 def test_names_of_wrappers_are_no_part_of_a_name() -> None:

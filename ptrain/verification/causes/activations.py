@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from ptrain.report.finding import Moment, Subject
+from ptrain.report.finding import Culprit, Moment, Subject
 from ptrain.verification.causes.context import context_cause
 from ptrain.verification.causes.experts import experts_cause
 from ptrain.verification.causes.rerun import output_with
 from ptrain.verification.causes.routers import balance_cause
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.token_layout import departing
 from ptrain.verification.causes.trials import LIKE_ROUNDINGS, directly
-from ptrain.verification.causes.values import OF_VALUES, Said, Sides, of_values
-from ptrain.verification.factors import share_of_sum
+from ptrain.verification.causes.values import OF_VALUES, Explanation, Sides, of_values
+from ptrain.verification.factors import missing_sum
 from ptrain.verification.parts import relative
 from ptrain.verification.roundings import COARSER, named, rounded
 
@@ -27,9 +28,9 @@ RULED_OUT = (
 )
 
 
-def output_cause(scene: Investigation) -> Cause | None:
+def output_cause(scene: Investigation) -> Culprit | None:
     """Explain the first departure, a module's output or the gradient of it. Collective."""
-    causes: tuple[Callable[[Investigation], Cause | None], ...] = (
+    causes: tuple[Callable[[Investigation], Culprit | None], ...] = (
         balance_cause,
         _partial,
         _other_weights,
@@ -45,31 +46,26 @@ def _what(scene: Investigation) -> str:
     return f"the {what} of {scene.first.place}"
 
 
-def _partial(scene: Investigation) -> Cause | None:
-    sides = departing(scene)
-    row = [] if sides is None else sides.own.double().reshape(-1)[:_MOST_VALUES].tolist()
-    everyone = scene.exchange.gather([sides and [sides.part.offset, sides.part.shape], row])
-    votes: list[str] = []
+def _partial(scene: Investigation) -> Culprit | None:
+    """Over some axis the sum of what the departing ranks have is one device's."""
+    sides, departing_ranks = departing(scene), set(scene.ranks_of(scene.first))
+    rows = torch.full((2, _MOST_VALUES), math.nan, dtype=torch.float64)
+    for row, tensor in zip(rows, (sides.own, sides.expected) if sides else (), strict=False):
+        values = tensor.double().reshape(-1)[:_MOST_VALUES].nan_to_num(nan=math.inf)
+        row[: len(values)] = values
+    parts, truths = scene.ranks.stack(rows).unbind(1)
     for axis, groups in scene.ranks.summed.items():
-        (line,) = (group for group in groups if scene.rank in group)
-        if sides is None or any(everyone[r][0] != everyone[scene.rank][0] for r in line):
-            continue
-        values = [torch.tensor(everyone[rank][1], dtype=torch.float64) for rank in line]
-        wanted = sides.expected.reshape(-1)[:_MOST_VALUES]
-        fit = share_of_sum(values, wanted)
-        is_own = relative(values[line.index(scene.rank)], wanted) <= EXACT
-        if fit.holds(EXACT) and abs(fit.factor - 1.0) <= EXACT and not is_own:
-            votes.append(axis)
-    if (elected := scene.elected(votes)) is None:
-        return None
-    axis, by_all = elected
-    axes = axis.replace("+", " and ")
-    sentence = f"each rank of {axes} has its own addend of {_what(scene)}: sum it over {axes}"
-    cause = Cause(axis.partition("+")[0], f"missing all-reduce over {axes}", sentence)
-    return directly(cause, f"summed over {axes} it is one device's", by_all=by_all)
+        its = [group for group in groups if departing_ranks & set(group)]
+        factor = missing_sum(parts, truths, its, EXACT)
+        if factor is not None and abs(factor - 1.0) <= EXACT:
+            axes = axis.replace("+", " and ")
+            what = f"each rank of {axes} has its own addend of {_what(scene)}: sum it over {axes}"
+            cause = scene.culprit(axis.partition("+")[0], f"missing all-reduce over {axes}", what)
+            return cause.proven(f"summed over {axes} it is one device's")
+    return None
 
 
-def _other_weights(scene: Investigation) -> Cause | None:
+def _other_weights(scene: Investigation) -> Culprit | None:
     """The output is what the module makes with the weights of an earlier step, or rounded ones."""
     said: list[str] = []
     sides = departing(scene)
@@ -85,8 +81,6 @@ def _other_weights(scene: Investigation) -> Cause | None:
     if (elected := scene.elected(said)) is None:
         return None
     text, by_all = elected
-    ranks = scene.ranks_of(scene.first)
-    axis = scene.axis_of(ranks)
     if text.startswith("stale"):
         sentence = (
             f"{scene.first.place} computes with parameters that the update has not reached: gather "
@@ -95,7 +89,7 @@ def _other_weights(scene: Investigation) -> Cause | None:
     else:
         sentence = f"{scene.first.place} computes with parameters in another dtype: keep one dtype"
     tried = f"with these parameters one device's {scene.first.place} returns what the ranks have"
-    return directly(Cause(axis, text, sentence), tried, by_all=by_all)
+    return directly(scene.culprit(None, text, sentence), tried, by_all=by_all)
 
 
 def _candidates(scene: Investigation) -> list[tuple[str, dict[str, torch.Tensor]]]:
@@ -123,7 +117,7 @@ def _is_off(sides: Sides) -> bool:
     return relative(sides.own, sides.expected) > EXACT * 1e-3
 
 
-def _by_values(scene: Investigation) -> Cause | None:
+def _by_values(scene: Investigation) -> Culprit | None:
     """What it is of one device's, whatever computes it."""
     sides, name = departing(scene), scene.first.name
     boxes = scene.boxes({} if sides is None else {name: sides.part}).get(name, {})
@@ -131,9 +125,8 @@ def _by_values(scene: Investigation) -> Cause | None:
     said = of_values(scene, _what(scene), sides, boxes) if sides is not None and is_off else None
     if (elected := scene.elected([] if said is None else [list(said)])) is None:
         return None
-    agreed, by_all = Said(*elected[0]), elected[1]
-    axis = agreed.axis or scene.axis_of(scene.ranks_of(scene.first))
-    cause = Cause(axis, agreed.factor, agreed.sentence)
+    agreed, by_all = Explanation(*elected[0]), elected[1]
+    cause = scene.culprit(agreed.axis or None, agreed.factor, agreed.sentence)
     if agreed.tried:
         return directly(cause, agreed.tried, by_all=by_all)
     return replace(cause, tried=LIKE_ROUNDINGS if agreed.factor.startswith("rounded") else "")

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import torch
 
+from ptrain.report.finding import Culprit
 from ptrain.spec.axis import REDUCED_AXES, SAMPLE_AXES, Axis
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.trials import (
     SUM_ONCE,
     Hypothesis,
@@ -29,7 +30,7 @@ from ptrain.verification.parts import TensorBox
 from ptrain.verification.places import data_place
 
 
-def of_samples(scene: Investigation, names: list[str]) -> Cause | None:
+def of_samples(scene: Investigation, names: list[str]) -> Culprit | None:
     """The gradient is a combination of the samples' gradients other than their sum."""
     evidence = scene.evidence
     samples = scene.spec.batch.global_samples
@@ -43,7 +44,7 @@ def of_samples(scene: Investigation, names: list[str]) -> Cause | None:
         if tensor.numel() >= 2 * len(basis) and bool(tensor.any()):
             fit = combination(tensor, basis)
             own = list(fit.coefficients) if fit.holds(EXACT) else None
-    everyone = scene.exchange.gather([own, pair is not None])
+    everyone = scene.ranks.gather([own, pair is not None])
     coefficients = {rank: its for rank, (its, _) in enumerate(everyone) if its is not None}
     if not coefficients or any(its is None and has for its, has in everyone):
         return None
@@ -61,7 +62,7 @@ def _weighed(
 ) -> dict[str, torch.Tensor]:
     """Return the sums of all samples' gradients with these weights."""
     evidence, sums = scene.evidence, dict[str, torch.Tensor]()
-    known = [name for name in names if name in evidence.expected_gradients]
+    known = [name for name in names if name in evidence.expected.gradients]
     addends = contributions(scene.reference, evidence.step, known, evidence.scale)
     for addend, weight in zip(addends, weights, strict=True):
         for name, gradient in addend.gradients.items():
@@ -71,7 +72,7 @@ def _weighed(
 
 def _uneven(
     scene: Investigation, sources: list[Source], by_rank: dict[int, list[float]]
-) -> Cause | None:
+) -> Culprit | None:
     """Explain what coefficients other than all the same mean."""
     usual = _usual([coefficient for its in by_rank.values() for coefficient in its])
     odd = {
@@ -89,8 +90,8 @@ def _uneven(
             groups.setdefault(key(source), []).append(share)
         if len(groups) < len(shares) and all(is_even(group) for group in groups.values()):
             sentence = f"each {what} divides by its own number of tokens: divide by the global one"
-            return Cause(axis, f"normalised per {what}", sentence)
-    return _odd_samples(odd)
+            return scene.culprit(axis, f"normalised per {what}", sentence)
+    return _odd_samples(scene, odd)
 
 
 def _dividing(scene: Investigation) -> dict[str, tuple[str, Callable[[Source], object]]]:
@@ -104,17 +105,19 @@ def _dividing(scene: Investigation) -> dict[str, tuple[str, Callable[[Source], o
     }
 
 
-def _odd_samples(odd: dict[int, float]) -> Cause:
+def _odd_samples(scene: Investigation, odd: dict[int, float]) -> Culprit:
     kinds = (0.0, "missing", "is in no gradient"), (2.0, "duplicate", "counts twice")
     for share, factor, words in kinds:
         if which := [sample for sample, its in odd.items() if abs(its - share) < 1e-3]:
             listed = ", ".join(map(str, which))
-            return Cause("", f"{factor} sample", f"sample {listed} {words}: {SUM_ONCE}")
+            return scene.culprit("", f"{factor} sample", f"sample {listed} {words}: {SUM_ONCE}")
     sample, share = next(iter(odd.items()))
-    return Cause("", f"sample × {share:.4g}", f"sample {sample} counts {share:.4g}: {SUM_ONCE}")
+    return scene.culprit(
+        "", f"sample × {share:.4g}", f"sample {sample} counts {share:.4g}: {SUM_ONCE}"
+    )
 
 
-def of_other_ranks(scene: Investigation, names: list[str]) -> Cause | None:
+def of_other_ranks(scene: Investigation, names: list[str]) -> Culprit | None:
     """The contributions of other ranks than those of the data axes were summed, or the shard is
     another rank's."""
     name = chosen(scene, names, least=2 * scene.spec.world_size)
@@ -132,7 +135,7 @@ def of_other_ranks(scene: Investigation, names: list[str]) -> Cause | None:
                 lacking = absent(fit.coefficients)
                 weights = enumerate(zip(alike, fit.coefficients, strict=True))
                 said = {rank: weight for i, (rank, weight) in weights if i not in lacking}
-    everyone = scene.exchange.gather(list(said))
+    everyone = scene.ranks.gather(list(said))
     cause = _summed_over(scene, everyone)
     if cause is None:
         return None
@@ -176,7 +179,7 @@ _OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def of_another_operator(scene: Investigation, names: list[str]) -> Cause | None:
+def of_another_operator(scene: Investigation, names: list[str]) -> Culprit | None:
     """The ranks' gradients were reduced, but not summed; or cut and put together without a
     reduction, so that every element is what one rank contributes."""
     shares = _shares(scene, names)
@@ -187,7 +190,9 @@ def of_another_operator(scene: Investigation, names: list[str]) -> Cause | None:
             if not operator:
                 factor, words = f"missing reduction over {axis}", f"one rank of {axis} alone"
                 sentence = "by nothing, and an element is one rank's: reduce-scatter them"
-            cause = Cause(str(axis), factor, f"gradients are reduced over {axis} {sentence}")
+            cause = scene.culprit(
+                str(axis), factor, f"gradients are reduced over {axis} {sentence}"
+            )
             reduced = proven(scene, cause, words, _reduced(scene, axis, shares, reduce))
             if reduced is not None:
                 return reduced
@@ -217,7 +222,7 @@ def _reduced(
     return hypothesis
 
 
-def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Cause | None:
+def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Culprit | None:
     data = tuple(axis for axis in scene.axes if axis in REDUCED_AXES)
     others = [axis for axis in scene.axes if axis not in REDUCED_AXES]
     for rank, said in enumerate(everyone):
@@ -227,10 +232,10 @@ def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Cause | Non
             if set(said) == set(scene.line(rank, axis)):
                 right = " and ".join(map(str, data)) or "no axis"
                 sentence = f"gradients are summed over {axis}; they belong summed over {right}"
-                return Cause(str(axis), f"summed over {axis} for {right}", sentence)
+                return scene.culprit(str(axis), f"summed over {axis} for {right}", sentence)
         names = ", ".join(map(str, said))
         sentence = f"rank {rank} has what ranks {names} contribute: its groups are wrong"
-        return Cause(scene.axis_of([rank]), f"contributions of ranks {names}", sentence)
+        return scene.culprit(scene.axis_of([rank]), f"contributions of ranks {names}", sentence)
     return None
 
 

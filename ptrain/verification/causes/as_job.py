@@ -26,9 +26,9 @@ def as_job(scene: Investigation, *, as_given: bool = False) -> JobEvidence:
     the micro-batches that each rank was given, which may be others than its own. Of these the first
     MOST alone. Collective."""
     evidence = scene.evidence
-    truths = evidence.expected_gradients
-    taken = {name: held(its).flatten() for name, its in evidence.gradients.items()}
-    reached = {name for its in scene.exchange.gather(sorted(taken)) for name in its}
+    truths = evidence.expected.gradients
+    taken = {name: held(its).flatten() for name, its in evidence.seen.gradients.items()}
+    reached = {name for its in scene.ranks.gather(sorted(taken)) for name in its}
     holds = {
         name: shard
         for name, whole in truths.items()
@@ -44,7 +44,7 @@ def as_job(scene: Investigation, *, as_given: bool = False) -> JobEvidence:
     own = OwnGradients(
         holds=holds, truths=truths, taken={n: row for n, row in taken.items() if n in holds},
         given=given, before=evidence.earlier_gradients,
-        micro_batches=max(scene.exchange.gather(len(given))),  # as many rows on all ranks
+        micro_batches=max(scene.ranks.gather(len(given))),  # as many rows on all ranks
     )  # fmt: skip
     return sampled(scene.ranks, own, _known(scene))
 
@@ -53,7 +53,7 @@ def _shard(
     scene: Investigation, name: str, whole: Tensor, *, is_reached: bool
 ) -> ParameterShard | None:
     """Return which elements this rank's gradient is of; of one that no rank has, all of them."""
-    gradient = scene.evidence.gradients.get(name)
+    gradient = scene.evidence.seen.gradients.get(name)
     if gradient is None:
         return None if is_reached else ParameterShard(name, whole, whole.shape)
     return scene.shard(name, gradient, whole)
@@ -61,8 +61,8 @@ def _shard(
 
 def _known(scene: Investigation) -> KnownFactors:
     evidence = scene.evidence
-    clipped, scale = evidence.clipped_by(), evidence.scale
-    loss = evidence.loss / evidence.expected_loss if evidence.expected_loss else 1.0
+    clipped, scale = scene.clipped_by, evidence.scale
+    loss = evidence.seen.loss / evidence.expected.loss if evidence.expected.loss else 1.0
     return KnownFactors(
         loss=loss,
         factors=(

@@ -21,8 +21,8 @@ from ptrain.verification.causes.rerun import (
     output_with,
 )
 from ptrain.verification.causes.scene import Investigation
-from ptrain.verification.causes.token_layout import Explanation, Own, TokenLayout, ranks_text
-from ptrain.verification.causes.values import order_of_slices
+from ptrain.verification.causes.token_layout import Own, TokenLayout, ranks_text
+from ptrain.verification.causes.values import Explanation, order_of_slices
 from ptrain.verification.own_tokens import own_spans, tokens_in
 
 _BY_GLOBAL = "number tokens as in the whole sequence (Transformer.place_tokens)"
@@ -78,9 +78,7 @@ def other_heads(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator
             "together by rank, as they were sent"
         )
         yield Explanation("heads in another order", sentence)
-    inputs = inputs_of(scene, path)
-    assert inputs is not None, "a core that departs was run"
-    (queries, *others), mask = inputs
+    (queries, *others), mask = inputs_of(scene, path)
     for shift in range(1, count):
         keys, values = (_rolled(tensor, shift, count) for tensor in others)
         if own.fits(_attended(scene, (queries, keys, values), mask)):
@@ -105,9 +103,9 @@ def _attended(scene: Investigation, heads: Heads, mask: Tensor | None) -> Tensor
 def other_keys(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[Explanation]:
     """The rank attended to other keys."""
     path = scene.first.name
-    if core_of(scene) != path or (inputs := inputs_of(scene, path)) is None:
+    if core_of(scene) != path:
         return
-    heads, window = inputs
+    heads, window = inputs_of(scene, path)
     for seen, explanation in _other_masks(scene, layout):
         mask = torch.zeros_like(seen, dtype=heads[0].dtype).masked_fill_(~seen, -torch.inf)
         if window is not None:
@@ -139,7 +137,7 @@ def _other_masks(scene: Investigation, layout: TokenLayout) -> Iterator[tuple[Te
                 f"{path} on rank {scene.rank} sees no keys of {keys}: pass keys and values on "
                 "until every rank has had all of them"
             )
-            explanation = Explanation("missing keys", sentence, f" of {keys}")
+            explanation = Explanation("missing keys", sentence, whose=f" of {keys}")
             yield causal & ~_any_of(own, hidden), explanation
 
 

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from ptrain.models.moe import MoE
-from ptrain.report.finding import Moment
+from ptrain.report.finding import Culprit, Moment
 from ptrain.verification.causes.journeys import otherwise_routed
 from ptrain.verification.causes.routed import Other, RoutedLayer
-from ptrain.verification.causes.scene import Cause, Investigation
-from ptrain.verification.causes.token_layout import Explanation, Own, agreed
+from ptrain.verification.causes.scene import Investigation
+from ptrain.verification.causes.token_layout import Own, agreed
+from ptrain.verification.causes.values import Explanation
 
 
-def experts_cause(scene: Investigation) -> Cause | None:
+def experts_cause(scene: Investigation) -> Culprit | None:
     """Explain what a layer of experts gives, by what most ranks say that depart. Collective."""
-    said: list[Explanation] = []
-    if (own := Own.departing(scene)) is not None and scene.first.moment is Moment.FORWARD:
-        said = list(islice(_explanations(scene, own), 1))
-    return agreed(scene, said)
+    if scene.first.moment is not Moment.FORWARD:
+        return None
+    return agreed(scene, lambda own: islice(_explanations(scene, own), 1))
 
 
 def _explanations(scene: Investigation, own: Own) -> Iterator[Explanation]:

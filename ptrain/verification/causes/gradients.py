@@ -18,7 +18,7 @@ from ptrain.verification.causes.addends import (
 from ptrain.verification.causes.as_job import as_job
 from ptrain.verification.causes.own_experts import of_experts
 from ptrain.verification.causes.routers import of_router_losses
-from ptrain.verification.causes.scene import Cause, Investigation
+from ptrain.verification.causes.scene import Investigation
 from ptrain.verification.causes.trials import LIKE_ROUNDINGS, directly, own_part_of
 from ptrain.verification.jobs.explain import by_given, explain_gradients, with_trial
 from ptrain.verification.jobs.job import TOLERANCES
@@ -34,36 +34,30 @@ RULED_OUT = (
 _ENOUGH = 8  # tensors that tell of roundings
 
 
-def gradient_cause(scene: Investigation) -> Cause | None:
-    """Return the first cause that explains them; None where none does. Collective."""
+def gradient_cause(scene: Investigation) -> Culprit | None:
+    """Return the first culprit that explains them; None where none does. Collective."""
     departing = (departure.name for departure in scene.at(Moment.GRADIENTS, Subject.GRADIENTS))
-    trained = scene.evidence.expected_gradients
+    trained = scene.evidence.expected.gradients
     names = [name for name in dict.fromkeys(departing) if name in trained]
     lost = _lost(scene)
     names += [name for name in lost if name not in names]
     return next(_causes(scene, names, lost), None) if names else None
 
 
-def given_samples(scene: Investigation, cause: Cause) -> Cause:
+def given_samples(scene: Investigation, cause: Culprit) -> Culprit:
     """Return the cause of a batch that is not one device's, proven where one device makes the
     program's gradients of the samples that its ranks were given. Collective."""
     tried = "what each rank's model was given was compared with the batch, row by row"
     if scene.token_axis:  # pieces of samples: by themselves they are none
         return replace(cause, tried=tried)
     evidence = as_job(scene, as_given=True)
-    culprit = Culprit(
-        state=Subject.BATCH, axis=cause.axis, factor=cause.factor, place="", step=scene.first.step,
-        ranks=(), sentence=cause.sentence,
-    )  # fmt: skip
     limit = TOLERANCES[torch.float64]
-    trial = with_trial(culprit, by_given(evidence), evidence, scene.ranks, limit)
-    if trial.certainty is not Certainty.PROVEN:
-        return replace(cause, tried=tried)
-    return replace(cause, certainty=trial.certainty, tried=trial.tried)
+    trial = with_trial(cause, by_given(evidence), evidence, scene.ranks, limit)
+    return trial if trial.certainty is Certainty.PROVEN else replace(cause, tried=tried)
 
 
-def _causes(scene: Investigation, names: list[str], lost: Sequence[str]) -> Iterator[Cause]:
-    before: tuple[Callable[[Investigation, list[str]], Cause | None], ...] = (
+def _causes(scene: Investigation, names: list[str], lost: Sequence[str]) -> Iterator[Culprit]:
+    before: tuple[Callable[[Investigation, list[str]], Culprit | None], ...] = (
         _one_element,
         of_experts,
     )
@@ -78,22 +72,22 @@ def _causes(scene: Investigation, names: list[str], lost: Sequence[str]) -> Iter
     for without in ((SymptomKind.UNEVEN,), ()):
         culprit = explain_gradients(departures, evidence, scene.ranks, limit, without)
         if culprit.certainty is Certainty.PROVEN:
-            yield Cause.of(culprit)
+            yield replace(culprit, state=scene.one.subject)  # a program shows its loss
         if without:
             yield from filter(None, (cause(scene, names) for cause in behind))
-    yield from filter(None, [_without_gradient(lost), _rounded(scene, names)])
+    yield from filter(None, [_without_gradient(scene, lost), _rounded(scene, names)])
 
 
 def _lost(scene: Investigation) -> list[str]:
     """Return what has a gradient on one device, and on no rank, or zeros."""
     evidence = scene.evidence
-    own = [name for name, its in evidence.gradients.items() if bool(held(its).any())]
-    reached = {name for its in scene.exchange.gather(own) for name in its}
-    expected = evidence.expected_gradients.items()
+    own = [name for name, its in evidence.seen.gradients.items() if bool(held(its).any())]
+    reached = {name for its in scene.ranks.gather(own) for name in its}
+    expected = evidence.expected.gradients.items()
     return [name for name, whole in expected if name not in reached and bool(whole.any())]
 
 
-def _without_gradient(gone: Sequence[str]) -> Cause | None:
+def _without_gradient(scene: Investigation, gone: Sequence[str]) -> Culprit | None:
     """No rank has a gradient of some parameters, and others depart, which may follow from it."""
     if not gone:
         return None
@@ -102,21 +96,21 @@ def _without_gradient(gone: Sequence[str]) -> Cause | None:
         "no_grad, an index in the place of a value), or what keeps it from the reduction"
     )
     tried = "that all else which departs follows from it was not tried"
-    return Cause("", "no gradient", sentence, families(gone), tried=tried)
+    return scene.culprit("", "no gradient", sentence, place=families(gone), tried=tried)
 
 
-def _one_element(scene: Investigation, names: list[str]) -> Cause | None:
+def _one_element(scene: Investigation, names: list[str]) -> Culprit | None:
     """One element of one tensor is off, and nothing else."""
     if len(names) > 1:
         return None
     said = None
     if (own := own_part_of(scene, names[0])) is not None:
-        clipped = scene.evidence.clipped_by()
+        clipped = scene.clipped_by
         odd = odd_element(own[0], own[1])
         if odd is not None:
             bit = flipped_bit(own[0] * clipped, own[1] * clipped)
             said = "one element" if bit is None else f"flipped bit {bit} of one element"
-    everyone = scene.exchange.gather(said)
+    everyone = scene.ranks.gather(said)
     factors = [factor for factor in everyone if factor is not None]
     if not factors:
         return None
@@ -127,16 +121,16 @@ def _one_element(scene: Investigation, names: list[str]) -> Cause | None:
     )
     tried = "with one device's in the place of this element, all gradients are one device's"
     by_all = all(everyone[rank] == factors[0] for rank in ranks)
-    return directly(Cause(scene.axis_of(ranks), factors[0], sentence), tried, by_all=by_all)
+    return directly(scene.culprit(None, factors[0], sentence), tried, by_all=by_all)
 
 
-def _rounded(scene: Investigation, names: list[str]) -> Cause | None:
+def _rounded(scene: Investigation, names: list[str]) -> Culprit | None:
     """It differs by the rounding of a coarser dtype, in size and evenness alone."""
     pairs = [pair for name in names[:_ENOUGH] if (pair := own_part_of(scene, name)) is not None]
     dtypes = [dtype for own, right, _ in pairs if (dtype := rounded_to(own, right))]
     if (elected := scene.elected(dtypes)) is None:
         return None
     dtype, _ = elected
-    ranks = scene.ranks_of(scene.first)
     sentence = f"gradients have the rounding of {dtype}: compute and reduce them in one dtype"
-    return Cause(scene.axis_of(ranks), f"rounded to {dtype}", sentence, tried=LIKE_ROUNDINGS)
+    axis = scene.axis_of(scene.ranks_of(scene.first))
+    return scene.culprit(axis, f"rounded to {dtype}", sentence, tried=LIKE_ROUNDINGS)

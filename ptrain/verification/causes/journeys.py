@@ -22,7 +22,7 @@ from ptrain.verification.causes.own_experts import expert_axis
 from ptrain.verification.causes.rerun import call_of
 from ptrain.verification.causes.routed import Other, RoutedLayer
 from ptrain.verification.causes.scene import Investigation
-from ptrain.verification.causes.token_layout import Explanation
+from ptrain.verification.causes.values import Explanation
 from ptrain.verification.places import data_place
 
 

@@ -4,51 +4,50 @@ count for one rank alone, or more often than once."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from torch import Tensor
 
 from ptrain.costs import State
-from ptrain.report.finding import Certainty
+from ptrain.report.finding import Culprit
 from ptrain.spec.axis import Axis
 from ptrain.spec.layout import position, ranks_over
 from ptrain.spec.placement import CUT
 from ptrain.spec.spec import Spec
 from ptrain.verification.causes.own_experts import expert_axis, is_of_experts, several
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.causes.trials import directly
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.factors import factor_text, products
 
 
-def norm_cause(scene: Investigation) -> Cause:
+def norm_cause(scene: Investigation) -> Culprit:
     """Say whether the norm is that of this rank's shards alone, or of gradients with the loss's
     scale, or counts something several times. Collective."""
     evidence = scene.evidence
-    norms = scene.exchange.gather(evidence.norm)
-    expected = evidence.expected_norm
+    norms = scene.ranks.gather(evidence.seen.norm)
+    expected = evidence.expected.norm
     if axes := _of_own_shards(scene):
         text = " and ".join(axes)
         sentence = f"clipping uses the norm of each rank's own shards: sum its square over {text}"
-        cause = Cause(axes[0], f"missing all-reduce over {text}", sentence)
+        cause = scene.culprit(axes[0], f"missing all-reduce over {text}", sentence)
         tried = f"the squares of the ranks' own shards, summed over {text}, make one device's norm"
-        return directly(cause, tried, by_all=True)
+        return cause.proven(tried)
     norm = norms[scene.first.rank]
     ratio = norm / expected if expected else math.inf
     if evidence.scale != 1.0 and math.isclose(ratio, evidence.scale, rel_tol=EXACT):
         sentence = "gradients are clipped with the loss's scale: divide by it before"
-        cause = Cause("", f"× {evidence.scale:g}: the loss scale is not undone", sentence)
-        return directly(cause, "divided by the loss's scale it is one device's", by_all=True)
+        cause = scene.culprit("", f"× {evidence.scale:g}: the loss scale is not undone", sentence)
+        return cause.proven("divided by the loss's scale it is one device's")
     if (of_some := _of_some(scene, norm)) is not None:
         return of_some
     candidates = products(ratio, scene.degrees, EXACT)
     along = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
     text = factor_text(ratio, scene.degrees)
     sentence = f"the gradient norm is {text}: {scene.first.told}; count every element once"
-    cause = Cause(along or scene.axis_of(scene.ranks_of(scene.first)), text, sentence)
+    cause = scene.culprit(along or None, text, sentence)
     if candidates:
-        return directly(cause, f"divided by {ratio:.4g} it is one device's", by_all=True)
-    out = "ruled out: the norm of a rank's own shards, the loss's scale, a product of degrees"
-    return replace(cause, certainty=Certainty.UNEXPLAINED, tried=out)
+        return cause.proven(f"divided by {ratio:.4g} it is one device's")
+    return cause.unexplained(
+        "the norm of a rank's own shards, the loss's scale, a product of degrees"
+    )
 
 
 def _of_own_shards(scene: Investigation) -> tuple[str, ...]:
@@ -57,20 +56,21 @@ def _of_own_shards(scene: Investigation) -> tuple[str, ...]:
     one."""
     evidence = scene.evidence
     square = 0.0
-    for name, whole in evidence.expected_gradients.items():
-        tensor = evidence.gradients.get(name)
+    for name, whole in evidence.expected.gradients.items():
+        tensor = evidence.seen.gradients.get(name)
         part = scene.own_part(tensor, whole) if tensor is not None else None
         if part is not None:
             own = part.of(whole).double()
             square += float(_own_rows(scene, name, own).square().sum())
-    norm = evidence.norm if evidence.norm is not None else math.nan
+    norm = evidence.seen.norm if evidence.seen.norm is not None else math.nan
     is_own = math.isclose(math.sqrt(square), norm, rel_tol=EXACT)
-    norms, are_own = zip(*scene.exchange.gather([norm, is_own]), strict=True)
+    right = evidence.expected.norm or math.nan
+    norms, are_own = zip(*scene.ranks.gather([norm, is_own]), strict=True)
     cut = tuple(str(axis) for axis in scene.axes if _cuts(scene.spec, axis))
     for axis, groups in scene.ranks.summed.items():
         axes = axis.split("+")
         sums = (math.hypot(*(norms[rank] for rank in group)) for group in groups)
-        is_right = any(math.isclose(its, evidence.expected_norm, rel_tol=EXACT) for its in sums)
+        is_right = any(math.isclose(its, right, rel_tol=EXACT) for its in sums)
         if is_right and set(axes) <= set(cut):
             return tuple(name for name in cut if name in axes)
     return cut if all(are_own) else ()
@@ -81,7 +81,7 @@ def _own_rows(scene: Investigation, name: str, values: Tensor) -> Tensor:
     axes = scene.spec.expert_axes
     if not axes or not is_of_experts(scene.spec, name):
         return values
-    experts, ranks = scene.evidence.expected_gradients[name].shape[0], ranks_over(scene.spec, axes)
+    experts, ranks = scene.evidence.expected.gradients[name].shape[0], ranks_over(scene.spec, axes)
     own = position(scene.spec, scene.rank, axes)
     return values.chunk(ranks)[own] if len(values) == experts else values
 
@@ -94,13 +94,13 @@ def _cuts(spec: Spec, axis: Axis) -> bool:
     )
 
 
-def _of_some(scene: Investigation, norm: float) -> Cause | None:
+def _of_some(scene: Investigation, norm: float) -> Culprit | None:
     """The squares of experts alone, or of all but experts, count several times or not at all."""
     axis = expert_axis(scene.spec)
     if axis is None:
         return None
     squares = {True: 0.0, False: 0.0}
-    for name, whole in scene.evidence.expected_gradients.items():
+    for name, whole in scene.evidence.expected.gradients.items():
         squares[is_of_experts(scene.spec, name)] += float(whole.double().square().sum())
     for is_of_these, what, cure in (
         (True, "experts", f"an expert is on one rank of {axis}: count it there, and sum once"),
@@ -113,12 +113,12 @@ def _of_some(scene: Investigation, norm: float) -> Cause | None:
         if abs(times) <= EXACT:
             sentence = f"the gradient norm leaves out the squares of {what}: {cure}"
             tried = f"with the squares of {what} it is one device's"
-            return directly(Cause(axis, f"{what} left out", sentence), tried, by_all=True)
+            return scene.culprit(axis, f"{what} left out", sentence).proven(tried)
         if fits := products(times, scene.degrees, EXACT):
             text, axes = several(fits, axis)
             sentence = f"the gradient norm counts the squares of {what} {text} ({axes}): {cure}"
             tried = f"with the squares of {what} counted once it is one device's"
-            return directly(Cause(axes, f"{what} {text}", sentence), tried, by_all=True)
+            return scene.culprit(axes, f"{what} {text}", sentence).proven(tried)
     return None
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from ptrain.axes.expert.form import factor_of
 from ptrain.facts.parameters import expert_modules
 from ptrain.facts.stages import is_within
+from ptrain.report.finding import Culprit
 from ptrain.spec.axis import REDUCED_AXES, Axis
 from ptrain.spec.layout import ranks_over
 from ptrain.spec.spec import Spec
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.trials import Hypothesis, instead, own_part_of, proven
 from ptrain.verification.factors import DegreeProduct, is_even, multiple, products
 from ptrain.verification.jobs.words import families
@@ -33,7 +34,7 @@ def is_of_experts(spec: Spec, name: str) -> bool:
     return is_within(name, expert_modules(spec))
 
 
-def of_experts(scene: Investigation, names: list[str]) -> Cause | None:
+def of_experts(scene: Investigation, names: list[str]) -> Culprit | None:
     """Gradients of experts alone depart: they count otherwise than all others, or are reduced over
     ranks that have other experts, or other features of them. Collective."""
     axis = expert_axis(scene.spec)
@@ -42,14 +43,14 @@ def of_experts(scene: Investigation, names: list[str]) -> Cause | None:
     return _counted(scene, axis, names) or _of_different_ones(scene, axis, names)
 
 
-def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Cause | None:
+def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Culprit | None:
     pairs = [pair for name in names if (pair := own_part_of(scene, name)) is not None]
     own = 0.0
     if pairs:
         rows = torch.cat([tensor.flatten() for tensor, _, _ in pairs])
         fit = multiple(rows, torch.cat([right.flatten() for _, right, _ in pairs]))
         own = fit.factor if fit.holds(EXACT) else 0.0
-    ratios = [its for its in scene.exchange.gather(own) if abs(its - 1.0) > EXACT]
+    ratios = [its for its in scene.ranks.gather(own) if abs(its - 1.0) > EXACT]
     ratio = ratios[0] if ratios and is_even(ratios) else 0.0
     fits = [
         its
@@ -66,13 +67,10 @@ def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Cause | None
         f"over {_others(scene, axis)}, and divide it by what all others are divided by, the global "
         "number of tokens"
     )
-    cause, all_names = Cause(axes, text, sentence), set(names)
-    factors = {n: g * ratio for n, g in _truths(scene).items() if n in all_names}
+    cause, all_names = scene.culprit(axes, text, sentence), set(names)
+    truths = scene.evidence.expected.gradients.items()
+    factors = {n: g * ratio for n, g in truths if n in all_names}
     return proven(scene, cause, f"{text} of the experts' alone", instead(factors))
-
-
-def _truths(scene: Investigation) -> dict[str, Tensor]:
-    return scene.evidence.expected_gradients
 
 
 def several(fits: Sequence[DegreeProduct], first: Axis) -> tuple[str, str]:
@@ -89,7 +87,7 @@ def _others(scene: Investigation, axis: Axis) -> str:
     return f"{' and '.join(map(str, axes))} alone" if axes else "no axis"
 
 
-def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Cause | None:
+def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Culprit | None:
     """Return whose parts were added to each other. Collective."""
     of_experts = scene.spec.expert_axes
     for along in (axis, Axis.TP):
@@ -102,7 +100,7 @@ def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Ca
                 f"different {which}: reduce them over {_others(scene, axis)}"
             )
             hypothesis = _summed(scene, names, (outer, degree), factor, dims)
-            cause = Cause(along, f"{what} over {along}", sentence)
+            cause = scene.culprit(along, f"{what} over {along}", sentence)
             if (
                 one := proven(scene, cause, f"its parts {what} over {along}", hypothesis)
             ) is not None:

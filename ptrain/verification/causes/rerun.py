@@ -56,15 +56,10 @@ def gradient_with(
     return outputs.backward.get((first.name, first.index))
 
 
-def inputs_of(scene: Investigation, path: str) -> tuple[Heads, Tensor | None] | None:
+def inputs_of(scene: Investigation, path: str) -> tuple[Heads, Tensor | None]:
     """Return what the core `path` attends with on one device, and its mask."""
-    module, seen = scene.reference.module, []
-
-    def keep(_: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.append((args[:3], _mask(args)))
-
-    _run(scene, module.get_submodule(path).register_forward_pre_hook(keep))
-    return seen[0] if seen else None
+    args, _ = call_of(scene, path)
+    return args[:3], _mask(args)
 
 
 def call_of(

@@ -15,7 +15,7 @@ from torch import Tensor
 from ptrain.models.moe import MoE
 from ptrain.verification.causes.rerun import call_of
 from ptrain.verification.causes.scene import Investigation
-from ptrain.verification.causes.token_layout import Explanation
+from ptrain.verification.causes.values import Explanation
 
 
 @dataclass(frozen=True)

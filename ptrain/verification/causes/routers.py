@@ -11,24 +11,24 @@ from torch import Tensor
 
 from ptrain.models.balance import Balance, weigh
 from ptrain.models.moe import Gate
-from ptrain.report.finding import Moment
+from ptrain.report.finding import Culprit, Moment
 from ptrain.verification.causes.rerun import call_of
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.causes.trials import directly, instead, own_part_of, proven
+from ptrain.verification.causes.scene import EXACT, Investigation
+from ptrain.verification.causes.trials import instead, own_part_of, proven
 from ptrain.verification.factors import factor_text, is_even, multiple, products
 from ptrain.verification.parts import relative
 
 _ENOUGH = 8  # tensors that tell
 
 
-def of_router_losses(scene: Investigation, names: list[str]) -> Cause | None:
+def of_router_losses(scene: Investigation, names: list[str]) -> Culprit | None:
     """The gradients are right but for a multiple of those of the routers' losses. Collective."""
     modules = dict(scene.reference.module.named_modules())
     if not any(isinstance(its, Balance) and its.is_wanted for its in modules.values()):
         return None
     alone = _of_losses(scene)
     own = _multiples(scene, alone, [name for name in names if bool(alone[name].any())])
-    factors = [factor for its in scene.exchange.gather(own) for factor in its]
+    factors = [factor for its in scene.ranks.gather(own) for factor in its]
     if any(factor != factor for factor in factors):
         return _of_tokens_together(scene)
     if not factors:
@@ -39,7 +39,7 @@ def of_router_losses(scene: Investigation, names: list[str]) -> Cause | None:
     routers = [path for path, its in modules.items() if isinstance(its, Gate)]
     place = next((path for path in routers if f"{path}.weight" in names), "")
     cause = _counted(scene, counted[0], place)
-    wrong = {n: g + factors[0] * alone[n] for n, g in scene.evidence.expected_gradients.items()}
+    wrong = {n: g + factors[0] * alone[n] for n, g in scene.evidence.expected.gradients.items()}
     words = f"{counted[0]:.4g} times the gradients of the routers' losses"
     return proven(scene, cause, words, instead(wrong))
 
@@ -53,7 +53,7 @@ def _of_losses(scene: Investigation) -> dict[str, Tensor]:
         twice = reference.accumulate(evidence.step).gradients
     finally:
         weigh(reference.module, 0.5)
-    return {name: twice[name] - right for name, right in evidence.expected_gradients.items()}
+    return {name: twice[name] - right for name, right in evidence.expected.gradients.items()}
 
 
 def _multiples(scene: Investigation, alone: dict[str, Tensor], names: Sequence[str]) -> list[float]:
@@ -72,7 +72,7 @@ def _multiples(scene: Investigation, alone: dict[str, Tensor], names: Sequence[s
     return factors
 
 
-def _of_tokens_together(scene: Investigation) -> Cause | None:
+def _of_tokens_together(scene: Investigation) -> Culprit | None:
     """The gradients are those of losses of all tokens of a micro-batch, not of each sample's."""
     reference, evidence = scene.reference, scene.evidence
     balances = [its for its in reference.module.modules() if isinstance(its, Balance)]
@@ -83,29 +83,29 @@ def _of_tokens_together(scene: Investigation) -> Cause | None:
     finally:
         for balance in balances:
             del balance.forward
-    return proven(scene, _TOGETHER, "the losses of all tokens together", instead(wrong))
+    cause = scene.culprit(*_TOGETHER)
+    return proven(scene, cause, "the losses of all tokens together", instead(wrong))
 
 
-def balance_cause(scene: Investigation) -> Cause | None:
+def balance_cause(scene: Investigation) -> Culprit | None:
     """Explain what a router's loss is, where the departing module computes one: that of all tokens
     of a micro-batch. Collective."""
     path, number = scene.first.name, scene.first.index
     balance = scene.reference.module.get_submodule(path)
     if not isinstance(balance, Balance) or scene.first.moment is not Moment.FORWARD:
         return None
-    own = scene.evidence.outputs.forward.get((path, number))
+    own = scene.evidence.seen.outputs.forward.get((path, number))
     routing_BT, _ = call_of(scene, path) if own is not None else ((), None)
     with torch.no_grad():
         fits = own is not None and relative(own, _together(balance, *routing_BT)) <= EXACT
-    everyone = [
-        its for its in scene.exchange.gather(None if own is None else fits) if its is not None
-    ]
+    everyone = [its for its in scene.ranks.gather(None if own is None else fits) if its is not None]
     if not everyone or not all(everyone):
         return None
-    return directly(_TOGETHER, f"{path} with all tokens together is what ranks have", by_all=True)
+    cause = scene.culprit(*_TOGETHER)
+    return cause.proven(f"{path} with all tokens together is what ranks have")
 
 
-_TOGETHER = Cause(
+_TOGETHER = (
     "",
     "routers' losses of whole micro-batches",
     "the routers' losses are of all tokens of a micro-batch together: shares and mean scores "
@@ -118,13 +118,14 @@ def _together(loss: Callable[..., Tensor], *routing_BT: Tensor) -> Tensor:
     return len(routing_BT[0]) * loss(*(x_BT.flatten(0, 1)[None] for x_BT in routing_BT))
 
 
-def _counted(scene: Investigation, ratio: float, place: str) -> Cause:
+def _counted(scene: Investigation, ratio: float, place: str) -> Culprit:
     once = "their sum over all samples, divided by the global number of samples, is to be minimised"
     if abs(ratio) <= EXACT:
         sentence = f"the routers' losses are left out of what is minimised: {once}"
-        return Cause("", "routers' losses left out", sentence, place)
+        factor = "routers' losses left out"
+        return scene.culprit("", factor, sentence, place=place)
     candidates = products(ratio, scene.degrees)
     axis = next((name for its in candidates for name in its.axes if name != "K"), "")
     text = factor_text(ratio, scene.degrees)
-    sentence = f"the routers' losses count {text}: {once}"
-    return Cause(axis, f"routers' losses {text}", sentence, place)
+    factor, sentence = f"routers' losses {text}", f"the routers' losses count {text}: {once}"
+    return scene.culprit(axis, factor, sentence, place=place)

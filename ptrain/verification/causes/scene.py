@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
 from typing import Any
 
 import torch
 
 from ptrain.axes.context.tokens import Span
-from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
+from ptrain.interpreter.program import Program
+from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.spec.axis import TOKEN_AXES, Axis
-from ptrain.spec.spec import Spec
-from ptrain.train.exchange import Exchange
-from ptrain.verification.capture import as_held
+from ptrain.verification.capture import as_held, clipped_by
 from ptrain.verification.evidence import Evidence
+from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.ranks import Ranks
 from ptrain.verification.jobs.shards import ParameterShard, numbered
 from ptrain.verification.own_tokens import TokensOfRank
@@ -26,42 +26,22 @@ from ptrain.verification.reference import MicroBatch, ReferenceTraining
 EXACT = 1e-6  # a relative residual below which a cause explains what was found
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """What explains a departure: axis ("" for none), factor, what to do, and how sure it is."""
-
-    axis: str
-    factor: str
-    sentence: str
-    place: str = ""  # where it is not the first departure's
-    certainty: Certainty = Certainty.FITS
-    tried: str = ""
-
-    @classmethod
-    def of(cls, culprit: Culprit) -> Cause:
-        """Return what a culprit of any loop says."""
-        its = culprit.factor, culprit.sentence, culprit.place, culprit.certainty, culprit.tried
-        return cls(culprit.axis, *its)
-
-
 class Investigation:
-    """`found` by all ranks, in the order of time; the first counts. All ranks look at it together:
-    methods that gather are called by all."""
+    """`found` by all ranks, in the order of time; the first counts, and `one` is explained. All
+    ranks look at it together: methods that gather are called by all."""
 
     def __init__(
         self,
         departures: Sequence[Departure],
         evidence: Evidence | None,
-        reference: ReferenceTraining,
-        exchange: Exchange,
+        sides: tuple[Program, ReferenceTraining],
+        ranks: Ranks,
     ) -> None:
         self.found = departures
-        self.first = departures[0]
-        self.reference = reference
-        self.spec = reference.spec
-        self.exchange = exchange
-        self.rank = exchange.world.rank
-        self.ranks = ranks_of_spec(self.spec, exchange)
+        self.first = self.one = departures[0]
+        self.program, self.reference = sides
+        self.spec = self.reference.spec
+        self.ranks, self.rank = ranks, ranks.rank
         self._evidence = evidence
 
     @property
@@ -70,22 +50,50 @@ class Investigation:
         return self._evidence
 
     @property
+    def clipped_by(self) -> float:
+        """Return what clipping multiplied this rank's gradients by."""
+        return clipped_by(self.spec, self.evidence.seen.norm)
+
+    @property
     def has_evidence(self) -> bool:
         return self._evidence is not None
+
+    def culprit(
+        self,
+        axis: str | None,
+        factor: str,
+        sentence: str,
+        *,
+        place: str = "",
+        tried: str = "",
+    ) -> Culprit:
+        """Return the culprit of what is explained; `place` where it is not where that is. Without
+        an `axis` it is the one that parts the ranks where it departs from the others."""
+        one, ranks = self.one, self.blamed(self.one)
+        axis = self.axis_of(ranks) if axis is None else axis
+        return culprit(
+            [one], self.ranks, state=one.subject, axis=axis, factor=factor, sentence=sentence,
+            names=[place or one.place], who=ranks, tried=tried,
+        )  # fmt: skip
+
+    def about(self, one: Departure) -> Investigation:
+        """Return the same, to explain this departure, which tells more of the first."""
+        other = copy(self)
+        other.one = one
+        return other
+
+    def blamed(self, one: Departure) -> tuple[int, ...]:
+        """Return the ranks where the same thing departs; of gradients anything, for a rank may have
+        nothing of the first tensor that is not zero."""
+        if one.subject is not Subject.GRADIENTS:
+            return self.ranks_of(one)
+        return tuple(sorted({departure.rank for departure in self.at(one.moment, one.subject)}))
 
     def ranks_of(self, one: Departure) -> tuple[int, ...]:
         """Return the ranks where the same thing departs at the same moment."""
         alike = (one.step, one.moment, one.subject, one.name)
-        return tuple(
-            sorted(
-                {
-                    departure.rank
-                    for departure in self.found
-                    if (departure.step, departure.moment, departure.subject, departure.name)
-                    == alike
-                }
-            )
-        )
+        departing = (its for its in self.found if (*its.when, its.subject, its.name) == alike)
+        return tuple(sorted({departure.rank for departure in departing}))
 
     def by_all(self, everyone: Sequence[object], one: Departure | None = None) -> bool:
         """Return whether each rank where this departs (without one the first) says something."""
@@ -94,7 +102,7 @@ class Investigation:
     def elected(self, votes: Sequence[Any]) -> tuple[Any, bool] | None:
         """Return what most of all ranks' votes are for, and whether each rank where the first
         departure is has one; None where nobody has. Collective."""
-        everyone = self.exchange.gather(list(votes))
+        everyone = self.ranks.gather(list(votes))
         known = {str(vote): vote for its in everyone for vote in its}
         counts = Counter(str(vote) for its in everyone for vote in its)
         return (known[counts.most_common(1)[0][0]], self.by_all(everyone)) if known else None
@@ -103,7 +111,7 @@ class Investigation:
         """Return by name and rank which part of a tensor every rank has. Collective."""
         plain = {name: [part.offset, part.shape] for name, part in own.items()}
         boxes: dict[str, dict[int, TensorBox]] = {}
-        for rank, its in enumerate(self.exchange.gather(plain)):
+        for rank, its in enumerate(self.ranks.gather(plain)):
             for name, (offset, shape) in its.items():
                 boxes.setdefault(name, {})[rank] = TensorBox(tuple(offset), tuple(shape))
         return boxes
@@ -153,7 +161,7 @@ class Investigation:
         """Return what a module of one device gives, as this rank holds it: its tokens, or those in
         `spans`."""
         tokens = TokensOfRank(self.spec, self.rank, spans)
-        return as_held(self.evidence.program, path, whole, tokens)
+        return as_held(self.program, path, whole, tokens)
 
     def own_micro_batches(self, place: int | None = None) -> Iterator[MicroBatch]:
         """Yield one device's micro-batches of this rank's share of the batch, or of the one at a
@@ -177,19 +185,3 @@ class Investigation:
         at = part.of(numbered(whole.shape)).flatten()
         is_whole = at.numel() == whole.numel()
         return ParameterShard(name, held(tensor), whole.shape, None if is_whole else at)
-
-
-def ranks_of_spec(spec: Spec, exchange: Exchange) -> Ranks:
-    """Return the ranks of a run, on the axes of its spec, which tell each other by its exchange."""
-    return Ranks(
-        rank=exchange.world.rank,
-        size=exchange.world.size,
-        device=torch.device("cpu"),
-        axes={
-            str(axis): tuple(
-                dict.fromkeys(line(spec, rank, axis) for rank in range(spec.world_size))
-            )
-            for axis in (factor.axis for factor in spec.factors if factor.degree > 1)
-        },
-        group=exchange.group,
-    )

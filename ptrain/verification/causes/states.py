@@ -11,15 +11,13 @@ import torch
 
 from ptrain.costs import State
 from ptrain.facts.parameters import OF_TOKENS
-from ptrain.interpreter.program import Program
-from ptrain.report.finding import Certainty, Departure, Moment, Subject
+from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.spec.placement import Distribution
 from ptrain.verification.causes.own_experts import copies, is_of_experts
 from ptrain.verification.causes.positions import positions_text
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
-from ptrain.verification.causes.trials import directly
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.updates import proven_update
-from ptrain.verification.causes.values import ALIKE, OF_VALUES, Said, Sides, of_values
+from ptrain.verification.causes.values import ALIKE, OF_VALUES, Explanation, Sides, of_values
 from ptrain.verification.own_tokens import own_spans
 from ptrain.verification.parts import TensorBox, held, relative
 from ptrain.verification.roundings import flipped_bit, odd_element, rounded
@@ -30,44 +28,46 @@ _OTHER = "other values"
 _AS_BEFORE = "what is wrong of it is what one device had then, to the last digits"
 
 
-RULED_OUT = f"ruled out: one element, an earlier step, other positions, {OF_VALUES}"
+RULED_OUT = f"one element, an earlier step, other positions, {OF_VALUES}"
 
 
-def state_cause(scene: Investigation, one: Departure, program: Program) -> Cause:
+def state_cause(scene: Investigation) -> Culprit:
     """Explain a departure of state. Collective."""
-    if (proven := proven_update(scene, one, program)) is not None:
+    one = scene.one
+    if (proven := proven_update(scene)) is not None:
         return proven
-    alike = _alike(scene, one, program)
+    alike = _alike(scene, one)
     boxes = scene.boxes({key[1]: sides.part for key, sides in alike.items()})
     said = {
         key: _said(scene, replace(one, subject=key[0], name=key[1]), sides, boxes.get(key[1], {}))
         for key, sides in alike.items()
     }
     first = one.subject, one.name
-    everyone = scene.exchange.gather(
+    everyone = scene.ranks.gather(
         [said.get(first), [bool(its.tried) for its in said.values() if its is not None]]
     )
-    wrong = Counter(Said(*its) for its, _ in everyone if its) or {_other(one): 1}
+    wrong = Counter(Explanation(*its) for its, _ in everyone if its) or {_other(one): 1}
     agreed = max(wrong, key=lambda its: wrong[its])
-    cause = Cause(agreed.axis or _axis(scene, one), agreed.factor, agreed.sentence)
+    axis = agreed.axis or _axis(scene, one)
+    cause = scene.culprit(axis, agreed.factor, agreed.sentence)
     known = [its for _, tried in everyone for its in tried]
     if known and all(known):
         others = f"; so is all that departs of {len(known)} parts" * (len(known) > 1)
-        return directly(cause, agreed.tried + others, by_all=True)
+        return cause.proven(agreed.tried + others)
     if agreed.factor == _OTHER:
-        return replace(cause, certainty=Certainty.UNEXPLAINED, tried=RULED_OUT)
+        return cause.unexplained(RULED_OUT)
     words = f"so it is of {sum(known)} of the {len(known)} parts that depart" if any(known) else ""
     return replace(cause, tried=words)
 
 
-def _alike(scene: Investigation, one: Departure, program: Program) -> dict[Key, Sides]:
+def _alike(scene: Investigation, one: Departure) -> dict[Key, Sides]:
     """Return what departs with it, as far as this rank has it."""
     if one.moment is Moment.FORWARD:  # as it is used
         parameters = scene.evidence.states[-1]
-        its = {(one.subject, name): tensor for name, tensor in scene.evidence.used.items()}
+        its = {(one.subject, name): tensor for name, tensor in scene.evidence.seen.in_use.items()}
         states, wholes = its, parameters
     else:
-        states, wholes = of_program(program), of_reference(scene.reference, scene.rank)
+        states, wholes = of_program(scene.program), of_reference(scene.reference, scene.rank)
     sides = {}
     # what is counted wrong is a step that was left out, or nothing else departs
     subject = None if one.subject is Subject.COUNTER else one.subject
@@ -91,7 +91,7 @@ def _axis(scene: Investigation, one: Departure) -> str:
 
 def _said(
     scene: Investigation, one: Departure, sides: Sides, places: Mapping[int, TensorBox]
-) -> Said | None:
+) -> Explanation | None:
     """Return what is wrong; None where this rank has it right."""
     own, expected = sides.own, sides.expected
     if own.dtype != expected.dtype:
@@ -99,7 +99,7 @@ def _said(
         same = torch.equal(rounded(expected, own.dtype), own.to(expected.dtype))
         tried = f"one device's in {actual} is what is there" if same else ""
         sentence = f"{one.name} is in {actual}: keep it in {right}"
-        return Said(f"{actual} for {right}", sentence, tried)
+        return Explanation(f"{actual} for {right}", sentence, tried)
     if one.subject is Subject.COUNTER:
         return _counted(float(own), float(expected))
     if relative(own, expected) <= ALIKE:
@@ -118,7 +118,7 @@ def _said(
     )
 
 
-def _of_one_element(one: Departure, sides: Sides) -> Said | None:
+def _of_one_element(one: Departure, sides: Sides) -> Explanation | None:
     bit = flipped_bit(sides.own, sides.expected)
     if bit is None and odd_element(sides.own, sides.expected) is None:
         return None
@@ -127,15 +127,15 @@ def _of_one_element(one: Departure, sides: Sides) -> Said | None:
         f"one element of {one.name} is another, and nothing else: suspect the memory, and restore "
         "it from a replica or a checkpoint"
     )
-    return Said(what, sentence, "with one device's in its place the tensor is one device's")
+    return Explanation(what, sentence, "with one device's in its place the tensor is one device's")
 
 
-def _counted(own: float, expected: float) -> Said | None:
+def _counted(own: float, expected: float) -> Explanation | None:
     if own == expected:
         return None
     steps = expected - own
     factor = f"stale by {steps:g} step{'s' * (steps != 1)}" if steps > 0 else f"ahead by {-steps:g}"
-    return Said(
+    return Explanation(
         factor,
         f"the optimizer counts {own:g} steps where {expected:g} were taken: step it once in each, "
         "and load its state with the parameters",
@@ -143,7 +143,7 @@ def _counted(own: float, expected: float) -> Said | None:
     )
 
 
-def _stale(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
+def _stale(scene: Investigation, one: Departure, sides: Sides) -> Explanation | None:
     """What is wrong of it is as it was at the start of a step."""
     own, wrong = sides.own, sides.wrong
     is_used = one.moment is Moment.FORWARD  # in the step at whose start it is right
@@ -155,17 +155,17 @@ def _stale(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
             sentence = (
                 f"{one.name} is used as it was {back} updates ago: gather or copy it after them"
             )
-            return Said(f"stale by {back} step{'s' * (back > 1)}", sentence, _AS_BEFORE)
+            return Explanation(f"stale by {back} step{'s' * (back > 1)}", sentence, _AS_BEFORE)
         if not back:
             sentence = f"{one.name} is as before the update, which did not reach these ranks"
-            return Said("stale by 1 step", sentence, _AS_BEFORE)
+            return Explanation("stale by 1 step", sentence, _AS_BEFORE)
         start = scene.evidence.step - back
         sentence = f"{one.name} is that of the start of step {start}: another step's was loaded"
-        return Said(f"stale by {back + 1} steps", sentence, _AS_BEFORE)
+        return Explanation(f"stale by {back + 1} steps", sentence, _AS_BEFORE)
     return None
 
 
-def _frozen(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
+def _frozen(scene: Investigation, one: Departure, sides: Sides) -> Explanation | None:
     if not is_frozen(scene, one.name):
         return None
     before = scene.evidence.states[-1].get((one.subject, one.name))
@@ -174,19 +174,19 @@ def _frozen(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
         return None  # one device writes it too
     tried = "what it was before the step is what one device has after it"
     sentence = f"{one.name} has no gradient on one device: leave it out of the update"
-    return Said("frozen parameter updated", sentence, tried)
+    return Explanation("frozen parameter updated", sentence, tried)
 
 
 def is_frozen(scene: Investigation, name: str) -> bool:
     """Return whether nothing of one device's gradients is of this parameter or of its state."""
-    known = scene.evidence.expected_gradients
+    known = scene.evidence.expected.gradients
     return name not in known and name.rpartition(".")[0] not in known
 
 
 _CAUSES = (_stale, _frozen)
 
 
-def _of_positions(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
+def _of_positions(scene: Investigation, one: Departure, sides: Sides) -> Explanation | None:
     """A table with a row for each token has those of other tokens."""
     table = dict(scene.reference.module.named_buffers()).get(one.name)
     spans = own_spans(scene.spec, scene.rank)
@@ -195,10 +195,10 @@ def _of_positions(scene: Investigation, one: Departure, sides: Sides) -> Said | 
     text = positions_text(sides.own, table, spans) if one.name.endswith(OF_TOKENS) else ""
     sentence = f"{one.name} is of {text}: number tokens as in the whole sequence"
     tried = "one device's rows at these positions are what is there"
-    return Said(text, sentence, tried, scene.token_axis) if text else None
+    return Explanation(text, sentence, tried, scene.token_axis) if text else None
 
 
-def _of_other_experts(scene: Investigation, one: Departure, sides: Sides) -> Said | None:
+def _of_other_experts(scene: Investigation, one: Departure, sides: Sides) -> Explanation | None:
     """All ranks have one rank's experts."""
     if not is_of_experts(scene.spec, one.name):
         return None
@@ -210,13 +210,13 @@ def _of_other_experts(scene: Investigation, one: Departure, sides: Sides) -> Sai
                 "load, what all of its ranks have alone, and let each have experts of its own"
             )
             tried = "one device's of these experts are what is there"
-            return Said(f"experts of {axis} rank {place}", sentence, tried, axis)
+            return Explanation(f"experts of {axis} rank {place}", sentence, tried, axis)
     return None
 
 
-def _other(one: Departure) -> Said:
+def _other(one: Departure) -> Explanation:
     sentence = (
         f"{one.subject} of {one.name} is not what one device has: look at what wrote it last "
         "(initialization, load, gather, copy or update)"
     )
-    return Said(_OTHER, sentence)
+    return Explanation(_OTHER, sentence)

@@ -1,6 +1,4 @@
-"""Which targets a loss was computed with: the gradient of the logits tells. Cross entropy's is the
-probabilities less 1 at the target, times a positive number: there and nowhere else it is negative.
-"""
+"""Which targets a loss was computed with: the gradient of the logits tells."""
 
 from __future__ import annotations
 
@@ -14,17 +12,19 @@ from torch import Tensor
 
 from ptrain.models.batch import SampleBatch, TokenPair
 from ptrain.models.loss import IGNORED
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.report.finding import Culprit
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.trials import directly
+from ptrain.verification.jobs.asked_tokens import targets_of
 from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import held, relative
 
 _MOST = 0.99  # of the tokens that agree, where the ends of rows may not
 
 
-def targets_cause(scene: Investigation) -> Cause | None:
+def targets_cause(scene: Investigation) -> Culprit | None:
     """The logits are right and the loss is not: it has other targets. Collective."""
-    answers = scene.exchange.gather(next(_said(scene), ["", True]))
+    answers = scene.ranks.gather(next(_said(scene), ["", True]))
     everyone = [targets for targets, _ in answers]
     counts = Counter(answer for answer in everyone if answer)
     if not counts:
@@ -35,7 +35,7 @@ def targets_cause(scene: Investigation) -> Cause | None:
         f"the logits are right, and the loss compares them with {targets}: look at the loader"
     )
     lacking = [rank for rank, answer in enumerate(everyone) if answer not in ("", targets)]
-    cause = Cause(scene.axis_of(ranks), targets, sentence, "loss")
+    cause = scene.culprit(scene.axis_of(ranks), targets, sentence, place="loss")
     if not all(is_made for _, is_made in answers):
         tried = "nearly all positions are asked for these, as the gradient of the logits tells"
         return replace(cause, tried=tried)
@@ -47,14 +47,14 @@ def _said(scene: Investigation) -> Iterator[list[Any]]:
     """Yield which targets the loss had, and whether one device's loss of these has the gradient
     that is there."""
     wanted = _targets(scene)
-    for (path, k), whole in scene.evidence.expected_outputs.forward.items():
-        gradient = scene.evidence.outputs.backward.get((path, k))
+    for (path, k), whole in scene.evidence.expected.outputs.forward.items():
+        gradient = scene.evidence.seen.outputs.backward.get((path, k))
         vocabulary = scene.spec.model.vocabulary[0]
         if gradient is None or whole.shape[-1] != vocabulary or k not in wanted:
             continue
         own = held(gradient)
         if own.shape == whole.shape:
-            used = own.argmin(-1)
+            _, used = targets_of(own)
             for targets in _other(used, wanted, k):
                 labels = used.where(wanted[k] != IGNORED, wanted[k])
                 yield [targets, _is_made(scene, k, (whole, own), labels)]

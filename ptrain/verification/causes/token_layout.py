@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.tokens import Span
-from ptrain.report.finding import Moment
+from ptrain.report.finding import Culprit, Moment
 from ptrain.steps.context import ContextParallel
-from ptrain.verification.causes.scene import EXACT, Cause, Investigation
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.trials import directly
-from ptrain.verification.causes.values import Sides
+from ptrain.verification.causes.values import Explanation, Sides
 from ptrain.verification.own_tokens import tokens_in
 from ptrain.verification.parts import TensorBox, held, relative
 
 
-class Explanation(NamedTuple):
-    """What one rank says: the factor, of which ranks that is, what to do, and the axis where it is
-    one's whichever ranks depart."""
-
-    factor: str
-    sentence: str
-    whose: str = ""
-    axis: str = ""
-
-
-def agreed(scene: Investigation, said: Sequence[Explanation], axis: str = "") -> Cause | None:
-    """Return as a cause what most ranks say of the first departure, of several explanations each;
-    None where nobody says anything. `axis`: along which ranks depart, where the explanation does
-    not say it. Collective."""
+def agreed(
+    scene: Investigation, explanations: Callable[[Own], Iterable[Explanation]], axis: str = ""
+) -> Culprit | None:
+    """Return the culprit that most ranks where the first departure is say of it, of several
+    explanations each; None where nobody says anything. `axis`: along which ranks depart, where the
+    explanation does not say it. Collective."""
+    own = Own.departing(scene)
+    said = [] if own is None else explanations(own)
     everyone = [
         [Explanation(*explanation) for explanation in its]
-        for its in scene.exchange.gather(list(map(list, said)))
+        for its in scene.ranks.gather(list(map(list, said)))
     ]
     factors = Counter(factor for its in everyone for factor in {why.factor: why for why in its})
     if not factors:
@@ -45,8 +38,8 @@ def agreed(scene: Investigation, said: Sequence[Explanation], axis: str = "") ->
     usual, _ = factors.most_common(1)[0]
     named = Counter(its for said in everyone for its in said if its.factor == usual)
     explanation, _ = named.most_common(1)[0]  # ranks may see one factor in several ways
-    axis = explanation.axis or axis or scene.axis_of(scene.ranks_of(scene.first))
-    cause = Cause(axis, usual + explanation.whose, explanation.sentence)
+    axis = explanation.axis or axis
+    cause = scene.culprit(axis or None, usual + explanation.whose, explanation.sentence)
     what = "returns" if scene.first.moment is Moment.FORWARD else "hands back"
     tried = f"one device's {scene.first.place}, computed so, {what} what the ranks have"
     return directly(cause, tried, by_all=scene.by_all(everyone))
@@ -59,7 +52,7 @@ def departing(scene: Investigation) -> Sides | None:
     is_forward = scene.first.moment is Moment.FORWARD
     tensor, whole = (
         (outputs.forward if is_forward else outputs.backward).get(key)
-        for outputs in (evidence.outputs, evidence.expected_outputs)
+        for outputs in (evidence.seen.outputs, evidence.expected.outputs)
     )
     part = None if tensor is None or whole is None else scene.own_part(tensor, whole)
     if tensor is None or whole is None or part is None:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from ptrain.axes.data.run.target import NamedTarget
 from ptrain.interpreter.program import Program
-from ptrain.report.finding import Departure, Moment, Subject
-from ptrain.verification.causes.scene import Cause, Investigation
-from ptrain.verification.jobs.compare import ParameterMove
+from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.verification.causes.scene import Investigation
+from ptrain.verification.differences import Differences, ParameterMove
 from ptrain.verification.jobs.job import TOLERANCES
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.magnitude import Magnitude
 from ptrain.verification.parts import held
 from ptrain.verification.states import of_program
 from ptrain.verification.updates.case import UpdateCase
@@ -28,13 +27,14 @@ from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, is_ro
 _UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER, Subject.COUNTER)
 
 
-def proven_update(scene: Investigation, one: Departure, program: Program) -> Cause | None:
+def proven_update(scene: Investigation) -> Culprit | None:
     """Return the cause of an update that is one device's once it is repeated with some of one
     device's settings, state or values; None where it is not. Collective."""
+    one = scene.one
     if one.moment is not Moment.UPDATE or one.subject not in _UPDATED or not scene.has_evidence:
         return None
-    case = _case(scene, program)
-    if case is None or not any(scene.exchange.gather(_parameter(one) in case.own)):
+    case = _case(scene)
+    if case is None or not any(scene.ranks.gather(_parameter(one) in case.own)):
         return None
     departures = [
         replace(departure, name=_parameter(departure))
@@ -44,7 +44,7 @@ def proven_update(scene: Investigation, one: Departure, program: Program) -> Cau
     culprit = UpdateExplainer(departures, case, scene.ranks).exchanged()
     if culprit is None:
         return None
-    return replace(Cause.of(culprit), axis=scene.axis_of(culprit.ranks), place="")
+    return replace(culprit, state=one.subject, axis=scene.axis_of(culprit.ranks))
 
 
 def _parameter(departure: Departure) -> str:
@@ -53,41 +53,34 @@ def _parameter(departure: Departure) -> str:
     return departure.name.rpartition(".")[0] if is_state else departure.name
 
 
-def _case(scene: Investigation, program: Program) -> UpdateCase | None:
+def _case(scene: Investigation) -> UpdateCase | None:
     """None where some rank's optimizers did not step what others' did."""
-    evidence = scene.evidence
+    evidence, program = scene.evidence, scene.program
     taken = [
         (target, str(index))
         for index, (target, _) in enumerate(program.update.leaves())
-        if str(index) in evidence.updates.after
-        and evidence.updates.before[str(index)].value.numel()
+        if str(index) in evidence.seen.record.after
+        and evidence.seen.record.before[str(index)].value.numel()
     ]
-    mine = [[name, _rows(evidence.updates.before[name])] for _, name in taken]
+    mine = [[name, _rows(evidence.seen.record.before[name])] for _, name in taken]
     stage = program.pieces[0].index
-    everyones = scene.exchange.gather([stage, mine])
+    everyones = scene.ranks.gather([stage, mine])
     alike = dict(everyones)
     if any(not its or its != alike[place] for place, its in everyones):
         return None
-    record, tensors = UpdateRecord(obstacle=evidence.updates.obstacle), dict[str, Tensor]()
+    record, tensors = UpdateRecord(obstacle=evidence.seen.record.obstacle), dict[str, Tensor]()
     for target, name in taken:
-        _split(program, target, evidence.updates, name, record, tensors)
+        _split(program, target, evidence.seen.record, name, record, tensors)
     holds = {}
     for name, tensor in tensors.items():
         whole = scene.reference.parameters.get(name)
         if whole is not None and (shard := scene.shard(name, tensor, whole)) is not None:
             holds[name] = shard
-    courses = _courses(program, record, evidence.expected_updates, holds)
-    return UpdateCase(
-        step=evidence.step,
-        rank=scene.rank,
-        seen=record,
-        expected=evidence.expected_updates,
-        gradients={},
-        holds={name: holds[name] for name in courses},
-        courses=courses,
-        is_noise=Magnitude.noise_among(evidence.expected_gradients),
-        limit=TOLERANCES[torch.float64],
-    )
+    courses = _courses(program, record, evidence.expected.record, holds)
+    sides = evidence.expected, replace(evidence.seen, record=record, gradients={})
+    its = {name: holds[name] for name in courses}
+    differences = Differences(step=evidence.step, rank=scene.rank, courses=courses)
+    return UpdateCase.of(differences, sides, its, TOLERANCES[torch.float64])
 
 
 def _rows(taken: Ingredients) -> list[str]:

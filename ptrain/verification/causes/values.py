@@ -22,14 +22,16 @@ OF_VALUES = (
 )
 
 
-class Said(NamedTuple):
-    """What one rank says of its part; `tried`: what came of undoing it, "" where that was not
-    tried; `axis` where the cause is one's."""
+class Explanation(NamedTuple):
+    """What one rank says of its part: the factor, what to do, what came of undoing it ("" where
+    that was not tried), the axis where it is one's whichever ranks depart, and of which ranks the
+    factor is."""
 
     factor: str
     sentence: str
     tried: str = ""
     axis: str = ""
+    whose: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Sides:
 
 def of_values(
     scene: Investigation, what: str, sides: Sides, places: Mapping[int, TensorBox]
-) -> Said | None:
+) -> Explanation | None:
     """Return what it is, in words about `what`; `places` are other ranks' parts. None where nothing
     is known of it."""
     own, expected = sides.own, sides.expected
@@ -63,7 +65,7 @@ def of_values(
             sentence = f"{what} is the part of rank {rank}: places or groups of ranks are wrong"
             tried = "one device's there is what the rank has"
             axis = scene.ranks.axis_of([scene.rank, rank])
-            return Said(f"part of rank {rank}", sentence, tried, axis)
+            return Explanation(f"part of rank {rank}", sentence, tried, axis)
     for axis in scene.axes:
         if (order := order_of_slices(own, expected, scene.spec.degree(axis))) is not None:
             sentence = (
@@ -71,24 +73,24 @@ def of_values(
                 f"{', '.join(map(str, order))}: gather them by rank"
             )
             tried = "put in order, they are one device's"
-            return Said("slices in another order", sentence, tried, str(axis))
+            return Explanation("slices in another order", sentence, tried, str(axis))
     if dtype := rounded_to(own, expected):
         sentence = f"{what} has the rounding of {dtype}: keep, and compute, it in the spec's dtype"
         its = rounded(expected, getattr(torch, dtype))
         is_it = torch.equal(its, own.to(expected.dtype))
         tried = f"one device's rounded to {dtype} is what is there" if is_it else ""
-        return Said(f"rounded to {dtype}", sentence, tried)
+        return Explanation(f"rounded to {dtype}", sentence, tried)
     fit = multiple(own, expected)
     if fit.holds(EXACT) and abs(fit.factor - 1.0) > EXACT:
         text = factor_text(fit.factor, scene.degrees)
         axes = (n for its in products(fit.factor, scene.degrees) for n in its.axes if n != "K")
         sentence = f"{what} is {text} of one device's: scale, average or sum it over ranks once"
         tried = f"divided by {fit.factor:.4g} it is one device's"
-        return Said(text, sentence, tried, next(axes, ""))
+        return Explanation(text, sentence, tried, next(axes, ""))
     one_sorted, other = (tensor.double().reshape(-1).sort().values for tensor in (own, expected))
     if relative(one_sorted, other) <= EXACT:
         sentence = f"{what} has its elements in other places: load, and gather, shards by rank"
-        return Said("elements in another order", sentence)
+        return Explanation("elements in another order", sentence)
     return None
 
 

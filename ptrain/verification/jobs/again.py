@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ptrain.models.arguments import is_real
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
-from ptrain.verification.outputs import is_real
 from ptrain.verification.parts import held
 
 

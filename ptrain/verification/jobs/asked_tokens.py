@@ -1,5 +1,5 @@
-"""What a loss asks of each token, told by the gradient of the logits: cross-entropy's is negative
-at the target alone."""
+"""What a loss asks of each token, told by the gradient of the logits: cross-entropy's is the
+probabilities less 1 at the target, times a positive number, so it is negative there alone."""
 
 from __future__ import annotations
 
@@ -72,12 +72,18 @@ class _AskedPiece:
     @classmethod
     def of(cls, own: Tensor, truth: Tensor) -> _AskedPiece:
         """[tokens, vocabulary] both."""
-        has, should = ((side < 0).sum(-1) == 1 for side in (own, truth))
-        other = has & should & (own.argmin(-1) != truth.argmin(-1))
+        (has, targets), (should, right_targets) = map(targets_of, (own, truth))
+        other = has & should & (targets != right_targets)
         lacking = should & ~own.any(-1)
         right = (should & ~(other | lacking)).double()
         product, square = ((side.double() * truth).sum(-1) @ right for side in (own, truth))
         return cls(other, lacking, (float(product), float(square)), int(truth.any(-1).sum()))
+
+
+def targets_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which tokens have a target, and the target that each has, by the gradient of logits
+    [..., vocabulary]."""
+    return (gradient < 0).sum(-1) == 1, gradient.argmin(-1)
 
 
 def _piece(logits: Tensor) -> int:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
+from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.verification.differences import Differences
 from ptrain.verification.factors import multiple
-from ptrain.verification.jobs.compare import Differences, beside_way
+from ptrain.verification.jobs.compare import beside_way
 from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.job import Average, Job, Tolerance
 from ptrain.verification.jobs.ranks import Ranks
@@ -288,15 +289,13 @@ def explain_average(
         + (f": {sentences[cause]}." if cause else "."),
     )  # fmt: skip
     if not is_proven:
-        out = (
-            "ruled out: another decay, two updates, the parameters of before the update and of "
+        return said.unexplained(
+            "another decay, two updates, the parameters of before the update and of "
             f"{_KEPT} steps before it"
         )
-        return replace(said, certainty=Certainty.UNEXPLAINED, tried=out)
     if cause == "begins elsewhere":
         return said
-    return replace(
-        said, certainty=Certainty.PROVEN,
-        tried=f"updated once a step, with one device's weight ({weight:.4g} now) and the "
-        f"parameters of after the update, it is one device's to {left:.1e} of its step",
-    )  # fmt: skip
+    return said.proven(
+        f"updated once a step, with one device's weight ({weight:.4g} now) and the parameters of "
+        f"after the update, it is one device's to {left:.1e} of its step"
+    )

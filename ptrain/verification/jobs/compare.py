@@ -7,14 +7,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ptrain.report.copies import Copy, differing
 from ptrain.report.finding import Departure, Moment, Subject, Way
+from ptrain.verification.differences import Differences, ParameterMove
+from ptrain.verification.evidence import StepSide
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
@@ -24,106 +25,6 @@ from ptrain.verification.parts import difference, held, norm
 
 _SURE = 10  # tolerances of a gradient, relative to its root mean square
 _ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ by
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterMove:
-    """A parameter's way on this rank: its elements at the start of the run, before and after the
-    step, of the reference and of the loop. `sure`: those whose gradients have been more than
-    rounding so far."""
-
-    parameter: Tensor
-    origin: Tensor
-    before: Tensor
-    after: Tensor
-    run_before: Tensor
-    run_after: Tensor
-    sure: Tensor
-
-    @property
-    def stood_still(self) -> bool:
-        return torch.equal(self.run_before, self.run_after)
-
-    @property
-    def reference_moved(self) -> bool:
-        """Most of the elements of which it is sure: no rounding is why the loop did not."""
-        moved = (self.after != self.before) & self.sure
-        return 2 * int(moved.sum()) > int(self.sure.sum())
-
-
-Kind = tuple[Moment, Subject]
-
-
-@dataclass(slots=True, kw_only=True)
-class Differences:
-    """The differences of one rank in one step."""
-
-    step: int
-    rank: int
-    departures: list[Departure] = field(default_factory=list)
-    courses: dict[str, ParameterMove] = field(default_factory=dict)
-    worst: dict[Kind, tuple[float, str]] = field(default_factory=dict)  # with the place
-
-    def see(self, moment: Moment, subject: Subject, difference: float, name: str = "") -> None:
-        """Keep the largest difference of a subject at a moment."""
-        if difference >= self.worst.get((moment, subject), (0.0, ""))[0]:
-            self.worst[moment, subject] = difference, name
-
-    def compare(
-        self,
-        moment: Moment,
-        subject: Subject,
-        name: str,
-        *,
-        difference: float,
-        tolerance: float,
-        way: Way = Way.VALUE,
-        index: int = 0,
-        words: str = "",
-    ) -> None:
-        """See a difference; add a departure where it is beyond the tolerance, or not one of
-        values."""
-        self.see(moment, subject, difference, name)
-        if way is not Way.VALUE or difference > tolerance:
-            self.departures.append(
-                Departure(
-                    step=self.step, moment=moment, subject=subject, name=name, rank=self.rank,
-                    way=way, difference=difference, tolerance=tolerance, index=index, told=words,
-                )
-            )  # fmt: skip
-
-    def add(
-        self, moment: Moment, subject: Subject, name: str, words: str, way: Way = Way.VALUE
-    ) -> None:
-        """Add a departure of something that is no tensor, or that one side alone has."""
-        self.departures.append(
-            Departure(
-                step=self.step, moment=moment, subject=subject, name=name, rank=self.rank, way=way,
-                told=words,
-            )
-        )  # fmt: skip
-
-    def plain(self) -> dict[str, Any]:
-        """Return what other ranks are told."""
-        return {
-            "step": self.step,
-            "rank": self.rank,
-            "departures": [departure.plain() for departure in self.departures],
-            "worst": [[*kind, *largest] for kind, largest in self.worst.items()],
-        }
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Differences:
-        """Return what another rank told."""
-        return cls(
-            step=plain["step"],
-            rank=plain["rank"],
-            departures=[Departure.of(departure) for departure in plain["departures"]],
-            worst={
-                (Moment(moment), Subject(subject)): (difference, place)
-                for moment, subject, difference, place in plain["worst"]
-            },
-        )
 
 
 def at_start(
@@ -155,14 +56,14 @@ def at_start(
 
 def compare_in_use(
     differences: Differences,
-    sides: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    sides: tuple[StepSide, StepSide],
     before: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
     holds: Mapping[str, ParameterShard],
     limit: Tolerance,
 ) -> None:
     """Compare the parameters in a step's first forward pass (`sides`: one device's and the loop's)
     where any was written since the step began: a checkpoint that is loaded."""
-    reference, run = sides
+    reference, run = (side.in_use for side in sides)
     for name, value in run.items():
         if name not in reference:
             continue
@@ -187,17 +88,17 @@ def beside_way(
 
 def compare_gradients(
     differences: Differences,
-    reference: StepRecorder,
-    run: StepRecorder,
+    sides: tuple[StepSide, StepSide],
     holds: Mapping[str, ParameterShard],
     limit: Tolerance,
 ) -> None:
     """Compare gradients as the optimizer takes them. A rank that has none where the reference has
     one that is not zero lacks it."""
-    expected = {name: gradient for name, gradient in reference.gradients.items() if name in holds}
+    wholes, own = (side.gradients for side in sides)
+    expected = {name: gradient for name, gradient in wholes.items() if name in holds}
     scale = Magnitude.of(expected)
     for name, shard in holds.items():
-        gradient = run.gradients.get(name)
+        gradient = own.get(name)
         whole = expected.get(name)
         if whole is None:
             if gradient is not None and bool(gradient.any()):

@@ -4,7 +4,7 @@ every rank, a loop that does the same when it is run again, and losses that make
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ from ptrain.verification.jobs.job import Job, Known, Losses
 from ptrain.verification.jobs.ranks import Ranks
 
 _WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
-COLLECTIVES = ("c10d", "_c10d_functional")
+_COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 def require_plain(reference: Job) -> None:
@@ -38,15 +38,24 @@ def require_plain(reference: Job) -> None:
         )
 
 
+def _refused_of_reference(words: str) -> PtrainError:
+    return PtrainError(
+        f"verify: the reference's {words}\n"
+        "  remedy: give the reference a step without collectives: it has the whole batch"
+    )
+
+
 class Alone(OperatorMode):
-    """Refuses collectives: the reference is one device, on every rank."""
+    """Refuses collectives: the reference is one device, on every rank, and a rank that repeats
+    something by itself would meet no other."""
+
+    def __init__(self, refused: Callable[[str], Exception] = _refused_of_reference) -> None:
+        super().__init__()
+        self._refused = refused
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function.namespace in COLLECTIVES:
-            raise PtrainError(
-                f"verify: the reference's step communicates ({function.__name__})\n"
-                "  remedy: give the reference a step without collectives: it has the whole batch"
-            )
+        if function.namespace in _COLLECTIVES:
+            raise self._refused(f"step communicates ({function.__name__})")
         return function(*args, **kwargs)
 
 

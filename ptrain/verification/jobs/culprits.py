@@ -77,7 +77,7 @@ def explain_in_use(
     device's are rounded to]."""
     kinds = {tuple(written[departure.rank][departure.name]) for departure in departures}
     step, rounded = kinds.pop() if len(kinds) == 1 else (None, "")
-    what, certainty = "", Certainty.PROVEN
+    what, is_known = "", True
     if isinstance(step, int):
         when = "at the start" if step < 0 else f"after step {step}"
         factor = "those of the start" if step < 0 else f"those of step {step}"
@@ -91,16 +91,14 @@ def explain_in_use(
         what = f"every element of them is one device's rounded to {rounded}"
         sentence = f"What is loaded before this forward pass was saved in {rounded}."
     else:
-        factor, certainty = _size(departures), Certainty.UNEXPLAINED
-        what = "ruled out: the values of an earlier step, a rounding"
+        factor, is_known = _size(departures), False
+        what = "the values of an earlier step, a rounding"
         sentence = (
             "The parameters are written between the update before and this forward pass, and are "
             "not what one device has there."
         )
-    return replace(
-        culprit(departures, ranks, state=Subject.PARAMETERS, factor=factor, sentence=sentence),
-        certainty=certainty, tried=what,
-    )  # fmt: skip
+    blamed = culprit(departures, ranks, state=Subject.PARAMETERS, factor=factor, sentence=sentence)
+    return blamed.proven(what) if is_known else blamed.unexplained(what)
 
 
 def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Culprit:
@@ -146,10 +144,8 @@ def explain_loss(
         "ranks' losses make up the global one: Terms(loss='mean' | 'sum' | 'same' or a function).",
     )  # fmt: skip
     if not fitting:
-        out = "ruled out: the mean, the sum and one of the ranks' losses are not one device's"
-        return replace(blamed, certainty=Certainty.UNEXPLAINED, tried=out)
-    tried = f"by loss={fitting[0]!r} it is one device's"
-    return replace(blamed, certainty=Certainty.PROVEN, tried=tried)
+        return blamed.unexplained("the mean, the sum and one of the ranks' losses")
+    return blamed.proven(f"by loss={fitting[0]!r} it is one device's")
 
 
 # How much some roundings change a gradient, at most; the coarsest first, whose numbers are others'.

@@ -196,11 +196,7 @@ def with_trial(
     count = len(evidence.samples)
     whose = f"all {count} gradients are" if count > 1 else "the gradient is"
     what = "the loop's" if cure.symptom.kind is SymptomKind.OWN else "one device's"
-    return replace(
-        culprit,
-        certainty=Certainty.PROVEN,
-        tried=f"{cure.words}, {whose} {what} to {trial.left:.1e}",
-    )
+    return culprit.proven(f"{cure.words}, {whose} {what} to {trial.left:.1e}")
 
 
 _EVEN = 1e-3  # weights of micro-batches that differ by no more are the same

@@ -178,10 +178,7 @@ class Inquiry:
                 )
                 blamed = self.suspects.blamed(chosen[0], mine.list, tested, probe.modules)
                 return replace(
-                    blamed,
-                    certainty=Certainty.PROVEN,
-                    tried=tried,
-                    place=places if len(chosen) > 1 else blamed.place,
+                    blamed.proven(tried), place=places if len(chosen) > 1 else blamed.place
                 )
             self._ruled_out.append(f"the plain module in the place of {places}")
         return self.suspects.of_dtypes(mine.list, suspects)
@@ -285,9 +282,7 @@ class Inquiry:
             "not one device's when the optimizer steps"
             f"{', and neither is the loss' if is_forward else ''}; that is what departs first."
             f"{where}",
-            certainty=Certainty.UNEXPLAINED,
-            tried=f"ruled out: {out}",
-        )
+        ).unexplained(out)
 
 
 def _arguments(forward: inspect.Signature, call: ForwardCall) -> set[str] | None:

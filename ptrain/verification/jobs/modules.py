@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ptrain.errors import Fault
+from ptrain.models.arguments import first_real, is_real
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Moment
 from ptrain.verification.jobs.again import cuda_devices
@@ -23,7 +24,7 @@ from ptrain.verification.jobs.compare import digest, pieces
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.record import counts
 from ptrain.verification.names import canonical_modules
-from ptrain.verification.outputs import Key, is_real
+from ptrain.verification.outputs import Key
 from ptrain.verification.parts import difference, held, norm
 
 _QUIET = 1e-6  # a tensor below this share of what it belongs to is rounding
@@ -248,7 +249,7 @@ def alone(
     args, kwargs = tree_unflatten(leaves, spec)
     with torch.enable_grad():
         output = module(*args, **kwargs)
-    first = next((leaf for leaf in tree_leaves(output) if is_real(leaf)), None)
+    first = first_real(output)
     if first is None:
         return None, None
     upstream, place = call.upstream, call.place

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from ptrain.models.arguments import first_real
 from ptrain.verification.jobs.probe import autocast_of
 from ptrain.verification.jobs.record import ForwardCall
 from ptrain.verification.jobs.token_slices import tokens_of
-from ptrain.verification.outputs import is_real
 
 _ROUNDED_AWAY = 4  # roundings of a logit: smaller effects are seen on one side by chance
 
@@ -71,5 +71,6 @@ def _logits(model: Callable[..., Any], call: ForwardCall, tokens: Tensor) -> tup
     args, kwargs = tree_map(instead, (call.args, call.kwargs))
     with autocast_of([call]):
         output = model(*args, **kwargs)
-    logits = next(leaf for leaf in tree_leaves(output) if is_real(leaf))
+    logits = first_real(output)
+    assert logits is not None, "it returned some before"
     return logits, torch.finfo(logits.dtype).eps

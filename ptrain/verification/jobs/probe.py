@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ptrain.errors import Fault
+from ptrain.models.arguments import is_real
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.verification.jobs.again import cuda_devices
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder
 from ptrain.verification.jobs.record import ForwardCall
 from ptrain.verification.names import canonical_parameters
-from ptrain.verification.outputs import is_real
 
 
 @dataclass(slots=True)

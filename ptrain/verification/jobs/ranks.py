@@ -1,4 +1,4 @@
-"""The ranks of a loop: how many, on which axes, and what they tell each other."""
+"""The ranks of a run: how many, on which axes, and what they tell each other."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.internals.dtensor import root_mesh
 from ptrain.interpreter.agreement import gather
+from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
+from ptrain.verification.places import line
 
 RANKS = "ranks"
 Axes: TypeAlias = dict[str, tuple[tuple[int, ...], ...]]
@@ -116,6 +119,22 @@ def ranks_of(parameters: Iterable[Tensor], mesh: DeviceMesh | None) -> Ranks:
     if not axes and size > 1:
         axes = {RANKS: (tuple(range(size)),)}
     return Ranks(rank=dist.get_rank(), size=size, device=device, axes=axes)
+
+
+def ranks_of_spec(spec: Spec, exchange: Exchange) -> Ranks:
+    """Return the ranks of a run, on the axes of its spec, which tell each other by its exchange."""
+    return Ranks(
+        rank=exchange.world.rank,
+        size=exchange.world.size,
+        device=torch.device("cpu"),
+        axes={
+            str(axis): tuple(
+                dict.fromkeys(line(spec, rank, axis) for rank in range(spec.world_size))
+            )
+            for axis in (factor.axis for factor in spec.factors if factor.degree > 1)
+        },
+        group=exchange.group,
+    )
 
 
 def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.internals.autograd import is_in_backward
+from ptrain.models.arguments import first_real, is_real
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.names import canonical_modules
-from ptrain.verification.outputs import is_real
 from ptrain.verification.updates.record import UpdateRecorder
 
 
@@ -78,7 +78,7 @@ class StepRecorder(UpdateRecorder):
             return None
         call = self.calls[-1]
         leaves = tree_leaves(output)
-        first = next((leaf for leaf in leaves if is_real(leaf)), None)
+        first = first_real(output)
         if first is not None and not isinstance(first, DTensor):
             call.output = first.detach().clone()
         places = {id(leaf): place for place, leaf in enumerate(leaves) if _has_gradient(leaf)}

@@ -13,10 +13,10 @@ from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import Liveness, claim
+from ptrain.verification.differences import AllDifferences, Differences, LargestDifference
 from ptrain.verification.jobs.averages import explain_average, is_undecided
-from ptrain.verification.jobs.compare import Differences, at_start, digest, replicas
+from ptrain.verification.jobs.compare import at_start, digest, replicas
 from ptrain.verification.jobs.conditions import (
-    Alone,
     GlobalLoss,
     has_parameters,
     loss_dtype,
@@ -32,7 +32,7 @@ from ptrain.verification.jobs.culprits import (
     explain_start,
     reference_not_finite,
 )
-from ptrain.verification.jobs.drawing import Drawing, RandomState, drawing_from
+from ptrain.verification.jobs.drawing import Drawing, RandomState
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, tolerance_of
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation
@@ -44,17 +44,14 @@ from ptrain.verification.jobs.step import (
     History,
     LoopPair,
     StepComparison,
+    both_losses,
     checksums,
     gradient_norms,
     is_finite,
     run_step,
     travelled,
 )
-from ptrain.verification.jobs.verdict import (
-    LargestDifference,
-    OwnVerdict,
-    first_of,
-)
+from ptrain.verification.jobs.verdict import OwnVerdict
 from ptrain.verification.jobs.watched import Watched
 from ptrain.verification.jobs.words import families
 from ptrain.verification.names import canonical_parameters
@@ -64,13 +61,6 @@ from ptrain.verification.updates.explain import explain_update
 
 _OF_CLOSURES = 1e4  # LBFGS' line search: what a rounding becomes in some steps
 _REPEATED = 3  # steps that the loop must do alike when it is run again from its start
-_KINDS = {
-    Subject.GRADIENTS: "gradients",
-    Subject.PARAMETERS: "parameters after the update",
-    Subject.OPTIMIZER: "optimizer state",
-    Subject.BUFFERS: "buffers",
-    Subject.AVERAGE: "moving averages",
-}
 
 
 class Examiner:
@@ -101,16 +91,13 @@ class Examiner:
             },
         )
         self.start = values_of(self.pair.holds)
-        self.worst = {
-            kind: LargestDifference(name, self._limit_of(kind)) for kind, name in _KINDS.items()
-        }
+        self.differences = AllDifferences(self.ranks, wholes)
         self.worst_loss = LargestDifference("losses", self.limit.losses)
         self.history = History()
         self.notes: list[str] = []
         self.losses: tuple[list[float], list[float]] = ([], [])
         self.norms: tuple[list[float], list[float]] = ([], [])
         self.sums = [start_sums(self.pair.holds)]
-        self.departures: list[Departure] = []
         self.culprit: Culprit | None = None
         self.before: dict[str, torch.Tensor] = {}
         self._count = 0  # of steps
@@ -119,11 +106,9 @@ class Examiner:
         self._has_rows = False  # a batch's first dimension is samples, which ranks have some of
         self.watched = Watched(self.ranks.size)
 
-    def _limit_of(self, kind: Subject) -> float:
-        if kind is Subject.GRADIENTS:
-            return self.limit.gradients
-        loosest = max(self.limit.updates, 10 * self.limit.gradients)
-        return loosest if kind is Subject.OPTIMIZER else self.limit.updates
+    @property
+    def departures(self) -> list[Departure]:
+        return self.differences.departures
 
     def run(
         self, batches: Sequence[Any], shares: Sequence[Any], again: Callable[[], Job] | None
@@ -137,7 +122,8 @@ class Examiner:
             if self.terms.examined is None or step < self.terms.examined:
                 self._examine(step, batch, share)
             else:
-                self._compare_losses(step, *self._both(batch, share))
+                both = both_losses(self.pair, batch, share, self.drawing)
+                self._compare_losses(step, *both)
             steps += 1
         repeats = [self._repeat(again, shares[: len(self.sums) - 1])] if again else []
         life = [] if self.culprit else self._life(batches[0], shares[0])
@@ -178,26 +164,16 @@ class Examiner:
         at_start(differences, wholes, names, self.pair.holds, elsewhere)
         self.history.begin(self.pair.holds)
         self.watched.begin(self.pair.wholes)
-        if self._gather(differences):
-            self.culprit = explain_start(first_of(self.departures), self.ranks)
-
-    def _gather(self, differences: Differences) -> bool:
-        """Add all ranks' departures and worst differences; return whether there is any
-        departure."""
-        for report in map(Differences.of, self.ranks.gather(differences.plain())):
-            self.departures += report.departures
-            for (_, subject), (difference, place) in report.worst.items():
-                if subject in self.worst:
-                    self.worst[subject].see(difference, f"{place}, step {differences.step}")
-        return bool(self.departures)
+        if self.differences.take(differences):
+            self.culprit = explain_start(self.differences.first, self.ranks)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
         self._batch, self._share = batch, share
         seen = run_step(self.pair, step, batch, share, self.limit, self.drawing)
         sums = checksums(self.pair, seen.seen.gradients)
         self.sums += [sums] if step < _REPEATED else []
-        self._gather(seen.differences)
-        self.departures += replicas(step, self.ranks.gather(sums["parameters"]))
+        self.differences.take(seen.differences)
+        self.differences.add(replicas(step, self.ranks.gather(sums["parameters"])))
         self.drawing.require_attributed(bool(self.departures))
         self._note_norms(seen)
         self.watched.see(seen.expected, self.pair.wholes)
@@ -227,7 +203,7 @@ class Examiner:
         of them, or never: a later step says which. While only averages depart, their first
         departure stays."""
         if any(departure.subject is not Subject.AVERAGE for departure in self.departures):
-            self.departures = [its for its in self.departures if its.step == step]
+            self.differences.departures = [its for its in self.departures if its.step == step]
             return False
         mine = is_undecided(self.pair.averages.moves)
         last = min(self._count, self.terms.examined or self._count) - 1
@@ -242,7 +218,7 @@ class Examiner:
             norms.append(norm)
 
     def _explain(self, step: StepComparison) -> Culprit:
-        first = first_of(self.departures)
+        first = self.differences.first
         match first[0].moment:
             case Moment.START:
                 return self._explain_updates(first, step)
@@ -293,16 +269,6 @@ class Examiner:
         fitting = [how for how, loss in ways.items() if numbers_apart(right, loss) <= limit]
         return explain_loss(departures, self.ranks, (right, measured), fitting)
 
-    def _both(self, batch: Any, share: Any) -> tuple[Any, Any]:
-        """What both steps return."""
-        random = RandomState.of(self.pair.loop.model)
-        with self.drawing.recorded(self.pair.loop.model):
-            loss = self.pair.loop.step(share)
-        self.drawing.exchange()
-        plain = self.pair.reference.model
-        with drawing_from(random, plain), self.drawing.replayed(plain), Alone():
-            return self.pair.reference.step(batch), loss
-
     def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
         right = number(returned)
         measured = self.loss.of(right, number(own))
@@ -321,14 +287,13 @@ class Examiner:
         size = numbers_apart(right, measured)
         self.worst_loss.see(size, f"step {step}")
         if size > limit and not self.departures:
-            self.departures.append(
-                Departure(
-                    step=step, moment=Moment.UPDATE, subject=Subject.LOSS, name="loss",
-                    rank=0, difference=size, tolerance=limit,
-                )
+            departure = Departure(
+                step=step, moment=Moment.UPDATE, subject=Subject.LOSS, name="loss", rank=0,
+                difference=size, tolerance=limit,
             )  # fmt: skip
+            self.differences.add([departure])
             if self.terms.examined is not None and step >= self.terms.examined:
-                self.culprit = self._explain_loss(self.departures[-1:], number(own))
+                self.culprit = self._explain_loss([departure], number(own))
 
     def _repeat(self, again: Callable[[], Job], shares: Sequence[Any]) -> Check:
         """Run the loop again from the same start; a loop that does not repeat itself is why
@@ -350,7 +315,8 @@ class Examiner:
         try:
             with boundary(lambda error: Fault(place="step", finding=said(error))):
                 self.random.restore()  # what the first step drew: other masks are another loss
-                right, mine = map(number, self._both(batch, share))
+                both = both_losses(self.pair, batch, share, self.drawing)
+                right, mine = map(number, both)
         except CodeRaised as error:
             right = mine = None
             self.notes.append(
@@ -372,7 +338,7 @@ class Examiner:
         counts = [departure.told for departure in starts if departure.subject is Subject.COUNTER]
         yield claim("updates in a step", None, not counts, "".join(counts[:1]))
         yield from repeats
-        yield from (largest.check() for largest in self.worst.values() if largest.count)
+        yield from self.differences.checks(since=Moment.BATCH)
         unlike = any(departure.between for departure in self.departures)
         yield claim("replicas", None, not unlike, "ranks have different bits")
         if self.worst_loss.count:

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ptrain.models.arguments import first_real
 from ptrain.verification.names import canonical_modules
-from ptrain.verification.outputs import is_real
 
 _HIDDEN = -1e4  # what a mask adds to the scores that it hides, or less (-inf)
 
@@ -53,10 +53,10 @@ def _give(given: Mapping[int, Tensor], module: nn.Module, args: Any, kwargs: Any
 
 
 def _hand_back(upstream: Tensor, module: nn.Module, args: Any, output: Any) -> Any:
-    first = next(leaf for leaf in tree_leaves(output) if is_real(leaf))
+    first = first_real(output)
 
     def put(leaf: Any) -> Any:
-        if leaf is not first or not leaf.requires_grad:
+        if first is None or leaf is not first or not leaf.requires_grad:
             return leaf
         copy = leaf.clone()
         copy.register_hook(lambda gradient: upstream.to(gradient))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ptrain.report.finding import Moment, Subject
+from ptrain.verification.differences import Differences, ParameterMove
 from ptrain.verification.jobs.again import ModelState
 from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.compare import (
-    Differences,
-    ParameterMove,
     compare_buffers,
     compare_gradients,
     compare_in_use,
@@ -77,33 +77,47 @@ class StepComparison:
     unclipped: dict[str, float]
 
 
+Watches = Sequence[AbstractContextManager[object]]
+
+
+def both_losses(
+    pair: LoopPair, batch: Any, share: Any, drawing: Drawing,
+    within: tuple[Watches, Watches] = ((), ()),
+) -> tuple[Any, Any]:  # fmt: skip
+    """Run the loop's step first, then the reference's, which draws what the loop drew, `within` the
+    contexts of each; return what both return. Of either pair the reference's is first."""
+    loop, plain = pair.loop.model, pair.reference.model
+    random, (of_reference, of_loop) = RandomState.of(loop), within
+    with ExitStack() as stack:
+        for context in (*of_loop, drawing.recorded(loop)):
+            stack.enter_context(context)
+        loss = pair.loop.step(share)
+    drawing.exchange()
+    with drawing_from(random, plain), ExitStack() as stack:
+        for context in (*of_reference, drawing.replayed(plain), Alone()):
+            stack.enter_context(context)
+        return pair.reference.step(batch), loss
+
+
 def run_step(
     pair: LoopPair, number_: int, batch: Any, share: Any, limit: Tolerance, drawing: Drawing
 ) -> StepComparison:
-    """Run the loop first, then the reference, which draws what the loop drew."""
+    """Run a step of both, and compare all that they do."""
     random = RandomState.of(pair.loop.model)
     began = ModelState.of(pair.reference.model), ModelState.of(pair.loop.model)
     before, run_before = values_of(pair.wholes), values_of(pair.holds)
     pair.averages.before()
-    with StepRecorder(pair.loop.model, pair.holds) as seen, drawing.recorded(pair.loop.model):
-        loss = pair.loop.step(share)
-    drawing.exchange()
+    seen = StepRecorder(pair.loop.model, pair.holds)
+    expected = StepRecorder(pair.reference.model, pair.wholes)
     unclipped = Accumulation(pair.wholes)
-    with (
-        drawing_from(random, pair.reference.model),
-        StepRecorder(pair.reference.model, pair.wholes) as expected,
-        unclipped,
-        drawing.replayed(pair.reference.model),
-        Alone(),
-    ):
-        right = pair.reference.step(batch)
+    right, loss = both_losses(pair, batch, share, drawing, ((expected, unclipped), (seen,)))
     differences = Differences(step=number_, rank=drawing.ranks.rank)
     if seen.updates != expected.updates:
         description = f"{seen.updates} updates, one device {expected.updates}"
         differences.add(Moment.START, Subject.COUNTER, "optimizer.step", description)
-    compare_gradients(differences, expected, seen, pair.holds, limit)
-    in_use = expected.in_use, seen.in_use
-    compare_in_use(differences, in_use, (before, run_before), pair.holds, limit)
+    sides = expected, seen
+    compare_gradients(differences, sides, pair.holds, limit)
+    compare_in_use(differences, sides, (before, run_before), pair.holds, limit)
     scale = Magnitude.of(expected.gradients)
     for name, shard in pair.holds.items():
         gradient = expected.gradients.get(name)
@@ -124,7 +138,7 @@ def run_step(
         compare_update(differences, name, course, is_noise=quiet, limit=limit)
     states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
     compare_states(differences, *states, pair.holds, limit)
-    case = UpdateCase.of(differences, (seen, expected), pair.holds, limit)
+    case = UpdateCase.of(differences, sides, pair.holds, limit)
     compare_masters(differences, case)
     pair.averages.compare(differences, limit)
     compare_buffers(differences, pair.reference.model, pair.loop.model, limit)

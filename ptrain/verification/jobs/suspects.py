@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.report.finding import Culprit, Moment, Subject
-from ptrain.verification.factors import are_alike, factor_text, multiple, share_of_sum
+from ptrain.verification.factors import factor_text, missing_sum, multiple
 from ptrain.verification.jobs.evidence import places_of
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.modules import Calls, Violation, innermost, is_within
@@ -173,15 +173,10 @@ class Suspects:
 
 def _factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str]:
     """[ranks, 2, elements]: what is right, and what is there."""
+    truths, parts = everyones.unbind(1)
     for axis, groups in ranks.axes.items():
-        fits = []
-        for group in groups:
-            truths, parts = everyones[list(group), 0], everyones[list(group), 1]
-            if not are_alike(list(truths), 1e-6) or are_alike(list(parts), 1e-6):
-                break
-            fits.append(share_of_sum(list(parts), truths[0]))
-        if len(fits) == len(groups) and all(fit.holds(tolerance) for fit in fits):
+        if missing_sum(parts, truths, groups, tolerance) is not None:
             return axis, f"missing all-reduce {over_axis(axis)}"
-    fit = multiple(everyones[:, 1], everyones[:, 0])
+    fit = multiple(parts, truths)
     is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > _PLAIN
     return "", factor_text(fit.factor, ranks.degrees) if is_multiple else ""

@@ -4,7 +4,7 @@ of the right one, a part of a sum over an axis, some micro-batches alone, the st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,8 +17,8 @@ from ptrain.verification.factors import (
     are_alike,
     combination,
     is_even,
+    missing_sum,
     multiple,
-    share_of_sum,
 )
 from ptrain.verification.jobs.evidence import Sample, together
 from ptrain.verification.jobs.ranks import Ranks
@@ -92,26 +92,12 @@ def symptom(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom:
 
 def _partial(sample: Sample, ranks: Ranks, tolerance: float) -> Symptom | None:
     """Over some axis the sum of what its ranks have is right, up to one factor."""
+    truths = sample.truth.expand_as(sample.gradients)
     for axis, groups in ranks.summed.items():
-        factors = [fit for group in groups for fit in _shares(sample, group)]
-        fits = [fit for fit in factors if fit is not None]
-        if not fits or len(fits) < len(factors) or not all(f.holds(tolerance) for f in fits):
-            continue
-        if is_even([fit.factor for fit in fits], tolerance):
-            return Symptom(SymptomKind.PARTIAL, axis=axis, factor=fits[0].factor)
+        factor = missing_sum(sample.gradients, truths, groups, tolerance)
+        if factor is not None:
+            return Symptom(SymptomKind.PARTIAL, axis=axis, factor=factor)
     return None
-
-
-def _shares(sample: Sample, group: Sequence[int]) -> Iterator[LeastSquares | None]:
-    """None for ranks that have the same: nothing is missing from a sum over them."""
-    parts = sample.gradients[list(group)]
-    has = ~parts.isnan().any(0)
-    if not bool(has.any()):
-        if bool((~parts.isnan()).any()):
-            yield None  # ranks with different elements: no sum
-        return
-    rows = list(parts[:, has])
-    yield None if are_alike(rows, 1e-6) else share_of_sum(rows, sample.truth[has])
 
 
 def _earlier(sample: Sample, tolerance: float) -> Symptom | None:
@@ -203,11 +189,11 @@ def by_micro_batches(
         return Symptom(SymptomKind.LOCAL, axis=axis)
     if len(set(lacking.values())) != 1 or not (missing := lacking[min(lacking)]):
         return None
-    labels = [contributed.labels[index] for index in missing]
+    of_ranks = (rank for rank, its in contributed.own.items() if {*its} & {*missing})
     return Symptom(
         SymptomKind.SOME,
-        ranks=tuple(sorted({rank for rank, _ in labels})),
-        numbers=tuple(sorted({number for _, number in labels})),
+        ranks=tuple(sorted(of_ranks)),
+        numbers=tuple(sorted({contributed.labels[index][1] for index in missing})),
     )
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ptrain.verification.factors import multiple
+from ptrain.verification.jobs.asked_tokens import targets_of
 from ptrain.verification.jobs.record import ForwardCall
+from ptrain.verification.jobs.token_slices import tokens_of
 
 _NEARLY_ALL = 0.99  # of the positions that have a target
 _RARELY = 0.9
@@ -32,23 +33,15 @@ class TokenTask:
 
 
 def task_of(call: ForwardCall) -> TokenTask | None:
-    """Tell the targets of a cross-entropy by its gradient, which is negative at the target alone.
-    None of a model that is given no tokens [rows, positions], or returns no logits of them."""
-    tokens = next(
-        (
-            leaf
-            for leaf in tree_leaves((call.args, call.kwargs))
-            if isinstance(leaf, Tensor) and leaf.dim() == 2 and not leaf.is_floating_point()
-        ),
-        None,
-    )
+    """Tell the targets of a cross-entropy by its gradient. None of a model that is given no tokens
+    [rows, positions], or returns no logits of them."""
+    tokens = tokens_of(call)
     gradient = call.upstream.get(0)
     if tokens is None or gradient is None or gradient.dim() != 3:
         return None
     if gradient.shape[:2] != tokens.shape or int(tokens.max()) >= gradient.size(2):
         return None
-    has_target = (gradient < 0).sum(-1) == 1
-    targets = gradient.argmin(-1)
+    has_target, targets = targets_of(gradient)
     shares = {}
     for shift in range(3):
         length = tokens.size(1) - shift

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptrain.errors import VerdictFailed
 from ptrain.report.finding import Culprit, Departed, Departure
 from ptrain.report.record import Check
-from ptrain.verification.compare import at_most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,31 +61,3 @@ def _row(check: Check) -> str:
     limit = f" (limit {check.tolerance:g})" if check.tolerance else ""
     value = "" if check.measured is None else f": {check.measured:.3g}"
     return f"{mark} {check.name}{value}{limit}{f' · {check.why}' if check.why else ''}"
-
-
-@dataclass(slots=True)
-class LargestDifference:
-    """The largest difference of a kind, over steps, ranks and tensors."""
-
-    name: str
-    tolerance: float
-    difference: float = 0.0
-    place: str = ""
-    count: int = 0
-
-    def see(self, difference: float, place: str) -> None:
-        self.count += 1
-        if not difference <= self.difference:
-            self.difference, self.place = difference, place
-
-    def check(self) -> Check:
-        why = f"differs by {self.difference:.3g} (relative) at {self.place}"
-        return at_most(self.name, self.difference, self.tolerance, why)
-
-
-def first_of(departures: Sequence[Departure]) -> list[Departure]:
-    """Return those of the earliest step and moment."""
-    if not departures:
-        return []
-    when = min(departure.when for departure in departures)
-    return [departure for departure in departures if departure.when == when]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ptrain.report.finding import Moment, Subject
+from ptrain.verification.differences import Differences, ParameterMove
+from ptrain.verification.evidence import StepSide
 from ptrain.verification.jobs.compare import (
-    Differences,
-    ParameterMove,
     compare_states,
     compare_update,
     digest,
@@ -23,7 +23,7 @@ from ptrain.verification.jobs.compare import (
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.magnitude import Magnitude
-from ptrain.verification.updates.record import UpdateRecord, UpdateRecorder
+from ptrain.verification.updates.record import UpdateRecord
 from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, is_row
 
 _COARSE = 1e-3  # a dtype's rounding above which a skipped update of some elements is no difference
@@ -80,12 +80,12 @@ class UpdateCase:
     def of(
         cls,
         differences: Differences,
-        sides: tuple[UpdateRecorder, UpdateRecorder],
+        sides: tuple[StepSide, StepSide],
         holds: Mapping[str, ParameterShard],
         limit: Tolerance,
     ) -> UpdateCase:
-        """`sides`: the loop's step and the reference's; `differences`: with how parameters went."""
-        seen, expected = sides
+        """`sides`: the reference's step and the loop's; `differences`: with how parameters went."""
+        expected, seen = sides
         return cls(
             step=differences.step,
             rank=differences.rank,
@@ -135,7 +135,7 @@ class UpdateCase:
         """Return how far these outcomes are from one device's."""
         scratch = self.differences(outcomes)
         values, state = (
-            scratch.worst.get((Moment.UPDATE, subject), (0.0, ""))[0]
+            scratch.most(Moment.UPDATE, subject)
             for subject in (Subject.PARAMETERS, Subject.OPTIMIZER)
         )
         return Remainder(len(scratch.departures), values, state)

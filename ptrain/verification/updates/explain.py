@@ -320,8 +320,8 @@ device's to {left.worst:.2g}"
     ) -> Culprit:
         return culprit(
             self.departures, self.ranks, state=state, factor=factor, sentence=sentence,
-            names=names, who=ranks, axis=axis, certainty=Certainty.PROVEN, tried=proof,
-        )  # fmt: skip
+            names=names, who=ranks, axis=axis,
+        ).proven(proof)  # fmt: skip
 
     def unexplained(self, ruled_out: str) -> Culprit:
         first = max(self.departures, key=lambda departure: departure.difference)

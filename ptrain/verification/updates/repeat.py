@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_map
 
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
-from ptrain.models.ledger import OperatorMode
-from ptrain.verification.jobs.conditions import COLLECTIVES
+from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.parts import held
 
 _HOOKS = (
@@ -43,15 +42,6 @@ _OF_TENSORS = ("params", "param_names")
 
 class CannotRepeat(Exception):
     """Why an update cannot be repeated, in words."""
-
-
-class _Silent(OperatorMode):
-    """Refuses collectives: a rank that repeats nothing would not meet them."""
-
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function.namespace in COLLECTIVES:
-            raise CannotRepeat(f"its step communicates ({function.__name__})")
-        return function(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +139,7 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
             vars(optimizer).update(copy.deepcopy(rule.attributes, known))
             for name, own in taken.items():
                 _give(optimizer, pieces[name], own)
-            with _Silent():
+            with Alone(lambda words: CannotRepeat(f"its {words}")):
                 _bare_step(rule.kind)(optimizer)
     except CodeRaised as error:
         if isinstance(error.__cause__, CannotRepeat):

@@ -1,0 +1,100 @@
+"""What all ranks see of a step: the first departure first, and one check of each kind."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject, Way
+from ptrain.verification.differences import AllDifferences, Differences
+from ptrain.verification.jobs.ranks import Ranks
+
+ONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+UPDATED = Moment.UPDATE, Subject.PARAMETERS
+TAKEN = Moment.GRADIENTS, Subject.GRADIENTS
+
+
+def step(number: int = 0) -> Differences:
+    return Differences(step=number, rank=0)
+
+
+def test_departures_are_in_the_order_of_time_and_of_the_model_and_the_loss_is_last() -> None:
+    differences, own = AllDifferences(ONE, ["embed", "head"]), step()
+    for kind, name in (
+        ((Moment.UPDATE, Subject.LOSS), "loss"), (UPDATED, "head"), (UPDATED, "embed"),
+        ((Moment.BACKWARD, Subject.ACTIVATIONS), "blocks.0"),
+        ((Moment.BACKWARD, Subject.ACTIVATIONS), "blocks.1"),
+    ):  # fmt: skip
+        own.compare(*kind, name, difference=1.0, tolerance=0.1)
+    assert differences.take(own, {"blocks.0": 0, "blocks.1": 1})
+    names = [departure.name for departure in differences.departures]
+    assert names == ["blocks.1", "blocks.0", "embed", "head", "loss"]
+    assert [departure.name for departure in differences.first] == ["blocks.1", "blocks.0"]
+
+
+def test_a_check_has_the_largest_difference_and_the_place_of_the_first_departure() -> None:
+    differences = AllDifferences(ONE, ["embed", "head"])
+    for number, size in enumerate((0.05, 0.3)):
+        own = step(number)
+        own.compare(*UPDATED, "head", difference=2 * size, tolerance=0.1)
+        own.compare(*UPDATED, "embed", difference=size / 2, tolerance=0.1)
+        differences.take(own)
+    (check,) = differences.checks()
+    assert (check.name, check.measured) == ("parameters after the update", 0.6)
+    assert not check.holds and check.why == "departs at embed, step 1, rank 0"
+
+
+def test_what_one_side_lacks_fails_its_check_beside_tensors_that_are_alike() -> None:
+    differences, own = AllDifferences(ONE), step()
+    own.add(*TAKEN, "router", "no gradient when the optimizer steps", Way.MISSING)
+    own.compare(*TAKEN, "embed", difference=0.0, tolerance=0.1)
+    differences.take(own)
+    (check,) = differences.checks()
+    assert (check.measured, check.tolerance, check.holds) == (math.inf, 0.1, False)
+    assert check.why.endswith("(no gradient when the optimizer steps)")
+
+
+def test_copies_that_differ_are_no_difference_from_one_device() -> None:
+    differences, own = AllDifferences(ONE), step()
+    own.compare(*UPDATED, "embed", difference=0.0, tolerance=0.1)
+    assert not differences.take(own)
+    copy = Departure(
+        step=0, moment=UPDATED[0], subject=UPDATED[1], name="embed", rank=0, between=(0, 1)
+    )
+    differences.add([copy])
+    assert differences.departures == [copy] and all(check.holds for check in differences.checks())
+
+
+def test_counters_of_the_start_and_of_later_are_one_check_which_a_loop_leaves_out() -> None:
+    differences = AllDifferences(ONE)
+    for moment in (Moment.START, Moment.UPDATE):
+        own = step()
+        own.compare(moment, Subject.COUNTER, "embed.step", difference=0.0, tolerance=0.1)
+        differences.take(own)
+    assert [check.name for check in differences.checks()] == ["step counter"]
+    own = step()
+    own.add(Moment.START, Subject.PARAMETERS, "embed", "the loop's model has it")
+    differences.take(own)
+    assert [check.name for check in differences.checks()] == ["step counter", "initial parameters"]
+    assert [check.name for check in differences.checks(since=Moment.BATCH)] == ["step counter"]
+
+
+def test_of_a_kind_the_first_departures_alone_are_told_where_a_rank_has_too_many() -> None:
+    differences, own = AllDifferences(ONE, ["a", "b", "c"], most=2), step()
+    for name in ("c", "b", "a"):
+        own.compare(*UPDATED, name, difference=1.0, tolerance=0.1)
+    differences.take(own)
+    assert [departure.name for departure in differences.departures] == ["a", "b"]
+
+
+def test_a_culprit_says_what_came_of_its_cure_or_what_was_ruled_out() -> None:
+    culprit = Culprit(
+        state=Subject.LOSS, axis="", factor="× 2", place="", step=0, ranks=(0,), sentence="Halve."
+    )
+    assert "fits: its cure was not tried" in str(culprit)
+    assert str(culprit.proven("halved it is right")).endswith("by trying: halved it is right")
+    unexplained = culprit.unexplained("a sum")
+    assert (unexplained.certainty, unexplained.tried) == (
+        Certainty.UNEXPLAINED, "ruled out: a sum"
+    )  # fmt: skip
