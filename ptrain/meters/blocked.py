@@ -13,6 +13,7 @@ stopwatch slows an operator by some 3 us; other meters in the same step would di
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -51,6 +52,7 @@ class Stopwatch(OperatorMode):
         self._inside_call = False
         self._issued: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._unwaited: dict[int, Axes] = {}
+        self._numbers = itertools.count(1)
         self._functional: dict[int, Axes] = {}
         self._has_callback = False
         self._began = self._waited_before = 0.0
@@ -122,7 +124,7 @@ class Stopwatch(OperatorMode):
 
     def _note_unwaited(self, axes: Axes) -> int:
         """A call whose wait is still to come; in a backward pass perhaps in C++, at its end."""
-        number = next(reversed(self._unwaited), 0) + 1
+        number = next(self._numbers)  # a work that was waited for keeps its own
         self._unwaited[number] = axes
         if not self._has_callback and is_in_backward():
             self._has_callback = True

@@ -30,8 +30,8 @@ def own_dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
     if isinstance(module, _DropoutNd):
         rates["p"] = module.p
     for key, value in rates.items():
-        if isinstance(value, float) and value > 0.0:
-            yield key, value
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            yield key, float(value)
 
 
 def drops_out(module: nn.Module) -> bool:

@@ -204,7 +204,8 @@ class Member(Generic[T, X]):
         }
         self._fetched: dict[str, T] = {}
         # Nothing of it is moved or cast: once it was brought to the leaf it stays there, and no
-        # later update brings it again. A storage that somebody swaps between steps is not seen.
+        # later update brings it again. A storage that somebody swaps between steps is not seen,
+        # but where the target's own tensor is the leaf.
         self._can_stay = (
             target.is_in_place
             and not target.owns_master

@@ -118,9 +118,11 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
     timeline = activations.timeline(setting, None, ways)
     front, forward, behind = _parted(timeline.forward, Kind.FORWARD)
     _, backward, _ = _parted(timeline.backward, Kind.BACKWARD)
-    part = setting
-    if spec.is_for_cuda:  # no table holds what dropout keeps there of a part of the layers
+    part, of_block = setting, forward.net
+    if spec.is_for_cuda and setting.shape.drops:
+        # no table holds what dropout keeps there of a part of the layers
         part = replace(setting, shape=setting.shape.without_dropout())
+        of_block = _parted(activations.timeline(part, None, ways).forward, Kind.FORWARD)[1].net
     stages = {
         place: passes_at(part, place, ways) for place in (Place.FIRST, Place.MIDDLE, Place.LAST)
     }
@@ -140,7 +142,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
         hidden=_hidden(setting),
         least=max(behind.rise, front.rise, backward.rise),
         ends={
-            place: _ends(place, passes, forward.net, half.net)
+            place: _ends(place, passes, of_block, half.net)
             for place, passes in ((Place.ALONE, whole), *stages.items())
         },
     )

@@ -193,8 +193,9 @@ class _Examiner:
     def _norm(self, evidence: Evidence) -> None:
         self.differences = Differences(step=evidence.step, rank=self.rank)
         norm, expected = evidence.seen.norm, evidence.expected.norm
-        if norm is None or expected is None:
+        if norm is None:
             return
+        assert expected is not None, "one device tells what a program tells"
         if math.isinf(expected) and not math.isfinite(norm):
             norm = expected  # both skip the step
         self._number(Moment.CLIP, Subject.NORM, norm, expected)

@@ -69,6 +69,21 @@ def replicated(*, hook: str = "") -> Callable[[], None]:
     return late
 
 
+def behind_others(step: Callable[[], None]) -> Callable[[], None]:
+    """The same behind works that were waited for and are there still."""
+    held: list[dist.Work | None] = []
+
+    def late() -> None:
+        for _ in range(2):
+            work = dist.all_reduce(torch.ones(8), async_op=True)
+            assert work is not None
+            work.wait()
+            held.append(work)
+        step()
+
+    return late
+
+
 def _seconds(way: str) -> float:
     step = {
         "blocking": lambda: blocking,
@@ -77,6 +92,7 @@ def _seconds(way: str) -> float:
         "reducer": replicated,
         "reducer with a hook": lambda: replicated(hook="torch"),
         "buckets handed over": lambda: replicated(hook="ours"),
+        "reducer behind others": lambda: behind_others(replicated()),
     }[way]()
     dist.barrier()
     with Stopwatch({dist.group.WORLD.group_name: AXES}, rank=dist.get_rank()) as stopwatch:
@@ -88,7 +104,15 @@ def _seconds(way: str) -> float:
 
 @pytest.mark.parametrize(
     "way",
-    ["blocking", "awaited", "functional", "reducer", "reducer with a hook", "buckets handed over"],
+    [
+        "blocking",
+        "awaited",
+        "functional",
+        "reducer",
+        "reducer with a hook",
+        "buckets handed over",
+        "reducer behind others",
+    ],
 )
 def test_who_waits_is_who_came_first(ranks: Ranks, way: str) -> None:
     first, late = ranks.run(2, _seconds, way)

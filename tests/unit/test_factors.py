@@ -91,6 +91,8 @@ def test_a_sum_or_a_mean_that_is_missing_is_told_by_what_the_ranks_have() -> Non
     assert missing_sum(parts, of_pairs, ((0, 2), (1, 3)), 1e-3) is None
     assert missing_sum(parts, of_pairs, [(0, 1, 2, 3)], 1e-3) is None
     assert missing_sum(of_pairs, of_pairs, pairs, 1e-3) is None
+    parts[1, 0] = math.inf
+    assert missing_sum(parts, of_pairs, pairs, 1e-3) is None
     assert are_alike(of_pairs[:2], 1e-12)
     assert not are_alike(parts, 1e-12)
 

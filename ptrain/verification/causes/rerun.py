@@ -73,8 +73,7 @@ def call_of(
         calls.append((args, output))
 
     _run(scene, module.get_submodule(path).register_forward_hook(keep), at)
-    (call,) = calls
-    return call
+    return calls[0]
 
 
 def _run(scene: Investigation, watch: RemovableHandle, at: tuple[int, int] | None = None) -> None:

@@ -3,6 +3,7 @@ right again."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -167,6 +168,7 @@ class Suspects:
         row = own.expected.flatten()
         (where,) = places_of(self.ranks, {"": row}).values()
         both = torch.stack([row[where].double(), own.actual.flatten()[where].to(row).double()])
+        both = both.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # NaN: has it not
         tolerance = _LOOSE * self.limit.outputs
         return _factor(self.ranks, self.ranks.stack(both), tolerance)
 

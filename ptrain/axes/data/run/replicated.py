@@ -112,10 +112,19 @@ class ReplicatedWrap(ParameterWrap):
         self._unreduced.clear()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the buckets: DDP's are few, and hold nothing else."""
-        if sum(bucket.numel() for bucket in self._buckets) != self._trained:
-            return super().gradients()
-        return list(self._buckets)
+        """Return the buckets: DDP's are few, and hold nothing else. Where somebody put another
+        gradient in place of a view of them, return what he put there."""
+        held = {bucket.untyped_storage()._cdata for bucket in self._buckets}
+        is_whole = sum(bucket.numel() for bucket in self._buckets) == self._trained
+        return list(self._buckets) if is_whole and self._are_in(held) else super().gradients()
+
+    def _are_in(self, storages: set[int]) -> bool:
+        """Return whether all gradients are in these."""
+        gradients = (t.parameter.grad for t in self._targets() if not t.is_frozen)
+        return all(
+            gradient is not None and gradient.untyped_storage()._cdata in storages
+            for gradient in gradients
+        )
 
     def clear_gradients(self) -> None:
         """Accumulation adds into the buckets, so they are zeroed; else autograd's gradients are

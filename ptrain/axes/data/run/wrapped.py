@@ -72,7 +72,7 @@ class WrappedModel(Protocol):
     def targets(self) -> Sequence[Sequence[NamedTarget]]: ...
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of all targets, in the fewest tensors that they lie in."""
+        """Return the gradients of all targets: those of many may lie in one tensor."""
         ...
 
     def copies(self) -> Sequence[NamedTarget]:

@@ -118,9 +118,10 @@ class Staged:
         return {**named, **copies}
 
     def _copied(self, part: LocalStage) -> Iterator[NamedTarget]:
-        """Of a stage the targets of copies, each a unit of its own."""
+        """Of a stage the targets of copies, each a unit of its own, that have gradients."""
         if part.index:
-            yield from self._shared_targets(part, [copied for _, copied in self.step.shared])
+            targets = self._shared_targets(part, [copied for _, copied in self.step.shared])
+            yield from (target for target in targets if not target.is_frozen)
 
     def _of_ends(self, part: LocalStage) -> Iterator[NamedTarget]:
         """Of the first stage the targets that the last one has a copy of, of the last one these."""

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 from ptrain.internals.dispatch import without_modes
+from ptrain.models.arguments import first_real, is_real
 from ptrain.models.meta import as_meta, on_meta
 
 
@@ -53,7 +54,7 @@ class Crossing:
     def swapped(self, _: nn.Module, given: Any, named: Any) -> Any:
         """A hook of the stage's first layer: the first tensor that this is given becomes the hidden
         states."""
-        first = given[0] if given and _is_real(given[0]) else _first_real((given, named))
+        first = given[0] if given and is_real(given[0]) else _first_real((given, named))
         return _replaced((given, named), first, self.hidden)
 
     def shaped(self, shape: Iterable[int]) -> Tensor:
@@ -226,13 +227,11 @@ def as_part(model: nn.Module, crossing: Crossing, *, first: str, front: Iterable
     vars(model).update(_crossing=crossing, _first=first, _front=shapes)
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def _first_real(values: Any) -> Tensor:
     """The hidden states that a layer is given: its first tensor of real numbers."""
-    return next(x for x in tree_iter(values) if _is_real(x))
+    first = first_real(values)
+    assert first is not None, "a layer is given hidden states"
+    return first
 
 
 def _replaced(value: Any, before: Tensor, behind: Tensor) -> Any:
