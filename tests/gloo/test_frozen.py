@@ -204,7 +204,7 @@ def test_fully_shard_may_gather_for_nobody_what_backward_passes_by(
     _require_the_same_training(ranks, "zero3", "adapted", "model.arguments.without=2", *more)
 
 
-@pytest.mark.parametrize("strategy", ["pp-1f1b", pytest.param("pp-zero2", marks=nightly)])
+@pytest.mark.parametrize("strategy", ["pp-dp", pytest.param("pp-zero2", marks=nightly)])
 def test_a_head_that_is_a_frozen_table_is_summed_by_nobody(ranks: Ranks, strategy: str) -> None:
     _require_the_same_training(ranks, strategy, "adapted", "model.arguments.is_tied=true")
 

@@ -1,0 +1,45 @@
+"""DDP's gradients are clipped by its buckets, unless somebody put another gradient in place of a
+view of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ptrain.interpreter.program import Program, interpret
+from ptrain.spec.load import load
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+
+def _by_tensor(program: Program) -> float:
+    """The norm of what the optimizer takes."""
+    norms = [parameter.grad.double().norm() for parameter in program.model.parameters()]
+    return float(torch.stack(norms).norm())
+
+
+def _norms() -> list[tuple[int, float, float]]:
+    """Tensors that are clipped, their norm before clipping and that of the gradients: in the steps
+    before and behind the one in which DDP makes its buckets anew, and with a gradient swapped."""
+    program = interpret(load("ddp", ("bucket=1 MiB", "optimizer.clip=1.0")).spec)
+    seen = []
+    for step in range(3):
+        program.forward_backward(program.samples(step))
+        if step == 2:
+            first = next(program.model.parameters())
+            first.grad = 3 * first.grad
+        norm = program.reduce()
+        seen.append((len(program.gradients()), float(norm), _by_tensor(program)))
+        program.apply(1e-3)
+    return seen
+
+
+def test_norms_of_buckets_are_those_of_gradients_and_a_gradient_of_somebody_else_counts(
+    ranks: Ranks,
+) -> None:
+    for seen in ranks.run(2, _norms):
+        (before, *_), (behind, *_), (swapped, *_) = seen
+        assert before < behind < 10 < swapped
+        for _, norm, by_tensor in seen:
+            assert norm == pytest.approx(by_tensor, rel=1e-6)
