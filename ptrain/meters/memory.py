@@ -12,9 +12,11 @@ that a GPU's operators leave on the host (seed and offset of attention's dropout
 from __future__ import annotations
 
 import gc
+import os
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Protocol, Self
 
 import torch
@@ -27,9 +29,10 @@ from ptrain.rooms.registry import Registry
 from ptrain.spec.placement import Tier
 
 # gloo's threads let go of the buffers of a finished collective a little late, and at random: the
-# operator after a collective waits, and a new maximum counts if it stands after a pause. None of
-# its threads keeps what is sent and received between two ranks (ProcessGroupGloo::send, recv), and
-# who waited for it may: a stage's hidden states live until its backward pass.
+# operator after a collective waits, and a new maximum counts if it stands after a pause, a longer
+# one where several processes share a core and a thread waits for its turn. None of its threads
+# keeps what is sent and received between two ranks (ProcessGroupGloo::send, recv), and who waited
+# for it may: a stage's hidden states live until its backward pass.
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 _RELEASE_SECONDS = 1e-3
 _SETTLE_SECONDS = 2e-4
@@ -59,6 +62,17 @@ def resident(program: Metered, rank: int = 0) -> dict[State, Footprint]:
             seen.add(storage._cdata)
             sizes[state][tier_of(storage)] += storage.nbytes()
     return {state: _footprint(state, rank, tiers) for state, tiers in sizes.items()}
+
+
+def _processes_on_a_core() -> float:
+    """How many do whatever they do on one core here: ranks of this launch, and all that wait for a
+    turn; at least 1."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    busy = [float(cores), float(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
+    with suppress(OSError, AttributeError):  # where a system does not say
+        busy.append(os.getloadavg()[0])
+    return max(busy) / cores
 
 
 def _is_of_threads(operator: Any, device: str) -> bool:
@@ -94,6 +108,7 @@ class MemoryMeter(Ledger):
         super().__init__()
         self.live = 0
         self._program, self._rank, self._device, self._waits = program, rank, device, waits
+        self._crowd = _processes_on_a_core()
         self._phase: Phase | None = None
         self._peaks: dict[Phase, int] = {}
         self._states: dict[int, State] = {}
@@ -224,7 +239,7 @@ class MemoryMeter(Ledger):
 
     def _pause(self, seconds: float) -> None:
         if self._waits:
-            time.sleep(seconds)
+            time.sleep(seconds * self._crowd)
 
     def _register(self) -> None:
         self._settle()
