@@ -65,14 +65,12 @@ def resident(program: Metered, rank: int = 0) -> dict[State, Footprint]:
 
 
 def _processes_on_a_core() -> float:
-    """How many do whatever they do on one core here: ranks of this launch, and all that wait for a
-    turn; at least 1."""
+    """How many wait for their turn on one core here, of whatever kind, or have it; at least 1."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    busy = [float(cores), float(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
     with suppress(OSError, AttributeError):  # where a system does not say
-        busy.append(os.getloadavg()[0])
-    return max(busy) / cores
+        return max(1.0, os.getloadavg()[0] / cores)
+    return 1.0
 
 
 def _is_of_threads(operator: Any, device: str) -> bool:
