@@ -37,7 +37,7 @@ _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 _RELEASE_SECONDS = 1e-3
 _SETTLE_SECONDS = 2e-4
 _NUMBER_BYTES = 8  # of one number
-_LONGEST_RELEASE_SECONDS = 5e-2  # that the begin of a phase waits for them
+_LONGEST_RELEASE_SECONDS = 5e-2  # of a pause, and that the begin of a phase waits for them
 
 
 class Metered(Protocol):
@@ -237,7 +237,7 @@ class MemoryMeter(Ledger):
 
     def _pause(self, seconds: float) -> None:
         if self._waits:
-            time.sleep(seconds * self._crowd)
+            time.sleep(min(seconds * self._crowd, _LONGEST_RELEASE_SECONDS))
 
     def _register(self) -> None:
         self._settle()

@@ -142,7 +142,7 @@ class Differences:
         )  # fmt: skip
 
     def plain(self) -> dict[str, Any]:
-        """Return what other ranks are told."""
+        """Return it as plain data, for the other ranks."""
         return {
             "departures": [departure.plain() for departure in self.departures],
             "largest": [[*kind, asdict(largest)] for kind, largest in self.largest.items()],

@@ -65,8 +65,8 @@ def inputs_of(scene: Investigation, path: str) -> tuple[Heads, Tensor | None]:
 def call_of(
     scene: Investigation, path: str, at: tuple[int, int] | None = None
 ) -> tuple[tuple[Any, ...], Any]:
-    """Return what a module of one device is given in the departing micro-batch, and what it
-    returns; or in that of another share of the batch and another number, `at`."""
+    """Return what a module of one device is given in the departing micro-batch, at its first call,
+    and what it returns; or in that of another share of the batch and another number, `at`."""
     module, calls = scene.reference.module, []
 
     def keep(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
