@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -32,14 +31,17 @@ class Bench:
     """The measurements of one rank; every rank makes the same ones in the same order. `turns`: how
     many ranks there are for a core, more than one where they share them. `spreads` are by table
     those of each: the middle half of its rounds over their median. `left_out`: how often the rest
-    of a table's points was, for want of time.
+    of a table's points was, for want of time. `patience`: how many times as often as it must be
+    what only many measurements show is measured.
 
     Of ranks that share cores the seconds of computing are a processor's, times the turns: so long
     it takes while all compute, however the system cuts that into slices, and whether others are
     done before."""
 
-    def __init__(self, world: World, *, turns: float = 1.0, deadline: float) -> None:
-        self.world, self.deadline = world, deadline
+    def __init__(
+        self, world: World, *, turns: float = 1.0, deadline: float, patience: float = 1.0
+    ) -> None:
+        self.world, self.deadline, self.patience = world, deadline, patience
         self.table, self.limit, self.left_out = "", deadline, 0
         self.turns = turns
         self.spreads: dict[str, list[float]] = {}
@@ -74,7 +76,7 @@ class Bench:
 
     def rounds(self, number: int) -> Iterator[int]:
         """Yield the numbers of rounds of one measurement, as many of them as there is time for."""
-        for place in range(number):
+        for place in range(round(number * self.patience)):
             if place >= FEWEST and self.is_late:
                 return
             yield place
@@ -126,25 +128,31 @@ class Bench:
         ends = [began + number * window for number in range(1, FEWEST + 1)]
         return self.noted([self._up_to(end, work) for end in ends]) / parts
 
-    def meeting_seconds(self, work: Work, *, parts: int = 1) -> float:
+    def meeting_seconds(self, work: Work, *, parts: int = 1, between: Work | None = None) -> float:
         """Return the seconds of one part of work in which ranks meet, after each of them has
-        computed by itself as between the collectives of a step. On processors a call is over at
-        once or, where a thread that sends finds no free core, a slice of the scheduler later: the
-        mean is what many of them take, and no median of calls is. Of several means the median:
-        what else runs on the machine may stop one of them for longer than all others take.
+        computed by itself as between the collectives of a step: for a while, or what is given. On
+        processors a call is over at once or, where a thread that sends finds no free core, a slice
+        of the scheduler later: the mean is what many of them take, and no median of calls is. Of
+        several means the median: what else runs on the machine may stop one of them for longer
+        than all others take.
 
         Where ranks take turns, who waits leaves its core to those that still compute: a meeting
         then takes what computing and meeting take beyond computing alone."""
         if self.device.type == "cuda":
             return self.seconds(work, parts=parts)
         if self.is_shared:
-            return self.seconds_beside(lambda: nullcontext(work), parts=parts)
-        calls = self._meetings(work)
-        means = [self._alternating(work, calls) for _ in range(_ROUNDS)]
+            return self.seconds_beside(lambda: nullcontext(work), parts=parts, between=between)
+        between = between or self._compute
+        calls = self._meetings(work, between)
+        means = [self._alternating(work, calls, between) for _ in range(_ROUNDS)]
         return self.noted(means) / parts
 
     def seconds_beside(
-        self, works: Callable[[], AbstractContextManager[Work]], *, parts: int = 1
+        self,
+        works: Callable[[], AbstractContextManager[Work]],
+        *,
+        parts: int = 1,
+        between: Work | None = None,
     ) -> float:
         """Return what a rank that computes again and again takes more for one part of work done
         each time. `works` gives the work of a round, of which a call may leave to the next ones
@@ -152,8 +160,9 @@ class Bench:
         if self.device.type == "cuda":
             with works() as work:
                 return self.seconds(work, parts=parts)
+        between = between or self._compute
         with works() as work:
-            calls = self._meetings(work)
+            calls = self._meetings(work, between)
         more = []
         for _ in range(_ROUNDS):
             self.together()
@@ -161,27 +170,30 @@ class Bench:
             with works() as work:
                 for _ in range(calls):
                     before = time.thread_time()
-                    compute(self.device)
+                    between()
                     own += time.thread_time() - before
                     work()
             more.append((time.perf_counter() - began - self.turns * own) / calls)
         return self.noted(more) / parts
 
-    def _alternating(self, work: Work, calls: int) -> float:
+    def _compute(self) -> None:
+        compute(self.device)
+
+    def _alternating(self, work: Work, calls: int, between: Work) -> float:
         taken = 0.0
         for _ in range(calls):
-            compute(self.device)
+            between()
             began = time.perf_counter()
             work()
             taken += time.perf_counter() - began
         return taken / calls
 
-    def _meetings(self, work: Work) -> int:
+    def _meetings(self, work: Work, between: Work) -> int:
         """How many of them there are in a round."""
-        between = partial(compute, self.device)
         estimate = self._timed(work, FEWEST) + self._timed(between, FEWEST)
-        most = FEWEST if self._is_over else _MOST_MEETINGS
-        calls = min(max(round(_MEETING_SECONDS / (_ROUNDS * estimate)), FEWEST), most)
+        most = FEWEST if self._is_over else round(_MOST_MEETINGS * self.patience)
+        seconds = _MEETING_SECONDS * self.patience
+        calls = min(max(round(seconds / (_ROUNDS * estimate)), FEWEST), most)
         return int(self.agreed(calls))  # one rank's clock decides for all
 
     def noted(self, samples: list[float]) -> float:

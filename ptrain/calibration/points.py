@@ -20,7 +20,8 @@ AttentionShape = tuple[int, int, int, int]  # samples, heads, tokens, features o
 class Points:
     """Products with all combinations of `sides` of up to so many operations, by dtype, and `also`
     some; attention; bytes of operators, collectives and copies; (elements, tensors) of updates.
-    `units`: wrapped units of the modules on which hooks are measured, `rounds` times."""
+    `units`: wrapped units of the modules on which hooks are measured, `rounds` times; `late`:
+    passes of a layer ahead of a collective."""
 
     sides: dict[DType, tuple[int, ...]]
     flops: dict[DType, float]
@@ -33,6 +34,7 @@ class Points:
     most_of_others: int = 2**40  # bytes, in other dtypes than the first
     units: int = 8
     rounds: int = 9
+    late: tuple[int, ...] = (1, 4, 16)
 
     def operator_sizes(self) -> list[tuple[int, DType]]:
         """Return the bytes of operators by dtype, smallest first."""
@@ -129,4 +131,5 @@ BRIEF = Points(
     copied=(4 * KIB,),
     units=2,
     rounds=3,
+    late=(1,),
 )

@@ -16,9 +16,10 @@ from ptrain.calibration.collectives import collectives, peers_of
 from ptrain.calibration.copies import copies
 from ptrain.calibration.hooks import hooks
 from ptrain.calibration.host import host
+from ptrain.calibration.lateness import lateness
 from ptrain.calibration.machine import MeasuredPart, write_part
 from ptrain.calibration.operators import attention, memory_bound, products
-from ptrain.calibration.options import CalibrationOptions
+from ptrain.calibration.options import SECONDS, CalibrationOptions
 from ptrain.calibration.points import BRIEF, GPUS, PROCESSORS
 from ptrain.calibration.updates import updates
 from ptrain.calibration.write import base_of, conclude, require_writable
@@ -35,6 +36,7 @@ _MEASURES = {
     "attention": attention,
     "products": products,
     "hooks": hooks,
+    "lateness": lateness,
 }
 # Of the time, by table: what one leaves is for those that follow. What ranks do together comes
 # last, for of that the fewest points take longest: in front of them it left the tables of computing
@@ -47,6 +49,7 @@ _SHARES = {
     "attention": 0.08,
     "products": 0.2,
     "hooks": 0.13,
+    "lateness": 0.06,
     "collectives": 0.35,
 }
 
@@ -77,7 +80,9 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
     points = BRIEF if options.brief else (GPUS if is_cuda else PROCESSORS)
     turns = 1.0 if is_cuda else max(1.0, local / cores())
     deadline = options.seconds if options.until is None else options.until - time.time()
-    bench, sheet = Bench(world, turns=turns, deadline=max(0.0, deadline)), RateSheet()
+    patience = max(1.0, options.seconds / SECONDS)
+    bench = Bench(world, turns=turns, deadline=max(0.0, deadline), patience=patience)
+    sheet = RateSheet()
     tables = dict(_MEASURES)
     if peers := list(peers_of(world.size, local, world.rank)):
         tables["collectives"] = partial(collectives, peers=peers)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.beside import Messages, PassSeconds, Sent, messages_of
+from ptrain.derivation.clock_state import ClockState, LaneSpan, Seconds
 from ptrain.derivation.launches import with_launches
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
@@ -35,24 +36,12 @@ from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
 
-Seconds = dict[TimeKey, float]
-
 _AGREED = 64  # bytes: a few numbers of 8
 _NEVER_BEHIND = (
     "the host is never behind its devices: the cluster's rates do not say how long it takes to "
     "issue an operator"
 )
 _COMPUTES = {phase: TimeKey(Spent.COMPUTE, phase) for phase in Phase}
-
-
-@dataclass(frozen=True, slots=True)
-class LaneSpan:
-    """Something on a lane, from when to when; None is the lane of the rank itself."""
-
-    lane: Hashable
-    key: TimeKey
-    start: float
-    end: float
 
 
 class Arrival:
@@ -66,17 +55,6 @@ class Arrival:
     def wait(self) -> None:
         """The rank has nothing to do until it is there."""
         self._clock.spend_until(self.key, self.at)
-
-
-@dataclass(frozen=True, slots=True)
-class ClockState:
-    """A clock's state, to which it can go back."""
-
-    now: float
-    free: dict[Hashable, float]
-    own: Seconds
-    moving: Seconds
-    spans: tuple[LaneSpan, ...]
 
 
 class Clock:
@@ -97,6 +75,7 @@ class Clock:
         self.free: dict[Hashable, float] = {}
         self.own: Seconds = {}
         self.moving: Seconds = {}
+        self._met = 0.0  # own seconds up to the last collective
         self._seconds_of: dict[Hashable, float] = {}
         self._operators = TimedOperators(pace)
         self._passes: dict[tuple[int, float], tuple[PassWork, PassSeconds]] = {}
@@ -133,6 +112,8 @@ class Clock:
         for (axis, collective), seconds in work.sums:
             key = TimeKey(Spent.COLLECTIVES, self.phase, axes_named(axis), collective)
             self._issue(axes_named(axis), key, seconds * share, None).wait()
+        if work.sums or work.messages:
+            self._met = self.seconds
         if work.on_host:
             self._on_host(work.on_host * share)
 
@@ -196,7 +177,7 @@ class Clock:
         names = self.network.ordered(axes)
         key = TimeKey(Spent.COLLECTIVES, self.phase, names, collective)
         seconds = self._group_seconds(via or collective, names, ranks, payload)
-        return self._issue(names, key, seconds, since)
+        return self._meet(names, key, seconds, since)
 
     def between_ends(self, collective: Collective, axis: Axis, payload: int) -> None:
         """The first and the last rank along an axis meet in a collective, and wait for it."""
@@ -205,7 +186,7 @@ class Clock:
         seconds = self.pace.collective_seconds(
             collective, ranks=2, nodes=self.network.ends(axis), payload=payload
         )
-        self._issue(names, key, seconds, None).wait()
+        self._meet(names, key, seconds, None).wait()
 
     def agree(self) -> None:
         """All ranks agree on the loss before they update (`train.finite`), over a group of
@@ -218,7 +199,7 @@ class Clock:
                 nodes=self.network.nodes,
                 payload=_AGREED,
             )
-            self._issue("world", key, seconds, None)
+            self._meet("world", key, seconds, None)
 
     def message_seconds(self, axis: Axis, payload: int) -> float:
         """Return how long a message to the next rank along an axis is under way."""
@@ -244,6 +225,15 @@ class Clock:
         key = TimeKey(Spent.COPIES, self.phase, (), copy)
         seconds = self._once((copy, size), self.pace.copy_seconds, copy, size)
         return self._issue(copy, key, seconds, since)
+
+    def _meet(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> Arrival:
+        """Issue a collective, which takes longer on cores that computed for long since the last."""
+        if self.pace.overlaps or not seconds:
+            return self._issue(lane, key, seconds, since)
+        late = self.pace.late_seconds(self.seconds - self._met)
+        arrival = self._issue(lane, key, seconds + late, since)
+        self._met = self.seconds
+        return arrival
 
     def _issue(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> Arrival:
         self.moving[key] = self.moving.get(key, 0.0) + seconds
@@ -293,12 +283,13 @@ class Clock:
             dict(self.own),
             dict(self.moving),
             tuple(self.spans or ()),
+            self._met,
         )
 
     def back_to(self, moment: ClockState) -> None:
         """What was done since then is not done."""
         self.now, self.free = moment.now, dict(moment.free)
-        self.own, self.moving = dict(moment.own), dict(moment.moving)
+        self.own, self.moving, self._met = dict(moment.own), dict(moment.moving), moment.met
         if self.spans is not None:
             self.spans[:] = moment.spans
 
@@ -311,6 +302,8 @@ class Clock:
         for sums, more in zip((self.own, self.moving), spent, strict=True):
             for key, seconds in more.items():
                 sums[key] = sums.get(key, 0.0) + times * seconds
+        if any(key.spent is Spent.COLLECTIVES for key in spent[0]):  # the last is as long ago
+            self._met += times * sum(spent[0].values())
 
     # -- what it says
 
@@ -350,19 +343,31 @@ class Clock:
         return self._passes[key][1]
 
     def _pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
+        compute = operators_seconds(self.pace, work, around, self._operators.seconds)
+        hooks = cut_seconds(self.pace, work) if self.tensor_axis else 0.0
+        inner = self._inner_of(work, compute + hooks)
         sums = dict[Sent, float]()
         for item in work:
             if isinstance(item, InnerCollective) and not item.beside:
                 sent = self._sent(item)
-                sums[sent] = sums.get(sent, 0.0) + item.times * self._inner_seconds(item)
-        compute = operators_seconds(self.pace, work, around, self._operators.seconds)
-        hooks = cut_seconds(self.pace, work) if self.tensor_axis else 0.0
+                sums[sent] = sums.get(sent, 0.0) + item.times * inner(item)
         launches = around_seconds(self.pace, work, around) if self.pace.overlaps else 0.0
-        return PassSeconds(compute, tuple(sums.items()), hooks, self._messages(work), launches)
+        messages = self._messages(work, inner)
+        return PassSeconds(compute, tuple(sums.items()), hooks, messages, launches)
 
-    def _messages(self, work: PassWork) -> tuple[tuple[Sent, Messages], ...]:
+    def _inner_of(self, work: PassWork, computed: float) -> Callable[[InnerCollective], float]:
+        """Return what a collective within a pass takes."""
+        number = sum(item.times for item in work if isinstance(item, InnerCollective))
+        if self.pace.overlaps or not number:
+            return self._inner_seconds
+        late = self.pace.late_seconds(computed / number)
+        return lambda item: late + self._inner_seconds(item)
+
+    def _messages(
+        self, work: PassWork, inner: Callable[[InnerCollective], float]
+    ) -> tuple[tuple[Sent, Messages], ...]:
         of_kind: dict[Sent, Messages] = {}
-        for item, message in messages_of(work, self._operator_seconds, self._inner_seconds):
+        for item, message in messages_of(work, self._operator_seconds, inner):
             if not self.pace.overlaps:
                 message = replace(message, waited=message.moving)
             sent = self._sent(item)

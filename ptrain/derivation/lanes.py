@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ptrain.derivation.clock import LaneSpan
+from ptrain.derivation.clock_state import LaneSpan
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.machine import machine_of
 

@@ -17,7 +17,8 @@ from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.shared_cores import simulate_sharing
 from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
-from ptrain.derivation.clock import Clock, LaneSpan
+from ptrain.derivation.clock import Clock
+from ptrain.derivation.clock_state import LaneSpan
 from ptrain.derivation.computing import PassScore, Timing
 from ptrain.derivation.launches import with_launches
 from ptrain.derivation.repeats import Representatives
@@ -49,20 +50,27 @@ class PipelineTiming:
 
     def simulated(self, seconds: Mapping[Action, float]) -> Simulation:
         """Return when the actions start and end that take so long."""
-        message = self.clock.message_seconds(Axis.PP, self.message)
-        costs = ActionCosts(seconds=seconds, communication=0.0 if self.sends else message)
+        overlaps = self.clock.pace.overlaps
+        costs = ActionCosts(seconds=seconds, communication=self._message if overlaps else 0.0)
         if self.speed is None:
             return simulate(self.schedule, costs)
         return simulate_sharing(self.schedule, costs, self.speed)
 
     @property
-    def sends(self) -> dict[Action, float]:
-        """Return what each action's sender spends on its message: nothing, where messages move
-        beside what is computed."""
-        if self.clock.pace.overlaps:
+    def _message(self) -> float:
+        return self.clock.message_seconds(Axis.PP, self.message)
+
+    def sends(self, seconds: Mapping[Action, float]) -> dict[Action, float]:
+        """Return what each action's sender spends on its message, of actions that take so long:
+        nothing, where messages move beside what is computed."""
+        pace = self.clock.pace
+        if pace.overlaps:
             return {}
-        message = self.clock.message_seconds(Axis.PP, self.message)
-        return dict.fromkeys(_senders(self.schedule), message)
+        message = self._message
+        return {
+            action: message + pace.late_seconds(seconds[action])
+            for action in _senders(self.schedule)
+        }
 
     def scores(
         self,
@@ -115,12 +123,11 @@ def pipeline_time(
     for rank in ranks:
         other = slowest.setdefault(rank.place, rank)
         slowest[rank.place] = max(other, rank, key=lambda rank: rank.clock.seconds)
-    sends = timing.sends
-    seconds = {
-        action: taken + sends.get(action, 0.0)
-        for rank in slowest.values()
-        for action, taken in rank.seconds.items()
+    computed = {
+        action: taken for rank in slowest.values() for action, taken in rank.seconds.items()
     }
+    sends = timing.sends(computed)
+    seconds = {action: taken + sends.get(action, 0.0) for action, taken in computed.items()}
     simulation = timing.simulated(seconds)
     if timing.spans is not None:
         timing.spans.extend(_spans(simulation, slowest.values()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ptrain.derivation.clock import Clock, ClockState
+from ptrain.derivation.clock import Clock
+from ptrain.derivation.clock_state import ClockState
 
 
 class Slowest:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Release, Send
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import Phase
-from ptrain.derivation.clock import Clock, Seconds
+from ptrain.derivation.clock import Clock
+from ptrain.derivation.clock_state import Seconds
 from ptrain.derivation.computing import PassScore
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.repeats import Representatives

@@ -44,6 +44,24 @@ class Curve:
         return max(size / taken for size, taken in points)
 
 
+class Line:
+    """Seconds by a quantity, straight between what was measured: nothing up to the smallest, if
+    none is measured there, and beyond the largest as many as there."""
+
+    def __init__(self, seconds: Mapping[float, float]) -> None:
+        self.points = sorted(seconds.items())
+
+    def at(self, quantity: float) -> float:
+        """Seconds of `quantity`."""
+        end = bisect_left(self.points, (quantity,))
+        if end == len(self.points):
+            return self.points[-1][1] if self.points else 0.0
+        if end == 0:
+            return 0.0
+        (low, fast), (high, slow) = self.points[end - 1 : end + 1]
+        return fast + (slow - fast) * (quantity - low) / (high - low)
+
+
 class Surface:
     """Seconds by shape: what is `expected` of a shape, times how much longer those that were
     measured took than that, each of them weighted by how near it is in the logarithms of its

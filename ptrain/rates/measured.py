@@ -10,7 +10,7 @@ from typing import Any
 
 from ptrain.costs import Collective
 from ptrain.facts.operators import Operator
-from ptrain.rates.interpolation import Curve, Shape, Surface
+from ptrain.rates.interpolation import Curve, Line, Shape, Surface
 from ptrain.rates.links import LinkRate, link_seconds
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.cluster import Cluster
@@ -103,6 +103,8 @@ class MeasuredPace:
             key: Curve(points)
             for key, points in _by_last(_figures(rates.collectives, column)).items()
         }
+        late = {key[0] * 1e-6: taken for key, taken in _figures(rates.lateness, column)}
+        self.lateness = Line(late)
         self.copies = {
             key: Curve(points) for key, points in _by_last(_completed(rates.copies, column)).items()
         }
@@ -229,6 +231,10 @@ class MeasuredPace:
                 nodes=nodes,
             )
         return link_seconds(self.links, collective, ranks=ranks, nodes=nodes, payload=payload)
+
+    def late_seconds(self, computed: float) -> float:
+        """Nothing where it was not measured."""
+        return self.lateness.at(computed)
 
     def copy_seconds(self, copy: Collective, size: int) -> float:
         if (copy,) not in self.copies:

@@ -35,6 +35,11 @@ class Pace(Protocol):
         `payload` bytes; of a send between two ranks, of its bytes."""
         ...
 
+    def late_seconds(self, computed: float) -> float:
+        """Seconds that a collective takes longer where its ranks computed for so long since the one
+        before, than where that was the little that lies between those that are measured."""
+        ...
+
     def copy_seconds(self, copy: Collective, size: int) -> float:
         """Seconds of a copy of `size` bytes between two tiers."""
         ...

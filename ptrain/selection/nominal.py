@@ -31,6 +31,9 @@ class NominalPace:
         bandwidth = cluster.inter_node_bandwidth if nodes > 1 else cluster.intra_node_bandwidth
         return payload * bus_factor(collective, ranks) / bandwidth
 
+    def late_seconds(self, computed: float) -> float:
+        return 0.0
+
     def copy_seconds(self, copy: Collective, size: int) -> float:
         return size / self.cluster.intra_node_bandwidth
 

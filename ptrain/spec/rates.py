@@ -275,6 +275,14 @@ class Rates:
             },
         ),
     ] = ()
+    lateness: Annotated[
+        tuple[RateRow, ...],
+        Rows(
+            "what a collective takes longer where its ranks computed for so long since the one "
+            "before",
+            {"microseconds": Whole("microseconds that were computed", 1, 10**9)},
+        ),
+    ] = ()
     links: Annotated[
         tuple[RateRow, ...],
         Rows(

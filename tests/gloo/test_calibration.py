@@ -28,8 +28,11 @@ def test_two_ranks_measure_all_parts_of_a_training(tmp_path, capfd):
         "batch": {"micro": 1, "sequence": 8},
         "cluster": {"preset": str(out)},
     }
-    pace = pace_of(load(mapping).spec.cluster, 2)
-    assert pace is not None
+    cluster = load(mapping).spec.cluster
+    pace = pace_of(cluster, 2)
+    assert pace is not None and cluster is not None and cluster.rates is not None
+    assert len(cluster.rates.lateness) == 2, "behind a little, and behind a layer's passes"
+    assert 0 <= pace.late_seconds(1.0) < 1
     dimensions = {kind: (2**12,) for kind in OperatorKind if kind.is_of_bytes}
     dimensions[OperatorKind.PRODUCT] = (1, 32, 32, 32)
     dimensions[OperatorKind.ATTENTION] = (2, 2, 32, 32, 16)

@@ -18,7 +18,8 @@ from tests.pure.build import make_facts
 class HandPace:
     """A floating-point operation is `operation` seconds. `byte` are the seconds of a byte that an
     operator reads or writes, `sent` those of a byte of a collective, whatever it is, `copied` of a
-    copy, and `element` those of an element that is updated; `clipped` of one that is clipped."""
+    copy, and `element` those of an element that is updated; `clipped` of one that is clipped;
+    `late` those of a second that was computed ahead of a collective."""
 
     overlaps: bool = True
     operation: float = 1.0
@@ -27,6 +28,7 @@ class HandPace:
     copied: float = 0.0
     element: float = 0.0
     clipped: float = 0.0
+    late: float = 0.0
     hooks: Mapping[Hook, float] = field(default_factory=dict)
     by_collective: Mapping[Collective, float] = field(default_factory=dict)
 
@@ -40,6 +42,9 @@ class HandPace:
     ) -> float:
         assert ranks > 1, "nobody is asked about one rank"
         return self.by_collective.get(collective, self.sent) * payload * nodes
+
+    def late_seconds(self, computed: float) -> float:
+        return self.late * computed
 
     def copy_seconds(self, copy: Collective, size: int) -> float:
         return self.copied * size

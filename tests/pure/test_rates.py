@@ -56,6 +56,7 @@ RATES: dict[str, Any] = {
         ["all_reduce", 2, 1, 64, None, 1e-4],
         ["all_reduce", 2, 1, 6400000, None, 1e-2],
     ],
+    "lateness": [[1000, None, 1e-9], [6000, None, 5e-4]],
     "copies": [["host_to_device", 6400, 1e-5, 1e-5]],
     "hooks": [["ddp_bucket", 1e-5, 2e-5]],
 }
@@ -109,6 +110,7 @@ def test_what_was_measured_is_what_it_takes():
     assert one.copy_seconds(Collective.HOST_TO_DEVICE, 6400) == 1e-5
     all_reduce = two.collective_seconds(Collective.ALL_REDUCE, ranks=2, nodes=1, payload=64)
     assert all_reduce == 1e-4
+    assert two.late_seconds(3.5e-3) == pytest.approx(2.5e-4, rel=1e-5)
 
 
 def test_more_bytes_take_longer_and_never_less_than_a_dispatch():

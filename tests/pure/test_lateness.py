@@ -1,0 +1,104 @@
+"""What collectives take longer where their ranks have computed for long since the last one, on
+cores that both compute and send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ptrain.costs import Collective, Phase, Spent, StepTime
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.machine import Machine
+from ptrain.facts.operators import InnerCollective, ModelWork
+from ptrain.rates.interpolation import Line
+from ptrain.spec.load import load
+from tests.pure.paces import HandPace, layer, model
+
+LATE = 0.5  # seconds of a collective for one that was computed
+FORWARD, BACKWARD, LAYERS = 10, 20, 8
+SHARDED = {"dp_shard": 2}, {"dp_shard": "zero3"}
+
+
+def step(pace: HandPace, work: ModelWork | None = None, **changes: Any) -> StepTime:
+    of_model = work or model(FORWARD, BACKWARD, layers=LAYERS)
+    machine = Machine(pace=pace, work=lambda _: of_model, plays_all=changes.pop("plays_all", False))
+    mapping = {
+        "model": {"preset": "llama-tiny", "layers": LAYERS},
+        "batch": {"global": 8, "micro": 1, "sequence": 32},
+        "optimizer": {"name": "adamw", "clip": None},
+    }
+    time = derive(load(mapping | changes).spec, machine=machine).exact.step
+    assert time is not None
+    return time
+
+
+def more(work: ModelWork | None = None, **changes: Any) -> float:
+    """Seconds by which a step is longer for it."""
+    free, late = (
+        step(HandPace(overlaps=False, sent=1e-4, late=late), work, **changes)
+        for late in (0.0, LATE)
+    )
+    return late.seconds - free.seconds
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_all_that_is_computed_ahead_of_a_collective_makes_it_late_once(name, micro):
+    """In however many micro-batches, of which ddp and zero1 reduce in the last alone."""
+    axis = "dp_replicate" if name == "ddp" else "dp_shard"
+    changes = {
+        "mesh": {axis: 2},
+        "placement": {axis: name},
+        "batch": {"global": 8, "micro": micro, "sequence": 32},
+    }
+    computed = step(HandPace(), **changes).spent(Spent.COMPUTE)
+    assert more(**changes) == pytest.approx(LATE * computed)
+
+
+def test_blocks_that_stand_for_others_are_as_late_as_they():
+    mesh, placement = SHARDED
+    changes: dict[str, Any] = {"mesh": mesh, "placement": placement}
+    pace = HandPace(overlaps=False, sent=1e-4, byte=1e-6, late=LATE)
+    for accumulate in (1, 2):
+        changes["batch"] = {"global": 8, "micro": 4 // accumulate, "sequence": 32}
+        by_one, all_of_them = (step(pace, plays_all=plays, **changes) for plays in (False, True))
+        assert by_one.seconds == pytest.approx(all_of_them.seconds)
+
+
+def test_devices_that_compute_beside_their_links_are_not_late():
+    mesh, placement = SHARDED
+    free, late = (
+        step(HandPace(sent=1e-4, late=late), mesh=mesh, placement=placement) for late in (0.0, LATE)
+    )
+    assert late.seconds == free.seconds
+
+
+def test_collectives_within_a_pass_share_what_it_computes():
+    sums = (InnerCollective(Collective.ALL_REDUCE, 400, 2),)
+    alike = layer(FORWARD, BACKWARD, sums)
+    work = ModelWork(front=layer(0, 0), layers=(alike,) * LAYERS, behind=layer(0, 0))
+    late = more(work, mesh={"tp": 2}, placement={"tp": "S,S,S,R"})
+    assert late == pytest.approx(LATE * 8 * LAYERS * (FORWARD + BACKWARD))
+
+
+def test_a_stages_message_is_late_by_the_pass_ahead_of_it():
+    """Four forward passes of a first stage of two, and four backward passes of the last."""
+    changes: dict[str, Any] = {
+        "mesh": {"pp": 2},
+        "placement": {"pp": "S,S,S,R"},
+        "pipeline": {"schedule": "gpipe"},
+        "batch": {"global": 4, "micro": 1, "sequence": 32},
+    }
+    message = 32 * 128 * 4
+    time = step(HandPace(overlaps=False, sent=5 / message, late=LATE), **changes)
+    sent = [row for row in time.rows if row.key.collective is Collective.SEND]
+    assert [row.key.phase for row in sent] == [Phase.FORWARD]
+    assert sent[0].seconds == pytest.approx(4 * (5 + LATE * LAYERS // 2 * FORWARD))
+
+
+def test_lateness_is_straight_between_what_was_measured_and_no_more_beyond():
+    line = Line({0.001: 0.0, 0.01: 0.0009, 0.1: 0.0018})
+    seconds = [line.at(computed) for computed in (0.0, 0.001, 0.0055, 0.01, 0.055, 0.1, 7.0)]
+    assert seconds == pytest.approx([0, 0, 0.00045, 0.0009, 0.00135, 0.0018, 0.0018])
+    assert Line({}).at(1.0) == 0.0
