@@ -39,6 +39,7 @@ from _machine import ROOT, conclude, environment, header, this_command
 from _pace import Machine
 
 from ptrain.algebra.legality import check, executed
+from ptrain.cli.predict import facts_of
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.spec.load import load
@@ -142,9 +143,10 @@ def _of_ranks(words: tuple[str, ...], count: int) -> tuple[str, ...] | None:
 
 
 def predicted(case: Case, cluster: str) -> float | None:
-    """Return the seconds that a spec's step is predicted to take."""
+    """Return the seconds that a spec's step is predicted to take; of what no table tells, as over
+    cp, a trace tells which operators run."""
     spec = load(case.words[0], [*case.words[1:], f"cluster.preset={cluster}"]).spec
-    step = derive(spec).exact.step
+    step = derive(spec, facts_of(spec, allow_import=False)).exact.step
     return None if step is None else step.seconds
 
 
