@@ -8,7 +8,7 @@ ranks (as many as a spec's mesh allows) a training's steps are timed, the first 
 prediction reads the spec and the cluster, and no training. One spec is run twice, at the beginning
 and at the end: what lies between the two is what a figure here is worth. Before and behind each
 training the machine's own pace is looked at (`_pace`): one beside which that is another than at the
-beginning is run again, up to three times, and the page says of how many it stayed so.
+beginning is run again once, and the page says of how many it stayed so.
 
 Claim: the median of |predicted / measured - 1| is at most 10 %, the largest at most 25 % or twice
 the spread of the one that was run twice; Spearman's rank correlation is at least 0.9; of each size
@@ -49,7 +49,7 @@ WARM_UP, STEPS = 4, 10  # the meters look at one of the first steps
 SECONDS = 600  # of a training
 REPEATED = "zero3"
 # How far the pace may be from the beginning's: on a quiet machine memory is up to 0.2 apart.
-CALM, TRIES = 0.25, 3
+CALM, TRIES = 0.25, 2
 _MEASURED = ("measured", "lower", "upper", "apart")
 AGAIN = 2  # times both of two that may be the best are run again
 
