@@ -132,8 +132,12 @@ class BlockBatch:
         taken = busy(rows, places, self.inner.sizes, seconds, number)
         # the rank that computes most is the one that the others wait for
         forward, backward = places.computing(seconds)
-        slowest = (forward + backward).argmax(axis=1)
+        computing = number * (forward + backward)
+        slowest = computing.argmax(axis=1)
         longer = taken.longer[np.arange(len(slowest)), slowest]
+        alone = np.concatenate([of.block.group.alone[of.columns] for of in fitting])
+        whole = number[:, 0] * self.flows.computing(seconds)[:, 0]
+        longer = np.where(alone, taken.of_others(computing, whole, slowest), longer)
         steps = (taken.passes + taken.update).max(axis=1) + idle * longer
         if self.wires.is_issued:
             steps = np.maximum(steps, self._issued(fitting, rows, places, number))

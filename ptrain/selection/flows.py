@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.pipeline.bubble import Relation, closed_form
@@ -143,6 +144,10 @@ class PipelineFlows:
             self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
         return self.cuts[stages]
 
+    def computing(self, seconds: Seconds) -> Any:
+        """Return what all ranks compute together of a micro-batch."""
+        return self.num_layers * sum(seconds.block) + sum(seconds.front) + sum(seconds.behind)
+
     def idle(
         self, flow: PipelineFlow, micro_batches: int, seconds: Seconds, busy: tuple[float, float]
     ) -> float:
@@ -152,8 +157,7 @@ class PipelineFlows:
         name, per_rank = flow.schedule, flow.per_rank
         if name is None or not any(busy):  # or nobody knows the seconds of an operation
             return 0.0
-        whole = self.num_layers * sum(seconds.block) + sum(seconds.front) + sum(seconds.behind)
-        others = whole - sum(busy)
+        others = self.computing(seconds) - sum(busy)
         if name is ScheduleName.NAIVE:  # it waits while all others compute
             return micro_batches * others
         forward, backward = busy[0] / per_rank, busy[1] / per_rank
@@ -202,6 +206,11 @@ class FlowGroup:
                 for flow in self.flows
             ]
         )
+
+    @cached_property
+    def alone(self) -> Array:
+        """Return in which flows each rank computes alone, while all others wait."""
+        return numpy().array([flow.schedule is ScheduleName.NAIVE for flow in self.flows])
 
     @cached_property
     def moments(self) -> FlowMoments:

@@ -284,6 +284,18 @@ class Busy:
     update: Array
     longer: Array
 
+    def of_others(self, computing: Array, whole: Array, own: Array) -> Array:
+        """Return how many times as long the passes of all ranks but one (`own`, by its place) are
+        as what they compute, where all of them compute `whole`: those in the middle are alike."""
+        np = numpy()
+        rows = np.arange(len(own))
+        first, last = computing[:, 0], computing[:, -1]
+        middle = whole - first - last
+        others = whole - computing[rows, own]
+        passes = self.passes[:, 0] + self.passes[:, -1] - self.passes[rows, own]
+        passes = passes + middle * self.longer[:, 1]
+        return np.divide(passes, others, out=np.ones_like(passes), where=others > 0)
+
 
 def busy(
     rows: Columns, places: Places, sizes: Sizes, seconds: Seconds, micro_batches: Array
