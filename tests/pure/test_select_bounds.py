@@ -10,6 +10,7 @@ import pytest
 from ptrain.derivation.estimate import derive
 from ptrain.selection.deriver import played_as
 from ptrain.selection.keeper import may_hold
+from ptrain.selection.score import Busy
 from ptrain.selection.where import parse
 from tests.pure.searches import chooser
 
@@ -80,3 +81,14 @@ def test_a_spec_with_other_fields_is_the_one_that_replace_makes():
     assert base.batch != batch and base.cluster is not None
     with pytest.raises(AssertionError, match="fields of a spec"):
         base.but(batches=batch)
+
+
+def test_while_one_rank_computes_the_others_wait_for_what_each_of_them_takes():
+    """Five ranks of a naive pipeline: the first, three in the middle, and the last, whose passes
+    are twice as long as what it computes."""
+    computing, passes = np.array([[10.0, 20.0, 30.0]]), np.array([[11.0, 20.0, 60.0]])
+    busy = Busy(passes=passes, update=np.zeros((1, 3)), longer=passes / computing)
+    whole = np.array([10.0 + 3 * 20.0 + 30.0])
+    for own, others, taken in ((0, 90, 3 * 20 + 60), (1, 80, 11 + 2 * 20 + 60), (2, 70, 11 + 60)):
+        longer = busy.of_others(computing, whole, np.array([own]))
+        assert longer.tolist() == pytest.approx([taken / others])
