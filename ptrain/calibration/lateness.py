@@ -5,6 +5,8 @@ A GPU computes beside its links."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,7 +38,7 @@ def lateness(bench: Bench, sheet: RateSheet, points: Points) -> None:
     _note(bench, sheet, bench.busy_seconds(lambda: compute(bench.device)), 0.0)
     of_layer = bench.busy_seconds(layer)
     for times in bench.in_time(points.late, least=1):
-        late = bench.meeting_seconds(gather, between=lambda times=times: layer(times)) - first
+        late = bench.meeting_seconds(gather, between=partial(layer, times)) - first
         _note(bench, sheet, times * of_layer, late)
 
 

@@ -157,7 +157,8 @@ class PipelineFlows:
         name, per_rank = flow.schedule, flow.per_rank
         if name is None or not any(busy):  # or nobody knows the seconds of an operation
             return 0.0
-        others = self.computing(seconds) - sum(busy)
+        whole: float = self.computing(seconds)
+        others = whole - sum(busy)
         if name is ScheduleName.NAIVE:  # it waits while all others compute
             return micro_batches * others
         forward, backward = busy[0] / per_rank, busy[1] / per_rank
