@@ -23,7 +23,7 @@ from _machine import ROOT, cores, environment
 
 _SIDE, _ELEMENTS = 384, 2**24  # of a product's factors; of what memory moves: 64 MiB
 _SECONDS = 0.4  # of one kind of work
-# Whether an array gets huge pages, over which it passes 1.7 times as fast, is chance.
+# No huge pages, which an array has or has not as memory happens to be.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "NUMPY_MADVISE_HUGEPAGE": "0"}
 _WARM_UP = 2  # times: cores that were idle take twice as long for half a second
 

@@ -48,7 +48,7 @@ MEDIAN, WORST, RANKED, BEST = 0.10, 0.25, 0.9, 0.05  # bounds of the claim
 WARM_UP, STEPS = 4, 10  # the meters look at one of the first steps
 SECONDS = 600  # of a training
 REPEATED = "zero3"
-# How far the pace may be from the beginning's: on a quiet machine memory is up to 0.2 apart.
+# How far the pace of products and of memory may be from the beginning's.
 CALM, TRIES = 0.25, 2
 _MEASURED = ("measured", "lower", "upper", "apart")
 AGAIN = 2  # times both of two that may be the best are run again

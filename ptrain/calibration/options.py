@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=SECONDS,
         help=f"in which all of it is to end ({SECONDS:g}): of each table the largest points are "
-        "left out; with more, what ranks do together is measured as many times more often",
+        "left out; with more, wrapped modules and processors' collectives are measured more often",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--brief", action="store_true", help="few points: to see that it works")

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.beside import Messages, PassSeconds, Sent, messages_of
-from ptrain.derivation.clock_state import ClockState, LaneSpan, Seconds
+from ptrain.derivation.clock_state import Arrival, ClockState, LaneSpan, Seconds
 from ptrain.derivation.launches import with_launches
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
@@ -42,19 +42,6 @@ _NEVER_BEHIND = (
     "issue an operator"
 )
 _COMPUTES = {phase: TimeKey(Spent.COMPUTE, phase) for phase in Phase}
-
-
-class Arrival:
-    """Something that is on its way."""
-
-    __slots__ = ("_clock", "at", "key")
-
-    def __init__(self, clock: Clock, key: TimeKey, at: float) -> None:
-        self._clock, self.key, self.at = clock, key, at
-
-    def wait(self) -> None:
-        """The rank has nothing to do until it is there."""
-        self._clock.spend_until(self.key, self.at)
 
 
 class Clock:
@@ -112,10 +99,10 @@ class Clock:
         for (axis, collective), seconds in work.sums:
             key = TimeKey(Spent.COLLECTIVES, self.phase, axes_named(axis), collective)
             self._issue(axes_named(axis), key, seconds * share, None).wait()
-        if work.sums or work.messages:
-            self._met = self.seconds
         if work.on_host:
             self._on_host(work.on_host * share)
+        if work.sums or work.messages:
+            self.meet()
 
     def operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
         """An operator reads and writes `size` bytes."""
@@ -227,25 +214,34 @@ class Clock:
         return self._issue(copy, key, seconds, since)
 
     def _meet(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> Arrival:
-        """Issue a collective, which takes longer on cores that computed for long since the last."""
+        """Issue a collective. On cores it takes longer the more the rank did since the last one, of
+        whatever that was: copies, updates and hooks keep it as computing does."""
         if self.pace.overlaps or not seconds:
             return self._issue(lane, key, seconds, since)
-        late = self.pace.late_seconds(self.seconds - self._met)
-        arrival = self._issue(lane, key, seconds + late, since)
-        self._met = self.seconds
+        arrival = self._issue(lane, key, seconds + self.pace.late_seconds(self.since_met), since)
+        self.meet()
         return arrival
+
+    def meet(self, since: float = 0.0) -> None:
+        """Ranks met so long ago, in a collective or by a message that a schedule places."""
+        self._met = self.seconds - since
+
+    @property
+    def since_met(self) -> float:
+        """Return how long ago ranks met, in the rank's own seconds."""
+        return self.seconds - self._met
 
     def _issue(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> Arrival:
         self.moving[key] = self.moving.get(key, 0.0) + seconds
         if not self.pace.overlaps:
             self.spend(key, seconds)
-            return Arrival(self, key, self.now)
+            return Arrival(self.spend_until, key, self.now)
         ready = self.now if since is None else since
         start = max(ready, self.free.get(lane, 0.0))
         self.free[lane] = end = start + seconds
         if self.spans is not None:
             self.spans.append(LaneSpan(lane, key, start, end))
-        return Arrival(self, key, end)
+        return Arrival(self.spend_until, key, end)
 
     def _beside(self, key: TimeKey, began: float, messages: Messages, share: float) -> None:
         """A share of these moved beside what was computed since then. Where others had the lane all
@@ -361,7 +357,7 @@ class Clock:
         if self.pace.overlaps or not number:
             return self._inner_seconds
         late = self.pace.late_seconds(computed / number)
-        return lambda item: late + self._inner_seconds(item)
+        return lambda item: (seconds := self._inner_seconds(item)) and seconds + late
 
     def _messages(
         self, work: PassWork, inner: Callable[[InnerCollective], float]

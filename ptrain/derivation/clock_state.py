@@ -1,8 +1,8 @@
-"""What a clock notes: what lies on its lanes, and how far everything is."""
+"""What a clock notes: what lies on its lanes, what is on its way, and how far everything is."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from ptrain.costs import TimeKey
@@ -18,6 +18,19 @@ class LaneSpan:
     key: TimeKey
     start: float
     end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Something that is on its way, and there `at` a moment, until which somebody may wait."""
+
+    spend_until: Callable[[TimeKey, float], None]
+    key: TimeKey
+    at: float
+
+    def wait(self) -> None:
+        """The rank has nothing to do until it is there."""
+        self.spend_until(self.key, self.at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,13 @@ def fullest_of(schedule: Schedule, stages: Sequence[StageParts]) -> dict[int, in
 def _timed(played: Mapping[Place, _Rank]) -> list[RankTime]:
     """The times of ranks of each place along pp, of each part of the model along tp."""
     return [
-        RankTime(place=place, seconds=rank.played.seconds, passes=rank.passes, clock=rank.clock)
+        RankTime(
+            place=place,
+            seconds=rank.played.seconds,
+            tails=rank.played.tails,
+            passes=rank.passes,
+            clock=rank.clock,
+        )
         for (place, *_), rank in played.items()
         if rank.clock is not None
     ]

@@ -60,16 +60,15 @@ class PipelineTiming:
     def _message(self) -> float:
         return self.clock.message_seconds(Axis.PP, self.message)
 
-    def sends(self, seconds: Mapping[Action, float]) -> dict[Action, float]:
-        """Return what each action's sender spends on its message, of actions that take so long:
-        nothing, where messages move beside what is computed."""
+    def sends(self, tails: Mapping[Action, float]) -> dict[Action, float]:
+        """Return what each action's sender spends on its message, so long after its last
+        collective: nothing, where messages move beside what is computed."""
         pace = self.clock.pace
         if pace.overlaps:
             return {}
         message = self._message
         return {
-            action: message + pace.late_seconds(seconds[action])
-            for action in _senders(self.schedule)
+            action: message + pace.late_seconds(tails[action]) for action in _senders(self.schedule)
         }
 
     def scores(
@@ -100,11 +99,12 @@ def _kinds(schedule: Schedule, stage: int) -> set[Kind]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTime:
-    """Of a rank at one `place` along pp: the seconds of each of its actions, of all its passes, and
-    its clock when the step is over."""
+    """Of a rank at one `place` along pp: the seconds of each of its actions, of these the `tails`
+    since the last collective, those of all its passes, and its clock when the step is over."""
 
     place: int
     seconds: Mapping[Action, float]
+    tails: Mapping[Action, float]
     passes: float
     clock: Clock
 
@@ -123,11 +123,13 @@ def pipeline_time(
     for rank in ranks:
         other = slowest.setdefault(rank.place, rank)
         slowest[rank.place] = max(other, rank, key=lambda rank: rank.clock.seconds)
-    computed = {
-        action: taken for rank in slowest.values() for action, taken in rank.seconds.items()
+    tails = {action: tail for rank in slowest.values() for action, tail in rank.tails.items()}
+    sends = timing.sends(tails)
+    seconds = {
+        action: taken + sends.get(action, 0.0)
+        for rank in slowest.values()
+        for action, taken in rank.seconds.items()
     }
-    sends = timing.sends(computed)
-    seconds = {action: taken + sends.get(action, 0.0) for action, taken in computed.items()}
     simulation = timing.simulated(seconds)
     if timing.spans is not None:
         timing.spans.extend(_spans(simulation, slowest.values()))

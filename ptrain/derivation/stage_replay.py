@@ -56,7 +56,8 @@ class _Ends(NamedTuple):
 class Played:
     """One rank's step up to the update. `activations`: bytes when most of them lived as a backward
     pass began, and `moved` what was off the device then, (tier, bytes); `gathered`: of units, when
-    the last one did; `seconds` of each action, where a clock went along."""
+    the last one did; where a clock went along, the `seconds` of each action, and of these the
+    `tails`, since its last collective."""
 
     tape: Tape
     wraps: tuple[Wrap, ...]
@@ -64,14 +65,17 @@ class Played:
     gathered: int
     moved: tuple[tuple[str, int], ...] = ()
     seconds: Mapping[Action, float] = field(default_factory=dict)
+    tails: Mapping[Action, float] = field(default_factory=dict)
 
 
 class Did(NamedTuple):
-    """What a pass allocated, what was spent in it, and all seconds of that."""
+    """What a pass allocated, what was spent in it, and all seconds of that; `tail`: those since its
+    last collective."""
 
     run: Run
     spent: tuple[Seconds, Seconds]
     seconds: float
+    tail: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +133,7 @@ def play_rank(
         gathered=rank.gathered,
         moved=tuple(rank.most_moved.items()),
         seconds=rank.seconds,
+        tails=rank.tails,
     )
 
 
@@ -178,6 +183,7 @@ class _Rank:
     def __init__(self, spec: Spec, parts: Sequence[Part], last: int, clock: Clock | None) -> None:
         self.tape, self.last = Tape(clock=clock), last
         self.seconds: dict[Action, float] = {}
+        self.tails: dict[Action, float] = {}
         self.stages = {part.index: _stage(spec, part, self.tape) for part in parts}
         self.boundaries = _Boundaries(self.tape, _ends(parts), last)
         self.saved = self.most = self.gathered = 0
@@ -187,7 +193,7 @@ class _Rank:
     def compute(self, action: Action) -> None:
         stage, kind = self.stages[action.stage], action.kind
         if action.stage == 0 and kind is Kind.INPUT:
-            self.seconds[action] = 0.0
+            self.seconds[action] = self.tails[action] = 0.0
             return  # nobody waits for gradients of tokens
         if action.stage == 0 and kind is Kind.WEIGHT:
             kind = Kind.BACKWARD
@@ -197,6 +203,7 @@ class _Rank:
             self._begin_backward(stage, kind)
         passes = stage.part.of(action.microbatch)
         self.seconds[action] = self._play(stage, kind, passes)
+        self.tails[action] = self.tape.clock.since_met if self.tape.clock else 0.0
         self.saved += stage.net(kind, passes)
         for tier, size in passes.moved:
             more = size if kind is Kind.FORWARD else -size
@@ -235,7 +242,10 @@ class _Rank:
             self.tape.add(known.run.net)
             if clock is not None:
                 clock.add(known.spent)
+                clock.meet(since=known.tail)
             return known.seconds
+        if clock is not None:
+            clock.meet()  # a message came, or the pass before sent one
         start = clock.moment() if clock else None
         self.tape.hook(Hook.PIPELINE_PASS)
         peak, level = self.tape.peak, self.tape.level
@@ -254,7 +264,8 @@ class _Rank:
         stage.has_played()
         if stage.state == before:
             run = Run(self.tape.peak - level, self.tape.level - level)
-            stage.part.known[kind, id(passes), before] = Did(run, spent, seconds)
+            tail = clock.since_met if clock else 0.0
+            stage.part.known[kind, id(passes), before] = Did(run, spent, seconds, tail)
         self.tape.peak = max(peak, self.tape.peak)
         return seconds
 

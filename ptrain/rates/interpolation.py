@@ -45,17 +45,17 @@ class Curve:
 
 
 class Line:
-    """Seconds by a quantity, straight between what was measured: nothing up to the smallest, if
-    none is measured there, and beyond the largest as many as there."""
+    """Seconds by a quantity, straight between what was measured, from nothing of none on; beyond
+    the largest as many as there."""
 
     def __init__(self, seconds: Mapping[float, float]) -> None:
-        self.points = sorted(seconds.items())
+        self.points = [(0.0, 0.0), *sorted(seconds.items())]
 
     def at(self, quantity: float) -> float:
         """Seconds of `quantity`."""
         end = bisect_left(self.points, (quantity,))
         if end == len(self.points):
-            return self.points[-1][1] if self.points else 0.0
+            return self.points[-1][1]
         if end == 0:
             return 0.0
         (low, fast), (high, slow) = self.points[end - 1 : end + 1]

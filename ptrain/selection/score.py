@@ -285,8 +285,9 @@ class Busy:
     longer: Array
 
     def of_others(self, computing: Array, whole: Array, own: Array) -> Array:
-        """Return how many times as long the passes of all ranks but one (`own`, by its place) are
-        as what they compute, where all of them compute `whole`: those in the middle are alike."""
+        """Return by which factor the passes of all other ranks together are longer than what these
+        compute, by candidate: `own` is the place of the rank that is left out, `whole` what all
+        compute together, and ranks in the middle are alike."""
         np = numpy()
         rows = np.arange(len(own))
         first, last = computing[:, 0], computing[:, -1]

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from ptrain.costs import Collective, Phase, Spent, StepTime
+from ptrain.derivation import stage_replay
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
 from ptrain.facts.operators import InnerCollective, ModelWork
 from ptrain.rates.interpolation import Line
 from ptrain.spec.load import load
+from ptrain.spec.rates import Hook
 from tests.pure.paces import HandPace, layer, model
 
 LATE = 0.5  # seconds of a collective for one that was computed
@@ -34,7 +36,7 @@ def step(pace: HandPace, work: ModelWork | None = None, **changes: Any) -> StepT
 
 
 def more(work: ModelWork | None = None, **changes: Any) -> float:
-    """Seconds by which a step is longer for it."""
+    """Return the seconds by which a step is longer for it."""
     free, late = (
         step(HandPace(overlaps=False, sent=1e-4, late=late), work, **changes)
         for late in (0.0, LATE)
@@ -97,8 +99,54 @@ def test_a_stages_message_is_late_by_the_pass_ahead_of_it():
     assert sent[0].seconds == pytest.approx(4 * (5 + LATE * LAYERS // 2 * FORWARD))
 
 
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
+def test_passes_that_are_known_are_as_late_as_those_that_are_played(name, schedule, monkeypatch):
+    """Of a pipeline's stages with shards; and no second of a pass makes two collectives late."""
+    changes: dict[str, Any] = {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "placement": {"pp": "S,S,S,R", "dp_shard": name},
+        "pipeline": {"schedule": schedule},
+        "batch": {"global": 16, "micro": 1, "sequence": 32},
+    }
+    pace = HandPace(overlaps=False, sent=1e-4, late=LATE)
+    known = step(pace, **changes)
+    monkeypatch.setattr(stage_replay._Rank, "known", lambda *_: None)
+    assert step(pace, **changes).seconds == pytest.approx(known.seconds)
+    of_passes = step(HandPace(), **changes).spent(Spent.COMPUTE)
+    late = (
+        sum(
+            row.seconds
+            for row in step(pace_late, **changes).rows
+            if row.key.spent is Spent.COLLECTIVES and row.key.phase is not Phase.UPDATE
+        )
+        for pace_late in (pace, HandPace(overlaps=False, sent=1e-4))
+    )
+    with_it, without = late
+    assert with_it - without <= LATE * of_passes * (1 + 1e-3)
+
+
+def test_hooks_of_cut_products_make_late_once():
+    """Those within a pass, and none a second time ahead of what follows it."""
+    sums = (InnerCollective(Collective.ALL_REDUCE, 400, 2),)
+    alike = layer(FORWARD, BACKWARD, sums)
+    work = ModelWork(front=layer(0, 0), layers=(alike,) * LAYERS, behind=layer(0, 0))
+    changes: dict[str, Any] = {
+        "mesh": {"dp_shard": 2, "tp": 2},
+        "placement": {"dp_shard": "zero3", "tp": "S,S,S,R"},
+    }
+    hooks = {Hook.CUT_PRODUCT: 1.0}
+    free, late = (
+        step(HandPace(overlaps=False, sent=1e-4, hooks=hooks, late=late), work, **changes)
+        for late in (0.0, LATE)
+    )
+    spent = free.spent(Spent.COMPUTE) + free.spent(Spent.WRAPPERS)
+    assert late.seconds - free.seconds == pytest.approx(LATE * spent)
+
+
 def test_lateness_is_straight_between_what_was_measured_and_no_more_beyond():
     line = Line({0.001: 0.0, 0.01: 0.0009, 0.1: 0.0018})
     seconds = [line.at(computed) for computed in (0.0, 0.001, 0.0055, 0.01, 0.055, 0.1, 7.0)]
     assert seconds == pytest.approx([0, 0, 0.00045, 0.0009, 0.00135, 0.0018, 0.0018])
     assert Line({}).at(1.0) == 0.0
+    assert Line({0.01: 0.004}).at(0.005) == 0.002, "from nothing on"

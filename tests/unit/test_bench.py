@@ -57,6 +57,22 @@ def test_of_ranks_that_share_cores_a_processors_seconds_count_as_often_as_there_
     assert taken == pytest.approx(seconds)
 
 
+def test_a_patient_bench_measures_what_ranks_do_together_more_often(clocks):
+    """In as many more meetings of as long, up to as many more."""
+    patient = Bench(World(device=torch.device("cpu")), deadline=1000.0, patience=3.0)
+    usual = of_turns(1.0)
+    assert (len([*usual.rounds(9)]), len([*patient.rounds(9)])) == (9, 27)
+    calls = [0, 0]
+    for number, bench in enumerate((usual, patient)):
+
+        def meet(number: int = number) -> None:
+            calls[number] += 1
+            clocks.pass_by(1e-3, 1e-3)
+
+        bench.meeting_seconds(meet)
+    assert calls[1] == pytest.approx(3 * calls[0], rel=0.15)
+
+
 def test_what_the_host_issues_ends_when_it_is_issued(clocks, monkeypatch):
     """The device, which is done later, is awaited ahead of a call alone."""
     monkeypatch.setattr(Bench, "settle", lambda _: clocks.pass_by(9e-3, 0.0))

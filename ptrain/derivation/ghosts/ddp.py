@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ptrain.axes.data.costs import bucket_caps, bucket_sizes
 from ptrain.costs import Collective, Phase, State, Traffic
-from ptrain.derivation.clock import Arrival
+from ptrain.derivation.clock_state import Arrival
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.one_device import Local

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from ptrain.axes.data.fsdp2 import habits, listed
 from ptrain.costs import Collective, State
-from ptrain.derivation.clock import Arrival
+from ptrain.derivation.clock_state import Arrival
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.fsdp2_gathers import Gathers
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from ptrain.axes.data.costs import kept_ranks
 from ptrain.axes.data.fsdp2 import habits
 from ptrain.costs import Collective, State
-from ptrain.derivation.clock import Arrival
+from ptrain.derivation.clock_state import Arrival
 from ptrain.derivation.ghosts.unit_shards import UnitShards
 from ptrain.derivation.tape import Scene
 from ptrain.spec.rates import Hook, OperatorKind
