@@ -33,6 +33,13 @@ def root() -> Path:
     return packed if packed.is_dir() else _HERE.parents[2] / "specs"
 
 
+def file_of_preset(name: str, folder: Path) -> Path:
+    """Return the file that a preset names: beside the spec, in whose `folder` it is looked for
+    first, else where the command runs, as a file that was just written there."""
+    beside, here = folder / name, Path(name)
+    return here if here.exists() and not beside.exists() else beside
+
+
 @cache
 def names() -> Names:
     tree = read(root() / "names.yaml").root

@@ -9,7 +9,7 @@ from typing import Any
 
 from ptrain.errors import SpecError
 from ptrain.spec.check import validate
-from ptrain.spec.names import listing, missing, unusable
+from ptrain.spec.names import file_of_preset, listing, missing, unusable
 from ptrain.spec.rates import Rates, misshapen
 from ptrain.spec.text import read
 
@@ -19,8 +19,8 @@ Add = Callable[[str, str, str], None]  # place, finding, remedy
 
 
 def resolve_rates(written: Mapping[str, Any] | None, folder: Path, add: Add) -> Rates | None:
-    """Return the preset's tables with those that are written beside it on top; a file's name is
-    relative to `folder`. Tables of specs/rates that nothing overrides stay by their name, which
+    """Return the preset's tables with those that are written beside it on top; a file is looked for
+    in `folder` first. Tables of specs/rates that nothing overrides stay by their name, which
     `tables` reads."""
     if written is None:
         return None
@@ -31,7 +31,7 @@ def resolve_rates(written: Mapping[str, Any] | None, folder: Path, add: Add) -> 
     if path is not None and written.keys() == {"preset"}:
         return Rates(preset=name)
     if path is None and Path(name).suffix in (".yaml", ".yml"):
-        path = folder / name
+        path = file_of_preset(name, folder)
     if path is None:
         add(f"{_PLACE}.preset", *missing(name, "table of rates", _FOLDER))
         return None

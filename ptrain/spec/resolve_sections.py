@@ -26,7 +26,7 @@ from ptrain.spec.model import (
     ModelShape,
     ModelSpec,
 )
-from ptrain.spec.names import listing, missing, unusable
+from ptrain.spec.names import file_of_preset, listing, missing, unusable
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
 from ptrain.spec.published import UnfitConfig, keys_of, require_plain
 from ptrain.spec.resolve_rates import resolve_rates
@@ -59,7 +59,7 @@ def _preset(name: str | None, kind: type, section: str, report: Report) -> Mappi
     folder = f"{section}s"
     path = listing(folder).get(name)
     if path is None and Path(name).suffix in (".yaml", ".yml"):
-        path = report.folder / name
+        path = file_of_preset(name, report.folder)
     if path is None:
         report.add(f"{section}.preset", *missing(name, section, folder))
         return None

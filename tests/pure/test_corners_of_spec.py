@@ -210,6 +210,20 @@ def test_a_preset_may_be_a_file_beside_the_spec_with_either_ending(tmp_path):
         assert load(file).spec.model.hidden == 8
 
 
+def test_a_preset_may_be_a_file_where_the_command_runs_and_one_beside_the_spec_comes_first(
+    tmp_path, monkeypatch
+):
+    """As `ptrain calibrate` has just written it, beside a spec that is built in."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"devices": 2, "intra_node_bandwidth": "1 GB/s"}
+    Path("mine.yaml").write_text(to_yaml(sizes | {"device_memory": "8 GB"}))
+    assert load("zero3", ["cluster.preset=mine.yaml"]).spec.cluster.device_memory == 8e9
+    Path("own").mkdir()
+    Path("own/mine.yaml").write_text(to_yaml(sizes | {"device_memory": "4 GB"}))
+    Path("own/spec.yaml").write_text(to_yaml(BASE | {"cluster": {"preset": "mine.yaml"}}))
+    assert load(Path("own/spec.yaml")).spec.cluster.device_memory == 4e9
+
+
 def test_a_mesh_that_lacks_an_axis_of_its_strategy_is_offered_one_of_two_ranks():
     fault = faults(mesh={"dp_shard": 4}, placement="hsdp")["placement"]
     assert "write mesh: {dp_replicate: 2, dp_shard: 4}" in fault.remedy
