@@ -8,7 +8,8 @@ What the figure is: gloo moves bytes in threads of its own, so what the main thr
 what computing did not hide. A slower rank that is waited for is in it, and so is the time in which
 the system runs another thread; the cycles that gloo's threads take from computing are not. NCCL's
 calls do not block the host: there the step's trace (`profile`) shows what was not hidden. The
-stopwatch slows an operator by some 3 us; other meters in the same step would distort it far more.
+stopwatch slows an operator by some microseconds, which a step of small ones shows; other meters in
+the same step would distort it far more.
 """
 
 from __future__ import annotations
