@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_arguments(arguments: argparse.Namespace) -> CalibrationOptions:
     """Raises SpecError for numbers that are none."""
+    if not 0 < arguments.seconds < math.inf:
+        raise refused("--seconds", f"{arguments.seconds:g} is no time", "write 100, say")
     fields = vars(arguments) | {"ranks": _ranks(arguments.ranks)}
     return CalibrationOptions(
         **{name: fields[name] for name in CalibrationOptions.__dataclass_fields__}

@@ -164,7 +164,7 @@ class Clock:
         names = self.network.ordered(axes)
         key = TimeKey(Spent.COLLECTIVES, self.phase, names, collective)
         seconds = self._group_seconds(via or collective, names, ranks, payload)
-        return self._meet(names, key, seconds, since)
+        return self._issue_collective(names, key, seconds, since)
 
     def between_ends(self, collective: Collective, axis: Axis, payload: int) -> None:
         """The first and the last rank along an axis meet in a collective, and wait for it."""
@@ -173,7 +173,7 @@ class Clock:
         seconds = self.pace.collective_seconds(
             collective, ranks=2, nodes=self.network.ends(axis), payload=payload
         )
-        self._meet(names, key, seconds, None).wait()
+        self._issue_collective(names, key, seconds, None).wait()
 
     def agree(self) -> None:
         """All ranks agree on the loss before they update (`train.finite`), over a group of
@@ -186,7 +186,7 @@ class Clock:
                 nodes=self.network.nodes,
                 payload=_AGREED,
             )
-            self._meet("world", key, seconds, None)
+            self._issue_collective("world", key, seconds, None)
 
     def message_seconds(self, axis: Axis, payload: int) -> float:
         """Return how long a message to the next rank along an axis is under way."""
@@ -213,7 +213,9 @@ class Clock:
         seconds = self._once((copy, size), self.pace.copy_seconds, copy, size)
         return self._issue(copy, key, seconds, since)
 
-    def _meet(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> Arrival:
+    def _issue_collective(
+        self, lane: Hashable, key: TimeKey, seconds: float, since: float | None
+    ) -> Arrival:
         """Issue a collective. On cores it takes longer the more the rank did since the last one, of
         whatever that was: copies, updates and hooks keep it as computing does."""
         if self.pace.overlaps or not seconds:

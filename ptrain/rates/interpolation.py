@@ -45,8 +45,8 @@ class Curve:
 
 
 class Line:
-    """Seconds by a quantity, straight between what was measured, from nothing of none on; beyond
-    the largest as many as there."""
+    """Seconds by a quantity, in straight lines from (0, 0) through what was measured; beyond the
+    largest quantity they stay what they are there."""
 
     def __init__(self, seconds: Mapping[float, float]) -> None:
         self.points = [(0.0, 0.0), *sorted(seconds.items())]

@@ -135,7 +135,7 @@ class BlockBatch:
         computing = number * (forward + backward)
         slowest = computing.argmax(axis=1)
         longer = taken.longer[np.arange(len(slowest)), slowest]
-        alone = np.concatenate([of.block.group.alone[of.columns] for of in fitting])
+        alone = np.concatenate([of.block.group.computes_alone[of.columns] for of in fitting])
         whole = number[:, 0] * self.flows.computing(seconds)[:, 0]
         longer = np.where(alone, taken.of_others(computing, whole, slowest), longer)
         steps = (taken.passes + taken.update).max(axis=1) + idle * longer

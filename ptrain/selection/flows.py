@@ -209,7 +209,7 @@ class FlowGroup:
         )
 
     @cached_property
-    def alone(self) -> Array:
+    def computes_alone(self) -> Array:
         """Return in which flows each rank computes alone, while all others wait."""
         return numpy().array([flow.schedule is ScheduleName.NAIVE for flow in self.flows])
 

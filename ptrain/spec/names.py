@@ -33,11 +33,10 @@ def root() -> Path:
     return packed if packed.is_dir() else _HERE.parents[2] / "specs"
 
 
-def file_of_preset(name: str, folder: Path) -> Path:
+def file_of_preset(name: str, folder: Path) -> Path | None:
     """Return the file that a preset names: beside the spec, in whose `folder` it is looked for
-    first, else where the command runs, as a file that was just written there."""
-    beside, here = folder / name, Path(name)
-    return here if here.exists() and not beside.exists() else beside
+    first, else where the command runs, as a file that was just written there; None without."""
+    return next((file for file in (folder / name, Path(name)) if file.exists()), None)
 
 
 @cache

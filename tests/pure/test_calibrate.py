@@ -220,3 +220,9 @@ def test_products_are_of_all_sides_and_the_largest_come_last(points):
         assert max(map(operations, shapes)) <= 4 * points.flops[dtype]
         measured = [size for size, known in points.operator_sizes() if known is dtype]
         assert measured[:5] == list(points.sizes[:5])
+
+
+@pytest.mark.parametrize("seconds", ["-5", "0", "nan", "inf"])
+def test_a_time_in_which_nothing_can_end_is_one_message(seconds, capsys):
+    assert main(["calibrate", "--seconds", seconds]) == 2
+    assert f"--seconds: {seconds} is no time" in capsys.readouterr().err

@@ -222,6 +222,8 @@ def test_a_preset_may_be_a_file_where_the_command_runs_and_one_beside_the_spec_c
     Path("own/mine.yaml").write_text(to_yaml(sizes | {"device_memory": "4 GB"}))
     Path("own/spec.yaml").write_text(to_yaml(BASE | {"cluster": {"preset": "mine.yaml"}}))
     assert load(Path("own/spec.yaml")).spec.cluster.device_memory == 4e9
+    with pytest.raises(SpecError, match=r"no cluster named 'none\.yaml'"):
+        load("zero3", ["cluster.preset=none.yaml"])
 
 
 def test_a_mesh_that_lacks_an_axis_of_its_strategy_is_offered_one_of_two_ranks():
