@@ -104,7 +104,7 @@ LINES = [
     ("dp_shard: 2", "dp_shard: auto", "mesh.dp_shard", "needs the number of ranks", "torchrun"),
     # model, batch, data, cluster
     ("llama-tiny", "llama-tinny", "model.preset", "no model named", "did you mean 'llama-tiny'"),
-    ("llama-tiny", "none.yaml", "model.preset", "cannot read", "preset"),
+    ("llama-tiny", "none.yaml", "model.preset", "no model named 'none.yaml'", "file"),
     ("llama-tiny}", "llama-tiny, heads: 3}", "model.heads", "does not divide", "2, 4, 8"),
     ("llama-tiny}", "llama-tiny, heads: 3}", "model.heads", "does not divide", "16, 32, 64"),
     ("llama-tiny}", "llama-tiny, heads: 3, kv_heads: 5}", "model.heads", "", "change hidden or kv"),
