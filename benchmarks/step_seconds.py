@@ -59,11 +59,7 @@ MODELS = {
     "10m": "{family: llama, layers: 6, hidden: 384, heads: 8, kv_heads: 4, ffn: 1024, vocab: 260}",
     "50m": "{family: llama, layers: 8, hidden: 704, heads: 8, kv_heads: 4, ffn: 1920, vocab: 260}",
 }
-BATCHES = {
-    "1m": "batch={global: 16, micro: 2, sequence: 128}",
-    "10m": "batch={global: 16, micro: 2, sequence: 128}",
-    "50m": "batch={global: 8, micro: 1, sequence: 128}",
-}
+SAMPLES = {"1m": 16, "10m": 16, "50m": 8}  # of a batch, an eighth of them a micro-batch
 STRATEGIES = tuple(sorted(path.stem for path in (ROOT / "specs" / "strategies").glob("*.yaml")))
 # Products of axes and of what they hold, beside the named ones.
 PRODUCTS: dict[str, tuple[str, ...]] = {
@@ -119,21 +115,22 @@ def cases(models: Sequence[str], ranks: Sequence[int], names: Sequence[str]) -> 
                 if names and name not in names:
                     continue
                 full = (*words, f"model={MODELS[model]}", *_batch(words, model))
-                if (meshed := _of_ranks(full, count)) is not None:
+                if (meshed := _of_ranks(full, count, SAMPLES[model])) is not None:
                     yield Case(name=name, model=model, ranks=count, words=meshed)
 
 
 def _batch(words: Sequence[str], model: str) -> Iterator[str]:
     """The batch of its size, where the product says nothing of its own."""
-    yield BATCHES[model]
+    samples = SAMPLES[model]
+    yield f"batch={{global: {samples}, micro: {samples // 8}, sequence: 128}}"
     yield from (word for word in words if word.startswith("batch."))
 
 
-def _of_ranks(words: tuple[str, ...], count: int) -> tuple[str, ...] | None:
+def _of_ranks(words: tuple[str, ...], count: int, samples: int) -> tuple[str, ...] | None:
     """The words of a legal spec of so many ranks: with an axis lengthened, or one micro-batch."""
     axes = load(words[0]).spec.factors
     longer = [(f"mesh.{axes[0].axis}={count}",)] if len(axes) == 1 else []
-    once = [(f"batch.micro={16 // count}", "batch.accumulate=1")]
+    once = [(f"batch.micro={samples // count}", "batch.accumulate=1")]
     for more in ((), *longer, *once, *(a + b for a in longer for b in once)):
         with suppress(PtrainError):
             spec = load(words[0], [*words[1:], *more]).spec
