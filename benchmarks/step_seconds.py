@@ -337,13 +337,29 @@ def main(arguments: Sequence[str]) -> int:
         "step_seconds",
         [head, *table(rows), *lines],
         failed=failed,
-        not_covered="; ".join(uncovered(options.models, left_out, is_kept=bool(by_words))),
+        not_covered="; ".join(
+            (
+                *uncovered(options.models, left_out, is_kept=bool(by_words)),
+                *impossible(options.models, options.ranks, options.specs),
+            )
+        ),
         is_saved=options.save,
     )
 
 
+def impossible(models: Sequence[str], ranks: Sequence[int], names: Sequence[str]) -> Iterator[str]:
+    """Yield what a size of model cannot be trained with on so many ranks, where another size can: a
+    schedule of more stages than it has blocks, say."""
+    for count in ranks:
+        legal = {model: {case.name for case in cases([model], [count], names)} for model in MODELS}
+        every = set().union(*legal.values())
+        for model in models:
+            if lacking := sorted(every - legal[model]):
+                yield f"{model} on {count}: {', '.join(lacking)} are not legal"
+
+
 def uncovered(models: Sequence[str], left_out: int, *, is_kept: bool) -> Iterator[str]:
-    """Yield what the page does not say."""
+    """Yield what else the page does not say."""
     yield "GPUs, several nodes, models of other families"
     if sizes := [name for name in MODELS if name not in models]:
         yield f"the sizes {', '.join(sizes)}"

@@ -31,8 +31,8 @@ class Bench:
     """The measurements of one rank; every rank makes the same ones in the same order. `turns`: how
     many ranks there are for a core, more than one where they share them. `spreads` are by table
     those of each: the middle half of its rounds over their median. `left_out`: how often the rest
-    of a table's points was, for want of time. `patience`: how many times as
-    many meetings of ranks, and rounds of wrapped modules, there are as usual.
+    of a table's points was, for want of time. `patience`: how many times as many meetings of
+    ranks, and rounds of wrapped modules, there are as usual.
 
     Of ranks that share cores the seconds of computing are a processor's, times the turns: so long
     it takes while all compute, however the system cuts that into slices, and whether others are
