@@ -337,12 +337,7 @@ def main(arguments: Sequence[str]) -> int:
         "step_seconds",
         [head, *table(rows), *lines],
         failed=failed,
-        not_covered="; ".join(
-            (
-                *uncovered(options.models, left_out, is_kept=bool(by_words)),
-                *impossible(options.models, options.ranks, options.specs),
-            )
-        ),
+        not_covered="; ".join(uncovered(options, left_out, is_kept=bool(by_words))),
         is_saved=options.save,
     )
 
@@ -358,10 +353,11 @@ def impossible(models: Sequence[str], ranks: Sequence[int], names: Sequence[str]
                 yield f"{model} on {count}: {', '.join(lacking)} are not legal"
 
 
-def uncovered(models: Sequence[str], left_out: int, *, is_kept: bool) -> Iterator[str]:
-    """Yield what else the page does not say."""
+def uncovered(options: argparse.Namespace, left_out: int, *, is_kept: bool) -> Iterator[str]:
+    """Yield what the page does not say."""
     yield "GPUs, several nodes, models of other families"
-    if sizes := [name for name in MODELS if name not in models]:
+    yield from impossible(options.models, options.ranks, options.specs)
+    if sizes := [name for name in MODELS if name not in options.models]:
         yield f"the sizes {', '.join(sizes)}"
     if left_out:
         yield f"{left_out} trainings of these sizes, which were not run"
