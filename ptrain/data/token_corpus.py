@@ -91,9 +91,9 @@ class Corpus:
         """Return tokens and labels [places, window + 1] of the windows at these places; no labels
         where all tokens are targets."""
         tokens, window = self.split(split), spec.batch.window
-        rows = np.stack([_window(tokens, place, window) for place in places])
+        rows = np.stack([_window(tokens, place, window) for place in places], dtype=np.int64)
         self._require_vocab(spec, int(rows.max()))
-        ids, labels = torch.from_numpy(rows.astype(np.int64)), None
+        ids, labels = torch.from_numpy(rows), None
         if spec.ignores_targets:
             counts = np.stack([self._counts(place, spec, split) for place in places])
             labels = ids.masked_fill(torch.from_numpy(~counts), IGNORED)

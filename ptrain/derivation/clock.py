@@ -176,9 +176,10 @@ class Clock:
         self._issue_collective(names, key, seconds, None).wait()
 
     def agree(self) -> None:
-        """All ranks agree on the loss before they update (`train.finite`), over a group of
-        processors: how long that takes is known where ranks are on such."""
-        if self.network.world > 1 and not self.pace.overlaps:
+        """All ranks agree on the loss before they update (`train.finite`): between nodes over a
+        group of processors, which takes as long as is known where ranks are on such; those of one
+        node over its sockets, of which no rate tells, in some 0.1 ms."""
+        if self.network.nodes > 1 and not self.pace.overlaps:
             key = TimeKey(Spent.COLLECTIVES, self.phase, ("world",), Collective.ALL_REDUCE)
             seconds = self.pace.collective_seconds(
                 Collective.ALL_REDUCE,

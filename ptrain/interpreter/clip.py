@@ -137,9 +137,9 @@ def _norms(
     gradients: Sequence[torch.Tensor], dtype: torch.dtype, mark: Mark, *, by_row: bool
 ) -> Iterator[torch.Tensor]:
     """Norms (1-d) that make up those of the tensors: one of a short tensor, and on the CPU one of
-    each row of a long one, `by_row`, unless it stands in for one of a GPU."""
+    each row of a long one, `by_row`, and of its end, unless it stands in for one of a GPU."""
     short: list[torch.Tensor] = []
-    long: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
     for gradient in gradients:
         is_long = (
             by_row
@@ -147,15 +147,17 @@ def _norms(
             and gradient.numel() > LONG_NORM
             and gradient.is_contiguous()
         )
-        (long if is_long else short).append(gradient)
+        if not is_long:
+            short.append(gradient)
+            continue
+        flat, end = gradient.view(-1), gradient.numel() // NORM_ROW * NORM_ROW
+        rows.append(flat[:end].view(-1, NORM_ROW))
+        if end < gradient.numel():
+            short.append(flat[end:])
     if short:
         yield mark(torch.stack([mark(norm) for norm in torch._foreach_norm(short, 2, dtype=dtype)]))
-    for gradient in long:
-        flat, end = gradient.view(-1), gradient.numel() // NORM_ROW * NORM_ROW
-        rows = flat[:end].view(-1, NORM_ROW)
-        yield mark(torch.linalg.vector_norm(rows, dim=1, dtype=dtype))
-        if end < gradient.numel():
-            yield mark(torch.linalg.vector_norm(flat[end:], dtype=dtype)).view(1)
+    for of_one in rows:
+        yield mark(torch.linalg.vector_norm(of_one, dim=1, dtype=dtype))
 
 
 def _all_reduced(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_iter
 
 
 def with_first(
@@ -24,7 +24,7 @@ def with_first(
 
 def first_real(value: Any) -> torch.Tensor | None:
     """Return the first tensor of reals among the leaves of a value."""
-    return next((leaf for leaf in tree_leaves(value) if is_real(leaf)), None)
+    return next((leaf for leaf in tree_iter(value) if is_real(leaf)), None)
 
 
 def is_real(value: object) -> bool:

@@ -20,6 +20,7 @@ from ptrain.derivation.timeline import replay
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
+from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy
 from ptrain.spec.placement import Placement, Tier
 from ptrain.spec.rates import Hook
@@ -367,11 +368,15 @@ def test_the_norm_is_awaited_and_gradients_are_clipped():
 
 
 def test_ranks_on_cores_agree_on_the_loss_before_they_update():
-    """An all-reduce of a few numbers, over all ranks; of accelerators nobody knows its time."""
+    """Between nodes an all-reduce of a few numbers, over all ranks; of accelerators nobody knows
+    its time, and on one node it takes none that counts."""
     pace = HandPace(by_collective={Collective.ALL_REDUCE: 1.0})
-    assert step(spec(GATHERED), replace(pace, overlaps=False)).exposed()["world",] == 64
-    assert ("world",) not in step(spec(GATHERED), pace).exposed()
-    assert ("world",) not in step(spec(), replace(pace, overlaps=False)).exposed()
+    on_cores = replace(pace, overlaps=False)
+    apart = Cluster(devices=2, devices_per_node=1, device_memory=1, intra_node_bandwidth=1.0)
+    assert step(spec(GATHERED, cluster=apart), on_cores).exposed()["world",] == 2 * 64
+    assert ("world",) not in step(spec(GATHERED, cluster=apart), pace).exposed()
+    assert ("world",) not in step(spec(GATHERED), on_cores).exposed()
+    assert ("world",) not in step(spec(), on_cores).exposed()
 
 
 def test_muon_takes_what_its_iterations_multiply_and_adamw_the_rest():

@@ -49,14 +49,13 @@ def clipping(scene: Scene, groups: Sequence[Sequence[int]]) -> tuple[int, int]:
 
 
 def _norm(sizes: Sequence[int], *, is_cpu: bool) -> int:
-    """Return how many scalars there are at once: norms of short tensors, and all of them stacked;
-    on a processor one per row of a long tensor, and one of what is left of it; all of them joined,
-    where they are in several tensors, for the norm of all."""
+    """Return how many scalars there are at once: norms of short tensors and, on a processor, of the
+    ends of long ones, and all of them stacked; one per row of a long one; all of them joined, where
+    they are in several tensors, for the norm of all."""
     long = [numel for numel in sizes if is_cpu and numel > LONG_NORM]
-    short = len(sizes) - len(long)
-    norms = short + sum(-(-numel // NORM_ROW) for numel in long)
-    ends = sum(1 for numel in long if numel % NORM_ROW)
-    is_joined = (short > 0) + len(long) + ends > 1
+    short = len(sizes) - len(long) + sum(1 for numel in long if numel % NORM_ROW)
+    norms = short + sum(numel // NORM_ROW for numel in long)
+    is_joined = (short > 0) + len(long) > 1
     return max(2 * short, norms * (1 + is_joined) + 1)
 
 

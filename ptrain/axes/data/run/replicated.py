@@ -50,7 +50,8 @@ class ReplicatedWrap(ParameterWrap):
         self._buckets: list[torch.Tensor] = []  # of this step, in the order in which they were full
         self._unreduced: list[torch.Tensor] = []
         self._reducing: list[dist.Work] = []
-        self._trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._views: tuple[set[int], list[int | None]] = set(), []  # of buckets, by address
         with warnings.catch_warnings():
             # 2.13 renames broadcast_buffers, but its successor would still broadcast once
             warnings.simplefilter("ignore", FutureWarning)
@@ -114,17 +115,22 @@ class ReplicatedWrap(ParameterWrap):
     def gradients(self) -> list[torch.Tensor]:
         """Return the buckets: DDP's are few, and hold nothing else. Where somebody put another
         gradient in place of a view of them, return what he put there."""
-        held = {bucket.untyped_storage()._cdata for bucket in self._buckets}
-        is_whole = sum(bucket.numel() for bucket in self._buckets) == self._trained
-        return list(self._buckets) if is_whole and self._are_in(held) else super().gradients()
+        return list(self._buckets) if self._have_all() else super().gradients()
 
-    def _are_in(self, storages: set[int]) -> bool:
-        """Return whether all gradients are in these."""
-        gradients = (t.parameter.grad for t in self._targets() if not t.is_frozen)
-        return all(
-            gradient is not None and gradient.untyped_storage()._cdata in storages
-            for gradient in gradients
-        )
+    def _have_all(self) -> bool:
+        """Return whether the buckets have all gradients. DDP keeps a view of a bucket for each
+        parameter as long as it keeps the bucket: where they have, the same tensors are in them."""
+        held = {bucket.untyped_storage()._cdata for bucket in self._buckets}
+        gradients = [parameter.grad for parameter in self._trained]
+        at = [None if gradient is None else gradient._cdata for gradient in gradients]
+        if (held, at) == self._views:
+            return True
+        if sum(map(torch.numel, self._buckets)) != sum(map(torch.numel, self._trained)):
+            return False
+        if any(g is None or g.untyped_storage()._cdata not in held for g in gradients):
+            return False
+        self._views = held, at
+        return True
 
     def clear_gradients(self) -> None:
         """Accumulation adds into the buckets, so they are zeroed; else autograd's gradients are

@@ -1,0 +1,142 @@
+"""Ranks of one host gather bytes over sockets; threads are the ranks here."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any, TypeVar
+
+import pytest
+
+from ptrain.train import host_group
+from ptrain.train.failure import is_victim
+from ptrain.train.host_group import Gather, HostGroup, Joined, meet
+
+T = TypeVar("T")
+
+
+def on_ranks(size: int, act: Callable[[int, Gather], T]) -> list[T]:
+    """What `act` returns on each of so many ranks, given its number and a gather of all."""
+    barrier, held = Barrier(size, timeout=10), [None] * size
+
+    def run(rank: int) -> T:
+        def gather(value: Any) -> list[Any]:
+            held[rank] = value
+            barrier.wait()
+            values = list(held)
+            barrier.wait()
+            return values
+
+        return act(rank, gather)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def groups(size: int, seconds: float = 10.0) -> list[HostGroup]:
+    met = on_ranks(size, lambda rank, gather: meet(rank, size, seconds, gather))
+    assert None not in met
+    return [group for group in met if group is not None]
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_every_rank_gets_the_bytes_of_all_in_their_order(size: int) -> None:
+    joined = groups(size)
+    rows = [b"", b"x" * 3_000_000, *(b"%d" % rank for rank in range(2, size))]
+
+    def twice(rank: int, _: Gather) -> tuple[list[bytes], list[bytes]]:
+        return joined[rank].gather(rows[rank]), joined[rank].gather(rows[-1 - rank])
+
+    assert on_ranks(size, twice) == [(rows, rows[::-1])] * size
+    for group in joined:
+        group.close()
+
+
+def test_their_socket_lies_where_no_other_user_may_go_and_is_gone_when_they_have_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    modes: list[int] = []
+
+    def act(rank: int, gather: Gather) -> None:
+        def looking(value: Any) -> list[Any]:
+            values = gather(value)
+            if rank == 1 and values[0]:
+                modes.extend(stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir())
+            return values
+
+        group = meet(rank, 2, 10.0, looking)
+        assert group is not None
+        group.close()
+
+    on_ranks(2, act)
+    assert set(modes) == {0o700}
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_one_rank_cannot_join_none_has_such_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On another host nobody listens behind the path."""
+    first = host_group._first
+    calls = iter(range(9))
+    elsewhere = "/nowhere/ranks"
+    monkeypatch.setattr(
+        host_group, "_first", lambda path, s: first(path if next(calls) else elsewhere, s)
+    )
+    assert on_ranks(3, lambda rank, gather: meet(rank, 3, 10.0, gather)) == [None] * 3
+
+
+@pytest.mark.parametrize("lack", ["no such sockets", "a path that is too long"])
+def test_where_rank_0_has_no_socket_none_has_such_a_group(
+    lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lack == "no such sockets":
+        monkeypatch.delattr(socket, "AF_UNIX")
+    else:
+        long = tmp_path / ("x" * 120)
+        long.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert on_ranks(2, lambda rank, gather: meet(rank, 2, 10.0, gather)) == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("waits", "lost", "words"),
+    [
+        (0, 1, "Timed out waiting for rank 1, silent for 0.2 s"),
+        (1, 0, "Timed out waiting for rank 0, silent for 0.2 s"),
+    ],
+)
+def test_a_silent_rank_is_named_by_whoever_waits_for_it(waits: int, lost: int, words: str) -> None:
+    joined = groups(2, seconds=0.2)
+    with pytest.raises(TimeoutError) as raised:
+        joined[waits].gather(b"")
+    assert str(raised.value) == words
+    assert is_victim(f"TimeoutError: {raised.value}")
+    for group in joined:
+        group.close()
+
+
+@pytest.mark.parametrize(("waits", "lost"), [(0, 1), (1, 0)])
+def test_a_rank_that_is_gone_is_named_by_whoever_waits_for_it(waits: int, lost: int) -> None:
+    joined = groups(2)
+    joined[lost].close()
+    with pytest.raises(ConnectionError, match=f"closed by peer, rank {lost}: ") as raised:
+        joined[waits].gather(b"")
+    assert is_victim(f"ConnectionError: {raised.value}")
+    joined[waits].close()
+
+
+def test_bytes_that_end_before_they_are_whole_are_no_message() -> None:
+    mine, its = socket.socketpair()
+    joined = Joined(mine, 3, 10.0)
+    its.sendall(host_group._LENGTH.pack(5) + b"1234")
+    its.close()
+    with pytest.raises(ConnectionError, match="rank 3: it has ended"):
+        joined.receive()
+    joined.close()
