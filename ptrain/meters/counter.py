@@ -67,20 +67,13 @@ class Counter:
         self._next = 0
         self._issued = self._seen = _issued()
         self._most = 0  # collectives between two questions, of those that the ring can hold
-        self._asked = 0  # questions since the groups were looked at
         self._began = self._ended = 0.0  # of the last look
         self.read()
 
     def look(self, *, wanted: bool) -> Counted | None:
-        """`read` where it is wanted and cheap, or due; asked once a step. While the ring has room
-        for twice as many as are to be expected the groups are not even looked at."""
-        self._asked += 1
-        room = self._ring - (self._issued - self._seen)
-        if not wanted and 2 * self._most * (self._asked + 1) < room and self._most:
-            return None
+        """`read` where it is wanted and cheap, or due; asked once a step."""
         issued = _issued()
         since, unseen = issued - self._issued, issued - self._seen
-        since, self._asked = -(-since // self._asked), 0
         self._issued = issued
         if since <= self._ring:
             self._most = max(self._most, since)

@@ -1,8 +1,8 @@
 """What ranks tell each other outside the training itself: small JSON values, as bytes.
 
-torch's object collectives unpickle what they receive; these do not. Ranks of one host have sockets
-for it, others a gloo group of their own: so that nothing of it mixes with, nor counts as, the
-traffic of the program.
+torch's object collectives unpickle what they receive; these do not. All calls run on a gloo group
+of their own, or between ranks of one host on sockets beside it, so that they never mix with, nor
+count as, the traffic of the program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks of one host, joined by Unix sockets, which gather a few bytes of each.
 
 A gloo collective of a few numbers takes a rank half a millisecond of its processor, as its threads
-wake one another; this takes a tenth of it. Where ranks share no host there is no such group.
+wake one another; this takes a tenth of it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, TypeAlias
 
 Gather: TypeAlias = "Callable[[Any], list[Any]]"  # every rank's value, on every rank
 
-_LENGTH = struct.Struct("=Q")  # of what follows
+_LENGTH = struct.Struct("=Q")  # bytes of what follows
+_LONGER = 1.25  # others wait than rank 0, which alone knows who is silent
 
 
 class Joined:
-    """A connection to another rank, which loses it after so many seconds of silence."""
+    """A connection to another rank, which is lost after so many seconds of silence."""
 
     def __init__(self, connected: socket.socket, rank: int, seconds: float) -> None:
-        self.rank, self._seconds = rank, seconds
-        self._socket = connected
-        self._socket.settimeout(seconds)
+        self.rank, self._seconds, self._socket = rank, seconds, connected
+        connected.settimeout(seconds)
         self._file = connected.makefile("rb")
 
     def send(self, data: bytes) -> None:
@@ -37,10 +37,10 @@ class Joined:
 
     def receive(self) -> bytes:
         """Return what the other rank sent. Raises TimeoutError or ConnectionError, in words by
-        which a parent knows a rank that waited in vain, and for whom."""
+        which a parent knows a rank that waited in vain."""
         try:
             return self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0])
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter of a file that is closed
             raise self._lost(error) from error
 
     def close(self) -> None:
@@ -53,11 +53,10 @@ class Joined:
             raise ConnectionError("it has ended")
         return data
 
-    def _lost(self, error: OSError) -> OSError:
+    def _lost(self, error: Exception) -> OSError:
         if isinstance(error, TimeoutError):
-            return TimeoutError(
-                f"Timed out waiting for rank {self.rank}, silent for {self._seconds:g} s"
-            )
+            whom = f"for rank {self.rank}" if self.rank else "at rank 0 for all ranks"
+            return TimeoutError(f"Timed out waiting {whom}: {self._seconds:g} s of silence")
         return ConnectionError(f"Connection closed by peer, rank {self.rank}: {error}")
 
 
@@ -70,7 +69,18 @@ class HostGroup:
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, on every rank, in the order of the ranks. Raises TimeoutError where
-        one is silent, ConnectionError where one is gone."""
+        one is silent, ConnectionError where one is gone; the group is closed then."""
+        try:
+            return self._gathered(data)
+        except BaseException:
+            self.close()  # behind half a message nobody knows where the next begins
+            raise
+
+    def close(self) -> None:
+        for other in self._joined:
+            other.close()
+
+    def _gathered(self, data: bytes) -> list[bytes]:
         if not self._is_first:
             (first,) = self._joined
             first.send(data)
@@ -81,55 +91,55 @@ class HostGroup:
             other.send(everything)
         return rows
 
-    def close(self) -> None:
-        for other in self._joined:
-            other.close()
-
 
 def meet(rank: int, size: int, seconds: float, gather: Gather) -> HostGroup | None:
-    """Return the group of all ranks; on all of them None where they share no host, or its system
-    has no such sockets. All ranks call it, with a `gather` of theirs. Whoever is silent for so many
-    seconds is lost."""
+    """Return the group of all ranks. None, on all of them alike, where they do not share a host and
+    its folder of temporary files, or where that takes no sockets. All ranks call it, with a
+    `gather` of theirs. Whoever is silent for so many seconds is lost."""
     return _lead(size, seconds, gather) if rank == 0 else _follow(rank, seconds, gather)
 
 
 def _lead(size: int, seconds: float, gather: Gather) -> HostGroup | None:
-    """The part of rank 0. When it accepts the others they have joined, and wait in the socket's
-    queue: it waits for nobody."""
+    """The part of rank 0. When it accepts the others they wait in the socket's queue."""
     with ExitStack() as opened:
-        listener = _listener(opened, size)
+        listener = _listener(opened, size, seconds)
         gather("" if listener is None else listener.getsockname())
         have_joined = gather(listener is not None)
         if listener is None or not all(have_joined):
             return None
         by_rank = {}
-        for _ in range(1, size):
-            joined = Joined(listener.accept()[0], -1, seconds)
-            joined.rank = int.from_bytes(joined.receive(), "little")
-            by_rank[joined.rank] = joined
+        with ExitStack() as failing:
+            for _ in range(1, size):
+                joined = Joined(listener.accept()[0], -1, seconds)
+                failing.callback(joined.close)
+                joined.rank = int(joined.receive())
+                by_rank[joined.rank] = joined
+            failing.pop_all()
         return HostGroup(0, [by_rank[rank] for rank in range(1, size)])
 
 
 def _follow(rank: int, seconds: float, gather: Gather) -> HostGroup | None:
-    path = gather("")[0]
-    first = _first(path, seconds) if path else None
-    have_joined = gather(first is not None)
-    if first is None:
-        return None
-    if not all(have_joined):
-        first.close()
-        return None
-    first.send(rank.to_bytes(4, "little"))
-    return HostGroup(rank, [first])
+    with ExitStack() as failing:
+        path = gather("")[0]
+        first = _first(path, seconds * _LONGER) if path else None
+        if first is not None:
+            failing.callback(first.close)
+        have_joined = gather(first is not None)
+        if first is None or not all(have_joined):
+            return None
+        first.send(b"%d" % rank)
+        failing.pop_all()
+        return HostGroup(rank, [first])
 
 
-def _listener(opened: ExitStack, size: int) -> socket.socket | None:
+def _listener(opened: ExitStack, size: int, seconds: float) -> socket.socket | None:
     """A socket in a folder that nobody but this user may enter, and that goes with it."""
     if not hasattr(socket, "AF_UNIX"):
         return None
     with suppress(OSError):  # no such folder, or a path that is longer than a socket's may be
         folder = opened.enter_context(TemporaryDirectory(prefix="ptrain-"))
         listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+        listener.settimeout(seconds)
         listener.bind(str(Path(folder) / "ranks"))
         listener.listen(size)
         return listener
@@ -137,14 +147,15 @@ def _listener(opened: ExitStack, size: int) -> socket.socket | None:
 
 
 def _first(path: str, seconds: float) -> Joined | None:
-    """A connection to rank 0; None on another host, where there is nobody behind the path."""
-    connected = socket.socket(socket.AF_UNIX)
-    try:
+    """A connection to rank 0; None on another host, where nobody is behind the path, and where more
+    ranks come than its queue takes."""
+    with suppress(OSError), ExitStack() as failing:
+        connected = failing.enter_context(socket.socket(socket.AF_UNIX))
+        connected.settimeout(seconds)  # else it waits for a place in the queue
         connected.connect(path)
-    except OSError:
-        connected.close()
-        return None
-    return Joined(connected, 0, seconds)
+        failing.pop_all()
+        return Joined(connected, 0, seconds)
+    return None
 
 
 def _together(rows: Sequence[bytes]) -> bytes:

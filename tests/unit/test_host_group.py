@@ -105,21 +105,46 @@ def test_where_rank_0_has_no_socket_none_has_such_a_group(
     assert on_ranks(2, lambda rank, gather: meet(rank, 2, 10.0, gather)) == [None] * 2
 
 
-@pytest.mark.parametrize(
-    ("waits", "lost", "words"),
-    [
-        (0, 1, "Timed out waiting for rank 1, silent for 0.2 s"),
-        (1, 0, "Timed out waiting for rank 0, silent for 0.2 s"),
-    ],
-)
-def test_a_silent_rank_is_named_by_whoever_waits_for_it(waits: int, lost: int, words: str) -> None:
+def ended(group: HostGroup) -> str:
+    with pytest.raises((ConnectionError, TimeoutError)) as raised:
+        group.gather(b"")
+    words = f"{type(raised.value).__name__}: {raised.value}"
+    assert is_victim(words)
+    return words
+
+
+def test_rank_0_names_a_silent_rank_before_the_others_have_waited_long_enough() -> None:
+    joined = groups(3, seconds=0.4)
+    first, _, last = on_ranks(3, lambda rank, _: "" if rank == 1 else ended(joined[rank]))
+    assert first == "TimeoutError: Timed out waiting for rank 1: 0.4 s of silence"
+    assert last.startswith("ConnectionError: Connection closed by peer, rank 0: ")
+    joined[1].close()
+
+
+def test_of_a_silent_rank_0_nobody_says_who_is_silent() -> None:
     joined = groups(2, seconds=0.2)
-    with pytest.raises(TimeoutError) as raised:
-        joined[waits].gather(b"")
-    assert str(raised.value) == words
-    assert is_victim(f"TimeoutError: {raised.value}")
-    for group in joined:
-        group.close()
+    words = "TimeoutError: Timed out waiting at rank 0 for all ranks: 0.25 s of silence"
+    assert ended(joined[1]) == words
+    joined[0].close()
+
+
+def test_a_group_that_failed_once_is_closed() -> None:
+    joined = groups(2, seconds=0.2)
+    assert ended(joined[0]).startswith("TimeoutError")
+    for group in (*joined, joined[0]):
+        assert ended(group).startswith("ConnectionError")
+
+
+def test_who_comes_to_a_full_queue_waits_for_nobody(tmp_path: Path) -> None:
+    """A system keeps fewer waiting than were named, where its own bound is lower."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "ranks"))
+        listener.listen(0)
+        came = [host_group._first(str(tmp_path / "ranks"), 0.2) for _ in range(3)]
+    assert came[0] is not None and came[-1] is None
+    for joined in came:
+        if joined is not None:
+            joined.close()
 
 
 @pytest.mark.parametrize(("waits", "lost"), [(0, 1), (1, 0)])

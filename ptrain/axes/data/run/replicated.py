@@ -51,7 +51,6 @@ class ReplicatedWrap(ParameterWrap):
         self._unreduced: list[torch.Tensor] = []
         self._reducing: list[dist.Work] = []
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._views: tuple[set[int], list[int | None]] = set(), []  # of buckets, by address
         with warnings.catch_warnings():
             # 2.13 renames broadcast_buffers, but its successor would still broadcast once
             warnings.simplefilter("ignore", FutureWarning)
@@ -118,19 +117,14 @@ class ReplicatedWrap(ParameterWrap):
         return list(self._buckets) if self._have_all() else super().gradients()
 
     def _have_all(self) -> bool:
-        """Return whether the buckets have all gradients. DDP keeps a view of a bucket for each
-        parameter as long as it keeps the bucket: where they have, the same tensors are in them."""
-        held = {bucket.untyped_storage()._cdata for bucket in self._buckets}
-        gradients = [parameter.grad for parameter in self._trained]
-        at = [None if gradient is None else gradient._cdata for gradient in gradients]
-        if (held, at) == self._views:
-            return True
+        """Return whether the buckets have all gradients."""
         if sum(map(torch.numel, self._buckets)) != sum(map(torch.numel, self._trained)):
             return False
-        if any(g is None or g.untyped_storage()._cdata not in held for g in gradients):
-            return False
-        self._views = held, at
-        return True
+        held = {bucket.untyped_storage()._cdata for bucket in self._buckets}
+        return all(
+            parameter.grad is not None and parameter.grad.untyped_storage()._cdata in held
+            for parameter in self._trained
+        )
 
     def clear_gradients(self) -> None:
         """Accumulation adds into the buckets, so they are zeroed; else autograd's gradients are
