@@ -75,6 +75,8 @@ class LocalBatch:
         return [rows, sequence + 1]
 
     def to(self, device: torch.device) -> LocalBatch:
+        if self.tokens.device == device:
+            return self
         labels = None if self.labels is None else sent_to(device, self.labels)
         return replace(self, tokens=sent_to(device, self.tokens), labels=labels)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -10,10 +13,16 @@ from ptrain.internals.part import PrivatePart
 
 PARTS = (
     PrivatePart(owner=_python_dispatch, members=("TorchDispatchMode", "_disable_current_modes")),
-    PrivatePart(owner=torch._C, members=("_dispatch_get_all_op_names",)),
+    PrivatePart(
+        owner=torch._C, members=("_dispatch_get_all_op_names", "_len_torch_dispatch_stack")
+    ),
 )
 
-without_modes = _disable_current_modes  # within it no mode sees operators
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Return the context within which no mode sees operators. torch's own imports three modules by
+    name each time, for nothing where no mode is entered."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def operator_names() -> list[str]:

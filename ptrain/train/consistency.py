@@ -27,16 +27,12 @@ class Consistency:
         self._resume = resume
         self._checked = 0  # steps done when it was last looked
 
-    @contextmanager
-    def around(self, step: int, watch: AbstractContextManager[object]) -> Iterator[None]:
-        """A step's context (`step` counts from 0) inside of which its gradients are noted where
-        `require` is due after it."""
-        if not self.is_due(step + 1):
-            with watch:
-                yield
-            return
-        with watch, self._replicas.noted():
-            yield
+    def around(
+        self, step: int, watch: AbstractContextManager[object]
+    ) -> AbstractContextManager[object]:
+        """Return a step's context (`step` counts from 0) inside of which its gradients are noted
+        where `require` is due after it."""
+        return self._noting(watch) if self.is_due(step + 1) else watch
 
     def is_due(self, steps: int) -> bool:
         """Return whether the ranks are compared after so many steps. What is not finite is another
@@ -64,3 +60,8 @@ class Consistency:
             f"step {steps}: the ranks differ in what they must hold alike\n"
             f"  {culprit}\n  remedy: {remedy}"
         )
+
+    @contextmanager
+    def _noting(self, watch: AbstractContextManager[object]) -> Iterator[None]:
+        with watch, self._replicas.noted():
+            yield

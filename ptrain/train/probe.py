@@ -10,7 +10,7 @@ distort.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from ptrain.costs import Estimate, Phase, Traffic, add_traffic
@@ -53,8 +53,12 @@ class Probe:
         self._before: Estimate | None = None
         self.estimate: Estimate | None = None  # of the first steady step, with the set-up rows
 
+    def __call__(self, step: int) -> AbstractContextManager[None]:
+        is_watched = step + 1 in self._traced or self.is_measured(step) or self._is_timed(step)
+        return self._watching(step) if is_watched else nullcontext()
+
     @contextmanager
-    def __call__(self, step: int) -> Iterator[None]:
+    def _watching(self, step: int) -> Iterator[None]:
         with ExitStack() as stack:
             if step + 1 in self._traced:
                 world = self._program.world

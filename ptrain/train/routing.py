@@ -34,15 +34,11 @@ class RoutingLog:
         self._last: tuple[int, Sequence[LayerRouting]] | None = None
         self.counted: dict[int, Histogram] = {}
 
-    @contextmanager
-    def around(self, step: int, watch: AbstractContextManager[object]) -> Iterator[None]:
-        """A step's context, inside of which its routers are watched where it is due."""
-        if not self._is_due(step):
-            with watch:
-                yield
-            return
-        with watch, self._meter.watching():
-            yield
+    def around(
+        self, step: int, watch: AbstractContextManager[object]
+    ) -> AbstractContextManager[object]:
+        """Return a step's context, inside of which its routers are watched where it is due."""
+        return self._watching(watch) if self._is_due(step) else watch
 
     def of_step(self, step: int) -> Sequence[LayerRouting]:
         """Return what all ranks counted in a step that is over; nothing where it has no line of its
@@ -67,6 +63,11 @@ class RoutingLog:
         ranks = ranks_over(self._spec, self._spec.expert_axes)
         return {"step": step + 1, "layers": rows(layers, ranks)}
 
+    @contextmanager
+    def _watching(self, watch: AbstractContextManager[object]) -> Iterator[None]:
+        with watch, self._meter.watching():
+            yield
+
     def _write(self, step: int, counts: Histogram) -> None:
         self.counted[step] = counts
         if self._exchange.world.is_first:
@@ -75,5 +76,4 @@ class RoutingLog:
             write_text(file, json.dumps(counts.plain()) + "\n")
 
     def _is_due(self, step: int) -> bool:
-        is_due = is_shown(self._spec, step + 1) or self._is_measured(step)
-        return routes(self._spec) and is_due
+        return routes(self._spec) and (is_shown(self._spec, step + 1) or self._is_measured(step))

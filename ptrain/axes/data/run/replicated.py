@@ -120,9 +120,9 @@ class ReplicatedWrap(ParameterWrap):
         """Return whether the buckets have all gradients."""
         if sum(map(torch.numel, self._buckets)) != sum(map(torch.numel, self._trained)):
             return False
-        held = {bucket.untyped_storage()._cdata for bucket in self._buckets}
+        storages = {bucket.untyped_storage()._cdata for bucket in self._buckets}
         return all(
-            parameter.grad is not None and parameter.grad.untyped_storage()._cdata in held
+            parameter.grad is not None and parameter.grad.untyped_storage()._cdata in storages
             for parameter in self._trained
         )
 
