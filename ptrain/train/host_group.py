@@ -70,11 +70,13 @@ class HostGroup:
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, on every rank, in the order of the ranks. Raises TimeoutError where
         one is silent, ConnectionError where one is gone; the group is closed then."""
+        rows: list[bytes] = []
         try:
-            return self._gathered(data)
-        except BaseException:
-            self.close()  # behind half a message nobody knows where the next begins
-            raise
+            rows = self._gathered(data)
+        finally:
+            if not rows:
+                self.close()  # behind half a message nobody knows where the next begins
+        return rows
 
     def close(self) -> None:
         for other in self._joined:
