@@ -1,0 +1,40 @@
+"""What ranks tell each other is the same over sockets of one host and over gloo between hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ptrain.rooms.world import World
+from ptrain.train import exchange
+from ptrain.train.exchange import Exchange
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+VALUES = [0.1, float("inf"), -3e-300]
+
+
+def exchanged(share_a_host: bool) -> tuple[bool, list[Any]]:
+    """Whether they have sockets, and what this rank hears."""
+    world = World.join()
+    with pytest.MonkeyPatch.context() as patch:
+        if not share_a_host:
+            patch.setattr(exchange, "meet", lambda *_: None)
+        ranks = Exchange(world)
+    shares = [value * (world.rank + 1) for value in VALUES]
+    heard = [ranks.add(shares), ranks.gather({"rank": world.rank}), ranks.first(world.rank + 7)]
+    has_sockets = ranks._host is not None
+    ranks.close()
+    return has_sockets, heard
+
+
+def test_ranks_of_several_hosts_hear_what_those_of_one_do(ranks: Ranks) -> None:
+    expected = [
+        [value + 2 * value + 3 * value + 4 * value for value in VALUES],
+        [{"rank": rank} for rank in range(4)],
+        7,
+    ]
+    for share_a_host in (True, False):
+        assert ranks.run(4, exchanged, share_a_host) == [(share_a_host, expected)] * 4
