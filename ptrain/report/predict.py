@@ -40,7 +40,15 @@ from ptrain.report.table import (
     traffic_label,
     traffic_order,
 )
-from ptrain.selection.fit import Fit, fit, needs_gpu, peak_text, telling
+from ptrain.selection.fit import (
+    Fit,
+    fit,
+    host_text,
+    needs_gpu,
+    peak_text,
+    room_text,
+    telling,
+)
 from ptrain.selection.preflight import Variant, cheaper
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.spec import Spec
@@ -190,12 +198,8 @@ def fit_lines(prediction: Prediction) -> list[str]:
     fitting = prediction.fit
     is_known = fitting.peak_bytes is not None
     measure = "peak" if is_known else "resident, without activations:"
-    measure += f" {peak_text(fitting)}"
-    measure += (
-        f" of {size(fitting.device_memory)} per rank" if fitting.device_memory else " per rank"
-    )
-    if fitting.host_memory is not None and fitting.host_bytes:
-        measure += f", {size(fitting.host_bytes)} of {size(fitting.host_memory)} on a node's host"
+    measure += f" {peak_text(fitting)}{room_text(fitting)} per rank"
+    measure += f", {host_text(fitting)}" if host_text(fitting) else ""
     if fitting.fits is False:
         return _misfit_lines(fitting, measure, prediction.cheaper)
     if not is_known:
@@ -205,8 +209,10 @@ def fit_lines(prediction: Prediction) -> list[str]:
     if fitting.device_memory is None:
         return [f"{measure}; name a cluster to see whether it fits: cluster.preset=h100-8, say"]
     if fitting.fits is None:
-        return [f"unknown: data decides: {measure}"]
-    return [f"fits: {measure}, {size(fitting.spare_bytes)} to spare{_at_least(fitting)}"]
+        why = "data decides" if fitting.is_open else fitting.unknown
+        return [f"unknown: {why}: {measure}"]
+    word = "fits, but is tight" if fitting.is_tight else "fits"
+    return [f"{word}: {measure}, {size(fitting.spare_bytes)} to spare{_at_least(fitting)}"]
 
 
 def _at_least(fitting: Fit) -> str:

@@ -64,7 +64,7 @@ class TracedCuts:
             return False
         if cut not in self.facts:
             return len(self.facts.keys() | self.refusals.keys()) < self.most
-        room = spec.cluster.device_memory if spec.cluster else float("inf")
+        room = spec.cluster.usable_memory if spec.cluster else float("inf")
         return peak + self.excess.get(cut, 0.0) <= room
 
     def refuse(self, spec: Spec, error: PtrainError) -> None:

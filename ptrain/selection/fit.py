@@ -1,10 +1,12 @@
-"""Whether a prediction fits: the largest peak against the device's memory, and what lies on the
-host against the host's, where the cluster says how much that is.
+"""Whether a prediction fits: the largest peak plus the cluster's reserve against the device's
+memory, and the bytes of a node's ranks on the host against the host's memory. All commands use this
+rule.
 
 There are three answers. The peak is at least what is resident, so that states which are too large
 do not fit whatever the peak is; without a peak nothing else is known, and another command tells. Of
 a peak that depends on data the upper bound must fit, and the lower one must not: else it is
-unknown.
+unknown. It is unknown too if states are offloaded to a host whose memory the cluster does not
+state. An answer of yes is tight if less than 5 % of the device's memory is left.
 """
 
 from __future__ import annotations
@@ -22,20 +24,33 @@ from ptrain.units import format_bytes
 
 _PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not there at every moment of a step
 _ON_CUDA = "device=cuda"
+_TIGHT = 0.05  # of a device's memory: another sequence length or driver takes as much
+HOST_UNKNOWN = (
+    "the cluster does not state the memory of a node's host. "
+    "Add it, for example `cluster.host_memory=2TB`"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """`peak_bytes` None: no peak is known for the device that runs the spec, and `why` says why not
-    (else it is empty). `lower_bytes`: the peak depends on data; it is at least this, `peak_bytes`
-    at most, and `why` says on what. `resident_bytes`: what the fullest rank always holds.
-    `device_memory` None: the spec names no cluster, so there is nothing to compare with.
-    `host_bytes`: offloaded states of all ranks of a node, `host_memory` what its host has."""
+    """The figures that decide whether a spec fits, and the answer.
+
+    `peak_bytes` None: no peak is known for the device that runs the spec, and `why` gives the
+    reason (else it is empty). `lower_bytes`: the peak depends on data; it is at least this and at
+    most `peak_bytes`, and `why` names the data. `resident_bytes`: the bytes that the fullest rank
+    always holds. `device_memory` None: the spec names no cluster, so there is nothing to compare
+    with. `reserve_bytes`: the part of it that tensors cannot use. `host_bytes`: offloaded states of
+    all ranks of a node; `shared_bytes`: their device memory, if that is the host's (a cluster of
+    CPUs); `startup_host_bytes`: the most that all ranks of a node hold on the host before the first
+    step. `host_memory` None: the cluster does not state it."""
 
     peak_bytes: int | None
     resident_bytes: int
     device_memory: int | None
+    reserve_bytes: int = 0
     host_bytes: int = 0
+    shared_bytes: int = 0
+    startup_host_bytes: int = 0
     host_memory: int | None = None
     why: str = ""
     lower_bytes: int | None = None
@@ -48,38 +63,62 @@ class Fit:
         return self.resident_bytes if self.peak_bytes is None else self.peak_bytes
 
     @property
+    def usable_memory(self) -> int | None:
+        """The device memory that a peak may fill."""
+        return None if self.device_memory is None else self.device_memory - self.reserve_bytes
+
+    @property
     def spare_bytes(self) -> int:
-        """What the device has beyond the largest peak; less than 0 where that may not fit."""
-        return (self.device_memory or 0) - (self.peak_bytes or 0)
+        """The usable memory beyond the largest peak; less than 0 where that may not fit."""
+        return (self.usable_memory or 0) - (self.peak_bytes or 0)
 
     @property
     def short_bytes(self) -> int:
-        """By how much it does not fit, at least; 0 or less when it fits or nobody knows."""
-        return self.least_bytes - self.device_memory if self.device_memory else 0
+        """By how much it does not fit, at least; 0 or less if it fits or that is unknown."""
+        return 0 if self.usable_memory is None else self.least_bytes - self.usable_memory
+
+    @property
+    def host_needed_bytes(self) -> int:
+        """The most that all ranks of a node hold on its host, at start-up or in a step."""
+        return max(self.host_bytes + self.shared_bytes, self.startup_host_bytes)
 
     @property
     def host_short_bytes(self) -> int:
-        """By how much the host has too little; 0 or less when that fits, or nobody says it."""
-        return self.host_bytes - self.host_memory if self.host_memory else 0
+        """By how much the host has too little; 0 or less if that fits or is unknown."""
+        return 0 if self.host_memory is None else self.host_needed_bytes - self.host_memory
+
+    @property
+    def is_host_unknown(self) -> bool:
+        """Return True if states are offloaded to a host of unknown memory."""
+        is_stated = self.device_memory is None or self.host_memory is not None
+        return self.host_bytes > 0 and not is_stated
 
     @property
     def is_open(self) -> bool:
-        """Whether data decides if it fits."""
-        return self.lower_bytes is not None and self.device_memory is not None and self.fits is None
+        """Return True if data decides whether it fits."""
+        has_bounds = self.lower_bytes is not None and self.device_memory is not None
+        return has_bounds and self.fits is None and self.spare_bytes < 0
+
+    @property
+    def is_tight(self) -> bool:
+        """Return True if it fits and less than 5 % of the device's memory is left."""
+        return self.fits is True and self.spare_bytes < _TIGHT * (self.device_memory or 0)
 
     @property
     def unknown(self) -> str:
-        """Why nobody knows the peak, or whether it fits; else empty."""
-        return self.why if self.peak_bytes is None or self.is_open else ""
+        """The reason why the peak, or whether it fits, is unknown; else empty."""
+        if self.peak_bytes is None or self.is_open:
+            return self.why
+        return HOST_UNKNOWN if self.fits is None and self.is_host_unknown else ""
 
     @property
     def fits(self) -> bool | None:
-        """None: unknown, without a cluster or without a peak, or where data decides."""
+        """None: unknown, without a cluster, a peak or the host's memory, or where data decides."""
         if self.short_bytes > 0 or self.host_short_bytes > 0:
             return False
         if self.device_memory is None or self.peak_bytes is None or self.spare_bytes < 0:
             return None
-        return True
+        return None if self.is_host_unknown else True
 
 
 def peak_text(memory_fit: Fit) -> str:
@@ -88,6 +127,28 @@ def peak_text(memory_fit: Fit) -> str:
     if memory_fit.lower_bytes is None or memory_fit.peak_bytes is None:
         return format_bytes(memory_fit.least_bytes)
     return f"{format_bytes(memory_fit.lower_bytes)} … {format_bytes(memory_fit.peak_bytes)}"
+
+
+def room_text(memory_fit: Fit) -> str:
+    """Return the reserve and the device memory, to follow a peak: ` + reserve 5.34 GB of 84.9 GB`;
+    empty without a cluster."""
+    if memory_fit.device_memory is None:
+        return ""
+    reserve = memory_fit.reserve_bytes
+    return (
+        f" + reserve {format_bytes(reserve)}" * bool(reserve)
+        + f" of {format_bytes(memory_fit.device_memory)}"
+    )
+
+
+def host_text(memory_fit: Fit) -> str:
+    """Return the host bytes of a node and its host memory, if states are offloaded or the host is
+    too small; else empty."""
+    if not (memory_fit.host_bytes or memory_fit.host_short_bytes > 0):
+        return ""
+    memory = memory_fit.host_memory
+    room = "unknown" if memory is None else format_bytes(memory)
+    return f"{format_bytes(memory_fit.host_needed_bytes)} of {room} on a node's host"
 
 
 def resident_bytes(estimate: Estimate) -> int:
@@ -99,19 +160,33 @@ def resident_bytes(estimate: Estimate) -> int:
     return largest(estimate.memory, resident)
 
 
-def fit(spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False) -> Fit:
-    """The peak of `exact` and what rests on the host, against the memory of the spec's cluster.
-    `takes_unclaimed`: the peak stands for one that nobody has confirmed."""
+def fit(
+    spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False, startup_host_bytes: int = 0
+) -> Fit:
+    """Compare the peak and the host bytes of an estimate with the memory of the spec's cluster.
+
+    Args:
+        takes_unclaimed: use a peak that no device has confirmed.
+        startup_host_bytes: the most that all ranks of a node hold on the host before the first
+            step, for example while each builds the model.
+    """
     cluster = spec.cluster
     unclaimed = "" if takes_unclaimed else exact.unclaimed.get("peak", "")
     why = exact.undefined.get("peak") or exact.assumed.get("peak") or unclaimed
     peak, lower = (None, None) if why else (exact.peak_bytes(), exact.lower_peak_bytes())
-    nodes_ranks = min(spec.world_size, cluster.devices_per_node) if cluster else 0
+    resident = resident_bytes(exact)
+    ranks = min(spec.world_size, cluster.devices_per_node) if cluster else spec.world_size
+    least = resident if peak is None else peak if lower is None else lower
     return Fit(
         peak_bytes=peak,
-        resident_bytes=resident_bytes(exact),
+        resident_bytes=resident,
         device_memory=cluster.device_memory if cluster else None,
-        host_bytes=host_bytes(exact, nodes_ranks),
+        reserve_bytes=cluster.reserved_bytes if cluster else 0,
+        host_bytes=host_bytes(exact, ranks),
+        shared_bytes=ranks * (least + cluster.reserved_bytes)
+        if cluster and cluster.kind == "cpu" and cluster.host_memory
+        else 0,
+        startup_host_bytes=startup_host_bytes,
         host_memory=cluster.host_memory if cluster else None,
         why=why or exact.by_data.get("peak", ""),
         lower_bytes=None if lower == peak else lower,

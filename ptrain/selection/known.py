@@ -92,7 +92,7 @@ def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
 def about(closed: Scored, best: Ranked, objective: SearchGoal) -> str:
     """Return the same of a choice that is not derived, by closed form."""
     cluster = best.spec.cluster
-    short = closed.peak - cluster.device_memory if cluster else 0.0
+    short = closed.peak - cluster.usable_memory if cluster else 0.0
     if short > 0:
         return f"does not fit by about {format_bytes(short)}"
     if objective is SearchGoal.MEMORY:

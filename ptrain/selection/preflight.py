@@ -23,7 +23,7 @@ from ptrain.selection.alternatives import (
     sliced,
     with_micro,
 )
-from ptrain.selection.fit import fit
+from ptrain.selection.fit import fit, host_text, room_text
 from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.placement import CUT, Tier
 from ptrain.spec.spec import Spec
@@ -70,20 +70,18 @@ def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) ->
         return
     is_known = memory_fit.peak_bytes is not None
     if memory_fit.short_bytes > 0:
-        room = format_bytes(memory_fit.device_memory or 0)
         is_bound = memory_fit.lower_bytes is not None
         what = "the predicted peak is" if is_known else "its states alone are"
         what += " at least" if is_bound else ""
         more = "" if is_known and not is_bound else " or more"
         lines = [
             f"{spec.name} does not fit by {format_bytes(memory_fit.short_bytes)}{more}: {what} "
-            f"{format_bytes(memory_fit.least_bytes)} of {room} per rank"
+            f"{format_bytes(memory_fit.least_bytes)}{room_text(memory_fit)} per rank"
         ]
     else:
-        room = format_bytes(memory_fit.host_memory or 0)
         lines = [
-            f"{spec.name} does not fit by {format_bytes(memory_fit.host_short_bytes)}: the states "
-            f"of a node's ranks take {format_bytes(memory_fit.host_bytes)} of its host's {room}"
+            f"{spec.name} does not fit by {format_bytes(memory_fit.host_short_bytes)}: its ranks "
+            f"need {host_text(memory_fit)}"
         ]
     variants = cheaper(spec, facts, exact) if is_known else ()
     wider = more_ranks(spec, variants, facts) if is_known else None
@@ -217,7 +215,7 @@ def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
     yield from sliced(spec)
     sizes_of = state_sizes(spec, facts)
     here = state_bytes(spec, sizes_of)
-    room = spec.cluster.device_memory - now.peak_bytes if spec.cluster else 0
+    room = spec.cluster.usable_memory - now.peak_bytes if spec.cluster else 0
     # More than now only where it is the host that has too little.
     largest = here - 1 if now.fits else here + max(room, -1)
     by_size: dict[int, Spec] = {}

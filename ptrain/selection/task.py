@@ -101,6 +101,6 @@ class SearchTask:
 
     @property
     def room(self) -> float:
-        """Bytes that a device has."""
+        """The bytes of a device that a peak may fill."""
         cluster = self.base.cluster
-        return float(cluster.device_memory) if cluster else float("inf")
+        return float(cluster.usable_memory) if cluster else float("inf")

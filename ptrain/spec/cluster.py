@@ -33,6 +33,25 @@ class _Figure(_Alike, Real):
     pass
 
 
+# The default reserve of a GPU. `device_memory` is the capacity that torch reports, of which nothing
+# is taken yet. The figures are from torch's reports of CUDA out-of-memory errors ("process has X in
+# use, Y allocated by PyTorch, Z reserved but unallocated"), NCCL's issues and our measurements:
+# - CUDA's context and loaded kernels: 0.4 to 0.7 GiB (X - Y - Z of jobs on one GPU, as in
+#   HiDream-ai/VAREdit#6).
+# - NCCL: 0.5 to 0.7 GB for each communicator (NVIDIA/nccl#964), 1.6 GB after one all-reduce of a
+#   large one (NVIDIA/nccl#864), up to 4.3 GB with all-to-all on 8 GPUs (NVIDIA/nccl#1685).
+#   X - Y - Z of training jobs on several GPUs is 1.4 GiB (wbfwonderful/Vad-R1#11) to 5.8 GiB.
+# - Workspaces of cuBLAS and other kernels, which no derived peak contains: at most 0.39 GB
+#   (benchmarks/results/gpu_hbm3_2026-11-26.md, the column "allocated - lives").
+# 0.6 + 2 + 0.4 GiB make the constant part.
+_GPU_RESERVE = 3 * 2**30
+# Z, which no allocation could use, is 0.2 to 1 GiB of 80 in most of these reports and 3.5 GiB in a
+# bad one: a share, as fragments grow with the memory.
+_GPU_FRAGMENTS = 40
+# A process that has imported torch and joined a gloo group has 280 MiB resident (torch 2.13, Linux).
+_CPU_RESERVE = 300 * 2**20
+
+
 @section
 class Cluster:
     """What the job runs on: a preset and fields that override it. Bandwidths in bytes per second;
@@ -47,8 +66,23 @@ class Cluster:
         int, _Count("devices of one node; without: all of them", 1, 2**17, follows=True)
     ] = 0
     device_memory: Annotated[int, _Bytes("memory of one device (80 GiB)")]
+    reserve: Annotated[
+        int | None,
+        _Bytes(
+            "memory of one device that tensors cannot use: CUDA's context, NCCL, libraries and "
+            "fragmentation; without: by kind, 3 GiB + 1/40 of a GPU; 0 compares bare peaks",
+            low=0,
+            example="5 GiB",
+            follows=True,
+        ),
+    ] = None
     host_memory: Annotated[
-        int | None, _Bytes("memory of one node's host for offloaded states, shared by its devices")
+        int | None,
+        _Bytes(
+            "memory of one node's host, shared by its devices, for offloaded states; without: "
+            "unknown, and so is whether a spec with offloaded states fits",
+            example="2 TB",
+        ),
     ] = None
     intra_node_bandwidth: Annotated[
         float,
@@ -105,3 +139,18 @@ class Cluster:
             is_sparse=True,
         ),
     ] = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The memory of one device that tensors cannot use: `reserve`, else the default by kind. A
+        device of unknown kind has the larger default, which is a GPU's."""
+        if self.reserve is not None:
+            return self.reserve
+        if self.kind == "cpu":
+            return _CPU_RESERVE
+        return _GPU_RESERVE + self.device_memory // _GPU_FRAGMENTS
+
+    @property
+    def usable_memory(self) -> int:
+        """The memory of one device that a predicted peak may fill; 0 or less if there is none."""
+        return self.device_memory - self.reserved_bytes

@@ -8,7 +8,7 @@ from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of, stages_text
 from ptrain.costs import Estimate
 from ptrain.report.heading import batch, by_data_lines, model_name
-from ptrain.selection.fit import fit, needs_gpu, peak_text, telling
+from ptrain.selection.fit import fit, host_text, needs_gpu, peak_text, room_text, telling
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.layout import coordinates
@@ -59,10 +59,10 @@ def preflight_line(spec: Spec, exact: Estimate) -> str:
     memory_fit = fit(spec, exact)
     is_known = memory_fit.peak_bytes is not None
     what = "peak" if is_known else "peak unknown, resident without activations:"
-    room = f" of {format_bytes(memory_fit.device_memory)}" if memory_fit.device_memory else ""
     is_told = "traffic" not in exact.undefined
     return (
-        f"preflight  {what} {peak_text(memory_fit)}{room} per rank"
+        f"preflight  {what} {peak_text(memory_fit)}{room_text(memory_fit)} per rank"
+        + (f", {host_text(memory_fit)}" if host_text(memory_fit) else "")
         + (f" · {format_bytes(exact.sent_bytes())} sent per step" if is_told else "")
         + (f" · {format_bytes(copied)} copied between tiers" if copied and is_told else "")
     )

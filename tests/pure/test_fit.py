@@ -60,7 +60,7 @@ def test_without_a_peak_nobody_knows_whether_it_fits():
 def test_what_is_resident_alone_above_the_memory_does_not_fit_without_a_peak_too():
     found = fit_of(*UNTOLD, "cluster.preset=laptop")
     assert found.fits is False and found.peak_bytes is None
-    assert found.short_bytes == found.resident_bytes - found.device_memory > 0
+    assert found.short_bytes == found.resident_bytes - found.usable_memory > 0
 
 
 def test_a_known_peak_is_compared_as_ever():
