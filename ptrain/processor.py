@@ -1,8 +1,11 @@
-"""The processor that this process runs on."""
+"""The host that this process runs on: its cores, memory and GPUs."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container, below which the kernel ends processes
 
 
 def cores() -> int:
@@ -10,3 +13,16 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def physical_memory() -> int:
+    """Return the bytes of memory that the processes of this host, or container, may use."""
+    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _LIMIT.read_text(encoding="ascii").strip() if _LIMIT.is_file() else ""
+    return min(here, int(limit)) if limit.isdigit() else here
+
+
+def gpus() -> int:
+    """Return how many GPUs NVIDIA's driver lists here."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0

@@ -8,11 +8,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ptrain.calibration.machine import MeasuredPart, busy_cores, gpus, read_part
+from ptrain.calibration.machine import MeasuredPart, busy_cores, read_part
 from ptrain.calibration.options import CalibrationOptions, to_argv
 from ptrain.calibration.write import base_of, conclude, require_writable
 from ptrain.errors import refused
-from ptrain.processor import cores
+from ptrain.processor import cores, gpus
 from ptrain.train.folder import RunFolder
 from ptrain.train.launch import launch
 

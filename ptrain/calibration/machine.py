@@ -63,17 +63,6 @@ def _ticks() -> tuple[int, int]:
     return sum(numbers) - idle, idle
 
 
-def gpus() -> int:
-    """Return how many GPUs the driver knows here."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
-
-
-def memory() -> int:
-    """Physical memory in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def machine_name(part: MeasuredPart) -> str:
     """Return what a reader should know of it: devices, processor and cores."""
     processor = f"{_processor()}, {cores()} cores"

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ptrain.calibration.machine import MeasuredPart, machine_name, memory
+from ptrain.calibration.machine import MeasuredPart, machine_name
 from ptrain.calibration.options import CalibrationOptions
 from ptrain.costs import Collective
 from ptrain.errors import SpecError, refused
 from ptrain.installed import versions
-from ptrain.processor import cores
+from ptrain.processor import cores, physical_memory
 from ptrain.rates.links import bus_factor
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.leaf import Leaf
@@ -177,7 +177,8 @@ def _this_machine(parts: Sequence[MeasuredPart], options: CalibrationOptions) ->
         name=options.out.stem,
         devices=last.ranks * last.nodes,
         devices_per_node=last.ranks,
-        device_memory=last.device_memory or memory() // last.ranks,
+        device_memory=last.device_memory or physical_memory() // last.ranks,
+        host_memory=physical_memory(),
         intra_node_bandwidth=_bandwidth(last, is_within=True),
         inter_node_bandwidth=_bandwidth(last, is_within=last.nodes == 1),
         kind=last.kind,

@@ -29,7 +29,7 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
         ]
     )
     top = sheet.height + _TITLE
-    room = float(cluster.device_memory) if cluster else 0.0
+    room = float(cluster.usable_memory) if cluster else 0.0
     rows = [*selection.ranking, *selection.front]
     slowest = 1.05 * max(map(_seconds, rows), default=1.0)
     plane = _Plane(sheet, top, max(room * 1.05, *(row.peak_bytes for row in rows)), slowest)
@@ -82,7 +82,7 @@ class _Plane:
             )
         if room:
             self._fill(self.x(room), self.top, line, _HEIGHT, _ROOM)
-            self._text("a device has", self.x(room) - 3, self.top + _SIZE)
+            self._text("a peak may fill", self.x(room) - 3, self.top + _SIZE)
 
     def dots(self, rows: Iterable[Ranked] | Sequence[Ranked], colour: str) -> None:
         for row in rows:

@@ -43,7 +43,7 @@ def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
         )
         sheet.texts.append(
             Label(
-                text=f"a device has {format_bytes(capacity)}",
+                text=f"a peak may fill {format_bytes(capacity)}",
                 x=first + capacity * scale,
                 y=top - (number + 0.5) * _SMALL * LINE,
                 size=_SMALL,
@@ -57,7 +57,7 @@ def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
 
 
 def _capacity(point: SweepPoint) -> int | None:
-    return point.prediction.fit.device_memory if point.prediction else None
+    return point.prediction.fit.usable_memory if point.prediction else None
 
 
 def _peak(point: SweepPoint) -> int | None:

@@ -37,6 +37,7 @@ from ptrain.train.candidates import again, is_done, require_resumable
 from ptrain.train.folder import Claim, RunFolder, open_run
 from ptrain.train.guard import module_of
 from ptrain.train.heading import parts_of_ranks
+from ptrain.train.host_memory import require_host_holds
 from ptrain.train.launch import launch
 from ptrain.train.options import Options
 from ptrain.train.profiled_steps import require_reachable
@@ -108,7 +109,10 @@ def checked(choices: Options) -> Spec:
     require_leave(spec, allow_import=choices.allow_import)
     require_transformers(spec.model)
     if isinstance(spec.model, ModelShape) and not choices.force:
-        require_fit(spec, derive(spec).exact)  # any other model's sizes are known to its code only
+        exact = derive(spec).exact  # any other model's sizes are known to its code only
+        require_fit(spec, exact)
+        words = shlex.join([choices.spec, *choices.overrides])
+        require_host_holds(spec, exact, words, nodes=choices.nnodes)
     require_file_tier(spec)
     require_resumable(spec, choices)
     return spec

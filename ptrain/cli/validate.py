@@ -11,11 +11,9 @@ from pathlib import Path
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
-from ptrain.selection.recompute import settled
-from ptrain.spec.load import load
 from ptrain.spec.names import names
 from ptrain.spec.overrides import split_arguments, sweeps
-from ptrain.train.notebook import Run
+from ptrain.train.notebook import Run, load_trainable
 from ptrain.train.notebook import run as train
 from ptrain.train.profiled_steps import require_reachable
 
@@ -50,7 +48,8 @@ def run(args: Namespace) -> int:
         if not args.json:
             title = [_title(source, choice)] if len(jobs) > 1 else []
             between = [""] if len(runs) > 1 else []
-            print(*between, *title, runs[-1].heading, runs[-1], sep="\n", flush=True)
+            head = (runs[-1].heading, runs[-1].preflight)
+            print(*between, *title, *head, runs[-1], sep="\n", flush=True)
     if args.json:
         records = [validation.record for validation in runs]
         print_json(records if len(records) > 1 else records[0])
@@ -58,8 +57,9 @@ def run(args: Namespace) -> int:
 
 
 def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
-    """Raises SpecError for a spec that is wrong, or too short to have a verdict."""
-    spec = settled(load(source, overrides))
+    """Raises SpecError for a spec that is wrong, too large for this host, or too short to have a
+    verdict."""
+    spec = load_trainable(source, overrides, words=_title(source, overrides))
     require_reachable(spec)
     steps = spec.train.steps
     if steps < _STEADY:

@@ -29,7 +29,7 @@ from ptrain.spec.names import names
 from ptrain.spec.overrides import parse_override, split_arguments, sweeps
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
-from ptrain.units import format_bytes
+from ptrain.train.host_memory import require_host_memory
 from ptrain.verification import options
 from ptrain.verification.options import VerifyOptions, source_of
 from ptrain.verification.same_training import common, is_within, require_alike
@@ -122,16 +122,12 @@ def _checked(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> 
 
 
 def _require_room(spec: Spec, numel: int) -> None:
-    """Raises SpecError for a model that one device beside each rank cannot hold on this host."""
-    needed = spec.world_size * numel * _REFERENCE_BYTES
-    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > here:
-        finding = (
-            f"one device in fp64 beside each of {spec.world_size} ranks takes "
-            f"{format_bytes(needed)} of the host, which has {format_bytes(here)}"
-        )
-        remedy = "verify the mesh and placement with a smaller model: model.layers=, model.hidden="
-        raise refused("model", finding, remedy)
+    """Raises SpecError for a model whose references, one for each rank, this host cannot hold."""
+    require_host_memory(
+        spec.world_size * numel * _REFERENCE_BYTES,
+        f"{spec.world_size} references in fp64, one for each rank,",
+        "Verify the mesh and the placement with a smaller model: `model.preset=llama-tiny`.",
+    )
 
 
 def _other(args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]) -> TitledSpec | None:

@@ -41,6 +41,7 @@ from ptrain.report.table import (
     traffic_order,
 )
 from ptrain.selection.fit import (
+    HOST_UNKNOWN,
     Fit,
     fit,
     host_text,
@@ -210,7 +211,8 @@ def fit_lines(prediction: Prediction) -> list[str]:
         return [f"{measure}; name a cluster to see whether it fits: cluster.preset=h100-8, say"]
     if fitting.fits is None:
         why = "data decides" if fitting.is_open else fitting.unknown
-        return [f"unknown: {why}: {measure}"]
+        remedy = () if fitting.is_open else (f"  {HOST_UNKNOWN[1]}",)
+        return [f"unknown: {why}: {measure}", *remedy]
     word = "fits, but is tight" if fitting.is_tight else "fits"
     return [f"{word}: {measure}, {size(fitting.spare_bytes)} to spare{_at_least(fitting)}"]
 

@@ -12,6 +12,7 @@ from ptrain.axes.data.form import form_of, joins_units
 from ptrain.report.table import MISSING, render
 from ptrain.selection.demand import Demand
 from ptrain.selection.figures import Ranked
+from ptrain.selection.fit import room_text
 from ptrain.selection.quantities import keeping, recompute_of, unit_of
 from ptrain.selection.ranking import Lost, PlacementRanking
 from ptrain.selection.task import Scored, SearchGoal
@@ -53,6 +54,11 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         f"{counts.scored} legal candidates scored in closed form, {counts.fitting} of them fit; "
         f"{selection.derived} derived exactly, {least} first"
     )
+    if reserve := cluster.reserved_bytes:
+        yield (
+            f"a peak may fill {format_bytes(cluster.usable_memory)} of a device: "
+            f"{format_bytes(cluster.device_memory)} less a reserve of {format_bytes(reserve)}"
+        )
     if job.stand_in is not None:
         yield (
             f"scored as a {job.stand_in.family}'s blocks of about as many parameters; the "
@@ -90,14 +96,14 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
         return
     yield from _by_number(selection)
     shown = selection.ranking[:top]
-    yield render(_columns(selection), _rows(shown, selection), left=(1,))
+    yield _table(shown, selection)
     yield from _untimed(selection, top)
     if any(row.spec.has_token_slices and row.spec.is_for_cuda for row in shown):
         yield _OVER_CONTEXT
     if len(selection.front) > 1:
         yield ""
         yield "no other is faster and needs less memory:"
-        yield render(_columns(selection), _rows(selection.front, selection), left=(1,))
+        yield _table(selection.front, selection)
     if selection.lost:
         yield ""
         yield "well-known choices, each with the best of all else:"
@@ -171,7 +177,7 @@ def closed_seconds(selection: PlacementRanking, closed: Scored) -> float | None:
 
 def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
     job, least = selection.job, selection.least
-    room = format_bytes(job.base.cluster.device_memory if job.base.cluster else 0)
+    room = format_bytes(job.base.cluster.usable_memory if job.base.cluster else 0)
     if least is None:
         yield f"nothing fits {room} per device"
         return
@@ -193,15 +199,17 @@ def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
         yield "  neither more devices nor a constraint less would do: a smaller model or sequence"
 
 
-def _columns(selection: PlacementRanking) -> tuple[str, ...]:
+def _table(rows: Sequence[Ranked], selection: PlacementRanking) -> str:
+    """Return a table of rows. It has a column for the host if a row offloads states."""
     has_price = any(row.price is not None for row in selection.ranking)
     price = ("per 1B tokens",) if has_price else ()
-    figures = ("time", "tokens/s", "MFU", "peak", "between nodes", "within")
-    return ("", "placement", *figures, *price)
+    host = ("on a host",) if any(row.memory.host_bytes for row in rows) else ()
+    columns = ("", "placement", "time", "tokens/s", "MFU", "peak", *host, "between nodes", "within")
+    cells = _rows(rows, has_price=bool(price), has_host=bool(host))
+    return render((*columns, *price), cells, left=(1,))
 
 
-def _rows(rows: Sequence[Ranked], selection: PlacementRanking) -> Iterator[tuple[str, ...]]:
-    has_price = len(_columns(selection)) > 8
+def _rows(rows: Sequence[Ranked], *, has_price: bool, has_host: bool) -> Iterator[tuple[str, ...]]:
     for number, row in enumerate(rows, 1):
         rate, mfu = row.tokens_per_second, row.mfu
         price = (MISSING if row.price is None else f"{row.price:.0f}",) if has_price else ()
@@ -212,6 +220,7 @@ def _rows(rows: Sequence[Ranked], selection: PlacementRanking) -> Iterator[tuple
             MISSING if rate is None else format_count(rate),
             MISSING if mfu is None else f"{mfu:.1%}",
             format_bytes(row.peak_bytes),
+            *((format_bytes(row.memory.host_needed_bytes),) if has_host else ()),
             format_bytes(row.tiers.between),
             format_bytes(row.tiers.within),
             *price,
@@ -275,7 +284,7 @@ def as_spec(selection: PlacementRanking, row: Ranked) -> str:
     lines = [
         f"chosen by ptrain select of {selection.counts.scored} candidates for {job.devices} "
         f"devices of {cluster.name}",
-        f"predicted: peak {format_bytes(row.peak_bytes)} of {format_bytes(cluster.device_memory)}, "
+        f"predicted: peak {format_bytes(row.peak_bytes)}{room_text(row.memory)}, "
         f"{format_bytes(row.tiers.between)} sent between nodes and "
         f"{format_bytes(row.tiers.within)} within one, per rank and step",
     ]

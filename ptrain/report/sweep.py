@@ -15,6 +15,7 @@ from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
 from ptrain.report.step_time import untimed
 from ptrain.report.table import MISSING, render, size
+from ptrain.selection.fit import HOST_UNKNOWN, host_text, room_text
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.follow import MeshFollower
 from ptrain.spec.overrides import parse_override
@@ -104,8 +105,8 @@ def table(points: Sequence[SweepPoint]) -> str:
     of some of them."""
     predictions = [point.prediction for point in points if point.prediction]
     assert predictions, "a sweep of which nothing is left is refused as a whole"
-    capacities = {prediction.fit.device_memory for prediction in predictions}
-    capacity = capacities.pop() if len(capacities) == 1 else None
+    rooms = {room_text(prediction.fit) for prediction in predictions}
+    room = rooms.pop() if len(rooms) == 1 else ""
     is_timed = any(
         step_seconds(prediction.derivation.exact) is not None or untimed(prediction.derivation)
         for prediction in predictions
@@ -116,7 +117,7 @@ def table(points: Sequence[SweepPoint]) -> str:
         "exact",
         "B/param",
         "ratio",
-        f"peak of {size(capacity)}" if capacity else "peak",
+        f"peak{room}",
         "fits",
         *(["step s", "tok/s"] if is_timed else []),
         "sent paper",
@@ -161,9 +162,12 @@ def _pace_cell(prediction: Prediction) -> str:
 
 
 def fits_word(prediction: Prediction) -> str:
-    """Return `yes`, `no` or `unknown`; a dash where nothing says how much memory there is."""
+    """Return `yes`, `tight` (it fits, with little to spare), `no` or `unknown`; a dash without a
+    cluster."""
     if prediction.fit.fits is None:
         return MISSING if prediction.fit.device_memory is None else "unknown"
+    if prediction.fit.is_tight:
+        return "tight"
     return "yes" if prediction.fit.fits else "no"
 
 
@@ -187,6 +191,11 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     for label, prediction in named:
         if prediction.fit.peak_bytes is None:
             yield f"peak unknown: {label}: {prediction.fit.why}; {prediction.telling} tells"
+    for label, prediction in named:
+        if (host := host_text(prediction.fit)) and prediction.fit.fits is not None:
+            yield f"host: {label}: {host}"
+        elif prediction.fit.is_host_unknown and not prediction.fit.is_open:
+            yield f"fits unknown: {label}: {prediction.fit.unknown}; {host}. {HOST_UNKNOWN[1]}"
     for label, prediction in named:
         for line in by_data_lines(prediction.derivation.exact):
             yield f"upper bounds: {label}: {line}"
@@ -268,7 +277,10 @@ def figures(point: SweepPoint) -> dict[str, object]:
         "model_state_bytes": model_state_bytes(exact),
         "peak_bytes": prediction.fit.peak_bytes,
         "device_memory": prediction.fit.device_memory,
+        "reserve_bytes": prediction.fit.reserve_bytes,
+        "host_bytes": prediction.fit.host_bytes,
         "fits": prediction.fit.fits,
+        "tight": prediction.fit.is_tight,
         "step_seconds": step_seconds(exact),
         "device_tokens_per_second": device_pace(prediction),
         "sent_bytes_paper": sent_bytes(paper),

@@ -13,6 +13,7 @@ from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
 from ptrain.selection.deriver import BEST, Deriver
 from ptrain.selection.figures import Ranked, folded, on_more
+from ptrain.selection.fit import HOST_UNKNOWN
 from ptrain.selection.infeasible import why_none, why_not, why_too_large
 from ptrain.selection.job import searched_job
 from ptrain.selection.known import KNOWN, about, reason
@@ -142,6 +143,8 @@ class Chooser(Deriver):
             derived=derived,
             unknown=self.unknown,
         )
+        if not rows and self.is_host_unknown:
+            raise refused("cluster", *HOST_UNKNOWN)
         if not rows and result.counts.fitting:
             raise refused(
                 "--exact",

@@ -59,6 +59,7 @@ class Deriver:
     rows: dict[Candidate, Ranked] = field(default_factory=dict)
     exceeding: dict[Candidate, bool] = field(default_factory=dict)
     derived: int = 0
+    is_host_unknown: bool = False  # of a candidate that was derived
 
     # -- the machine
 
@@ -238,6 +239,7 @@ class Deriver:
                 continue
             row = self.exactly(candidate)
             self.derived += row is not None
+            self.is_host_unknown |= row is not None and row.memory.is_host_unknown
             if row is not None and row.memory.fits and self._obeys(row):
                 count -= 1
                 yield row

@@ -26,8 +26,8 @@ _PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not there at every moment of 
 _ON_CUDA = "device=cuda"
 _TIGHT = 0.05  # of a device's memory: another sequence length or driver takes as much
 HOST_UNKNOWN = (
-    "the cluster does not state the memory of a node's host. "
-    "Add it, for example `cluster.host_memory=2TB`"
+    "it does not state the memory of a node's host, and states are offloaded to it",
+    "Add it, for example `cluster.host_memory=2TB`.",
 )
 
 
@@ -109,7 +109,8 @@ class Fit:
         """The reason why the peak, or whether it fits, is unknown; else empty."""
         if self.peak_bytes is None or self.is_open:
             return self.why
-        return HOST_UNKNOWN if self.fits is None and self.is_host_unknown else ""
+        is_unknown = self.fits is None and self.is_host_unknown
+        return f"the cluster: {HOST_UNKNOWN[0]}" if is_unknown else ""
 
     @property
     def fits(self) -> bool | None:

@@ -37,7 +37,8 @@ _DERIVED = 4  # variants from each end of the range that are derived in full
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """Another spec for the same job: what to write after the SPEC, and what it would take. There is
-    none without a known peak. `may_fit`: it does not surely fit, and data decides."""
+    none without a known peak. `may_fit`: data, or the unknown memory of its
+    host, decides."""
 
     spec: Spec
     overrides: tuple[str, ...]
@@ -58,7 +59,7 @@ class Variant:
         """What is true of it."""
         on = f" on {self.spec.world_size} ranks" if self.more_ranks else ""
         if self.may_fit:
-            return f"may fit{on}, by what its data is"
+            return f"may fit{on}, by its data or its host's memory"
         return f"fits{on}" if self.fits else "closer, but does not fit"
 
 
@@ -250,6 +251,6 @@ def _variant(before: Spec, after: Spec, exact: Estimate) -> Variant | None:
         peak_bytes=memory_fit.peak_bytes,
         sent_bytes=exact.sent_bytes(),
         fits=memory_fit.fits is True,
-        may_fit=memory_fit.is_open,
+        may_fit=memory_fit.fits is None,
         host_short_bytes=memory_fit.host_short_bytes,
     )

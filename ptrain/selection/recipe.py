@@ -19,7 +19,7 @@ from ptrain.costs import Phase, State, busiest
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.interconnect import link
 from ptrain.derivation.paper import reconstruction_unit, state_sizes
-from ptrain.selection.fit import Fit, fit, host_bytes
+from ptrain.selection.fit import Fit, fit, host_bytes, host_text, room_text
 from ptrain.spec.axis import DATA_AXES, REDUCED_AXES, TOKEN_AXES, Axis, Factor
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.cluster import Cluster
@@ -51,10 +51,12 @@ def _fit_reason(derivation: Derivation, memory_fit: Fit) -> str:
     states = _states(derivation)
     if memory_fit.peak_bytes is None or memory_fit.device_memory is None:
         return f"fit: nobody knows yet; a rank's states are {states}"
-    word = {True: "fits", False: "does not fit", None: "may fit, by its data"}[memory_fit.fits]
+    word = {True: "fits", False: "does not fit", None: f"unknown: {memory_fit.unknown}"}
+    tight = ", but is tight" if memory_fit.is_tight else ""
+    host = f", {host_text(memory_fit)}" if host_text(memory_fit) else ""
     return (
-        f"fit: {word}: {format_bytes(memory_fit.peak_bytes)} at the peak "
-        f"of {format_bytes(memory_fit.device_memory)}; a rank's states are {states}"
+        f"fit: {word[memory_fit.fits]}{tight}: peak {format_bytes(memory_fit.peak_bytes)}"
+        f"{room_text(memory_fit)}{host}; a rank's states are {states}"
     )
 
 
@@ -118,9 +120,10 @@ def _sharding_reason(derivation: Derivation) -> str:
             f"1. {' × '.join(over)}, the first to reach for: of {states} a rank has "
             f"{_states(derivation)}; {sent}{_waits(derivation, *REDUCED_AXES, is_of_states=True)}"
         )
-    room = spec.cluster.device_memory if spec.cluster else 0
+    room = spec.cluster.usable_memory if spec.cluster else 0
     if whole < room:
-        return f"1. no dp_shard: {states} are below the {format_bytes(room)} of a device; {sent}"
+        usable = f"the usable {format_bytes(room)} of a device"
+        return f"1. no dp_shard: {states} are below {usable}; {sent}"
     return f"1. no dp_shard, the first to reach for: it would cut {states}; {sent}"
 
 

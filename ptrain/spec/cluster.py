@@ -48,8 +48,8 @@ _GPU_RESERVE = 3 * 2**30
 # Z, which no allocation could use, is 0.2 to 1 GiB of 80 in most of these reports and 3.5 GiB in a
 # bad one: a share, as fragments grow with the memory.
 _GPU_FRAGMENTS = 40
-# A process that has imported torch and joined a gloo group has 280 MiB resident (torch 2.13, Linux).
-_CPU_RESERVE = 300 * 2**20
+# A process that has imported torch and joined a gloo group has 280 MiB resident (torch 2.13).
+PROCESS_BYTES = 300 * 2**20
 
 
 @section
@@ -147,7 +147,7 @@ class Cluster:
         if self.reserve is not None:
             return self.reserve
         if self.kind == "cpu":
-            return _CPU_RESERVE
+            return PROCESS_BYTES
         return _GPU_RESERVE + self.device_memory // _GPU_FRAGMENTS
 
     @property

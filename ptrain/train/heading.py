@@ -8,7 +8,15 @@ from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of, stages_text
 from ptrain.costs import Estimate
 from ptrain.report.heading import batch, by_data_lines, model_name
-from ptrain.selection.fit import fit, host_text, needs_gpu, peak_text, room_text, telling
+from ptrain.selection.fit import (
+    HOST_UNKNOWN,
+    fit,
+    host_text,
+    needs_gpu,
+    peak_text,
+    room_text,
+    telling,
+)
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.layout import coordinates
@@ -49,6 +57,8 @@ def preflight_lines(
         command = telling(spec, exact, words, allow_import=allow_import)
         where = " on a GPU" if needs_gpu(spec, exact) else ""
         lines.append(f"unknown: {memory_fit.why}; what tells{where}: {command}")
+    elif memory_fit.is_host_unknown and memory_fit.fits is None:
+        lines.append(f"unknown: the cluster: {'. '.join(HOST_UNKNOWN)}")
     return [*lines, *by_data_lines(exact)]
 
 

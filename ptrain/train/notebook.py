@@ -7,6 +7,7 @@ is left here. Torch-free.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,14 +19,17 @@ from typing import Any
 import yaml
 
 from ptrain.costs import Column
+from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped, refused
 from ptrain.installed import require_torch
 from ptrain.report.reading import read
 from ptrain.report.summary import summary
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
+from ptrain.train.host_memory import require_host_holds
 
 _ERRORS = {error.exit_code: error for error in (PtrainError, RankFailed, TrainingStopped)}
 _INTERRUPTED = (130, 143)
@@ -48,6 +52,11 @@ class Run:
     def heading(self) -> str:
         """What ran: strategy, model, ranks, batch."""
         return str(self.record["run"]["heading"])
+
+    @property
+    def preflight(self) -> str:
+        """The predicted peak and the memory of a device; empty for a record without it."""
+        return str(self.record["run"].get("preflight", ""))
 
     @property
     def holds(self) -> bool:
@@ -84,12 +93,32 @@ def run(
     """
     require_torch()
     _require_no_launcher()
-    source = spec.resolved if isinstance(spec, Spec) else spec
-    resolved = settled(load(source, overrides, world_size=nproc)).resolved
+    resolved = load_trainable(spec, overrides, nproc=nproc).resolved
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
         file = Path(folder) / "spec.yaml"
         file.write_text(yaml.safe_dump(dict(resolved), sort_keys=False), encoding="utf-8")
         return _train(file, run_dir=run_dir, allow_import=allow_import)
+
+
+def load_trainable(
+    source: str | Path | Mapping[str, object] | Spec,
+    overrides: Sequence[str] = (),
+    *,
+    nproc: int | None = None,
+    words: str = "",
+) -> Spec:
+    """Load a spec that this host's memory can hold. `words` are the spec and overrides as typed.
+
+    Raises:
+        SpecError: the spec is wrong, or its ranks need more memory than this host has.
+    """
+    written = source.resolved if isinstance(source, Spec) else source
+    spec = settled(load(written, overrides, world_size=nproc))
+    if isinstance(spec.model, ModelShape):  # any other model's sizes are known to its code only
+        name = str(source) if isinstance(source, str | Path) else spec.name
+        words = words or shlex.join([name, *overrides])
+        require_host_holds(spec, derive(spec).exact, words)
+    return spec
 
 
 def _require_no_launcher() -> None:

@@ -44,7 +44,7 @@ from ptrain.train.emulation import emulated_line
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import Claim, RunFolder, begin, open_run, shown, write_json
 from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
-from ptrain.train.heading import header, preflight_lines
+from ptrain.train.heading import header, preflight_line, preflight_lines
 from ptrain.train.journal import LOG, Journal, say, set_up_logging
 from ptrain.train.loop import train
 from ptrain.train.options import Options
@@ -318,8 +318,9 @@ def _conclude(
             device=device_name(session.world),
             step_seconds={"measured": seconds} if seconds else None,
         )
-        result["run"] = _run_figures(session, outcome)
-        result["tokens_per_step"] = step_tokens(session.spec, predictions.derivation.facts)
+        of = predictions.derivation
+        result["run"] = _run_figures(session, outcome, preflight_line(of.spec, of.exact))
+        result["tokens_per_step"] = step_tokens(session.spec, of.facts)
         result |= {"routing": routing} if routing else {}
         write_json(session.folder.summary, result)
         session.trackers.conclude(_verdict(checks))
@@ -353,15 +354,17 @@ def _end(session: Session) -> str:
     return f" · {path} · next: ptrain verify {path}{allowed}"
 
 
-def _run_figures(session: Session, outcome: Outcome) -> dict[str, object]:
-    data = session.spec.data
+def _run_figures(session: Session, outcome: Outcome, preflight: str) -> dict[str, object]:
     return {
         "heading": session.heading,
+        "preflight": preflight,
         "folder": str(session.folder.path),
         "steps": outcome.steps,
         "loss": outcome.loss,
         "held_out_loss": outcome.held_out_loss,
-        "text_digest": None if data.is_of_files else corpus(data).digest(),
+        "text_digest": None
+        if session.spec.data.is_of_files
+        else corpus(session.spec.data).digest(),
         "interrupted_by": outcome.interrupt.name if outcome.interrupt else None,
     }
 

@@ -1,0 +1,67 @@
+"""Refuse what this host's memory cannot hold, before any rank starts. Torch-free."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ptrain.by_rank import totals
+from ptrain.costs import Estimate
+from ptrain.errors import refused
+from ptrain.processor import gpus, physical_memory
+from ptrain.selection.fit import resident_bytes
+from ptrain.spec.cluster import PROCESS_BYTES
+from ptrain.spec.spec import Spec
+from ptrain.units import format_bytes
+
+
+def require_host_memory(needed: int, what: str, remedy: str) -> None:
+    """Refuse what needs more memory than this host has. Without this check, the kernel ends the
+    ranks, or other processes, once the memory is gone.
+
+    Args:
+        what: the noun phrase that needs the memory.
+        remedy: what to do instead.
+
+    Raises:
+        SpecError: `needed` bytes are more than the host's memory.
+    """
+    here = physical_memory()
+    if needed > here:
+        finding = f"{what} need {format_bytes(needed)} of memory, and this host has "
+        raise refused("host memory", finding + format_bytes(here), remedy)
+
+
+def require_host_holds(
+    spec: Spec, exact: Estimate, words: str, *, nodes: int = 1, startup_host_bytes: int = 0
+) -> None:
+    """Refuse a training whose ranks run on this host's CPU and need more memory than it has.
+
+    Args:
+        words: the SPEC and its overrides, as a shell takes them.
+        nodes: the number of hosts that share the ranks.
+        startup_host_bytes: the most that all ranks of this host hold before the first step.
+
+    Raises:
+        SpecError: the ranks need more memory than the host has.
+    """
+    ranks = -(-spec.world_size // nodes)
+    if spec.device == "cuda" or (spec.device == "auto" and ranks <= gpus()):
+        return
+    require_host_memory(
+        ranks * PROCESS_BYTES + max(needed_bytes(exact) // nodes, startup_host_bytes),
+        f"{ranks} ranks of {spec.name} on the CPU",
+        f"Use `ptrain simulate {words}`, which needs no such memory, or a smaller model. "
+        "`ptrain train --force` starts the ranks anyway.",
+    )
+
+
+def needed_bytes(exact: Estimate) -> int:
+    """Return the device and host bytes of all ranks of an estimate. Each rank has its peak, or the
+    states of the fullest rank if no peak is known."""
+    hosted = sum(totals(exact.memory, lambda row: row.host_bytes))
+    if "peak" in exact.undefined or not exact.peak:
+        return hosted + exact.world_size * resident_bytes(exact)
+    peaks: dict[int, int] = defaultdict(int)
+    for row in exact.peak:
+        peaks[row.rank] = max(peaks[row.rank], row.device_bytes)
+    return hosted + sum(peaks.values())
