@@ -147,9 +147,10 @@ def host_text(memory_fit: Fit) -> str:
     too small; else empty."""
     if not (memory_fit.host_bytes or memory_fit.host_short_bytes > 0):
         return ""
-    memory = memory_fit.host_memory
-    room = "unknown" if memory is None else format_bytes(memory)
-    return f"{format_bytes(memory_fit.host_needed_bytes)} of {room} on a node's host"
+    memory, needed = memory_fit.host_memory, format_bytes(memory_fit.host_needed_bytes)
+    if memory is None:
+        return f"{needed} on a node's host (memory unknown)"
+    return f"{needed} of {format_bytes(memory)} on a node's host"
 
 
 def resident_bytes(estimate: Estimate) -> int:

@@ -65,7 +65,9 @@ class Cluster:
     devices_per_node: Annotated[
         int, _Count("devices of one node; without: all of them", 1, 2**17, follows=True)
     ] = 0
-    device_memory: Annotated[int, _Bytes("memory of one device (80 GiB)")]
+    device_memory: Annotated[
+        int, _Bytes("memory of one device: the capacity that torch reports (79.1 GiB)")
+    ]
     reserve: Annotated[
         int | None,
         _Bytes(

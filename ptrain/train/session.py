@@ -318,9 +318,8 @@ def _conclude(
             device=device_name(session.world),
             step_seconds={"measured": seconds} if seconds else None,
         )
-        of = predictions.derivation
-        result["run"] = _run_figures(session, outcome, preflight_line(of.spec, of.exact))
-        result["tokens_per_step"] = step_tokens(session.spec, of.facts)
+        result["run"] = _run_figures(session, outcome, predictions.derivation)
+        result["tokens_per_step"] = step_tokens(session.spec, predictions.derivation.facts)
         result |= {"routing": routing} if routing else {}
         write_json(session.folder.summary, result)
         session.trackers.conclude(_verdict(checks))
@@ -354,17 +353,16 @@ def _end(session: Session) -> str:
     return f" · {path} · next: ptrain verify {path}{allowed}"
 
 
-def _run_figures(session: Session, outcome: Outcome, preflight: str) -> dict[str, object]:
+def _run_figures(session: Session, outcome: Outcome, derivation: Derivation) -> dict[str, object]:
+    data = session.spec.data
     return {
         "heading": session.heading,
-        "preflight": preflight,
+        "preflight": preflight_line(derivation.spec, derivation.exact),
         "folder": str(session.folder.path),
         "steps": outcome.steps,
         "loss": outcome.loss,
         "held_out_loss": outcome.held_out_loss,
-        "text_digest": None
-        if session.spec.data.is_of_files
-        else corpus(session.spec.data).digest(),
+        "text_digest": None if data.is_of_files else corpus(data).digest(),
         "interrupted_by": outcome.interrupt.name if outcome.interrupt else None,
     }
 

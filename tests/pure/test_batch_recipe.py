@@ -183,7 +183,7 @@ def test_an_axis_that_is_not_there_says_why_it_need_not_be():
     assert "2. no tp: a layer is 436.2 MB in 16 bits, 0.5% of a device" in text
     assert "3. no pp: one node is enough" in text
     small = reasons_of("ddp")
-    assert "1. no dp_shard: states of 12.88 MB are below the 12.88 GB of a device" in small
+    assert "1. no dp_shard: states of 12.88 MB are below the usable 12.57 GB of a device" in small
     assert "first to reach for: it would cut states of 64.24 GB" in reasons_of(
         "8b-ddp", "cluster.device_memory=40 GiB"
     )

@@ -57,7 +57,7 @@ def peak_of(exact: Estimate, phase: Phase) -> Peak:
 
 def with_memory(size: int) -> Spec:
     assert SPEC.cluster is not None
-    return replace(SPEC, cluster=replace(SPEC.cluster, device_memory=size))
+    return replace(SPEC, cluster=replace(SPEC.cluster, device_memory=size, reserve=0))
 
 
 def test_activations_and_peaks_lie_between_the_extents():

@@ -232,7 +232,7 @@ def test_a_training_is_not_refused_for_a_fit_that_is_unknown_and_says_so():
     require_fit(spec, exact)
     first, second = preflight_lines(spec, exact, ("runs/one/spec.resolved.yaml",))
     assert first.startswith("preflight  peak unknown, resident without activations: ")
-    assert "of 85.9 GB per rank" in first and "sent per step" in first
+    assert "+ reserve 5.349 GB of 85.09 GB per rank" in first and "sent per step" in first
     assert second.startswith("unknown: ") and "dropout" in second
     assert "ptrain simulate runs/one/spec.resolved.yaml device=cuda --rehearse" in second
 

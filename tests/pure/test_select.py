@@ -254,7 +254,7 @@ def test_the_time_of_plain_data_parallelism_is_that_of_its_passes():
 def test_the_best_comes_first_and_all_fit(best_of_eight):
     rows = best_of_eight.ranking
     assert [row.seconds for row in rows] == sorted(row.seconds for row in rows)
-    room = best_of_eight.job.base.cluster.device_memory
+    room = best_of_eight.job.base.cluster.usable_memory
     assert all(row.memory.fits and row.peak_bytes <= room for row in rows)
     assert best_of_eight.spec == rows[0].spec
 

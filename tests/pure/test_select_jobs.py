@@ -103,7 +103,7 @@ _WITH_TP = ("8b-tp", "mesh.tp=auto", "batch.global=64", "batch.sequence=8192")
 _ON_EIGHT = ("--cluster", "h100-8", "--devices", "8")
 _RECOMPUTED = (
     *("8b-tp", "mesh.tp=auto", "activations=M", "recompute.policy=full"),
-    *("batch.global=64", "batch.micro=1", "batch.sequence=390001"),
+    *("batch.global=64", "batch.micro=1", "batch.sequence=361001"),
 )
 
 

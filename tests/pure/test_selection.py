@@ -28,6 +28,7 @@ def on_devices_of(memory: int, spec: Spec, host_memory: int | None = None) -> Sp
         devices=8,
         devices_per_node=8,
         device_memory=memory,
+        reserve=0,  # a device of the test has no CUDA context
         host_memory=host_memory,
         intra_node_bandwidth=1e9,
         inter_node_bandwidth=1e9,
@@ -38,7 +39,7 @@ def on_devices_of(memory: int, spec: Spec, host_memory: int | None = None) -> Sp
 OWN = {
     "model": {"layers": 3, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259},
     "batch": {"global": 16, "micro": 2, "sequence": 16},
-    "cluster": {"devices": 8, "device_memory": 1, "intra_node_bandwidth": 10**9},
+    "cluster": {"devices": 8, "device_memory": 1, "reserve": 0, "intra_node_bandwidth": 10**9},
 }
 
 REPLICATED = make_spec({Axis.DP_REPLICATE: (4, WHOLE)})
@@ -107,7 +108,7 @@ def test_states_go_to_the_host_where_nothing_on_the_device_fits(optimizer):
     placed = tuple_of("S*,S*,S*") if optimizer == "muon" else GATHERED
     smallest = make_spec({Axis.DP_SHARD: (4, placed)}, micro=1, optimizer=optimizer, momentum=0.95)
     on_device = derive(smallest).exact.peak_bytes()
-    offers = cheaper(on_devices_of(on_device - 1, smallest))
+    offers = cheaper(on_devices_of(on_device - 1, smallest, host_memory=2**30))
     assert len(offers) == 3
     for offer in offers:
         assert offer.fits and offer.peak_bytes < on_device
@@ -116,6 +117,8 @@ def test_states_go_to_the_host_where_nothing_on_the_device_fits(optimizer):
     hosted = [sum(mode.tier is Tier.HOST for mode in modes(offer.spec)) for offer in offers]
     assert hosted == sorted(hosted)  # the fewest states first
     assert cheaper(on_devices_of(on_device - 1, smallest, host_memory=1)) == ()
+    unknown = cheaper(on_devices_of(on_device - 1, smallest))
+    assert not any(offer.fits for offer in unknown) and unknown[0].may_fit
 
 
 @pytest.mark.parametrize(
@@ -235,12 +238,14 @@ def test_host_memory_counts_where_the_cluster_says_it(spare):
     needed = 4 * max(
         sum(row.host_bytes for row in exact.memory if row.rank == rank) for rank in range(4)
     )
-    assert fit(spec, exact).fits and fit(spec, exact).host_bytes == needed > 0
+    unknown = fit(spec, exact)
+    assert unknown.fits is None and unknown.host_bytes == needed > 0
+    assert "memory of a node's host" in unknown.unknown
     assert spec.cluster is not None
     limited = replace(spec, cluster=replace(spec.cluster, host_memory=needed + spare))
     assert fit(limited, exact).fits is (spare == 0)
     if spare:
-        with pytest.raises(DoesNotFit, match=r"by 1 B: the states of a node's ranks take"):
+        with pytest.raises(DoesNotFit, match=r"by 1 B: its ranks need .* on a node's host"):
             require_fit(limited, exact)
 
 
@@ -270,11 +275,11 @@ def test_what_is_offered_in_place_of_offloaded_states_loads_on_the_very_file():
 
 
 def test_slices_of_the_tokens_are_offered_where_tp_has_them_whole():
-    spec = require(load("8b-tp", ["cluster.device_memory=15GiB"]))
+    spec = require(load("8b-tp", ["cluster.device_memory=15GiB", "cluster.reserve=0"]))
     first, *_ = cheaper(spec)
     assert first.overrides == ("placement=tp-sp",) and first.fits
     assert require(load("8b-tp", ["placement=tp-sp"])).factors == first.spec.factors
-    sliced = require(load("8b-tp-sp", ["cluster.device_memory=12GiB"]))
+    sliced = require(load("8b-tp-sp", ["cluster.device_memory=12GiB", "cluster.reserve=0"]))
     assert all(each.spec.factors != sliced.factors for each in cheaper(sliced))
 
 

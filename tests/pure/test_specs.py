@@ -149,7 +149,7 @@ def test_the_papers_specs_have_the_papers_size(stage):
     for spec in (large, small):
         assert spec.precision.layout.name == "zero16"
         assert spec.cluster is not None
-        assert spec.cluster.device_memory == 80 * 2**30
+        assert 79 * 2**30 < spec.cluster.device_memory < 80 * 2**30  # as torch reports it
         assert spec.cluster.devices == spec.world_size
 
 

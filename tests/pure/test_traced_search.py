@@ -104,7 +104,7 @@ def test_what_a_cut_takes_beyond_its_closed_form_is_taken_of_the_room():
     traced = cuts([])
     traced.of(spec)
     assert spec.cluster is not None
-    room = float(spec.cluster.device_memory)
+    room = float(spec.cluster.usable_memory)
     assert traced.may_fit(spec, room)
     traced.compare(spec, 1e6, 3_000_000)
     assert traced.may_fit(spec, room - 2e6) and not traced.may_fit(spec, room - 1e6)

@@ -1,0 +1,284 @@
+"""One rule for all commands: the peak plus the reserve against the device memory, and the bytes of
+a node's ranks against the memory of its host."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ptrain.algebra.legality import require
+from ptrain.cli.main import main
+from ptrain.cli.train import checked
+from ptrain.derivation.estimate import derive
+from ptrain.errors import SpecError
+from ptrain.selection.choose import select
+from ptrain.selection.fit import fit
+from ptrain.selection.micro import with_largest_micro
+from ptrain.selection.preflight import require_fit
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.load import load
+from ptrain.spec.names import listing
+from ptrain.spec.spec import Spec
+from ptrain.train import host_memory, options
+from ptrain.train.heading import preflight_lines
+
+GB, GIB = 10**9, 2**30
+OFFLOADED = (
+    "zero3",
+    "model.preset=llama3.1-70b",
+    "mesh.dp_shard=8",
+    "placement=fsdp-offload",
+    "cluster.preset=h100-8",
+)
+UNSTATED = "cluster={devices: 8, device_memory: 79.1 GiB, intra_node_bandwidth: 450 GB/s}"
+# torch's "total capacity" in reports of CUDA out-of-memory errors: the least and the largest
+CAPACITIES = {"a100": (79.15, 79.35), "b200": (178.34, 178.36), "h100": (79.09, 79.21)}
+CAPACITIES["h200"] = (139.72, 139.81)
+
+
+def cluster_of(spec: Spec) -> Cluster:
+    assert spec.cluster is not None
+    return spec.cluster
+
+
+def with_cluster(spec: Spec, **changes: object) -> Spec:
+    return replace(spec, cluster=replace(cluster_of(spec), **changes))
+
+
+# -- devices
+
+
+@pytest.mark.parametrize("name", listing("clusters"))
+def test_a_preset_states_the_capacity_that_torch_reports(name):
+    cluster = cluster_of(load("zero3", [f"cluster.preset={name}"]).spec)
+    card = name.split("-")[0]
+    if cluster.kind == "cuda":
+        low, high = CAPACITIES[card]
+        assert low <= cluster.device_memory / GIB <= high
+        assert cluster.host_memory == (None if name == "h200-1" else 2 * 10**12)
+    else:
+        assert cluster.device_memory < cluster.host_memory == 16 * GIB
+
+
+def test_a_reserve_is_the_kinds_unless_it_is_written():
+    cluster = cluster_of(load("zero3", ["cluster.preset=h100-8"]).spec)
+    assert cluster.reserved_bytes == 3 * GIB + cluster.device_memory // 40
+    assert replace(cluster, kind=None).reserved_bytes == cluster.reserved_bytes
+    assert replace(cluster, kind="cpu").reserved_bytes == 300 * 2**20
+    assert replace(cluster, reserve=0).usable_memory == cluster.device_memory
+    written = load("zero3", ["cluster.preset=h100-8", "cluster.reserve=7GiB"]).spec
+    assert cluster_of(written).reserved_bytes == 7 * GIB
+
+
+@pytest.mark.parametrize("peak", [82_800 * 10**6, 84 * GB])
+def test_a_peak_that_leaves_no_room_for_the_runtime_does_not_fit(peak):
+    """Both fit 85.9 GB, as 80 GiB were taken for."""
+    spec = load("8b-zero3").spec
+    exact = derive(spec).exact
+    found = replace(fit(spec, exact), peak_bytes=peak)
+    assert found.fits is False
+    assert found.short_bytes == peak + cluster_of(spec).reserved_bytes - found.device_memory
+    bare = replace(found, reserve_bytes=0)
+    assert bare.fits is True and bare.is_tight
+
+
+def test_a_fit_is_tight_if_less_than_a_twentieth_is_left():
+    spec = load("8b-zero3").spec
+    found = fit(spec, derive(spec).exact)
+    assert found.fits is True and not found.is_tight
+    left = found.device_memory // 20
+    assert not replace(found, peak_bytes=found.usable_memory - left - 1).is_tight
+    tight = replace(found, peak_bytes=found.usable_memory - left + 1)
+    assert tight.fits is True and tight.is_tight
+    assert not replace(found, peak_bytes=found.usable_memory + 1).is_tight
+
+
+def test_predict_prints_the_reserve_and_records_it(ptrain):
+    peak = derive(require(load("8b-zero3"))).exact.peak_bytes()
+    memory = f"cluster.device_memory={peak + 4 * GIB + peak // 40}"
+    tight = ptrain("predict", "8b-zero3", memory)
+    assert "fits, but is tight: peak " in tight and " + reserve 4." in tight
+    assert " + reserve " not in ptrain("predict", "8b-zero3", memory, "cluster.reserve=0")
+    record = json.loads(ptrain("predict", "8b-zero3", memory, "--json"))["fit"]
+    assert record["fits"] is True and record["tight"] is True
+    assert record["reserve_bytes"] == 3 * GIB + record["device_memory"] // 40
+    assert "does not fit by " in ptrain("predict", "8b-zero3", f"cluster.device_memory={peak}")
+
+
+def test_a_sweep_has_the_rule_of_a_single_spec(ptrain):
+    peak = derive(require(load("8b-zero3"))).exact.peak_bytes()
+    sizes = [peak, peak + 4 * GIB + peak // 40, 2 * peak]
+    words = f"cluster.device_memory={','.join(map(str, sizes))}"
+    rows = ptrain("predict", "8b-zero3", words, "--csv").splitlines()
+    names = rows[0].split(",")
+    cells = [dict(zip(names, row.split(","), strict=True)) for row in rows[1:]]
+    assert [cell["fits"] for cell in cells] == ["false", "true", "true"]
+    assert [cell["tight"] for cell in cells] == ["false", "true", "false"]
+    table = ptrain("predict", "8b-zero3", words).splitlines()[1:4]
+    assert [word for row in table for word in row.split() if word in ("no", "tight", "yes")] == [
+        "no",
+        "tight",
+        "yes",
+    ]
+
+
+def test_what_select_prints_as_best_fits_by_predict_and_train():
+    constraints = ["pp=1", "tp=1", "cp=1", "dp_shard=8"]
+    found = select("llama3-8b", cluster="h100-8", devices=8, where=constraints, count=20)
+    spec = found.ranking[0].spec
+    exact = derive(spec).exact
+    assert fit(spec, exact).fits is True
+    assert max(row.peak_bytes for row in found.ranking) <= cluster_of(spec).usable_memory
+    require_fit(spec, exact)
+    bare = select(
+        "llama3-8b",
+        ["cluster.reserve=0"],
+        cluster="h100-8",
+        devices=8,
+        where=constraints,
+        count=20,
+    )
+    assert bare.ranking[0].peak_bytes > cluster_of(spec).usable_memory  # the fastest of these
+
+
+def test_the_largest_micro_batch_leaves_the_reserve():
+    words = ["batch.micro=auto", "batch.sequence=8192"]
+    fitting = with_largest_micro(load("8b-zero3", words).spec)
+    bare = with_largest_micro(load("8b-zero3", [*words, "cluster.reserve=0"]).spec)
+    peak = derive(fitting).exact.peak_bytes()
+    assert peak <= cluster_of(fitting).usable_memory
+    assert bare.batch.micro >= fitting.batch.micro
+
+
+# -- hosts
+
+
+def test_offloaded_states_are_compared_with_the_host_of_the_preset(ptrain):
+    text = ptrain("predict", *OFFLOADED)
+    assert "1129 GB of 2000 GB on a node's host" in text and "fits: " in text
+    small = ptrain("predict", *OFFLOADED, "cluster.host_memory=1 TB")
+    assert "does not fit by 128.9 GB: " in small and "1129 GB of 1000 GB" in small
+
+
+def test_an_unknown_host_is_not_unlimited(ptrain):
+    words = [*OFFLOADED[:-1], UNSTATED]
+    text = ptrain("predict", *words)
+    assert "unknown: the cluster: it does not state the memory of a node's host" in text
+    assert "1129 GB on a node's host (memory unknown)" in text
+    assert "fits: " not in text
+    assert "`cluster.host_memory=2TB`" in text
+    assert "fits: " in ptrain("predict", *words, "cluster.host_memory=2TB")
+    record = json.loads(ptrain("predict", *words, "--json"))["fit"]
+    assert record["fits"] is None and record["host_bytes"] == record["host_needed_bytes"] > 10**12
+    sweep = ptrain("predict", *words, "batch.sequence=64,128")
+    assert sweep.count("fits unknown: batch.sequence=") == 2
+    spec = load(words[0], words[1:]).spec
+    exact = derive(spec).exact
+    require_fit(spec, exact)  # what is unknown is no reason
+    assert "`cluster.host_memory=2TB`" in preflight_lines(spec, exact)[-1]
+
+
+def test_nothing_is_unknown_of_a_host_that_holds_no_states():
+    spec = load("zero3", [UNSTATED, "mesh.dp_shard=8", "batch.global=16"]).spec
+    assert fit(spec, derive(spec).exact).fits is True
+
+
+def test_ranks_on_cpus_share_the_memory_of_their_host():
+    spec = load("zero3").spec
+    exact = derive(spec).exact
+    found = fit(spec, exact)
+    assert found.shared_bytes == 2 * (exact.peak_bytes() + 300 * 2**20)
+    assert fit(with_cluster(spec, host_memory=found.shared_bytes), exact).fits is True
+    less = fit(with_cluster(spec, host_memory=found.shared_bytes - 1), exact)
+    assert less.fits is False and less.host_short_bytes == 1
+
+
+def test_bytes_of_the_start_are_compared_with_the_host():
+    spec = load("8b-zero3").spec
+    exact = derive(spec).exact
+    host = cluster_of(spec).host_memory
+    assert fit(spec, exact, startup_host_bytes=host).fits is True
+    found = fit(spec, exact, startup_host_bytes=host + 1)
+    assert found.fits is False and found.host_short_bytes == 1
+
+
+def test_a_search_names_the_key_if_only_offloaded_states_fit(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "kind: cuda\nsm: 90\ndevices: 2\ndevice_memory: 79.1 GiB\nintra_node_bandwidth: 450 GB/s\n"
+    )
+    job = {"cluster": str(file), "where": ["pp=1", "tp=1", "cp=1", "recompute=full"], "count": 20}
+    with pytest.raises(SpecError, match=r"cluster: .*host(.|\n)*`cluster\.host_memory=2TB`"):
+        select("llama3-70b", **job)
+    found = select("llama3-70b", ["cluster.host_memory=2TB"], **job)
+    assert found.best is not None and found.best.memory.host_bytes > 10**11
+
+
+# -- this host
+
+
+@pytest.fixture
+def _small_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "physical_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(host_memory, "gpus", lambda: 0)
+
+
+@pytest.mark.usefixtures("_small_host")
+@pytest.mark.parametrize("command", ["train", "validate"])
+def test_ranks_that_this_host_cannot_hold_are_refused_before_any_starts(
+    command, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first = ["zero3"] if command == "validate" else []  # which does not start either
+    assert main([command, *first, "8b-zero3", "train.seed=1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    assert "8 ranks of 8b-zero3 on the CPU need 341.8 GB of memory" in captured.err
+    assert "this host has 17.18 GB" in captured.err
+    assert "`ptrain simulate 8b-zero3 train.seed=1`" in captured.err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("_small_host")
+def test_ranks_elsewhere_or_forced_ones_are_not_refused(monkeypatch):
+    words = ["8b-zero3", "train.steps=4"]
+    assert checked(options.parse([*words, "--force"])).name == "8b-zero3"
+    with pytest.raises(SpecError, match="1 ranks|8 ranks"):
+        checked(options.parse(words))
+    spec = load(words[0]).spec
+    exact = derive(spec).exact
+    host_memory.require_host_holds(replace(spec, device="cuda"), exact, "8b-zero3")
+    monkeypatch.setattr(host_memory, "gpus", lambda: 8)
+    host_memory.require_host_holds(spec, exact, "8b-zero3")
+    with pytest.raises(SpecError, match="on the CPU"):
+        host_memory.require_host_holds(replace(spec, device="cpu"), exact, "8b-zero3")
+
+
+@pytest.mark.usefixtures("_small_host")
+def test_the_need_of_this_host_is_that_of_its_ranks():
+    spec = load("zero3").spec
+    exact = derive(spec).exact
+    peaks = [max(row.device_bytes for row in exact.peak if row.rank == rank) for rank in range(2)]
+    assert host_memory.needed_bytes(exact) == sum(peaks) > 0
+    host_memory.require_host_holds(spec, exact, "zero3")
+    with pytest.raises(SpecError, match="2 ranks of zero3"):
+        host_memory.require_host_holds(spec, exact, "zero3", startup_host_bytes=17 * GIB)
+    large = require(load("8b-zero3", ["device=cpu"]))
+    with pytest.raises(SpecError, match="2 ranks of 8b-zero3"):
+        host_memory.require_host_holds(large, derive(large).exact, "8b-zero3", nodes=4)
+
+
+def test_a_container_has_the_memory_of_its_limit(tmp_path: Path, monkeypatch):
+    from ptrain import processor
+
+    whole = processor.physical_memory()
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(processor, "_LIMIT", limit)
+    limit.write_text("max\n")
+    assert processor.physical_memory() >= whole
+    limit.write_text("4096\n")
+    assert processor.physical_memory() == 4096
