@@ -184,6 +184,8 @@ def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
     short = max(least.memory.short_bytes, least.memory.host_short_bytes)
     if short > 0:
         why = f"too much by {format_bytes(short)}"
+    elif least.memory.unknown:
+        why = f"unknown whether it fits: {least.memory.unknown}"
     else:
         why = "which fits, and not under all constraints"
     yield (

@@ -15,7 +15,7 @@ from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
 from ptrain.report.step_time import untimed
 from ptrain.report.table import MISSING, render, size
-from ptrain.selection.fit import HOST_UNKNOWN, host_text, room_text
+from ptrain.selection.fit import HOST_UNKNOWN, room_text
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.follow import MeshFollower
 from ptrain.spec.overrides import parse_override
@@ -111,6 +111,7 @@ def table(points: Sequence[SweepPoint]) -> str:
         step_seconds(prediction.derivation.exact) is not None or untimed(prediction.derivation)
         for prediction in predictions
     )
+    has_host = any(prediction.fit.host_bytes for prediction in predictions)
     columns = [
         "per rank",
         "Θ+Ω+G paper",
@@ -119,20 +120,25 @@ def table(points: Sequence[SweepPoint]) -> str:
         "ratio",
         f"peak{room}",
         "fits",
+        *(["on a host"] if has_host else []),
         *(["step s", "tok/s"] if is_timed else []),
         "sent paper",
         "exact",
         "ratio",
         "calls",
     ]
-    cells = [_cells(point, predictions[0], is_timed=is_timed) for point in points]
+    cells = [
+        _cells(point, predictions[0], is_timed=is_timed, has_host=has_host) for point in points
+    ]
     return "\n".join([render(columns, cells), *remarks(points)])
 
 
-def _cells(point: SweepPoint, base: Prediction, *, is_timed: bool) -> tuple[str, ...]:
+def _cells(
+    point: SweepPoint, base: Prediction, *, is_timed: bool, has_host: bool
+) -> tuple[str, ...]:
     prediction = point.prediction
     if prediction is None:
-        return (point.label, *[MISSING] * 5, "refused", *[MISSING] * (4 + 2 * is_timed))
+        return (point.label, *[MISSING] * 5, "refused", *[MISSING] * (4 + has_host + 2 * is_timed))
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
     memory, sent = model_state_bytes(exact), sent_bytes(exact)
     return (
@@ -143,6 +149,7 @@ def _cells(point: SweepPoint, base: Prediction, *, is_timed: bool) -> tuple[str,
         _relative(memory, model_state_bytes(base.derivation.exact)),
         size(prediction.fit.peak_bytes),
         fits_word(prediction),
+        *([size(prediction.fit.host_needed_bytes)] if has_host else []),
         *([_seconds_cell(exact), _pace_cell(prediction)] if is_timed else []),
         size(sent_bytes(paper)),
         size(sent),
@@ -188,14 +195,10 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     yield from _decision(named)
     yield from _gathered(named, _batch_lines)
     yield from _gathered(named, _missing_time)
+    yield from _gathered(named, _unknown_host)
     for label, prediction in named:
         if prediction.fit.peak_bytes is None:
             yield f"peak unknown: {label}: {prediction.fit.why}; {prediction.telling} tells"
-    for label, prediction in named:
-        if (host := host_text(prediction.fit)) and prediction.fit.fits is not None:
-            yield f"host: {label}: {host}"
-        elif prediction.fit.is_host_unknown and not prediction.fit.is_open:
-            yield f"fits unknown: {label}: {prediction.fit.unknown}; {host}. {HOST_UNKNOWN[1]}"
     for label, prediction in named:
         for line in by_data_lines(prediction.derivation.exact):
             yield f"upper bounds: {label}: {line}"
@@ -256,6 +259,12 @@ def _gathered(
 
 def _batch_lines(prediction: Prediction) -> Sequence[str]:
     return batch_lines(prediction.spec.batch, prediction.spec.data_degree)
+
+
+def _unknown_host(prediction: Prediction) -> Sequence[str]:
+    fitting = prediction.fit
+    is_why = fitting.fits is None and fitting.fits_device
+    return [f"unknown whether it fits: {fitting.unknown}. {HOST_UNKNOWN[1]}"] if is_why else []
 
 
 def _missing_time(prediction: Prediction) -> Sequence[str]:

@@ -239,7 +239,8 @@ class Deriver:
                 continue
             row = self.exactly(candidate)
             self.derived += row is not None
-            self.is_host_unknown |= row is not None and row.memory.is_host_unknown
+            if row is not None and row.memory.fits is None and row.memory.fits_device:
+                self.is_host_unknown = True
             if row is not None and row.memory.fits and self._obeys(row):
                 count -= 1
                 yield row

@@ -113,13 +113,22 @@ class Fit:
         return f"the cluster: {HOST_UNKNOWN[0]}" if is_unknown else ""
 
     @property
-    def fits(self) -> bool | None:
-        """None: unknown, without a cluster, a peak or the host's memory, or where data decides."""
-        if self.short_bytes > 0 or self.host_short_bytes > 0:
+    def fits_device(self) -> bool | None:
+        """Whether the peak fits a device; None: unknown, without a cluster or a peak, or where data
+        decides."""
+        if self.short_bytes > 0:
             return False
         if self.device_memory is None or self.peak_bytes is None or self.spare_bytes < 0:
             return None
-        return None if self.is_host_unknown else True
+        return True
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether devices and hosts hold it; None: unknown, as for a device, or if the memory of
+        the host is."""
+        if self.host_short_bytes > 0:
+            return False
+        return None if self.fits_device and self.is_host_unknown else self.fits_device
 
 
 def peak_text(memory_fit: Fit) -> str:

@@ -37,7 +37,9 @@ def with_largest_micro(spec: Spec) -> Spec:
         raise refused(_PLACE, finding, f"{_NUMBER}, or recompute: selective or full")
     smallest = spec
     for candidate in _candidates(spec):
-        if _fit(candidate).fits:
+        found = _fit(candidate)
+        # offloaded states on a host of unknown memory are the same for all micro-batches
+        if found.fits_device and found.fits is not False:
             return _because(candidate, f"the largest whose predicted peak fits{_tries(spec)}")
         smallest = _because(candidate, "the smallest there is: none fits")
     return smallest
@@ -76,6 +78,6 @@ def _because(spec: Spec, choice: str) -> Spec:
 def _fit(spec: Spec) -> Fit:
     """Raises SpecError where the peak is not known."""
     memory_fit = fit(spec, derive(spec).exact)
-    if memory_fit.unknown:
+    if memory_fit.unknown and not memory_fit.fits_device:
         raise refused(_PLACE, f"auto: the peaks that decide are unknown: {memory_fit.why}", _NUMBER)
     return memory_fit

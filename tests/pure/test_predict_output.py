@@ -161,7 +161,9 @@ def test_bytes_per_parameter_go_to_16_4_2_and_0_in_a_sweep(ptrain, spec, limit):
 
 def test_what_does_not_fit_says_by_how_much_and_offers_three_that_need_less(ptrain):
     text = ptrain("predict", "70b-dp")
-    assert re.search(r"does not fit by \d+.* GB: peak .* \+ reserve 5.3\d+ GB of 84.93 GB per rank", text)
+    assert re.search(
+        r"does not fit by \d+.* GB: peak .* \+ reserve 5.3\d+ GB of 84.93 GB per rank", text
+    )
     record = json.loads(ptrain("predict", "70b-dp", "--json"))
     assert record["fit"]["fits"] is False
     assert len(record["cheaper"]) == 3
