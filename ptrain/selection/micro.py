@@ -37,9 +37,9 @@ def with_largest_micro(spec: Spec) -> Spec:
         raise refused(_PLACE, finding, f"{_NUMBER}, or recompute: selective or full")
     smallest = spec
     for candidate in _candidates(spec):
-        found = _fit(candidate)
+        memory_fit = _fit(candidate)
         # offloaded states on a host of unknown memory are the same for all micro-batches
-        if found.fits_device and found.fits is not False:
+        if memory_fit.fits_device and memory_fit.fits is not False:
             return _because(candidate, f"the largest whose predicted peak fits{_tries(spec)}")
         smallest = _because(candidate, "the smallest there is: none fits")
     return smallest
