@@ -46,10 +46,10 @@ class _Figure(_Alike, Real):
 #   (benchmarks/results/gpu_hbm3_2026-11-26.md, the column "allocated - lives").
 # 0.6 + 2 + 0.4 GiB make the constant part.
 _GPU_RESERVE = 3 * 2**30
-# Fragmentation is a share, as it grows with the memory. Z is 0.2 to 1 GiB in 8 of 13 reports of cards
-# with 80 to 141 GB and 3.5 GiB in one. In four it is 14 GiB or more, which this reserve does not
-# cover. The cache of freed blocks counts no more than Z: the allocator returns free segments before
-# it fails.
+# Fragmentation is a share, as it grows with the memory. Z is 0.2 to 1 GiB in 8 of 13 reports of
+# cards with 80 to 141 GB, and 3.5 GiB in one. In four it is 14 GiB or more: this reserve does not
+# cover that. Cached blocks of whole free segments are not reserved: the allocator returns these
+# before it fails.
 _GPU_FRAGMENTS = 40
 # A process that has imported torch and joined a gloo group has 280 MiB resident (torch 2.13).
 PROCESS_BYTES = 300 * 2**20
