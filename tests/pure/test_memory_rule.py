@@ -286,3 +286,10 @@ def test_a_container_has_the_memory_of_its_limit(tmp_path: Path, monkeypatch):
     assert processor.physical_memory() >= whole
     limit.write_text("4096\n")
     assert processor.physical_memory() == 4096
+
+
+def test_no_answer_contradicts_the_outcome_of_a_published_job(benchmark_module):
+    published = benchmark_module("published_fits")
+    outcomes = {job.name: job.trained for job in published.JOBS}
+    assert list(outcomes.values()).count(False) >= 5, "jobs that ran out of memory"
+    assert {job.name: published.predict_fit(job).fits for job in published.JOBS} == outcomes
