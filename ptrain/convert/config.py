@@ -10,7 +10,8 @@ from typing import Any
 from ptrain.errors import PtrainError, refused
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.published import KINDS, UnfitConfig, config_of, keys_of
+from ptrain.spec.published import config_of, read_config
+from ptrain.spec.published_kinds import KINDS
 from ptrain.spec.resolve_sections import CONFIG, shape_of
 from ptrain.spec.write import keys_of_shape
 
@@ -50,10 +51,8 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
 
 def _is_same(config: dict[str, Any], shape: ModelShape) -> bool:
     """Return whether a config says all that a shape does."""
-    try:
-        read = shape_of(keys_of(config))
-    except UnfitConfig:
-        return False
+    published = read_config(config)
+    read = None if published.faults else shape_of(published.keys)
     return read is not None and _of_weights(read) == shape
 
 

@@ -120,7 +120,8 @@ def _estimated(
     require_executed(spec, plan, facts, stages)
     estimate = of_step(spec, plan, facts, stages, machine)
     foreign = unclaimed(spec, facts)
-    ignored = ", ".join(facts.ignored)
+    own = spec.model.ignored if isinstance(spec.model, ModelShape) else ()
+    ignored = ", ".join(own or facts.ignored)
     return plan, replace(
         estimate,
         operations=operations(spec, plan, stages),
@@ -129,7 +130,7 @@ def _estimated(
         warnings=(
             *estimate.warnings,
             *kernel_warnings(spec, foreign, estimate.undefined),
-            *([f"model.config: ignored are {ignored}"] if ignored else ()),
+            *([f"fields of the model's config without effect: {ignored}"] if ignored else ()),
         ),
     )
 

@@ -8,7 +8,8 @@ a model is built, and nowhere else: the import takes seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.errors import Fault, refused
+from ptrain.errors import Fault, SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.boundary import boundary
 from ptrain.models.experts import EXPERTS, experts_setting
-from ptrain.models.published_config import require_one_model, taken
+from ptrain.models.published_config import faults_of_class, taken
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel
 from ptrain.spec.slips import near_word
@@ -38,14 +39,17 @@ _KINDS = {
 _BASE = "transformers.modeling_utils.PreTrainedModel"
 _IS_PLAIN = "_gives_logits"  # of the classes that are made here
 PACKED = "find_packed_sequence_indices"  # of `masks`
+_FIELD = re.compile(r"field '(\w+)'")  # as strict dataclasses of newer versions name it
 _LAYERS = "num_hidden_layers"  # as transformers calls it, whatever a config does
 
 
 def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
     """Raises SpecError for a class that is none, and for a config that the class does not take."""
     require_transformers(model)
-    require_one_model(model.config)
-    named = _class_of(model.hf)
+    try:
+        named = _class_of(model.hf)
+    except SpecError as error:  # a class with code of its own is often unknown too
+        raise SpecError(*faults_of_class(model.config), *error.faults) from error
     config = _config(named, model)
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions < sequence:
@@ -234,13 +238,38 @@ def _class_of(name: str) -> Any:
 
 
 def _config(named: Any, model: HuggingFaceModel) -> Any:
-    """The class's own config with the spec's fields; a field that it does not know is refused."""
-    kind = named.config_class
-    fields = taken(named, model.config).fields
+    """Build the class's config from the spec's fields.
+
+    Raises:
+        SpecError: with all faults: fields that the class does not have, and values that it rejects.
+    """
+    kind, chosen = named.config_class, taken(named, model.config)
+    faults, fields = [*chosen.faults], {**chosen.fields}
     attention, _ = _KINDS[_attention(named, model)]
-    with boundary(lambda error: _unfit(f"{kind.__name__} does not take it: {_line(error)}")):
-        own = {_ATTENTION: attention, **_experts(fields.get(EXPERTS)), **_FIXED}
-        return kind(**{**fields, **own})
+    own = {_ATTENTION: attention, **_experts(fields.get(EXPERTS)), **_FIXED}
+    while True:  # each attempt names one field, which the next leaves out
+        try:
+            with boundary(lambda error: _rejected(kind, error, fields)):
+                config = kind(**{**fields, **own})
+            break
+        except SpecError as error:
+            faults += error.faults
+            field = error.faults[0].place.removeprefix("model.config").removeprefix(".")
+            if field not in fields:
+                break
+            del fields[field]
+    if faults:
+        raise SpecError(*faults)
+    return config
+
+
+def _rejected(kind: type, error: BaseException, fields: Mapping[str, object]) -> Fault:
+    """Return the fault of a value that a config rejects, at the field that the error names."""
+    fault = _unfit(f"{kind.__name__} does not take it: {_line(error)}")
+    named = _FIELD.search(_line(error))
+    if named is None or named[1] not in fields:
+        return fault
+    return replace(fault, place=f"{fault.place}.{named[1]}")
 
 
 def _experts(given: object) -> dict[str, object]:

@@ -157,7 +157,7 @@ def _independent(faults: Iterable[Fault], known: Mapping[Route, Fault]) -> dict[
     """The faults that do not merely follow from a section that is already at fault."""
     broken = {fault.place.split(".")[0] for fault in known.values()}
     return {
-        tuple(fault.place.split(".")): fault
+        (*fault.place.split("."), fault.finding): fault  # one value may have several faults
         for fault in faults
         if not broken.intersection(_DEPENDS.get(top := fault.place.split(".")[0], (top,)))
     }

@@ -64,7 +64,8 @@ class ModelShape(BlockOptions):
     name of the preset that has this very shape, where the spec gave one; `pretrained` the folder of
     the weights that it begins with, None where they are drawn; `family` is whose options
     stand for those that are not given, and `tabulated` whose operators the blocks have, which the
-    committed tables tell of: None of any other composition."""
+    committed tables tell of: None of any other composition. `ignored`: fields of the folder's
+    config without effect."""
 
     family: Family = field(compare=False)
     layers: int
@@ -76,6 +77,7 @@ class ModelShape(BlockOptions):
     attention: Attention = Attention.SDPA
     preset: str = field(default="", compare=False)
     pretrained: str | None = None
+    ignored: tuple[str, ...] = field(default=(), compare=False, repr=False)
     tabulated: Family | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -64,9 +64,11 @@ class Findings:
         is_file = bool(self.tree.source) and file.is_file()
         return file.parent if is_file and not file.is_relative_to(root()) else None
 
-    def add(self, place: str, finding: str, remedy: str = "") -> None:
+    def add(self, place: str, finding: str, remedy: str = "", *, part: str = "") -> None:
+        """Add the first fault of a place, or of a part of the value there."""
         route = tuple(place.split("."))
-        self.faults.setdefault(route, mark_of(self.tree, route).fault(place, finding, remedy))
+        fault = mark_of(self.tree, route).fault(place, finding, remedy)
+        self.faults.setdefault((*route, part) if part else route, fault)
 
 
 def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec:

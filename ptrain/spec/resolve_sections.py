@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec.block import UNSAID, BlockOptions
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
+from ptrain.spec.config_fields import FieldFault, find_refused
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import misfits, voids
 from ptrain.spec.model import (
@@ -28,7 +29,8 @@ from ptrain.spec.model import (
 )
 from ptrain.spec.names import file_of_preset, listing, missing, unusable
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
-from ptrain.spec.published import UnfitConfig, keys_of, require_plain
+from ptrain.spec.published import read_config
+from ptrain.spec.published_kinds import WHOLE
 from ptrain.spec.resolve_rates import resolve_rates
 from ptrain.spec.text import Tree, read
 
@@ -49,7 +51,7 @@ class Report(Protocol):
     @property
     def home(self) -> Path | None: ...
 
-    def add(self, place: str, finding: str, remedy: str = "") -> None: ...
+    def add(self, place: str, finding: str, remedy: str = "", *, part: str = "") -> None: ...
 
 
 def _preset(name: str | None, kind: type, section: str, report: Report) -> Mapping[str, Any] | None:
@@ -130,30 +132,25 @@ def _begun(
     raw: ModelRaw, folder: str, attention: Attention | None, report: Report
 ) -> ModelShape | None:
     """The model of a published folder, which stands for a preset."""
-    published = _published(Path(folder) / CONFIG, report)
-    shape = None if published is None else _shape(published, _said(raw), report)
+    path = Path(folder) / CONFIG
+    config = _published(path, report)
+    if config is None:
+        return None
+    model = read_config(config, _said(raw))
+    values, faults = validate(Tree(root=model.keys, source=str(path)), ModelRaw, is_partial=True)
+    _add_faults(path, model.faults, report)
+    for fault in faults.values():
+        finding = f"{path}: {fault.place}: {fault.finding}"
+        report.add(_PRETRAINED, finding, fault.remedy or WHOLE, part=fault.place)
+    shape = None if faults or model.faults else _shape(values, _said(raw), report)
     if shape is None:
         return None
-    return replace(shape, attention=attention or Attention.SDPA, pretrained=folder)
+    chosen = attention or Attention.SDPA
+    return replace(shape, attention=chosen, pretrained=folder, ignored=model.ignored)
 
 
 def _published(path: Path, report: Report) -> Mapping[str, Any] | None:
-    """The values that the config of a published model says; None where it says none that can be
-    used."""
-    root = _of_config(path, keys_of, report)
-    if root is None:
-        return None
-    values, faults = validate(Tree(root=root, source=str(path)), ModelRaw, is_partial=True)
-    for fault in faults.values():
-        remedy = fault.remedy or "name a folder whose config.json says what it is"
-        report.add(_PRETRAINED, f"{path}: {fault.place}: {fault.finding}", remedy)
-    return None if faults else values
-
-
-def _of_config(
-    path: Path, read: Callable[[Mapping[str, Any]], dict[str, Any]], report: Report
-) -> dict[str, Any] | None:
-    """What is read of a published model's config; None where it cannot be."""
+    """Return the fields of a published model's config; None, with a fault, if it has none."""
     config = _json(path)
     if isinstance(config, str):
         remedy = (
@@ -161,16 +158,12 @@ def _of_config(
         )
         report.add(_PRETRAINED, f"{path}: {config}", f"{remedy}write model.pretrained=null")
         return None
-    try:
-        return read(config)
-    except UnfitConfig as error:
-        report.add(_PRETRAINED, f"{path}: {error}", error.remedy)
-        return None
+    return config
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    require_plain(config)
-    return {**config}
+def _add_faults(path: Path, faults: Iterable[FieldFault], report: Report) -> None:
+    for fault in faults:
+        report.add(_PRETRAINED, f"{path}: {fault.finding}", fault.remedy, part=fault.field)
 
 
 def shape_of(keys: Mapping[str, Any]) -> ModelShape | None:
@@ -198,9 +191,11 @@ def _hugging_face_model(
             return None
         config = read_config
     if raw.pretrained is not None:
-        published = _of_config(Path(raw.pretrained) / CONFIG, _plain, report)
+        path = Path(raw.pretrained) / CONFIG
+        published = _published(path, report)
         if published is None:
             return None
+        _add_faults(path, find_refused(published), report)
         for name in _OLD_ROPE if _ROPE in published and _ROPE not in config else ():
             if name in config and config[name] != published.get(name):
                 finding = f"the folder's config has {_ROPE}, which stand for it"

@@ -135,7 +135,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "rotations without a base": (
         field(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
-        "a field is missing or no number: 'factor'",
+        "the rotations lack factor",
     ),
     "negative layers": (field(num_hidden_layers=-2), "layers"),
     "layers in words": (field(num_hidden_layers="two"), "layers"),

@@ -42,7 +42,7 @@ FAULTS = [
     ("llama", {"num_key_value_heads": 3}, "model.config", "must match", "change"),
     ("llama", {"num_attention_heads": 5}, "model.config", "", "change"),
     ("llama", {"num_attention_heads": 0}, "model.config", "division", "change"),
-    ("llama", {"hidden_size": "wide"}, "model.config", "", "change"),
+    ("llama", {"hidden_size": "wide"}, "model.config.hidden_size", "", "change"),
     ("llama", {"hidden_act": "sulu"}, "model.config", "sulu", "change"),
     ("llama", {"max_position_embeddings": 4}, "model.config", "16 tokens", ": 16 or more"),
     ("llama", {"use_cache": True}, "model.config.use_cache", "by training", "remove it"),
@@ -143,26 +143,67 @@ def test_a_published_config_is_taken_whole(kind):
     assert {name: tuple(tensor.shape) for name, tensor in ours.named_parameters()} == shapes
 
 
-def test_what_of_a_published_config_has_no_influence_is_named():
+def test_fields_without_effect_are_named_and_silent_ones_are_not():
     ignored = ignored_fields(HuggingFaceModel(hf="gemma2", config=PUBLISHED["gemma2"]))
-    assert ignored == (
-        "torch_dtype (precision says it)",
-        "use_cache (training says it)",
-        "hidden_act (nothing reads it)",
-        "cache_implementation (nothing reads it)",
-        "sliding_window_size (nothing reads it)",
-    )
+    assert ignored == ("hidden_act (nothing reads it)", "sliding_window_size (nothing reads it)")
     neox = ignored_fields(HuggingFaceModel(hf="gpt_neox", config=PUBLISHED["gpt_neox"]))
-    assert len(neox) == 2, "what a config converts is read"
+    assert neox == (), "fields that a config converts are read"
     assert ignored_fields(HuggingFaceModel(hf="llama", config=CONFIG)) == ()
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "scoring_func": "sigmoid",
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_field_that_a_class_declares_and_never_reads_is_named():
+    ignored = ignored_fields(HuggingFaceModel(hf="DeepseekV3ForCausalLM", config=DEEPSEEK))
+    assert ignored == (
+        "num_nextn_predict_layers (nothing reads it)",
+        "scoring_func (nothing reads it)",
+    )
+    off = DEEPSEEK | {"num_nextn_predict_layers": 0, "auto_map": {}}
+    ignored = ignored_fields(HuggingFaceModel(hf="DeepseekV3ForCausalLM", config=off))
+    assert ignored == ("scoring_func (nothing reads it)",)
+
+
+@pytest.mark.parametrize("empty", [{}, None])
+@pytest.mark.parametrize("field", ["auto_map", "quantization_config", "vision_config"])
+def test_an_empty_field_names_no_code_and_no_second_model(field, empty):
+    config = PUBLISHED["llama"] | {field: empty}
+    model = HuggingFaceModel(hf="LlamaForCausalLM", config=config)
+    assert build(model, sequence=SEQUENCE) is not None
+    assert ignored_fields(model) == ()
+
+
+def test_all_faults_of_a_config_come_at_once():
+    bad = {"auto_map": {"AutoModel": "x--y"}, "quantization_config": {"bits": 4}}
+    bad |= {"hidden_size": "wide", "vocab_size": "large", "mlp_bia": True}
+    config = {name: value for name, value in PUBLISHED["llama"].items() if name != "mlp_bias"} | bad
+    with pytest.raises(SpecError) as caught:
+        build(HuggingFaceModel(hf="LlamaForCausalLM", config=config), sequence=SEQUENCE)
+    places = [fault.place.removeprefix("model.config.") for fault in caught.value.faults]
+    assert places == ["auto_map", "quantization_config", "mlp_bia", "vocab_size", "hidden_size"]
+    with pytest.raises(SpecError) as caught:
+        build(HuggingFaceModel(hf="NoClass", config=config), sequence=SEQUENCE)
+    assert len(caught.value.faults) == 3, "code, quantized weights, and the class itself"
 
 
 @pytest.mark.parametrize(
     ("fields", "place", "finding"),
     [
         ({"auto_map": {"AutoModel": "x--y"}}, "model.config.auto_map", "it never runs"),
-        ({"vision_config": {}}, "model.config.vision_config", "one of several, as multimodal"),
-        ({"quantization_config": {}}, "model.config.quantization_config", "quantized"),
+        (
+            {"vision_config": {"depth": 2}},
+            "model.config.vision_config",
+            "one of several, as multimodal",
+        ),
+        ({"quantization_config": {"bits": 4}}, "model.config.quantization_config", "quantized"),
         ({"model_type": "qwen2"}, "model.config.model_type", "'qwen2', and LlamaForCausalLM is"),
         ({"hiden_size": 32, "hidden_size": None}, "model.config.hiden_size", "has no field"),
     ],
