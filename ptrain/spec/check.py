@@ -14,7 +14,14 @@ from ptrain.spec.model import ModelRaw
 from ptrain.spec.names import listing
 from ptrain.spec.section import Section, is_required, keys
 from ptrain.spec.shorthand import mark_of
-from ptrain.spec.suggest import for_unknown, listed
+from ptrain.spec.suggest import (
+    for_foreign,
+    for_unknown,
+    foreign_leaves,
+    is_called,
+    listed,
+    of_any_section,
+)
 from ptrain.spec.text import COMMAND_LINE, Route, Tree, flow
 from ptrain.spec.tuples import REST
 
@@ -77,7 +84,7 @@ class _Walk:
             values[spot.name] = _NEEDED.get(inner, value) if value is MISSING else value
         for key in written:
             if key not in known:
-                self._unknown(key, kind, route)
+                self._unknown(key, kind, route, written[key])
         sound = {name: value for name, value in values.items() if value is not MISSING}
         if is_partial:
             return sound
@@ -101,17 +108,42 @@ class _Walk:
             return MISSING
 
     def _no_mapping(self, kind: type, value: object, route: Route) -> None:
-        remedy = self._key_of(kind, value, route) or listed("its keys", kind, route)
+        remedy = self._key_of(kind, value, route)
+        if not remedy and route:
+            remedy = self._of_other_tool(route, value)
+        remedy = remedy or listed("its keys", kind, route)
         if route == ("checkpoint",):
             remedy = slips.checkpointed(value) or remedy
         self._fault(route, f"must be a mapping; got {describe(value)}", remedy)
 
-    def _unknown(self, key: str, kind: type, route: Route) -> None:
-        finding, remedy = f"unknown key {key!r}", ""
-        if (*route, key) in slips.UNSUPPORTED:
-            waits, remedy = slips.UNSUPPORTED[*route, key]
+    def _unknown(self, key: str, kind: type, route: Route, value: object) -> None:
+        place, finding = (*route, key), f"unknown key {key!r}"
+        waits, remedy = slips.UNSUPPORTED.get(place, ("", ""))
+        if waits:
             finding += f"; not yet: {waits}"
-        self._fault((*route, key), finding, remedy or for_unknown(key, kind, route), key=True)
+        elif not is_called(key, kind, route):
+            if isinstance(value, dict) and self._unknown_section(place, value):
+                return
+            remedy = self._of_other_tool(place, value)
+        self._fault(place, finding, remedy or for_unknown(key, kind, route), key=True)
+
+    def _unknown_section(self, route: Route, value: dict[str, object]) -> bool:
+        """Report the keys of another tool's section; False if no tool has one of them."""
+        leaves = foreign_leaves(route, value)
+        remedies = {
+            inner: self._of_other_tool(inner, leaf) or of_any_section(inner[-1])
+            for inner, leaf in leaves
+        }
+        if not any(remedies.values()):
+            return False
+        for inner, remedy in remedies.items():
+            finding = f"unknown key {'.'.join(inner)!r}"
+            self._fault(inner, finding, remedy or "Remove it: no key stands for it.", key=True)
+        return True
+
+    def _of_other_tool(self, route: Route, value: object) -> str:
+        """Return the remedy for a key of another tool; "" if no tool has it."""
+        return for_foreign(route, value, lambda key, text: self._said(key, text, route))
 
     def _key_of(self, kind: type, value: object, route: Route) -> str:
         """`precision=fp16`: the key of the section that takes the value which the section got."""
@@ -120,16 +152,19 @@ class _Walk:
         known = keys(kind)
         for key, (_, holds) in known.items():
             if isinstance(holds, Choice) and (word := holds.word(value)):
-                return f"write {self._said((*route, key), word)}"
+                return f"write {self._said((*route, key), flow(word), route)}"
         preset = nearest(value, tuple(listing(f"{route[-1]}s"))) if "preset" in known else ""
-        return f"write {self._said((*route, 'preset'), preset)}" if preset else ""
+        return f"write {self._said((*route, 'preset'), flow(preset), route)}" if preset else ""
 
-    def _said(self, route: Route, value: str) -> str:
-        """A key with its value, as the command line has it or as a file has."""
-        if mark_of(self.tree, route[:-1]).source.startswith(COMMAND_LINE):
-            return f"{'.'.join(route)}={flow(value)}"
+    def _said(self, route: Route, text: str, at: Route) -> str:
+        """Return a key with its value's text, in the syntax of the key at fault: that of the
+        command line, or of a file."""
+        if mark_of(self.tree, at, key=True).source.startswith(COMMAND_LINE):
+            return f"{'.'.join(route)}={text}"
         section, *inner = route
-        return f"{section}: {{{': {'.join(inner)}: {flow(value)}{'}' * len(inner)}"
+        if not inner:
+            return f"{section}: {text}"
+        return f"{section}: {{{': {'.join(inner)}: {text}{'}' * len(inner)}"
 
     def _fault(self, route: Route, finding: str, remedy: str, *, key: bool = False) -> None:
         mark = mark_of(self.tree, route, key=key)

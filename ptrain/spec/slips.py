@@ -10,31 +10,6 @@ TIER_SLIPS = {
     "cpu": "host", "ram": "host",
     "gpu": "device", "cuda": "device",
 }  # fmt: skip
-# What other tools call a key of a spec, and what is written here.
-KEY_SLIPS = {
-    "gradient_checkpointing": "activations: M",
-    "activation_checkpointing": "activations: M",
-    "activation_checkpoint": "activations: M",
-    "checkpointing": "activations: M",
-    "checkpoint_activations": "activations: M",
-    "recompute_activations": "activations: M",
-    "recompute_granularity": "recompute",
-    "selective_checkpointing": "recompute: selective",
-    "selective_ac": "recompute: selective",
-    "recomputation": "recompute",
-    "rematerialization": "recompute",
-    "remat": "recompute",
-    "activation_offload": "activations: O",
-    "activation_offloading": "activations: O",
-    "offload_activations": "activations: O",
-    "attn_implementation": "attention",
-    "attn": "attention",
-    "linear_cross_entropy": "loss: fused",
-    "fused_cross_entropy": "loss: fused",
-    "chunked_cross_entropy": "loss: chunked",
-    "loss_chunk": "loss: {chunk: 1024}",
-    "loss_parallel": "tensor.loss_parallel",
-}
 _LAYERS = (
     "experts in some layers alone; all behind the first dense_layers have them",
     "write dense_layers: N where the first N are dense; leave it out where it changes nothing",
@@ -125,11 +100,6 @@ def unit(value: object) -> str:
         return ask(f"{number[1]} blocks")
     words = re.fullmatch(r"[a-z _-]*", str(value).lower())  # `0 blocks` is a number, not a word
     return near_word(value, ("block", "sub-block", "model")) if words else ""
-
-
-def other_key(word: str) -> str:
-    """Return what another tool's key is called here, or "" where none is known."""
-    return KEY_SLIPS.get(word.lower().replace("-", "_"), "")
 
 
 def checkpointed(value: object) -> str:

@@ -1,27 +1,79 @@
-"""Which key was meant by a word that is none: the remedy for an unknown key."""
+"""The remedy for an unknown key: another tool's name of a key, or a slip of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
 
 from ptrain.spec import slips
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf, nearest
+from ptrain.spec.names import root
 from ptrain.spec.section import Section, keys
-from ptrain.spec.text import Route
+from ptrain.spec.text import Route, flow, read
 
 _MOST_LISTED = 12  # keys in a remedy
 _MOST_MEANT = 4  # places in a question
 _ALIKE = 0.85  # two words, as `step` and `steps` are: a slip, whatever another section has
 
+_ANSWER = re.compile(r"([a-z0-9_.]+)=(.+?)(?:; (.+))?")  # key=value, then more about it
+
+Show = Callable[[Route, str], str]  # a key and its value's text, in the syntax that the user typed
 Places = Mapping[Route, tuple[str, ...]]  # a key's names: its own, and what others call it
 
 
+@cache
+def hints() -> Mapping[str, Any]:
+    """Return the tables of `specs/hints.yaml`: answers by tool and key, and files by tool."""
+    table = read(root() / "hints.yaml").root
+    assert isinstance(table, dict), "specs/hints.yaml is a mapping"
+    return table
+
+
+@cache
+def foreign_keys() -> Mapping[str, str | Mapping[str, str]]:
+    """Return the answers for keys of other tools: a text, or texts by value."""
+    return {key: said for tool in hints()["keys"].values() for key, said in tool.items()}
+
+
+def for_foreign(route: Route, value: object, show: Show) -> str:
+    """Return the remedy for another tool's key.
+
+    Args:
+        route: the key with the sections that it was written in.
+        value: the value that was written.
+        show: writes a key and its value in the syntax of the user.
+
+    Returns:
+        The remedy; "" if no tool has such a key.
+    """
+    word = ".".join(route).lower().replace("-", "_")
+    while not (answer := foreign_keys().get(word)) and "." in word:
+        word = word.partition(".")[2]  # without its outermost section
+    if isinstance(answer, Mapping):
+        text = flow(value).strip('"').lower()
+        answer = answer.get(text, answer["else"])
+    if not (match := _ANSWER.fullmatch(answer or "")):
+        return answer or ""
+    key, right, more = match.groups()
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        right = re.sub(r"\bN\b", str(value), right)
+    return f"Use `{show(tuple(key.split('.')), right)}`.{f' {more}' if more else ''}"
+
+
+def foreign_leaves(route: Route, value: object) -> Iterator[tuple[Route, object]]:
+    """Yield the keys within another tool's section, with their values."""
+    if not isinstance(value, dict) or not value:
+        yield route, value
+        return
+    for key, inner in value.items():
+        yield from foreign_leaves((*route, key), inner)
+
+
 def for_unknown(key: str, kind: type, route: Route) -> str:
-    """The remedy for a key that the section at `route`, of this kind, does not have."""
-    other = slips.other_key(key) if not route else ""
-    if other:
-        return f"did you mean {other!r}?"
+    """Return the remedy for a key that the section at `route`, of this kind, does not have."""
     if "." in key and tuple(key.split(".")) in _places(SpecRaw, ()):
         section, _, rest = key.partition(".")
         return f"write {section}: {{{rest}: …}}"
@@ -29,9 +81,19 @@ def for_unknown(key: str, kind: type, route: Route) -> str:
     if route and (key,) in meant:
         return f"{key!r} stands at the top of the spec, not in {'.'.join(route)}"
     shown = [".".join(place).removeprefix(".".join((*route, ""))) for place in meant]
-    if shown:
-        return f"did you mean {' or '.join(map(repr, shown))}?"
-    return listed("known here", kind, route)
+    return _asked(shown) or listed("known here", kind, route)
+
+
+def of_any_section(key: str) -> str:
+    """Return the remedy for another name of a key of any section; "" if none has it. The name of
+    a key itself is none: the section around it may be misspelled."""
+    word = key.lower().replace("-", "_")
+    places = _called(word, _places(SpecRaw, ()))
+    return _asked([".".join(place) for place in places if place[-1] != word])
+
+
+def _asked(shown: list[str]) -> str:
+    return f"did you mean {' or '.join(map(repr, shown))}?" if shown else ""
 
 
 def listed(what: str, kind: type, route: Route) -> str:
@@ -66,6 +128,12 @@ def _meant(key: str, kind: type, route: Route) -> list[Route]:
     names = {place[-1] for place in everywhere}
     guess = nearest(word, tuple(sorted(names)))
     return [place for place in everywhere if place[-1] == guess][:_MOST_MEANT]
+
+
+def is_called(key: str, kind: type, route: Route) -> bool:
+    """Return True if a key of the section below the top has this other name."""
+    word = key.lower().replace("-", "_")
+    return bool(route) and any(word in _others(holds) for _, holds in keys(kind).values())
 
 
 def _called(word: str, places: Places) -> list[Route]:

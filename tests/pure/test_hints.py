@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ptrain.errors import SpecError
+from ptrain.spec import suggest
+from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.load import load
 from ptrain.spec.names import names
 
@@ -90,3 +94,166 @@ def test_what_a_shape_has_is_taken():
     assert load("zero3", ["model.dropout=0"]).spec.model.dropout == 0
     assert load("zero3", ["model.preset=gpt-tiny", "model.dropout=0.5"]).spec.model.dropout == 0.5
     assert load("zero3", ["model.rope_base=5"]).spec.model.rope_base == 5
+
+
+# A key of another tool with a value, as the command line has it, and the answer's first word.
+FOREIGN = """
+training.local_batch_size=8 -> batch.micro=8
+training.global_batch_size=64 -> batch.global=64
+training.seq_len=4096 -> batch.sequence=4096
+training.steps=1000 -> train.steps=1000
+training.max_norm=1.0 -> optimizer.clip=1.0
+training.mixed_precision_param=bfloat16 -> precision.layout=fsdp-mixed
+training.enable_cpu_offload=true -> placement=fsdp-offload
+parallelism.data_parallel_shard_degree=8 -> mesh.dp_shard=8
+parallelism.data_parallel_shard_degree=-1 -> mesh.dp_shard=auto
+data_parallel_replicate_degree=2 -> mesh.dp_replicate=2
+parallelism.tensor_parallel_degree=2 -> mesh.tp=2
+tensor_parallel_degree=2 -> mesh.tp=2
+pipeline_parallel_degree=4 -> mesh.pp=4
+context_parallel_degree=2 -> mesh.cp=2
+parallelism.expert_parallel_degree=2 -> mesh.ep=2
+expert_parallel_degree=2 -> mesh.ep
+parallelism.pipeline_parallel_schedule=Interleaved1F1B -> pipeline.schedule=interleaved
+parallelism.fsdp_reshard_after_forward=never -> reshard=false
+activation_checkpoint.mode=full -> activations=M
+activation_checkpoint.mode=selective -> recompute=selective
+lr_scheduler.warmup_steps=200 -> optimizer.schedule.warmup=200
+lr_scheduler.min_lr_factor=0.1 -> optimizer.schedule.min_lr_ratio=0.1
+optimizer.early_step_in_backward=true -> placement=optimizer-in-backward
+checkpoint.interval=500 -> checkpoint.every=500
+metrics.log_freq=10 -> log.every=10
+validation.freq=100 -> eval.every=100
+comm.init_timeout_seconds=600 -> timeout.init=600
+model.flavor=8B -> model.preset=NAME
+base_model=meta-llama/Llama-3.1-8B -> model.pretrained=FOLDER
+micro_batch_size=2 -> batch.micro=2
+sequence_len=4096 -> batch.sequence=4096
+lora_r=16 -> model.arguments.rank=16
+model.lora_r=16 -> model.arguments.rank=16
+lora_alpha=32 -> model.arguments.alpha=32
+lora_dropout=0.05 -> model.arguments.dropout=0.05
+adapter=lora -> model.target=MODULE:FUNCTION
+flash_attention=true -> attention=sdpa
+flex_attention=true -> attention=flex
+pad_to_sequence_len=true -> batch.pad=true
+num_epochs=3 -> train.steps=STEPS
+evals_per_epoch=4 -> eval.every=STEPS
+saves_per_epoch=1 -> checkpoint.every=STEPS
+optimizer=adamw_torch_fused -> optimizer.name=adamw
+lr_scheduler=cosine -> optimizer.schedule.decay_steps=STEPS
+cosine_min_lr_ratio=0.1 -> optimizer.schedule.min_lr_ratio=0.1
+wandb_project=mine -> log.trackers=wandb
+train_on_inputs=false -> data.loss_mask=FILE
+fsdp_config.fsdp_sharding_strategy=FULL_SHARD -> placement=zero3
+fsdp_sharding_strategy=SHARD_GRAD_OP -> placement=zero3-keep
+fsdp_sharding_strategy=HYBRID_SHARD -> placement=hsdp
+fsdp_config.fsdp_offload_params=true -> placement=fsdp-offload
+fsdp_config.fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP -> unit=block
+fsdp_reshard_after_forward=false -> reshard=false
+fsdp_activation_checkpointing=true -> activations=M
+fsdp_forward_prefetch=true -> prefetch=1
+mixed_precision=bf16 -> precision.layout=fsdp-mixed
+mixed_precision=fp16 -> precision.layout=fp16
+num_processes=8 -> mesh.dp_shard=8
+distributed_type=FSDP -> placement=zero3
+parallelism_config.parallelism_config_tp_size=2 -> mesh.tp=2
+deepspeed_config.zero_stage=2 -> placement=zero2
+per_device_train_batch_size=4 -> batch.micro
+training_args.per_device_train_batch_size=4 -> batch.micro
+gradient_accumulation_steps=8 -> batch.accumulate
+train.gradient_accumulation_steps=8 -> batch.accumulate
+gradient_checkpointing=true -> activations=M
+train.gradient_checkpointing=true -> activations=M
+learning_rate=1e-4 -> optimizer.lr
+weight_decay=0.1 -> optimizer.weight_decay
+adam_beta1=0.8 -> optimizer.betas=[0.8, 0.95]
+adam_epsilon=1e-6 -> optimizer.eps=1e-06
+max_grad_norm=1.0 -> optimizer.clip
+lr_scheduler_type=cosine -> optimizer.schedule.decay_steps=STEPS
+lr_scheduler_type=constant -> optimizer.schedule.decay_steps=0
+warmup_ratio=0.03 -> optimizer.schedule.warmup=STEPS
+warmup_steps=100 -> optimizer.schedule.warmup
+num_train_epochs=3 -> train.steps=STEPS
+max_steps=1000 -> train.steps
+bf16=true -> precision.layout=fsdp-mixed
+fp16=true -> precision.layout=fp16
+optim=adamw_torch -> optimizer.name=adamw
+save_steps=500 -> checkpoint.every=500
+eval_steps=500 -> eval.every=500
+eval_strategy=no -> eval.every=0
+logging_steps=10 -> log.every=10
+report_to=wandb -> log.trackers
+data_seed=1 -> train.seed=1
+full_determinism=true -> deterministic=true
+ddp_bucket_cap_mb=25 -> bucket=25 MiB
+ddp_timeout=1800 -> timeout.step=1800
+fsdp=full_shard auto_wrap -> placement=zero3
+use_liger_kernel=true -> loss=fused
+auto_find_batch_size=true -> batch.micro=auto
+zero_optimization.stage=3 -> placement=zero3
+zero_optimization.offload_optimizer.device=cpu -> placement.dp_shard.optimizer=O
+bf16.enabled=true -> precision.layout=fsdp-mixed
+train_micro_batch_size_per_gpu=4 -> batch.micro=4
+"""
+
+
+@pytest.mark.parametrize("row", FOREIGN.strip().splitlines())
+def test_a_key_of_another_tool_is_answered_with_the_key_that_stands_for_it(row):
+    written, _, meant = row.partition(" -> ")
+    remedy = message(written).partition("remedy: ")[2]
+    assert remedy.startswith((f"Use `{meant}`.", f"did you mean '{meant}")), remedy
+
+
+def test_the_answer_has_the_syntax_of_the_place_it_was_written_in(tmp_path):
+    file = tmp_path / "mine.yaml"
+    text = "model: {preset: llama-tiny}\nmesh: {dp_shard: 2}\nbatch: {sequence: 128}\n"
+    file.write_text(f"{text}training: {{seq_len: 256, novel: 1}}\nlora_r: 4\nplacement: zero3\n")
+    with pytest.raises(SpecError) as caught:
+        load(file, ["save_steps=5"])
+    assert [(fault.place, fault.line, fault.remedy[:42]) for fault in caught.value.faults] == [
+        ("training.seq_len", 4, "Use `batch: {sequence: 256}`."),
+        ("training.novel", 4, "Remove it: no key stands for it."),
+        ("lora_r", 5, "Use `model: {arguments: {rank: 4}}`. It is"),
+        ("save_steps", 0, "Use `checkpoint.every=5`."),
+    ]
+
+
+@pytest.mark.parametrize("value", ["false", "true"])
+@pytest.mark.parametrize(
+    "key", ["bf16", "gradient_checkpointing", "cpu_offload", "flash_attention"]
+)
+def test_a_setting_that_is_off_needs_no_key(key, value):
+    assert ("Remove it" in message(f"{key}={value}")) is (value == "false")
+
+
+SHARES = ("optimizer.betas", "optimizer.eps", "optimizer.schedule.min_lr_ratio")
+
+
+def answers() -> list[str]:
+    table = suggest.foreign_keys().values()
+    return sorted(
+        {text for said in table for text in ([said] if isinstance(said, str) else said.values())}
+    )
+
+
+@pytest.mark.parametrize("answer", answers())
+def test_each_answer_is_a_key_with_a_value_that_it_takes_or_a_sentence(answer):
+    match = suggest._ANSWER.fullmatch(answer)
+    if not match:
+        assert answer.startswith(("Remove it", "Set it")) and answer.endswith(".")
+        return
+    key, value, more = match.groups()
+    route = tuple(key.split("."))
+    known = suggest._places(SpecRaw, ())
+    assert route in known or route[:2] == ("model", "arguments") or route[0] == "placement"
+    assert more is None or more.endswith(".")
+    value = re.sub(r"\bN\b", "0.5" if key in SHARES else "2", value)
+    if re.search(r"\b[A-Z]{2,}\b(?!\.)", value.replace("MiB", "")):
+        return  # STEPS, FOLDER: the reader's own
+    try:
+        load("zero3", [f"{key}={value}"])
+    except SpecError as error:  # a legal value that needs others beside it
+        said = str(error)
+        assert "unknown key" not in said and "no strategy" not in said
+        assert f"error: {key}: must be" not in said

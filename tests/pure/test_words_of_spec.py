@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from ptrain.errors import Fault, SpecError
-from ptrain.spec import check, leaf_mode, load, overrides, resolve_sections, slips, tuples
+from ptrain.spec import check, leaf_mode, load, overrides, resolve_sections, slips, suggest, tuples
 from ptrain.spec.activations import LossRaw, RecomputeRaw
 from ptrain.spec.batch import MAX_SAMPLES
 from ptrain.spec.grammar import SpecRaw
@@ -51,24 +51,24 @@ KEYS = meanings(
     """
     gradient_checkpointing activation_checkpointing activation_checkpoint checkpointing
     checkpoint_activations recompute_activations: activations=M;
-    recompute_granularity recomputation rematerialization remat: recompute;
+    recompute_granularity recomputation rematerialization remat: recompute=full;
     selective_checkpointing selective_ac: recompute=selective;
     activation_offload activation_offloading offload_activations: activations=O;
-    attn_implementation attn: attention;
+    attn_implementation attn: attention=sdpa;
     linear_cross_entropy fused_cross_entropy: loss=fused;
     chunked_cross_entropy: loss=chunked;
-    loss_chunk: loss={chunk=1024};
-    loss_parallel: tensor.loss_parallel
+    loss_chunk: loss={chunk=1};
+    loss_parallel: tensor={loss_parallel=true}
     """
 )
 
 
 def test_every_key_of_other_tools_is_told_what_it_is_called_here():
-    asked = {word: f"did you mean '{key.replace('=', ': ')}'?" for word, key in KEYS.items()}
-    assert remedies(**dict.fromkeys(KEYS, 1)) == asked
-    assert set(slips.KEY_SLIPS) == set(KEYS)
-    assert slips.other_key("Gradient-Checkpointing") == "activations: M"
-    assert slips.other_key("gradient") == ""
+    asked = {word: f"Use `{key.replace('=', ': ')}`." for word, key in KEYS.items()}
+    found = remedies(**dict.fromkeys(KEYS, 1))
+    assert {word: said[: len(asked[word])] for word, said in found.items()} == asked
+    assert "Use `activations: M`." in remedies(**{"Gradient-Checkpointing": True}).values()
+    assert "gradient" not in suggest.foreign_keys()
 
 
 def test_every_word_for_a_tier_is_told_the_tier():
