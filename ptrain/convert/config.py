@@ -10,8 +10,7 @@ from typing import Any
 from ptrain.errors import PtrainError, refused
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.published import config_of, read_config
-from ptrain.spec.published_kinds import KINDS
+from ptrain.spec.published import config_of, kinds, read_config
 from ptrain.spec.resolve_sections import CONFIG, shape_of
 from ptrain.spec.write import keys_of_shape
 
@@ -37,7 +36,7 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
     before = _before(model)
     first = str(before.get("model_type", ""))
     shape, keys = _of_weights(model), keys_of_shape(model)
-    for kind in sorted(KINDS, key=lambda name: name != first):
+    for kind in sorted(kinds(), key=lambda name: name != first):
         config = {**before, **config_of(kind, keys)}
         if _is_same(config, shape):
             size = "n_positions" if kind == "gpt2" else "max_position_embeddings"
@@ -46,7 +45,7 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
             unsaid = tuple(name for name in _OF_TRAINING[2:] if getattr(model, name) is not None)
             return PublishedConfig(kind=kind, config=config, unsaid=unsaid)
     finding = "no class of transformers that is known here computes what this model does"
-    raise refused("model", finding, f"what is known: models as {', '.join(KINDS)} have them")
+    raise refused("model", finding, f"what is known: models as {', '.join(kinds())} have them")
 
 
 def _is_same(config: dict[str, Any], shape: ModelShape) -> bool:

@@ -71,9 +71,9 @@ def list_ignored(
 
 
 def _reason(name: str, value: object, written: Container[str] | None) -> str:
-    table = _table()
-    keys, is_off = table["keys"], not value and (name in table["keys"] or name in table["unbuilt"])
-    is_off = is_off or (value == 1 and name in table["factors"])
+    rows = table()
+    keys, is_off = rows["keys"], not value and (name in rows["keys"] or name in rows["unbuilt"])
+    is_off = is_off or (value == 1 and name in rows["factors"])
     if is_off or value in (None, "", [], {}) or name in _silent() or name.endswith(_ID):
         return ""
     if name not in keys or written is None:
@@ -86,16 +86,17 @@ def _added(name: str, value: object) -> str:
     """Return the listed computation that a field adds, or "" if it adds none."""
     if not value:
         return ""
-    return _table()["unbuilt"].get(name) or (value != 1 and _table()["factors"].get(name)) or ""
+    return table()["unbuilt"].get(name) or (value != 1 and table()["factors"].get(name)) or ""
 
 
 @cache
 def _silent() -> frozenset[str]:
-    return frozenset(name for row in _table()["silent"] for name in row)
+    return frozenset(name for row in table()["silent"] for name in row)
 
 
 @cache
-def _table() -> Mapping[str, Any]:
-    table = read(root() / "published.yaml").root
-    assert isinstance(table, dict), "specs/published.yaml is a mapping"
-    return table
+def table() -> Mapping[str, Any]:
+    """Return the tables of `specs/published.yaml`."""
+    root_of_file = read(root() / "published.yaml").root
+    assert isinstance(root_of_file, dict), "specs/published.yaml is a mapping"
+    return root_of_file

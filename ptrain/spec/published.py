@@ -1,9 +1,14 @@
-"""The config.json of a published model as the keys of a built-in one, and back."""
+"""The config.json of a published model as the keys of a built-in one, and back.
+
+`specs/published.yaml` has the kinds of models that are built in, each as a row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 from ptrain.spec.config_fields import (
     Config,
@@ -11,8 +16,150 @@ from ptrain.spec.config_fields import (
     find_refused,
     find_unbuilt,
     list_ignored,
+    table,
 )
-from ptrain.spec.published_kinds import ANOTHER, FIELDS, KINDS, WHOLE, Keys, PublishedKind
+
+Keys = dict[str, Any]  # of the spec's section `model`
+Faults = list[FieldFault]
+_Read = Callable[[Config, Faults], Keys]
+_Write = Callable[[Keys], Keys]
+
+_SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
+_PARTIAL = "partial_rotary_factor"
+ANOTHER = "Name another model's folder."
+WHOLE = "Name a folder whose config.json is complete."
+_OF_LLAMA3 = {
+    "low_freq_factor": "rope_low_factor",
+    "high_freq_factor": "rope_high_factor",
+    "original_max_position_embeddings": "rope_original",
+}
+_TURNS = "sliding_window_pattern"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedKind:
+    """The models of one `model_type`.
+
+    `sizes`: keys by field; `usual`: values of fields that a file leaves out; `keys`: keys that all
+    of them have; `demands`: the values that a field may have, the first of which is written. `read`
+    adds keys of a config, of the other `fields`, and appends its faults; `write` adds fields.
+    """
+
+    architecture: str
+    sizes: Mapping[str, str]
+    usual: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    demands: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    read: _Read
+    write: _Write
+    fields: tuple[str, ...]
+
+
+def _rope(config: Config, faults: Faults) -> Keys:
+    """Return the keys of rotations: `rope_parameters`, or in older files `rope_theta` and
+    `rope_scaling`."""
+    scaling = config.get("rope_scaling") or {}
+    rope = {"rope_theta": config.get("rope_theta", 1e4), **scaling}
+    rope |= config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get(_PARTIAL, config.get(_PARTIAL)) not in (1, None):
+        finding = f"{_PARTIAL}: heads that turn in part are not read"
+        faults.append(FieldFault(_PARTIAL, finding, ANOTHER))
+    if kind not in _SCALINGS:
+        finding = f"rotations of the kind {kind!r} are not read"
+        faults.append(FieldFault("rope_type", finding, f"Kinds that are: {', '.join(_SCALINGS)}."))
+        return {}
+    names = {"factor": "rope_factor"} if kind != "default" else {}
+    names |= _OF_LLAMA3 if kind == "llama3" else {}
+    if missing := [name for name in ("rope_theta", *names) if name not in rope]:
+        finding = f"the rotations lack {', '.join(missing)}"
+        faults.append(FieldFault("rope_scaling", finding, WHOLE))
+        return {}
+    keys: Keys = {"rope_base": float(rope["rope_theta"])}
+    if names:
+        keys["rope_scaling"] = _SCALINGS[kind]
+    return keys | {
+        key: float(rope[name]) if name == "factor" else rope[name] for name, key in names.items()
+    }
+
+
+def _of_rope(keys: Keys) -> Keys:
+    """Return the fields, as files of all ages have them."""
+    fields: Keys = {"rope_theta": keys["rope_base"], "rope_scaling": None}
+    if (kind := keys["rope_scaling"]) != "none":
+        words = {name: keys[key] for name, key in _OF_LLAMA3.items()} if kind == "llama3" else {}
+        fields["rope_scaling"] = {"rope_type": kind, "factor": keys["rope_factor"], **words}
+    return fields
+
+
+def _windowed(config: Config, faults: Faults) -> Keys:
+    return {**_rope(config, faults), "window": config.get("sliding_window")}
+
+
+def _of_window(keys: Keys) -> Keys:
+    return {**_of_rope(keys), "sliding_window": keys["window"]}
+
+
+def _gemma(config: Config, faults: Faults) -> Keys:
+    return {**_rope(config, faults), "embedding_scale": config["hidden_size"] ** 0.5}
+
+
+def _gemma2(config: Config, faults: Faults) -> Keys:
+    scale = config["query_pre_attn_scalar"] ** -0.5
+    keys = {**_gemma(config, faults), "window": config.get("sliding_window")}
+    return {**keys, "attention_scale": scale}
+
+
+def _of_gemma2(keys: Keys) -> Keys:
+    scale = keys["attention_scale"] or keys["head_dim"] ** -0.5
+    return {**_of_window(keys), "query_pre_attn_scalar": round(scale**-2)}  # a whole number there
+
+
+def _gemma3(config: Config, faults: Faults) -> Keys:
+    """Return the keys of layers by turns, those with windows with rotations of their own, which
+    newer files have by kind of layer and older ones beside the others."""
+    by_layer = config.get("rope_parameters") or {}
+    older = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
+    local = _rope({"rope_parameters": by_layer.get("sliding_attention", older)}, faults)
+    if local.keys() > {"rope_base"}:
+        finding = "rotations of layers with windows are scaled"
+        faults.append(FieldFault("rope_parameters", finding, ANOTHER))
+    whole = {**config, "rope_parameters": by_layer.get("full_attention")}
+    every = config.get(_TURNS, config.get(f"_{_TURNS}", 6))
+    own = {"window_rope_base": local.get("rope_base"), "global_every": every}
+    return {**_gemma2(whole, faults), **own}
+
+
+def _of_gemma3(keys: Keys) -> Keys:
+    own = {"rope_local_base_freq": keys["window_rope_base"], _TURNS: keys["global_every"]}
+    return {**_of_gemma2(keys), **own}
+
+
+# By `reads` of a kind: how fields are read, how keys are written, and which fields these are.
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", _PARTIAL)
+_WINDOW = (*_ROPE, "sliding_window")
+_GEMMA2 = (*_WINDOW, "query_pre_attn_scalar")
+_GEMMA3 = (*_GEMMA2, "rope_local_base_freq", _TURNS, f"_{_TURNS}")
+_READERS: Mapping[str, tuple[_Read, _Write, tuple[str, ...]]] = {
+    "": (lambda _, __: {}, lambda _: {}, ()),
+    "rope": (_rope, _of_rope, _ROPE),
+    "windows": (_windowed, _of_window, _WINDOW),
+    "gemma": (_gemma, _of_rope, _ROPE),
+    "gemma2": (_gemma2, _of_gemma2, _GEMMA2),
+    "gemma3": (_gemma3, _of_gemma3, _GEMMA3),
+}
+
+
+@cache
+def kinds() -> Mapping[str, PublishedKind]:
+    """Return the kinds of `specs/published.yaml` by `model_type`."""
+    return {name: _kind(**row) for name, row in table()["kinds"].items()}
+
+
+def _kind(reads: str = "", **row: Any) -> PublishedKind:
+    read, write, fields = _READERS[reads]
+    return PublishedKind(read=read, write=write, fields=fields, **row)
+
 
 # A field that another one stands for in files of other versions.
 _ALIASES = {"num_experts": "num_local_experts"}
@@ -40,13 +187,13 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
         The keys of the spec's section `model`, which are not validated, with all faults.
     """
     faults = [*find_refused(config)]
-    kind = KINDS.get(name := str(config.get("model_type")))
+    kind = kinds().get(name := str(config.get("model_type")))
     if kind is None:
         finding = f"model_type {name!r} is not read as a built-in model"
-        remedy = f"Built-in kinds: {', '.join(KINDS)}. For another causal language model of "
+        remedy = f"Built-in kinds: {', '.join(kinds())}. For another causal language model of "
         remedy += "transformers add `model.hf`, its class."
         return PublishedModel(keys={}, faults=(*faults, FieldFault("", finding, remedy)))
-    known = {*kind.sizes, *kind.demands, *FIELDS.get(kind.read, ()), "layer_types"}
+    known = {*kind.sizes, *kind.demands, *kind.fields, "layer_types"}
     known |= {other for name, other in _IMPLIED.items() if name in known}
     ignored = list_ignored(config, known, written)
     faults += find_unbuilt(config, known)
@@ -84,7 +231,7 @@ def _unmet(kind: PublishedKind, config: Config) -> Iterator[FieldFault]:
 def config_of(name: str, keys: Keys) -> Keys:
     """Return the config of a model with these keys, said in full, as one of the kind `name`. Which
     keys it cannot say shows when it is read again."""
-    kind = KINDS[name]
+    kind = kinds()[name]
     config = {
         "architectures": [kind.architecture],
         "model_type": name,

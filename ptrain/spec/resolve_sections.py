@@ -29,8 +29,7 @@ from ptrain.spec.model import (
 )
 from ptrain.spec.names import file_of_preset, listing, missing, unusable
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
-from ptrain.spec.published import read_config
-from ptrain.spec.published_kinds import WHOLE
+from ptrain.spec.published import WHOLE, read_config
 from ptrain.spec.resolve_rates import resolve_rates
 from ptrain.spec.text import Tree, read
 
