@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,8 @@ from ptrain.spec.overrides import apply, involves, parse_override, source_of, sw
 from ptrain.spec.resolve import resolve
 from ptrain.spec.shorthand import expand_shorthands, mark_of
 from ptrain.spec.spec import Spec
-from ptrain.spec.text import Route, SourceMark, Tree, read
+from ptrain.spec.suggest import for_foreign_file
+from ptrain.spec.text import MAX_BYTES, Route, SourceMark, Tree, read
 from ptrain.spec.unexecuted import refusals
 
 Source = str | Path | Mapping[str, object] | None
@@ -117,7 +119,33 @@ def _tree(source: Source) -> tuple[Tree, str]:
         return _from_mapping(source), "spec"
     path = _path(names().default if source is None else source)
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in path.stem)
-    return read(path), stem.strip(".")[:64] or "spec"
+    return _read_spec(path), stem.strip(".")[:64] or "spec"
+
+
+def _read_spec(path: Path) -> Tree:
+    """Read a spec's file. Raises SpecError for another tool's file too."""
+    tree = None
+    try:
+        tree = read(path)
+        root = tree.root
+    except SpecError:
+        root = _toml(path)
+        if not root:
+            raise
+    answer = for_foreign_file(path, root) if isinstance(root, dict) else None
+    if answer:
+        raise SpecError(SourceMark(source=str(path)).fault("", *answer))
+    assert tree is not None, "a TOML file is another tool's"
+    return tree
+
+
+def _toml(path: Path) -> dict[str, object]:
+    """Return the values of a TOML file; none of any other file."""
+    try:
+        is_toml = path.suffix == ".toml" and path.stat().st_size <= MAX_BYTES
+        return tomllib.loads(path.read_text(encoding="utf-8")) if is_toml else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def _path(source: str | Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ptrain.spec import slips
@@ -19,6 +20,7 @@ _MOST_MEANT = 4  # places in a question
 _ALIKE = 0.85  # two words, as `step` and `steps` are: a slip, whatever another section has
 
 _ANSWER = re.compile(r"([a-z0-9_.]+)=(.+?)(?:; (.+))?")  # key=value, then more about it
+_OF_SPECS = frozenset(("mesh", "placement", "batch"))
 
 Show = Callable[[Route, str], str]  # a key and its value's text, in the syntax that the user typed
 Places = Mapping[Route, tuple[str, ...]]  # a key's names: its own, and what others call it
@@ -72,6 +74,38 @@ def foreign_leaves(route: Route, value: object) -> Iterator[tuple[Route, object]
         yield from foreign_leaves((*route, key), inner)
 
 
+def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] | None:
+    """Return finding and remedy for another tool's file that is given as a spec.
+
+    Args:
+        path: the file.
+        root: the mapping that it holds.
+
+    Returns:
+        None for a spec, and for a YAML or JSON file that no tool is known to have.
+    """
+    counts = [len(root.keys() & {*row["keys"]}) for row in hints()["files"]]
+    row = hints()["files"][counts.index(max(counts))] if max(counts) > 1 else {}
+    is_toml = path.suffix == ".toml"
+    if not is_toml and not (row and _OF_SPECS.isdisjoint(root)):
+        return None
+    kind = ": ".join(filter(None, ["a TOML file" * is_toml, row.get("is", "")]))
+    finding = f"this is {kind}. A spec is a YAML file with other keys"
+    if "next" in row:
+        return finding, f"Use `{row['next'].replace('FILE', flow(str(path.resolve())))}`."
+    leaves = foreign_leaves((), dict(root))
+    answers = (for_foreign(route, value, _as_override) for route, value in leaves if route)
+    settings = filter(None, (re.match(r"Use `((?!.*=[A-Z]{2})[^`]+)`", said) for said in answers))
+    keys = " ".join(dict.fromkeys(match[1] for match in settings))
+    remedy = "Use `ptrain specs show zero3 > spec.yaml`, and edit it."
+    remedy += f" Keys that stand for those of this file: {keys}." if keys else ""
+    return finding, f"{remedy} `ptrain help other-tools` lists more."
+
+
+def _as_override(route: Route, text: str) -> str:
+    return f"{'.'.join(route)}={text}"
+
+
 def for_unknown(key: str, kind: type, route: Route) -> str:
     """Return the remedy for a key that the section at `route`, of this kind, does not have."""
     if "." in key and tuple(key.split(".")) in _places(SpecRaw, ()):
@@ -81,7 +115,7 @@ def for_unknown(key: str, kind: type, route: Route) -> str:
     if route and (key,) in meant:
         return f"{key!r} stands at the top of the spec, not in {'.'.join(route)}"
     shown = [".".join(place).removeprefix(".".join((*route, ""))) for place in meant]
-    return _asked(shown) or listed("known here", kind, route)
+    return _question(shown) or listed("known here", kind, route)
 
 
 def of_any_section(key: str) -> str:
@@ -89,10 +123,10 @@ def of_any_section(key: str) -> str:
     a key itself is none: the section around it may be misspelled."""
     word = key.lower().replace("-", "_")
     places = _called(word, _places(SpecRaw, ()))
-    return _asked([".".join(place) for place in places if place[-1] != word])
+    return _question([".".join(place) for place in places if place[-1] != word])
 
 
-def _asked(shown: list[str]) -> str:
+def _question(shown: list[str]) -> str:
     return f"did you mean {' or '.join(map(repr, shown))}?" if shown else ""
 
 
