@@ -76,14 +76,16 @@ def taken(named: Any, config: Mapping[str, object]) -> TakenConfig:
         unread = {
             name: value
             for name, value in config.items()
-            if name != EXPERTS and not (name in fields and _is_read(named, name))
+            if name not in (EXPERTS, *_SAID_BY) and not (name in fields and _is_read(named, name))
         }
     else:
         passed = {fault.place.removeprefix(_PLACE) for fault in faults}
         faults += _unknown(kind, known, [name for name in config if name not in passed])
     bad = {fault.place for fault in faults}
     fields = {name: value for name, value in fields.items() if _PLACE + name not in bad}
-    return TakenConfig(fields, list_ignored(unread), tuple(faults))
+    said = (name for name, by in _SAID_BY.items() if by == "attention" and config.get(name))
+    ignored = (*(f"{name} (attention says it)" for name in said), *list_ignored(unread))
+    return TakenConfig(fields, ignored, tuple(faults))
 
 
 def is_whole(config: Mapping[str, object]) -> bool:
@@ -95,7 +97,7 @@ def faults_of_class(config: Mapping[str, object]) -> Iterator[Fault]:
     """Yield the faults that a config has for every class: several models, foreign code or quantized
     weights."""
     for fault in find_refused(config):
-        yield _fault(fault.field, fault.finding, fault.remedy)
+        yield _fault(fault.field, fault.finding.removeprefix(f"{fault.field}: "), fault.remedy)
     for field, value in config.items():
         is_model = isinstance(value, Mapping) and value and field.endswith("_config")
         if is_model and field != "quantization_config":

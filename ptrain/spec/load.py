@@ -124,18 +124,11 @@ def _tree(source: Source) -> tuple[Tree, str]:
 
 def _read_spec(path: Path) -> Tree:
     """Read a spec's file. Raises SpecError for another tool's file too."""
-    tree = None
-    try:
-        tree = read(path)
-        root = tree.root
-    except SpecError:
-        root = _toml(path)
-        if not root:
-            raise
-    answer = for_foreign_file(path, root) if isinstance(root, dict) else None
+    values = _toml(path)
+    tree = Tree(root=values, source=str(path)) if values else read(path)
+    answer = for_foreign_file(path, tree.root) if isinstance(tree.root, dict) else None
     if answer:
         raise SpecError(SourceMark(source=str(path)).fault("", *answer))
-    assert tree is not None, "a TOML file is another tool's"
     return tree
 
 

@@ -94,16 +94,12 @@ def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] 
     if "next" in row:
         return finding, f"Use `{row['next'].replace('FILE', flow(str(path.resolve())))}`."
     leaves = foreign_leaves((), dict(root))
-    answers = (for_foreign(route, value, _as_override) for route, value in leaves if route)
+    answers = (for_foreign(*leaf, lambda key, text: f"{'.'.join(key)}={text}") for leaf in leaves)
     settings = filter(None, (re.match(r"Use `((?!.*=[A-Z]{2})[^`]+)`", said) for said in answers))
     keys = " ".join(dict.fromkeys(match[1] for match in settings))
     remedy = "Use `ptrain specs show zero3 > spec.yaml`, and edit it."
     remedy += f" Keys that stand for those of this file: {keys}." if keys else ""
     return finding, f"{remedy} `ptrain help other-tools` lists more."
-
-
-def _as_override(route: Route, text: str) -> str:
-    return f"{'.'.join(route)}={text}"
 
 
 def for_unknown(key: str, kind: type, route: Route) -> str:

@@ -257,3 +257,11 @@ def test_each_answer_is_a_key_with_a_value_that_it_takes_or_a_sentence(answer):
         said = str(error)
         assert "unknown key" not in said and "no strategy" not in said
         assert f"error: {key}: must be" not in said
+
+
+def test_an_answer_by_value_covers_all_values():
+    by_value = [said for said in suggest.foreign_keys().values() if not isinstance(said, str)]
+    assert by_value and all("else" in said for said in by_value)
+    for tool, rows in suggest.hints()["keys"].items():
+        others = [set(keys) for name, keys in suggest.hints()["keys"].items() if name != tool]
+        assert set(rows).isdisjoint(set().union(*others)), "one tool has each key"

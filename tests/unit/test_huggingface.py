@@ -146,6 +146,9 @@ def test_a_published_config_is_taken_whole(kind):
 def test_fields_without_effect_are_named_and_silent_ones_are_not():
     ignored = ignored_fields(HuggingFaceModel(hf="gemma2", config=PUBLISHED["gemma2"]))
     assert ignored == ("hidden_act (nothing reads it)", "sliding_window_size (nothing reads it)")
+    eager = PUBLISHED["llama"] | {"attn_implementation": "eager"}
+    ignored = ignored_fields(HuggingFaceModel(hf="llama", config=eager))
+    assert ignored == ("attn_implementation (attention says it)",)
     neox = ignored_fields(HuggingFaceModel(hf="gpt_neox", config=PUBLISHED["gpt_neox"]))
     assert neox == (), "fields that a config converts are read"
     assert ignored_fields(HuggingFaceModel(hf="llama", config=CONFIG)) == ()
