@@ -16,7 +16,7 @@ from ptrain.spec.activations import Kept, Scope
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import R, Tier
 from ptrain.spec.spec import Spec
 
 _ONCE = "Theorem 3 (gradient integrity)"
@@ -26,6 +26,13 @@ def modes(spec: Spec) -> tuple[Kept, ...]:
     """Those that blocks of the spec have, each once."""
     said = spec.activations
     return tuple(dict.fromkeys(kept for kept in said.modes if not kept.is_plain))
+
+
+def _place(spec: Spec) -> str:
+    """Return the key that says how the rank keeps activations: a data axis's tuple may."""
+    own = (factor for factor in data_factors(spec) if factor.placement.activations != R)
+    axis = next((factor.axis for factor in own), None)
+    return f"placement.{axis}.activations" if axis else "activations"
 
 
 def recomputes(spec: Spec) -> bool:
@@ -45,7 +52,7 @@ def blocks_outside(spec: Spec, num_blocks: int) -> Iterator[Fault]:
         yield Fault(
             place="activations",
             finding="they are kept by block, and no blocks are found in the model",
-            remedy='name them: model.blocks: "layers.*"',
+            remedy="name them: model.blocks=layers.*",
         )
         return
     for first, last, _ in spec.activations.by_block:
@@ -77,7 +84,7 @@ def _whole_backward(spec: Spec) -> Iterator[Fault]:
         finding=f"{spec.pipeline.schedule} has backward passes in halves, for inputs and for "
         "weights, and each of them would compute blocks that are M again",
         remedy="write a schedule with whole backward passes: 1f1b or interleaved; or "
-        "activations: R",
+        f"{_place(spec)}=R",
     )
 
 
@@ -90,7 +97,7 @@ def _no_dropout_in_flex(spec: Spec) -> Iterator[Fault]:
             place="attention",
             finding=f"flex: torch's flex_attention drops nothing, and the model has dropout: "
             f"{rate:g}",
-            remedy="write attention: sdpa or eager, or model.dropout=0",
+            remedy="write attention=sdpa or attention=eager, or model.attention_dropout=0",
         )
 
 
@@ -101,7 +108,7 @@ def _flex_on_a_processor(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="attention",
             finding="flex: torch's flex_attention has no backward pass on a processor",
-            remedy="write attention: sdpa or eager, or device: cuda",
+            remedy="write attention=sdpa or attention=eager, or device=cuda",
         )
 
 
@@ -115,7 +122,7 @@ def _offloaded_halves(spec: Spec) -> Iterator[Fault]:
         finding=f"not yet: with {spec.pipeline.schedule} both halves of a backward pass take what "
         "was saved, and what is offloaded is brought back once",
         remedy="write a schedule with whole backward passes: 1f1b or interleaved; or "
-        "activations: R",
+        f"{_place(spec)}=R",
     )
 
 
@@ -127,7 +134,7 @@ def _core_of_others(spec: Spec) -> Iterator[Fault]:
             place="recompute",
             finding="not yet: attention, of a model that is not built in: which of its modules "
             "computes scores and softmax alone nobody says",
-            remedy="write recompute: {keep: [matmul]}, or selective",
+            remedy="write recompute.keep=[matmul], or recompute=selective",
         )
 
 
@@ -138,8 +145,8 @@ def _budget_of_others(spec: Spec) -> Iterator[Fault]:
         place="recompute.budget",
         finding="not yet: a policy that follows from a budget, of a model that is not built in: "
         "its peak is known once it is traced with one",
-        remedy="write activations: M and recompute: selective or full; `ptrain predict` says what "
-        "each reaches",
+        remedy="write activations=M with recompute=selective or recompute=full; `ptrain predict` "
+        "derives each",
     )
 
 
@@ -149,7 +156,7 @@ def _parts_of_blocks(spec: Spec) -> Iterator[Fault]:
             place="unit",
             finding="not yet: sub-block, with blocks that are computed again: their parts would "
             "be gathered once more for it",
-            remedy="write unit: block",
+            remedy="write unit=block",
         )
 
 
@@ -158,7 +165,7 @@ def _naive_blocks(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="tensor.plan",
             finding="not yet: naive, with blocks whose activations are recomputed or offloaded",
-            remedy="write paired, or activations: R",
+            remedy=f"write tensor.plan=paired, or {_place(spec)}=R",
         )
 
 

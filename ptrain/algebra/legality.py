@@ -140,7 +140,7 @@ def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place=key,
             finding=f"{size} is smaller than the byte tokenizer's vocabulary",
-            remedy=f"write {key.rpartition('.')[2]}: {BYTE_VOCAB} or more",
+            remedy=f"write {key}={BYTE_VOCAB} or more",
         )
 
 
@@ -189,7 +189,7 @@ def _batch_faults(spec: Spec) -> Iterator[Fault]:
             place="batch.global",
             finding=f"{batch.global_samples} samples are not micro {batch.micro} x accumulated "
             f"{batch.accumulate} x data ranks {spec.data_degree} = {product}",
-            remedy=f"write global: {product}, or leave accumulate out",
+            remedy=f"write batch.global={product}, or leave batch.accumulate out",
         )
 
 
@@ -199,7 +199,7 @@ def _capability_faults(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="cluster.sm",
             finding=f"{cluster.sm}: a compute capability, and the cluster's devices are processors",
-            remedy="remove it, or write kind: cuda",
+            remedy="remove it, or write cluster.kind=cuda",
         )
 
 
@@ -211,7 +211,7 @@ def _cluster_faults(spec: Spec) -> Iterator[Fault]:
             finding=f"the mesh has {spec.world_size} ranks, the cluster {cluster.name} "
             f"{cluster.devices} devices",
             remedy=f"choose degrees whose product is at most {cluster.devices}, or write "
-            f"cluster.devices: {spec.world_size}",
+            f"cluster.devices={spec.world_size}",
         )
 
 

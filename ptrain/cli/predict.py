@@ -169,10 +169,12 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     result["cheaper"] = [
         {
             "overrides": list(variant.overrides),
-            "peak_bytes": variant.peak_bytes,
-            "fits": variant.fits,
+            "peak_bytes": variant.fit.peak_bytes,
+            "step_seconds": variant.seconds,
+            "spare_bytes": variant.fit.spare_bytes,
+            "fits": variant.fit.fits is True,
         }
-        for variant in prediction.cheaper
+        for variant in prediction.advice.variants
     ]
     return result
 
@@ -196,6 +198,7 @@ def predicted(
         derivation,
         label=label,
         offer=offer,
+        reload=lambda more: load(source, (*words, *more)),
         words=(source, *words),
         allow_import=allow_import,
         reserving=_reserved(label, derivation, spec, allow_import=allow_import)

@@ -110,7 +110,9 @@ def checked(choices: Options) -> Spec:
     require_transformers(spec.model)
     if isinstance(spec.model, ModelShape) and not choices.force:
         exact = derive(spec).exact  # any other model's sizes are known to its code only
-        require_fit(spec, exact)
+        require_fit(
+            spec, exact, reload=lambda more: load(choices.spec, (*choices.overrides, *more))
+        )
         words = shlex.join([choices.spec, *choices.overrides])
         require_host_holds(spec, exact, words, nodes=choices.nnodes)
     require_file_tier(spec)

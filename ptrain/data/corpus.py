@@ -53,7 +53,7 @@ def _tokens_of(data: DataSpec) -> Corpus | Mixture:
         case "synthetic":
             return _from_documents("synthetic", _synthetic())
         case name:
-            remedy = "choose python-docs or synthetic, or give path: FILE, a token file"
+            remedy = "choose python-docs or synthetic, or give data.path=FILE, a token file"
             raise refused("data.corpus", f"{name!r} is not known", remedy)
 
 
@@ -69,7 +69,7 @@ def _from_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
         masks = mask[:num_train], mask[num_train:]
     elif not has_ignored and beside.is_file():
         finding = f"{beside} says which tokens of {source.path} are learned, and nobody reads it"
-        remedy = f"write loss_mask: {beside}; or data.ignored=[], where all of them are"
+        remedy = f"write data.loss_mask={beside}; or data.ignored=[], where all of them are"
         raise refused(of_mask, finding, remedy)
     return Corpus(
         name=source.path,

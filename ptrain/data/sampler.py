@@ -168,7 +168,7 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
             raise _not_as_said(f"tokens {list(tensor.shape)}", wanted)
     if others and not spec.data.ignores_targets:
         finding = "got tokens and labels, and by the spec all targets count"
-        raise refused("batch", finding, "write data.ignored: [], or the ids that do not")
+        raise refused("batch", finding, "write data.ignored=[], or the ids that do not")
     if not others and spec.data.is_masked:
         finding = "got tokens alone, and data.loss_mask is of those of the spec's own file"
         raise refused("batch", finding, "hand over (tokens, labels), -100 where none is learnt")

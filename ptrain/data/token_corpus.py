@@ -74,7 +74,7 @@ class Corpus:
         if rows < 1:
             finding = f"the {split.value} split of {self.name} has no row: the last of "
             finding += f"{HELD_OUT_OF_FILE} are held out"
-            raise refused("data", finding, "write eval: {every: 0}, or give more chats")
+            raise refused("data", finding, "write eval.every=0, or give more chats")
         return int(rows)
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:

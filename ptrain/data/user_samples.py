@@ -33,7 +33,7 @@ class UserSamples:
         size = self._num_train if is_train else self._dataset.size - self._num_train
         if size < 1:
             finding = f"{self.name} gives {self._dataset.size} samples, and the last twentieth of "
-            remedy = f"write eval: {{every: 0}}, or give {HELD_OUT} samples or more"
+            remedy = f"write eval.every=0, or give {HELD_OUT} samples or more"
             raise refused("data.target", f"{finding}them is held out: none", remedy)
         return size
 

@@ -26,7 +26,7 @@ from ptrain.spec.spec import Spec
 
 Named = Mapping[str, Role]
 _STRIDE = 7  # so that a token is not its place
-_REMEDY = "write activations: R on tp"
+_REMEDY = "write placement.tp.activations=R"
 
 
 @dataclass(frozen=True, slots=True)

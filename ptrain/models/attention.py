@@ -124,7 +124,11 @@ def attention_core(shape: ModelShape, layer: int) -> Core:
         case Attention.FLEX:
             if dropout:
                 finding = f"flex_attention drops nothing, and the model has dropout={dropout}"
-                raise refused("attention", finding, "take sdpa or eager, or dropout=0")
+                raise refused(
+                    "attention",
+                    finding,
+                    "write attention=sdpa or attention=eager, or model.dropout=0",
+                )
             return FlexCore(scores=scores)
         case kind:
             assert_never(kind)

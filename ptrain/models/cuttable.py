@@ -61,7 +61,7 @@ def cutting(
 def _require_used_once(modules: set[str], place: str) -> None:
     if modules:
         finding = f"the parameters of {min(modules)} are used on a slice of the tokens and on all"
-        raise refused(place, finding, "write activations: R on tp")
+        raise refused(place, finding, "write placement.tp.activations=R")
 
 
 def _shared(module: nn.Module, names: set[str]) -> Iterator[tuple[str, Role]]:
@@ -122,7 +122,7 @@ def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
     if count is not None and count != spec.batch.sequence:
         finding = f"{spec.batch.sequence}, and {blocks[0]} gives {count} vectors of a sample, "
         finding += "which operators that are cut over tp send"
-        raise refused("batch.sequence", finding, f"write batch.sequence: {count}")
+        raise refused("batch.sequence", finding, f"write batch.sequence={count}")
 
 
 def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:

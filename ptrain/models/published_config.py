@@ -69,7 +69,7 @@ def taken(named: Any, config: Mapping[str, object]) -> TakenConfig:
         given = config.get("model_type", kind.model_type)
         if given != kind.model_type:
             finding = f"{given!r}, and {named.__name__} is {kind.model_type!r}"
-            faults.append(_fault("model_type", finding, f"write hf: {given}, or remove hf"))
+            faults.append(_fault("model_type", finding, f"write model.hf={given}, or remove hf"))
         else:  # fields of another class are not compared
             faults += _slips(kind, known, config)
         fields = {name: value for name, value in config.items() if _is_taken(name, known)}
@@ -102,7 +102,7 @@ def faults_of_class(config: Mapping[str, object]) -> Iterator[Fault]:
         is_model = isinstance(value, Mapping) and value and field.endswith("_config")
         if is_model and field != "quantization_config":
             finding = f"not yet: {field} is a model of its own: one of several, as multimodal "
-            remedy = "give the config of its language model alone, with hf: its class"
+            remedy = "give the config of its language model alone, with model.hf=its class"
             yield _fault(field, f"{finding}models have them", remedy)
 
 

@@ -80,7 +80,7 @@ def _blocks(module: nn.Module, place: str, spec: Spec) -> list[str]:
     names = blocks_of(module, spec.model.blocks)
     if not names:
         finding = "it has no list of blocks, between which a rank would have its tokens alone"
-        raise refused(place, finding, "write model.blocks, or activations: R on tp")
+        raise refused(place, finding, "write model.blocks, or placement.tp.activations=R")
     return names
 
 

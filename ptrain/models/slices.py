@@ -162,7 +162,7 @@ class Follower(Ledger):
                         f"{name}, the first block, is given {shape} of {self.tokens.count} tokens"
                     )
                     self._say(
-                        f"{finding}: which dimension is theirs?", "write activations: R on tp"
+                        f"{finding}: which dimension is theirs?", "write placement.tp.activations=R"
                     )
                 if may_be_a_row and _key(first) in self._slices:
                     self._say_unpaired(name, min(self._slices[_key(first)]))
@@ -279,7 +279,7 @@ class Follower(Ledger):
             met = min(names) if names else "what every rank has of all tokens"
             where = self._running[-1] if self._running else "the model"
             finding = f"in the forward of {where} a slice of the tokens meets {met}"
-            self._say(finding, "write activations: R on tp")
+            self._say(finding, "write placement.tp.activations=R")
         if on_slice or is_met or any(key in self._opened for key in read):
             self.tokens.see(owners, results, is_slice=bool(on_slice))
 

@@ -4,7 +4,7 @@ fits, and why the two columns differ."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -50,7 +50,7 @@ from ptrain.selection.fit import (
     room_text,
     telling,
 )
-from ptrain.selection.preflight import Variant, cheaper
+from ptrain.selection.preflight import FitAdvice, Reload, find_changes
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -78,7 +78,7 @@ class Prediction:
     spec: Spec
     derivation: Derivation
     num_parameters: int
-    cheaper: tuple[Variant, ...] = ()
+    advice: FitAdvice = field(default_factory=FitAdvice)
     words: tuple[str, ...] = ("SPEC",)
     allow_import: bool = False
     reserving: Reserving | None = None
@@ -122,10 +122,15 @@ def one(prediction: Prediction) -> str:
 
 
 def prediction_of(
-    derivation: Derivation, *, label: str = "", offer: bool = True, **more: Any
+    derivation: Derivation,
+    *,
+    label: str = "",
+    offer: bool = True,
+    reload: Reload | None = None,
+    **more: Any,
 ) -> Prediction:
-    """Return the prediction that a derivation is. `offer`: where it does not fit, with what would.
-    `more` are the prediction's other fields."""
+    """Return the prediction that a derivation is. `offer`: where it does not fit, with what would,
+    on top of what `reload` loads. `more` are the prediction's other fields."""
     spec, facts, exact = derivation.spec, derivation.facts, derivation.exact
     fitting = fit(spec, exact)
     misfit = offer and fitting.peak_bytes is not None and fitting.fits is False
@@ -134,7 +139,7 @@ def prediction_of(
         spec=spec,
         derivation=derivation,
         num_parameters=facts.numel,
-        cheaper=cheaper(spec, facts, exact) if misfit else (),
+        advice=find_changes(spec, facts, exact, reload) if misfit else FitAdvice(),
         **more,
     )
 
@@ -202,7 +207,7 @@ def fit_lines(prediction: Prediction) -> list[str]:
     measure += f" {peak_text(fitting)}{room_text(fitting)} per rank"
     measure += f", {host_text(fitting)}" if host_text(fitting) else ""
     if fitting.fits is False:
-        return _misfit_lines(fitting, measure, prediction.cheaper)
+        return _misfit_lines(fitting, measure, prediction.advice)
     if not is_known:
         exact = prediction.derivation.exact
         where = " on a GPU" if needs_gpu(prediction.spec, exact) else ""
@@ -221,28 +226,11 @@ def _at_least(fitting: Fit) -> str:
     return "" if fitting.lower_bytes is None else " or more"
 
 
-def _misfit_lines(fitting: Fit, measure: str, cheaper: Sequence[Variant]) -> list[str]:
+def _misfit_lines(fitting: Fit, measure: str, advice: FitAdvice) -> list[str]:
     short = size(max(fitting.short_bytes, fitting.host_short_bytes)) + _at_least(fitting)
     if fitting.peak_bytes is None:
         return [f"does not fit by {short} or more: {measure}"]
-    nothing = [
-        "  nothing that was tried needs less: tuples of R, S and S* on the device, those with the "
-        "optimizer on the host, every factorization of as many data ranks, slices of the tokens on "
-        "tp, micro-batches of one sample"
-    ]
-    return [
-        f"does not fit by {short}: {measure}",
-        *(cheaper_lines(cheaper) or nothing),
-    ]
-
-
-def cheaper_lines(cheaper: Sequence[Variant]) -> list[str]:
-    """One line per variant: what to write, its peak and traffic."""
-    return [
-        f"  {variant.claim}: {variant.command} → peak "
-        f"{size(variant.peak_bytes)}, {size(variant.sent_bytes)} sent per step"
-        for variant in cheaper
-    ]
+    return [f"does not fit by {short}: {measure}", *advice.lines]
 
 
 def notes(paper: Estimate, exact: Estimate) -> list[str]:

@@ -176,7 +176,7 @@ def _groups(
             FigureGroup(FigureKind.TIME, source),
             None if value is None else {"seconds a step": value},
         )
-        pace = {"tokens a second": tokens / value} if tokens and value else None
+        pace = {"tokens/s": tokens / value} if tokens and value else None
         yield FigureGroup(FigureKind.TOKENS, source), pace
     run = record.get("run", {})
     losses = {"loss at the end": run.get("loss"), "held-out loss": run.get("held_out_loss")}

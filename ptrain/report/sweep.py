@@ -121,7 +121,7 @@ def table(points: Sequence[SweepPoint]) -> str:
         f"peak{room}",
         "fits",
         *(["on a host"] if has_host else []),
-        *(["step s", "tok/s"] if is_timed else []),
+        *(["step s", "tokens/s per device"] if is_timed else []),
         "sent paper",
         "exact",
         "ratio",
@@ -223,7 +223,7 @@ def _decision(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
     ]
     if len(paced) > 1:
         pace, label = max(paced)
-        yield f"of those that fit {label} gives most: {pace:,.0f} tokens a second and device"
+        yield f"of those that fit {label} gives most: {pace:,.0f} tokens/s per device"
 
 
 def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:

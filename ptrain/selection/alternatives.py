@@ -1,169 +1,158 @@
-"""Other legal specs of the same job over its data ranks: other tuples, other factorizations of as
-many ranks, other micro-batches, slices of the tokens on tp; and what to write after the SPEC for
-them."""
+"""Changes of a spec that may need less memory, as overrides to add to what the user typed. Whether
+they are legal, and what they cost, is known once the changed spec is loaded and derived."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from enum import IntEnum
 from functools import cache
-from itertools import product
+from math import prod
 
-from ptrain.algebra.legality import check, executed, is_sound
-from ptrain.axes.data.form import tier_of
 from ptrain.axes.data.rules import DATA
 from ptrain.costs import PLACED
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
-from ptrain.spec.dials import (
-    GradientSync,
-    SyncPolicy,
-)
+from ptrain.errors import Fault
+from ptrain.spec.axis import DATA_AXES, Axis
+from ptrain.spec.dials import GradientSync
 from ptrain.spec.keys import dials
+from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.names import listing, strategy
-from ptrain.spec.offload import Offload
-from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, Mode, Placement, R, S, Tier
+from ptrain.spec.placement import CUT, S_STAR, Mode, Placement, R, S
+from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
-from ptrain.spec.text import flow
 from ptrain.spec.tuples import POLICIES, modes_of
 
-# Tuples that are tried in place of the spec's own: what needs no other layout or optimizer. Those
-# with states on the host begin with the fewest there.
-_ON_DEVICE = tuple(
-    Placement(parameters=parameters, optimizer=optimizer, gradients=gradients)
-    for parameters, optimizer, gradients in product((R, S_STAR), (R, S), (R, S))
-)
-_ON_HOST = tuple(
-    Placement(parameters=parameters, optimizer=OFFLOADED, gradients=gradients)
-    for parameters, gradients in product(
-        (R, S_STAR, Mode(Distribution.GATHERED, Tier.HOST)), (S, OFFLOADED)
-    )
-)
+Overrides = tuple[str, ...]
 
 
-def on_device(spec: Spec) -> Iterator[Spec]:
-    """Every tuple over every factorization of the data ranks; one axis before two. `obeying` says
-    which of them are legal."""
-    tuples = _fit_for(spec, _ON_DEVICE)
-    for degrees in _factorizations(spec.data_degree):
-        axes = [
-            (axis, degree) for axis, degree in zip(DATA_AXES, degrees, strict=True) if degree > 1
-        ]
-        for chosen in product(tuples, repeat=len(axes)):
-            yield _placed(
-                spec,
-                tuple(
-                    Factor(axis=axis, degree=degree, placement=placement)
-                    for (axis, degree), placement in zip(axes, chosen, strict=True)
-                ),
-            )
+class ChangeKind(IntEnum):
+    """A kind of change, in the order of its cost in time where no step time is predicted."""
+
+    RECOMPUTE = 0
+    LOSS = 1
+    LAYOUT = 2
+    MICRO = 3
+    SLICES = 4
+    SHARDING = 5
+    RANKS = 6
+    OFFLOAD = 7
 
 
-def on_host(spec: Spec) -> Iterator[Spec]:
-    """Legal tuples that keep states on the host, all data ranks on the one axis that shards."""
-    if spec.data_degree == 1:
-        return
-    for placement in _fit_for(spec, _ON_HOST):
-        factor = Factor(axis=Axis.DP_SHARD, degree=spec.data_degree, placement=placement)
-        if legal := obeying(_placed(spec, (factor,))):
-            yield legal
+_MOST_RANKS = 1024  # along one axis
+_MOST_MICROS = 6  # sizes of a micro-batch that are tried: of 64 samples all
+# Parameters, optimizer state and gradients on the data axis; those with most on the host come last.
+_SHARDED = ("R,S,R", "R,S,S", "S*,S,S")
+_HOSTED = ("R,O,S", "R,O,O", "S*,O,S", "S*,O,O", "S*@host,O,S", "S*@host,O,O")
 
 
-def _fit_for(spec: Spec, tuples: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """The tuples, or the nearest ones that the optimizer takes, with the activations that the
-    spec's own tuples have: M and O there are the rank's."""
-    own = next((f.placement.activations for f in spec.factors if _says_how_it_keeps(f)), R)
-    kept = (replace(placement, activations=own) for placement in tuples)
-    return tuple(dict.fromkeys(DATA.nearest(placement, spec.optimizer) for placement in kept))
+def recompute_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield the policies with which all blocks are recomputed, the one that repeats least first."""
+    own = [factor.axis for factor in spec.factors if _says_activations(spec, factor.axis)]
+    places = [f"placement.{axis}.activations" for axis in own] or ["activations"]
+    modes = [f"{place}=M" for place in places]
+    is_eager = isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER
+    for policy in ("selective", *(["attention"] if is_eager else [])):
+        yield (*modes, f"recompute={policy}")
+    yield (*modes, *(["recompute=full"] if "recompute" in spec.resolved else []))
 
 
-def _says_how_it_keeps(factor: Factor) -> bool:
-    return factor.axis in DATA_AXES and factor.placement.activations != R
+def loss_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield losses that never have all logits at once, unless the loss is the user's function."""
+    if spec.loss.user_function is None:
+        yield from (("loss=chunked",), ("loss=fused",), ("loss=vocab-parallel",))
 
 
-def _placed(spec: Spec, factors: tuple[Factor, ...]) -> Spec:
-    """The spec with these factors of the data ranks."""
-    others = tuple(factor for factor in spec.factors if factor.axis not in DATA_AXES)
-    changed = _with_factors(spec, (*factors, *others))
-    if tuples_of(changed) != tuples_of(spec):
-        changed = replace(changed, offload=_of_activations(spec))
-    return changed
-
-
-def obeying(spec: Spec) -> Spec | None:
-    """The spec, if it is legal and runs. What refuses only a dial of the job's own is no reason not
-    to offer a tuple: it is set back."""
-    faults = check(spec)
-    places = [f"{fault.place}." for fault in faults]
-    for dial in dials():
-        if f"{dial.place}." in places:
-            spec = dial.set(spec, dial.dial.free)
-    if any(place.startswith("offload.") for place in places):
-        spec = replace(spec, offload=Offload())
-    if faults and check(spec):
-        return None
-    return None if executed(spec) else spec
-
-
-def _of_activations(spec: Spec) -> Offload:
-    """What is left of `offload` where no other state is off the device: the folder of files."""
-    return Offload(path=spec.offload.path if Tier.FILE in spec.activations.tiers else None)
-
-
-def _factorizations(number: int) -> Iterator[tuple[int, int]]:
-    """Yield (dp_replicate, dp_shard): all ranks on dp_shard first, then those with both above 1."""
-    yield 1, number
-    yield from (
-        (replicas, number // replicas) for replicas in range(2, number) if number % replicas == 0
-    )
-
-
-def _with_factors(spec: Spec, factors: tuple[Factor, ...]) -> Spec:
-    """The sync policy follows the gradients' mode as it does where none is written."""
-    order = list(Axis)
-    factors = tuple(sorted(factors, key=lambda factor: order.index(factor.axis)))
-    sync = spec.sync
-    if _whole_gradients(factors) != _whole_gradients(spec.factors):
-        late = _whole_gradients(factors)
-        sync = replace(sync, gradients=GradientSync.LAST if late else GradientSync.EVERY)
-    return replace(spec, factors=factors, sync=sync)
-
-
-def frugal(spec: Spec) -> Iterator[Spec]:
-    """The same tuples, with no parameters kept that could be given back, none gathered ahead and
-    no sum of gradients whole that could be cut; nothing where it is so already."""
-    late = _whole_gradients(spec.factors)
-    sync = SyncPolicy(gradients=GradientSync.LAST if late else GradientSync.EVERY)
-    changed = replace(spec, sync=sync, prefetch=0 if spec.prefetch else spec.prefetch)
-    if changed != spec and not check(changed):
-        yield changed
-
-
-def sliced(spec: Spec) -> Iterator[Spec]:
-    """The same tuples, with activations that every rank of tp has whole in slices of the tokens."""
-    for activations in (S, S_STAR):
-        factors = tuple(
-            replace(factor, placement=replace(factor.placement, activations=activations))
-            if factor.axis is Axis.TP and factor.placement.activations == R
-            else factor
-            for factor in spec.factors
+def layout_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield smaller precision layouts in which the optimizer updates and keeps the same dtypes: a
+    layout without fp32 master copies would train something else."""
+    own = spec.precision.layout
+    for layout in LAYOUTS.values():
+        is_as_exact = (layout.updated, layout.moments) == (own.updated, own.moments)
+        is_smaller = (
+            layout.parameters.itemsize < own.parameters.itemsize
+            or layout.gradients.itemsize < own.gradients.itemsize
         )
-        changed = replace(spec, factors=factors)
-        if changed != spec and is_sound(changed):
-            yield changed
+        if is_as_exact and is_smaller and layout.scales_loss is own.scales_loss:
+            yield (f"precision.layout={layout.name}",)
 
 
-def is_offloaded(spec: Spec) -> bool:
-    """Return whether any state lies off the device."""
-    tiers = {tier_of(spec.factors, state) for state in PLACED} | spec.activations.tiers
-    return tiers != {Tier.DEVICE}
+def micro_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield smaller micro-batches of the same global batch, the largest first."""
+    samples = spec.batch.micro * spec.batch.accumulate
+    smaller = [micro for micro in range(1, spec.batch.micro) if samples % micro == 0]
+    for micro in reversed(smaller[:_MOST_MICROS]):
+        yield (f"batch.micro={micro}", f"batch.accumulate={samples // micro}")
 
 
-def _whole_gradients(factors: tuple[Factor, ...]) -> bool:
-    return all(
-        factor.placement.gradients.distribution is Distribution.REPLICATED
-        for factor in factors
-        if factor.axis in DATA_AXES
-    )
+def slices_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield tuples of tp with which its ranks keep slices of the tokens."""
+    if spec.degree(Axis.TP) > 1:
+        yield from ((f"placement.tp.activations={mode}",) for mode in (S, S_STAR))
+
+
+def sharding_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield dials that keep nothing, and tuples that shard more, over the ranks of `dp_shard`, of a
+    node and of all data axes."""
+    if spec.prefetch:
+        yield ("prefetch=0",)
+    if spec.sync.reshard_after_forward is not True:
+        yield ("sync.reshard_after_forward=true",)
+    is_cut = any(Axis.DP_SHARD in spec.axes_where(state, *CUT) for state in PLACED)
+    if spec.sync.gradients is GradientSync.LAST and is_cut:
+        yield ("sync.gradients=every",)
+    node = spec.cluster.devices_per_node if spec.cluster else 1
+    ranks, shards = _data_ranks(spec), spec.degree(Axis.DP_SHARD)
+    for degree in dict.fromkeys((shards, node, ranks)):
+        if degree > 1 and degree >= shards and ranks % degree == 0:
+            yield from _placed(spec, _SHARDED, degree)
+
+
+ON_DEVICE: Mapping[ChangeKind, Callable[[Spec], Iterator[Overrides]]] = {
+    ChangeKind.RECOMPUTE: recompute_overrides,
+    ChangeKind.LOSS: loss_overrides,
+    ChangeKind.LAYOUT: layout_overrides,
+    ChangeKind.MICRO: micro_overrides,
+    ChangeKind.SLICES: slices_overrides,
+    ChangeKind.SHARDING: sharding_overrides,
+}
+
+
+def host_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield tuples that keep states on the host, all data ranks on the one axis that shards."""
+    if _data_ranks(spec) > 1:
+        yield from _placed(spec, _HOSTED, _data_ranks(spec))
+
+
+def ranks_overrides(spec: Spec, axis: Axis) -> Iterator[Overrides]:
+    """Yield more ranks along an axis that cuts states, powers of two. The global batch stays where
+    whole micro-batches make it up, else it grows until they do."""
+    if not any(axis in spec.axes_where(state, *CUT) for state in PLACED):
+        return
+    own, devices = spec.degree(axis), spec.cluster.devices if spec.cluster else _MOST_RANKS**2
+    for power in range(own.bit_length(), _MOST_RANKS.bit_length()):
+        world = spec.world_size // own << power
+        samples = spec.batch.micro * (spec.data_degree // own << power)
+        accumulate = -(-spec.batch.global_samples // samples)
+        yield (
+            f"mesh.{axis}={2**power}",
+            f"batch.global={accumulate * samples}",
+            f"batch.accumulate={accumulate}",
+            *([f"cluster.devices={world}"] if world > devices else []),
+        )
+
+
+def reset_overrides(faults: Iterable[Fault]) -> Overrides:
+    """Return the overrides that set back what refuses another placement: dials, and tiers."""
+    places = [f"{fault.place}." for fault in faults]
+    resets = [dial.override for dial in dials() if f"{dial.place}." in places]
+    is_tier = any(place.startswith("offload.") for place in places)
+    return (*resets, *(["offload={}"] if is_tier else []))
+
+
+def merged(*lists: Overrides) -> Overrides:
+    """Return the overrides of all lists, of each key the last one."""
+    by_key = {override.partition("=")[0]: override for some in lists for override in some}
+    return tuple(by_key.values())
 
 
 def with_micro(spec: Spec, micro: int) -> Spec:
@@ -172,72 +161,40 @@ def with_micro(spec: Spec, micro: int) -> Spec:
     return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=accumulate))
 
 
-def overrides(before: Spec, after: Spec) -> Iterator[str]:
-    """The dotlist that makes `after` of `before`."""
-    if _degrees(before) != _degrees(after):
-        mesh = ", ".join(f"{axis}: {degree}" for axis, degree in _degrees(after))
-        yield f"mesh={{{mesh}}}"
-    if tuples_of(before) != tuples_of(after):
-        yield f"placement={_written(after)}"
-        if (policy := before.resolved.get("recompute", "full")) != "full":
-            yield f"recompute={flow(policy)}"  # a strategy's name may have said it
-    for dial in dials():
-        if dial.of(before) != dial.of(after):
-            yield dial.override
-    yield from _offload(before, after)
-    if before.sync.gradients is not after.sync.gradients and _says_when(before):
-        yield f"sync.gradients={after.sync.gradients}"
-    if before.batch.global_samples != after.batch.global_samples:
-        yield f"batch.global={after.batch.global_samples}"
-    if before.batch != after.batch:
-        yield f"batch.micro={after.batch.micro}"
-        yield f"batch.accumulate={after.batch.accumulate}"
-    if before.cluster and after.cluster and before.cluster.devices != after.cluster.devices:
-        yield f"cluster.devices={after.cluster.devices}"
-
-
-def _offload(before: Spec, after: Spec) -> Iterator[str]:
-    """A tier for O may be written, which the resolved spec has in its modes."""
-    moves = tuples_of(before) != tuples_of(after) and is_offloaded(before)
-    if before.offload == after.offload and not moves:
-        return
-    path = {"path": after.offload.path} if after.offload.path is not None else {}
-    yield f"offload={flow(path)}"
-    if (kept := before.resolved.get("activations")) is not None:
-        yield f"activations={flow(kept)}"
-
-
-def _says_when(spec: Spec) -> bool:
-    """Whether the spec says itself when gradients are reduced, else that follows its placement."""
-    sync = spec.resolved.get("sync")
-    return not spec.resolved or (isinstance(sync, dict) and "gradients" in sync)
-
-
-def _written(spec: Spec) -> str:
-    """A strategy's name where its tuples have one, else the tuples."""
-    tuples = {str(axis): str(placement) for axis, placement in tuples_of(spec)}
-    for name, named in _named_tuples().items():
-        if named == tuples:
-            return name
-    return "{" + ", ".join(f"{axis}: [{modes}]" for axis, modes in tuples.items()) + "}"
+def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Overrides]:
+    """Yield the nearest tuples that the optimizer takes, on a `dp_shard` of this degree, with the
+    activations of the spec's own tuples: M and O there are the rank's."""
+    axis, replicas = Axis.DP_SHARD, _data_ranks(spec) // degree
+    mesh = (f"mesh.{Axis.DP_REPLICATE}={replicas}", f"mesh.{axis}={degree}")
+    kept = [f.placement.activations for f in spec.factors if _says_activations(spec, f.axis)]
+    texts: dict[str, None] = {}
+    for text in tuples:
+        modes = (*map(Mode.parse, text.split(",")), *(kept[:1] or [R]))
+        own = {state.value: mode for state, mode in zip(PLACED, modes, strict=True)}
+        texts[str(DATA.nearest(Placement(**own), spec.optimizer))] = None
+    for text in texts:
+        moved = mesh if degree != spec.degree(axis) else ()
+        yield (*moved, f"placement.{axis}={_names(axis).get(text, text)}")
 
 
 @cache
-def _named_tuples() -> dict[str, dict[str, str]]:
-    """Return by name the tuples of the strategies that are these and nothing more."""
-    tuples = {}
+def _names(axis: str) -> dict[str, str]:
+    """Return by tuple the strategies that are one tuple of this axis and nothing more."""
+    names: dict[str, str] = {}
     for name in listing("strategies"):
         tree = strategy(name)
         if tree and isinstance(tree.root, dict) and not {*POLICIES} & {*tree.root}:
-            placement = tree.root["placement"]
-            tuples[name] = {axis: ",".join(modes_of(own)) for axis, own in placement.items()}
-    return tuples
+            own = tree.root["placement"]
+            if own.keys() == {axis}:
+                names.setdefault(",".join(modes_of(own[axis])), name)
+    return names
 
 
-def _degrees(spec: Spec) -> tuple[tuple[Axis, int], ...]:
-    return tuple((factor.axis, factor.degree) for factor in spec.factors)
+def _data_ranks(spec: Spec) -> int:
+    return prod(spec.degree(axis) for axis in DATA_AXES)
 
 
-def tuples_of(spec: Spec) -> tuple[tuple[Axis, Placement], ...]:
-    """Each axis with its tuple."""
-    return tuple((factor.axis, factor.placement) for factor in spec.factors)
+def _says_activations(spec: Spec, axis: Axis) -> bool:
+    """Return whether the tuple of a data axis says how the rank keeps activations."""
+    own = (factor.placement.activations for factor in spec.factors if factor.axis is axis)
+    return axis in DATA_AXES and any(mode != R for mode in own)

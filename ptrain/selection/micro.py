@@ -34,7 +34,7 @@ def with_largest_micro(spec: Spec) -> Spec:
         raise refused(_PLACE, finding, _NUMBER)
     if spec.activations.budget is not None:
         finding = "not yet: auto beside recompute.budget, which is chosen by a peak too"
-        raise refused(_PLACE, finding, f"{_NUMBER}, or recompute: selective or full")
+        raise refused(_PLACE, finding, f"{_NUMBER}, or recompute=selective or recompute=full")
     smallest = spec
     for candidate in _candidates(spec):
         memory_fit = _fit(candidate)

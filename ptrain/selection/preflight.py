@@ -1,53 +1,64 @@
-"""Before anything starts: does the prediction fit the device, and if not, which legal specs of the
-same job need less."""
+"""Check before a start that a prediction fits, and find the cheapest changes that make it fit.
+
+A change is a list of overrides. It is loaded on top of what the user typed and derived with the
+engine of `ptrain predict`: a change that is printed as fitting also fits when it is pasted.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations
+from operator import attrgetter
 
-from ptrain.algebra.legality import check
-from ptrain.costs import PLACED, Estimate, State
-from ptrain.derivation.estimate import fullest_alone, own_facts
-from ptrain.derivation.paper import state_sizes
-from ptrain.errors import DoesNotFit
+from ptrain.algebra.legality import Located
+from ptrain.costs import Estimate
+from ptrain.derivation.estimate import derive, facts_from_shape, fullest_alone, own_facts
+from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
+from ptrain.facts.traced_part import traced_part
 from ptrain.selection.alternatives import (
-    frugal,
-    obeying,
-    on_device,
-    on_host,
-    overrides,
-    sliced,
-    with_micro,
+    ON_DEVICE,
+    ChangeKind,
+    Overrides,
+    host_overrides,
+    merged,
+    ranks_overrides,
+    reset_overrides,
 )
-from ptrain.selection.fit import fit, host_text, room_text
-from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.placement import CUT, Tier
+from ptrain.selection.fit import Fit, fit, host_text, room_text
+from ptrain.selection.recompute import ChosenDocument, settled
+from ptrain.spec.axis import DATA_AXES
+from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.units import format_bytes
+from ptrain.spec.write import to_mapping
+from ptrain.units import format_bytes, format_seconds
 
 _OFFERED = 3
-_MOST_RANKS = 1024  # along one axis, when more ranks are tried
-_DERIVED = 4  # variants from each end of the range that are derived in full
+
+_peak, _missing = attrgetter("fit.peak_bytes"), attrgetter("missing_bytes")
+Reload = Callable[[Overrides], Located]
+
+
+_TRIED = (
+    "recomputation, a loss in chunks, another precision layout, smaller micro-batches, other "
+    "shardings, more ranks, and states on the host"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Another spec for the same job: what to write after the SPEC, and what it would take. There is
-    none without a known peak. `may_fit`: data, or the unknown memory of its
-    host, decides."""
+    """A changed spec of the same job, with the overrides that make it and its derived costs.
+    `seconds` is None where no step time is predicted."""
 
     spec: Spec
-    overrides: tuple[str, ...]
-    peak_bytes: int
-    sent_bytes: int
-    fits: bool
-    host_short_bytes: int = 0
-    more_ranks: bool = False
-    may_fit: bool = False
+    overrides: Overrides
+    kinds: tuple[ChangeKind, ...]
+    fit: Fit
+    seconds: float | None = None
 
     @property
     def command(self) -> str:
@@ -55,17 +66,52 @@ class Variant:
         return " ".join(shlex.quote(override) for override in self.overrides)
 
     @property
-    def claim(self) -> str:
-        """What is true of it."""
-        on = f" on {self.spec.world_size} ranks" if self.more_ranks else ""
-        if self.may_fit:
-            return f"may fit{on}, by its data or its host's memory"
-        return f"fits{on}" if self.fits else "closer, but does not fit"
+    def missing_bytes(self) -> int:
+        """The bytes by which the device or the host is too small."""
+        return max(self.fit.short_bytes, self.fit.host_short_bytes)
+
+    @property
+    def line(self) -> str:
+        """One line with the overrides, the step time, the peak and the headroom."""
+        ranks = f" on {self.spec.world_size} ranks" if ChangeKind.RANKS in self.kinds else ""
+        peak = f"peak {format_bytes(self.fit.peak_bytes or 0)}"
+        if self.fit.fits is False:
+            missing = format_bytes(self.missing_bytes)
+            return f"  closest{ranks}: {self.command} → {peak}, still {missing} too large"
+        claim = "fits" if self.fit.fits else "may fit"
+        time = "unknown" if self.seconds is None else format_seconds(self.seconds)
+        spare = f"{format_bytes(self.fit.spare_bytes)} to spare{' (tight)' * self.fit.is_tight}"
+        spare = spare if self.fit.fits else f"unknown: {self.fit.unknown}"
+        host = f", {host_text(self.fit)}" if host_text(self.fit) else ""
+        return f"  {claim}{ranks}: {self.command} → step time {time}, {peak}{host}, {spare}"
 
 
-def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) -> None:
-    """Raises DoesNotFit, with up to three cheaper specs, where it is known not to fit. What nobody
-    knows is no reason."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitAdvice:
+    """Changes that fit, best first, or else the closest one. `untraced` are changes that were not
+    derived, because the model would have to be traced for each of them."""
+
+    variants: tuple[Variant, ...] = ()
+    untraced: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines to print below the finding that a spec does not fit."""
+        lines = [variant.line for variant in self.variants]
+        lines = lines or [f"  nothing that was tried fits or needs less: {_TRIED}"]
+        if self.untraced:
+            lines.append(f"  not tried, because each needs a trace: {', '.join(self.untraced)}")
+        return lines
+
+
+def require_fit(
+    spec: Spec, exact: Estimate, facts: ModelFacts | None = None, reload: Reload | None = None
+) -> None:
+    """Check that a spec is not known to be too large. `reload` as of `find_changes`.
+
+    Raises:
+        DoesNotFit: With the cheapest changes that fit, or the closest one.
+    """
     memory_fit = fit(spec, exact)
     if memory_fit.fits is not False:
         return
@@ -84,173 +130,203 @@ def require_fit(spec: Spec, exact: Estimate, facts: ModelFacts | None = None) ->
             f"{spec.name} does not fit by {format_bytes(memory_fit.host_short_bytes)}: its ranks "
             f"need {host_text(memory_fit)}"
         ]
-    variants = cheaper(spec, facts, exact) if is_known else ()
-    wider = more_ranks(spec, variants, facts) if is_known else None
-    for variant in (*variants, *([wider] if wider else [])):
-        lines.append(f"  {variant.claim}: {variant.command}  (peak {_peak(variant)})")
-    fitting = wider or any(variant.fits for variant in variants)
-    instead = "one that fits" if fitting else "a smaller model or sequence"
-    raise DoesNotFit("\n".join([*lines, f"  remedy: {instead}, or --force to train it anyway"]))
+    instead = "use a smaller model or sequence"
+    if is_known:
+        advice = find_changes(spec, facts, exact, reload)
+        lines += advice.lines
+        if any(variant.fit.fits for variant in advice.variants):
+            instead = "add one of these overrides"
+    raise DoesNotFit("\n".join([*lines, f"  remedy: {instead}, or train it anyway with --force"]))
 
 
-def _peak(variant: Variant) -> str:
-    return format_bytes(variant.peak_bytes)
+def find_changes(
+    spec: Spec,
+    facts: ModelFacts | None = None,
+    exact: Estimate | None = None,
+    reload: Reload | None = None,
+) -> FitAdvice:
+    """Find the three cheapest changes with which a spec fits, or else the closest one.
 
-
-def cheaper(
-    spec: Spec, facts: ModelFacts | None = None, exact: Estimate | None = None
-) -> tuple[Variant, ...]:
-    """Return at most three legal variants over the data axes that need less memory: other tuples,
-    other factorizations of the same ranks, smaller micro-batches; where none of these fits, states
-    on the host. Those that fit come first; of these the plainest product, then the one that sends
-    least. There are none where the spec's own peak is not known. `exact` is the spec's own, where
-    it is derived."""
+    Args:
+        spec: A spec with a known peak; without one there is no advice.
+        facts: The facts of its model; those of a built-in model are known.
+        exact: The spec's own exact estimate, where it is derived.
+        reload: Load what the user typed with more overrides; by default the resolved spec.
+    """
     facts = own_facts(spec) if facts is None else facts
-    now = _variant(spec, spec, fullest_alone(spec, facts) if exact is None else exact)
-    if now is None:
-        return ()
-    offers = _better(now, _variants(spec, _promising(spec, facts, now), facts))
-    if any(variant.fits for variant in offers):
-        return tuple(offers[:_OFFERED])
-    hosted = _hosted(spec, facts, now)
-    fitting = [variant for variant in hosted if variant.fits]
-    closer = [variant for variant in hosted if not variant.fits]
-    return (*fitting, *offers[: _OFFERED - 1], *closer, *offers[_OFFERED - 1 :])[:_OFFERED]
-
-
-def _hosted(spec: Spec, facts: ModelFacts, now: Variant) -> list[Variant]:
-    """Return variants that keep states on the host; in smaller micro-batches only if none fits
-    else."""
-    others = tuple(on_host(spec))
-    variants = _better(now, _variants(spec, others, facts))
-    if spec.batch.micro == 1 or any(variant.fits for variant in variants):
-        return variants
-    return _better(now, _variants(spec, (with_micro(other, 1) for other in others), facts))
-
-
-def _better(now: Variant, variants: Iterable[Variant]) -> list[Variant]:
-    """Return the variants that fit or at least need less (of the host no more than it has), best
-    first."""
-    short = max(now.host_short_bytes, 0)
-    return sorted(
-        (
-            variant
-            for variant in variants
-            if (variant.fits and not now.fits)
-            or (variant.peak_bytes < now.peak_bytes and variant.host_short_bytes <= short)
-        ),
-        key=lambda variant: (
-            not variant.fits,
-            (_states_off_device(variant.spec), len(variant.spec.factors), variant.sent_bytes)
-            if variant.fits
-            else (),
-            variant.peak_bytes,
-        ),
-    )
-
-
-def _states_off_device(spec: Spec) -> int:
-    return sum(
-        any(factor.placement[state].tier is not Tier.DEVICE for factor in spec.factors)
-        for state in PLACED
-    )
-
-
-def more_ranks(
-    spec: Spec, variants: Sequence[Variant], facts: ModelFacts | None = None
-) -> Variant | None:
-    """Return the spec, or else the first variant, on the fewest ranks (a power of two along one
-    axis) on which it fits. None where one of `variants` fits, or where that takes more than
-    1024."""
-    if any(variant.fits for variant in variants):
-        return None
-    facts = own_facts(spec) if facts is None else facts
-    for narrow in (spec, *(variant.spec for variant in variants[:1])):
-        for axis in DATA_AXES:
-            wider = _widened(spec, narrow, axis, facts)
-            if wider:
-                return wider
-    return None
-
-
-def _widened(spec: Spec, narrow: Spec, axis: Axis, facts: ModelFacts) -> Variant | None:
-    if not any(axis in narrow.axes_where(state, *CUT) for state in PLACED):
-        return None
-    degrees = [2**power for power in range(1, _MOST_RANKS.bit_length())]
-    wider = (
-        _with_degree(narrow, axis, degree) for degree in degrees if degree > narrow.degree(axis)
-    )
-    variants = _variants(spec, (after for after in wider if not check(after)), facts)
-    return next((replace(variant, more_ranks=True) for variant in variants if variant.fits), None)
-
-
-def _with_degree(spec: Spec, axis: Axis, degree: int) -> Spec:
-    """The global batch stays where whole micro-batches make it up, else it grows until they do."""
-    factors = tuple(
-        replace(factor, degree=degree) if factor.axis is axis else factor for factor in spec.factors
-    )
-    wide = replace(spec, factors=factors)
-    once = spec.batch.micro * wide.data_degree
-    accumulate = -(-spec.batch.global_samples // once)
-    batch = replace(spec.batch, global_samples=accumulate * once, accumulate=accumulate)
-    cluster = spec.cluster
-    if cluster and cluster.devices < wide.world_size:
-        cluster = replace(cluster, devices=wide.world_size)
-    return replace(wide, batch=batch, cluster=cluster)
-
-
-def state_bytes(spec: Spec, sizes: dict[State, int]) -> int:
-    """Theta, Omega and G on one rank's device by Theorem 1, without padding: a cheap order of
-    variants."""
-    return sum(
-        size // prod(spec.degree(axis) for axis in spec.axes_where(state, *CUT))
-        for state, size in sizes.items()
-        if all(factor.placement[state].tier is Tier.DEVICE for factor in spec.factors)
-    )
-
-
-def _promising(spec: Spec, facts: ModelFacts, now: Variant) -> Iterator[Spec]:
-    """Yield specs, few enough to derive: the spec itself without what its dials keep, with slices
-    on tp, the smallest, the largest that fit, and smaller micro-batches."""
-    yield from frugal(spec)
-    yield from sliced(spec)
-    sizes_of = state_sizes(spec, facts)
-    here = state_bytes(spec, sizes_of)
-    room = spec.cluster.usable_memory - now.peak_bytes if spec.cluster else 0
-    # More than now only where it is the host that has too little.
-    largest = here - 1 if now.fits else here + max(room, -1)
-    by_size: dict[int, Spec] = {}
-    for other in on_device(spec):
-        size = state_bytes(other, sizes_of)
-        if size <= largest and size not in by_size and (legal := obeying(other)):
-            by_size[size] = legal
-    sizes = sorted(by_size)
-    enough = [size for size in sizes if size - here <= room]
-    chosen = dict.fromkeys((*sizes[:_DERIVED], *enough[-_DERIVED:]))
-    specs = [by_size[size] for size in chosen]
-    yield from specs
-    if spec.batch.micro > 1:
-        yield from (with_micro(candidate, 1) for candidate in (spec, *specs[:1]))
-
-
-def _variants(before: Spec, specs: Iterable[Spec], facts: ModelFacts) -> Iterator[Variant]:
-    """Each that has a known peak."""
-    for after in specs:
-        if variant := _variant(before, after, fullest_alone(after, facts)):
-            yield variant
-
-
-def _variant(before: Spec, after: Spec, exact: Estimate) -> Variant | None:
-    """Return `after` with what it costs, None without a known peak."""
-    memory_fit = fit(after, exact)
+    memory_fit = fit(spec, fullest_alone(spec, facts) if exact is None else exact)
     if memory_fit.peak_bytes is None:
-        return None
-    return Variant(
-        spec=after,
-        overrides=tuple(overrides(before, after)),
-        peak_bytes=memory_fit.peak_bytes,
-        sent_bytes=exact.sent_bytes(),
-        fits=memory_fit.fits is True,
-        may_fit=memory_fit.fits is None,
-        host_short_bytes=memory_fit.host_short_bytes,
+        return FitAdvice()
+    now = Variant(spec=spec, overrides=(), kinds=(), fit=memory_fit)
+    search = _Search(now=now, facts=facts, reload=reload or partial(_load_resolved, spec))
+    variants = search.run()
+    if reload is not None:
+        variants = tuple(_shorten(variant, reload) for variant in variants)
+    return FitAdvice(variants=variants, untraced=tuple(search.untraced.values()))
+
+
+def _load_resolved(spec: Spec, more: Overrides) -> Located:
+    """Load a resolved spec with overrides, for the device that it runs on."""
+    document = load(spec.resolved or to_mapping(spec, sync_is_written=True), more)
+    changed = replace(document.spec, device=spec.device)
+    if changed.cluster and spec.cluster:
+        changed = replace(changed, cluster=replace(changed.cluster, sm=spec.cluster.sm))
+    return ChosenDocument(spec=changed, locate=document.locate)
+
+
+def _shorten(variant: Variant, reload: Reload) -> Variant:
+    """Leave out the overrides that follow from what was typed."""
+    for override in variant.overrides:
+        fewer = tuple(said for said in variant.overrides if said != override)
+        with suppress(SpecError):
+            if settled(reload(fewer)).but(resolved={}) == variant.spec.but(resolved={}):
+                variant = replace(variant, overrides=fewer)
+    return variant
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """The search for changes of the spec as it is `now`. `tried` are all changes that were derived,
+    None where one is refused or no better; `untraced` the first of each kind that were not."""
+
+    now: Variant
+    facts: ModelFacts
+    reload: Reload
+    tried: dict[Overrides, Variant | None] = field(default_factory=dict)
+    untraced: dict[tuple[ChangeKind, ...], str] = field(default_factory=dict)
+
+    def run(self) -> tuple[Variant, ...]:
+        """Try single changes on the device; if none fits combined ones, more ranks and the host."""
+        for kind, choices in ON_DEVICE.items():
+            self._try_all(kind, choices(self.now.spec))
+        if not self._has_fit():
+            self._combine(ON_DEVICE)
+        if not self._has_fit():
+            self._widen()
+            if not self._try_all(ChangeKind.OFFLOAD, host_overrides(self.now.spec)):
+                kinds = (*ON_DEVICE, ChangeKind.OFFLOAD)
+                self._combine(kind for kind in kinds if kind is not ChangeKind.SHARDING)
+        return self._best()
+
+    def _best(self) -> tuple[Variant, ...]:
+        """Return the cheapest of each kind that fit, then others that fit; else the closest one."""
+        better = self._better()
+        usable = [self._timed(variant) for variant in better if variant.fit.fits is not False]
+        if not usable:
+            return tuple(sorted(better, key=_missing)[:1])
+        usable.sort(key=_rank)
+        first = {variant.kinds: variant for variant in reversed(usable)}.values()
+        others = (variant for variant in usable if variant not in first)
+        chosen = [*sorted(first, key=_rank), *others][:_OFFERED]
+        return tuple(sorted(chosen, key=_rank))
+
+    def _better(self) -> list[Variant]:
+        return [variant for variant in self.tried.values() if variant]
+
+    def _has_fit(self) -> bool:
+        return any(variant.fit.fits for variant in self._better())
+
+    def _try_all(self, kind: ChangeKind, choices: Iterable[Overrides]) -> bool:
+        """Derive the single changes of one kind. Return True if one fits."""
+        is_fitting = False
+        for said in choices:
+            variant = self._try((kind,), said)
+            is_fitting |= variant is not None and variant.fit.fits is True
+            if is_fitting and kind is ChangeKind.MICRO:
+                break  # a smaller one is slower
+        return is_fitting
+
+    def _try(self, kinds: tuple[ChangeKind, ...], said: Overrides) -> Variant | None:
+        """Derive the typed spec with these overrides, unless that is done."""
+        if said not in self.tried:
+            self.tried[said] = self._derive(kinds, said)
+        return self.tried[said]
+
+    def _derive(self, kinds: tuple[ChangeKind, ...], said: Overrides) -> Variant | None:
+        """Return None where the changed spec is refused, another job, or no better."""
+        now = self.now
+        try:
+            after, said = self._load(said)
+            size, before = (
+                (spec.world_size, spec.batch.global_samples) for spec in (after, now.spec)
+            )
+            if size != before and ChangeKind.RANKS not in kinds:
+                return None
+            facts = self._facts_of(after)
+            if facts is None:
+                self.untraced.setdefault(kinds, shlex.join(said))
+                return None
+            memory_fit = fit(after, fullest_alone(after, facts))
+        except SpecError:
+            return None
+        variant = Variant(spec=after, overrides=said, kinds=kinds, fit=memory_fit)
+        is_better = memory_fit.fits is not False or variant.missing_bytes < now.missing_bytes
+        return variant if is_better and memory_fit.peak_bytes is not None else None
+
+    def _load(self, said: Overrides) -> tuple[Spec, Overrides]:
+        """Load the typed spec with these overrides. Dials that refuse them are set back."""
+        try:
+            return settled(self.reload(said)), said
+        except SpecError as error:
+            said = (*said, *reset_overrides(error.faults))
+            return settled(self.reload(said)), said
+
+    def _facts_of(self, after: Spec) -> ModelFacts | None:
+        """Return the facts of a changed spec; None where only another trace has them."""
+        is_traced_alike = traced_part(after) == traced_part(self.now.spec)
+        return self.facts if is_traced_alike else facts_from_shape(after)
+
+    def _timed(self, variant: Variant) -> Variant:
+        """Add the time of a step, which takes longer to derive than the peak."""
+        step = derive(variant.spec, self._facts_of(variant.spec)).exact.step
+        return replace(variant, seconds=step.seconds if step else None)
+
+    def _combine(self, kinds: Iterable[ChangeKind]) -> None:
+        """Add up the changes that need least of each kind, as long as each lowers the peak. If the
+        sum fits, derive the combinations of fewer of them, until one fits."""
+        single = {kind: [v for v in self._better() if v.kinds == (kind,)] for kind in kinds}
+        least = sorted((min(some, key=_peak) for some in single.values() if some), key=_peak)
+        chosen, best = least[:1], least[0] if least else None
+        for variant in least[1:]:
+            joined = self._join([*chosen, variant])
+            if joined and best and _peak(joined) < _peak(best):
+                chosen, best = [*chosen, variant], joined
+        for number in range(2, len(chosen) if best and best.fit.fits else 0):
+            fewer = [self._join(some) for some in combinations(chosen, number)]
+            if any(variant and variant.fit.fits for variant in fewer):
+                return
+
+    def _join(self, variants: Iterable[Variant]) -> Variant | None:
+        chosen = sorted(variants, key=lambda variant: variant.kinds)
+        kinds = tuple(kind for variant in chosen for kind in variant.kinds)
+        return self._try(kinds, merged(*(variant.overrides for variant in chosen)))
+
+    def _widen(self) -> None:
+        """Derive the spec, or else its closest variant, on the fewest ranks on which it fits."""
+        for narrow in (self.now, *sorted(self._better(), key=_missing)[:1]):
+            kinds = (*narrow.kinds, ChangeKind.RANKS)
+            for axis in DATA_AXES:
+                choices = ranks_overrides(narrow.spec, axis)
+                wider = [merged(narrow.overrides, said) for said in choices]
+                most = self._derive(kinds, wider[-1]) if wider else None
+                if most is not None and not most.fit.fits:
+                    continue  # then fewer do not fit either
+                for said in wider:
+                    variant = self._try(kinds, said)
+                    if variant is not None and variant.fit.fits:
+                        return
+
+
+def _rank(variant: Variant) -> tuple[float, ...]:
+    """Return the sort key: fits, needs no more ranks, has headroom, then step time and headroom.
+    Without a step time the fewest changes, in the stated order of their kinds."""
+    return (
+        variant.fit.fits is not True,
+        ChangeKind.RANKS in variant.kinds,
+        variant.fit.is_tight,
+        variant.seconds is None,
+        variant.seconds or 0.0,
+        len(variant.kinds),
+        max(variant.kinds),
+        -variant.fit.spare_bytes,
     )

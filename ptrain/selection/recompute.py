@@ -61,7 +61,9 @@ def _within(spec: Spec, budget: int) -> Spec:
         reached.setdefault(peak, candidate)
     if not reached:
         finding = "not yet: a policy that follows from a budget, where peaks are known once traced"
-        raise refused(_PLACE, finding, "write activations: M, and recompute: selective or full")
+        raise refused(
+            _PLACE, finding, "write activations=M with recompute=selective or recompute=full"
+        )
     smallest = min(reached)
     name = _name(reached[smallest])
     if not spec.activations.is_open:
@@ -69,20 +71,20 @@ def _within(spec: Spec, budget: int) -> Spec:
             _PLACE,
             f"{format_bytes(budget)}, and the policy beside it, {name}, has a peak of "
             f"{format_bytes(smallest)}",
-            f"write recompute: {{budget: {budget}}} alone, to have one chosen, or a larger budget",
+            f"write recompute={{budget: {budget}}} alone, to have one chosen, or a larger budget",
         )
     raise refused(
         _PLACE,
         f"{format_bytes(budget)}: the smallest peak that recomputation reaches is "
         f"{format_bytes(smallest)}, with {name}",
-        f"write a budget of {smallest} bytes or more, a smaller batch.micro, or activations: O",
+        f"write a budget of {smallest} bytes or more, a smaller batch.micro, or activations=O",
     )
 
 
 def _require_claimed(spec: Spec) -> None:
     """Raises SpecError where the peaks that decide are not claimed of the spec's device."""
     if why := unclaimed(spec, own_facts(spec)).get("peak"):
-        remedy = "write activations: M, and recompute: selective or full; or device: cpu"
+        remedy = "write activations=M with recompute=selective or recompute=full; or device=cpu"
         raise refused(_PLACE, f"the peaks that decide are not claimed: {why}", remedy)
 
 

@@ -186,7 +186,9 @@ def rehearsal_device(spec: Spec) -> torch.device:
     if torch.cuda.is_available() and spec.device != "cpu":
         return torch.device("cuda", 0)
     if spec.device == "cuda":
-        raise refused("device", "no GPU was found to rehearse on", "write device: cpu, or auto")
+        raise refused(
+            "device", "no GPU was found to rehearse on", "write device=cpu or device=auto"
+        )
     return torch.device("cpu")
 
 

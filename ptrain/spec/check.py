@@ -33,12 +33,12 @@ _NEEDED: dict[Route, object] = {
     ("batch", "sequence"): 1,
 }
 _EXAMPLES = {
-    "model": "model: {preset: llama-tiny}",
-    "mesh": "mesh: {dp_shard: 2}",
-    "batch": "batch: {global: 16, micro: 2, sequence: 128}",
-    "sequence": "sequence: 128",
-    "target": "target: package.module:function",
-    "attention": "attention: zigzag",
+    "model": "{preset: llama-tiny}",
+    "mesh": "{dp_shard: 2}",
+    "batch": "{global: 16, micro: 2, sequence: 128}",
+    "sequence": "128",
+    "target": "package.module:function",
+    "attention": "zigzag",
 }
 _GIVEN_BY: dict[Route, Route] = {("batch", "sequence"): ("data", "target")}
 
@@ -179,4 +179,5 @@ def _missing(route: Route) -> tuple[str, str]:
     if route[0] == "placement":
         return f"all 4 states are needed: missing {route[-1]!r}", f"add {route[-1]}: R, S or S*"
     section = f" in {'.'.join(route[:-1])}" if len(route) > 1 else ""
-    return f"the key {route[-1]!r} is missing{section}", f"write {_EXAMPLES[route[-1]]}"
+    example = f"{'.'.join(route)}{'=' if section else ': '}{_EXAMPLES[route[-1]]}"
+    return f"the key {route[-1]!r} is missing{section}", f"write {example}"

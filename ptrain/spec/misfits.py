@@ -34,7 +34,7 @@ def misfits(shape: ModelShape) -> Iterator[Fault]:
         yield Fault(
             place="model.rope_scaling",
             finding=f"{shape.rope_scaling}, and frequencies are divided by rope_factor: 1",
-            remedy="write a larger rope_factor, or rope_scaling: none",
+            remedy="write a larger rope_factor, or model.rope_scaling=none",
         )
     if shape.rope_scaling in _BY_TURNS and shape.rope_high_factor <= shape.rope_low_factor:
         yield Fault(
@@ -57,7 +57,7 @@ def _documents(shape: ModelShape) -> Iterator[Fault]:
         yield Fault(place=place, finding=finding, remedy=f"write one below {shape.vocab}")
     if edge is not None and shape.attention is Attention.FLEX:
         finding = "not yet: documents by flex_attention, whose blocks would depend on the tokens"
-        yield Fault(place=place, finding=finding, remedy="write attention: sdpa or eager")
+        yield Fault(place=place, finding=finding, remedy="write attention=sdpa or attention=eager")
 
 
 def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
@@ -86,7 +86,7 @@ def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
         yield Fault(
             place="model.bias",
             finding="not yet: experts with biases, of which a grouped product knows nothing",
-            remedy="write bias: none or qkv",
+            remedy="write model.bias=none or model.bias=qkv",
         )
 
 
@@ -134,10 +134,10 @@ def _latent(shape: ModelShape) -> Iterator[Fault]:
             yield Fault(place=f"model.{name}", finding=finding, remedy=f"remove {name}")
     if shape.bias is not Bias.NONE:
         finding = f"not yet: {shape.bias}, of latent attention (kv_lora_rank)"
-        yield Fault(place="model.bias", finding=finding, remedy="write bias: none")
+        yield Fault(place="model.bias", finding=finding, remedy="write model.bias=none")
     if shape.positions is not Positions.ROPE:
         finding = f"{shape.positions}: of latent attention qk_rope_head_dim features turn"
-        yield Fault(place="model.positions", finding=finding, remedy="write positions: rope")
+        yield Fault(place="model.positions", finding=finding, remedy="write model.positions=rope")
     if shape.qk_rope_head_dim % 2:
         finding = f"{shape.qk_rope_head_dim} is odd, and rotary positions turn pairs"
         yield Fault(place="model.qk_rope_head_dim", finding=finding, remedy="choose it even")
@@ -207,13 +207,13 @@ def voids(shape: ModelShape) -> Iterator[Void]:
     """Yield what another option makes void."""
     if shape.positions is not Positions.ROPE:
         finding = f"positions: {shape.positions}, and none that turn"
-        yield from _void(shape, _OF_ROPE, "positions", finding, "positions: rope")
+        yield from _void(shape, _OF_ROPE, "positions", finding, "positions=rope")
     if shape.rope_scaling is RopeScaling.NONE:
         finding = "rope_scaling: none, and frequencies are divided by nothing"
-        yield from _void(shape, ("rope_factor",), "rope_scaling", finding, "rope_scaling: linear")
+        yield from _void(shape, ("rope_factor",), "rope_scaling", finding, "rope_scaling=linear")
     if shape.rope_scaling not in _BY_TURNS:
         finding = f"rope_scaling: {shape.rope_scaling}, which has no such number"
-        yield from _void(shape, _OF_TURNS, "rope_scaling", finding, "rope_scaling: llama3")
+        yield from _void(shape, _OF_TURNS, "rope_scaling", finding, "rope_scaling=llama3")
     if not shape.is_latent:
         finding = "keys and values are made of the stream, not of latent features"
         yield from _void(shape, _OF_LATENT, "kv_lora_rank", finding, "kv_lora_rank")
@@ -228,7 +228,7 @@ def voids(shape: ModelShape) -> Iterator[Void]:
         yield from _void(shape, ("groups_per_token",), "expert_groups", finding, "expert_groups")
     if shape.tied:
         finding = "a tied head is the embedding, which has no bias"
-        yield from _void(shape, ("head_bias",), "tied", finding, "tied: false")
+        yield from _void(shape, ("head_bias",), "tied", finding, "tied=false")
 
 
 def _void(
@@ -236,7 +236,7 @@ def _void(
 ) -> Iterator[Void]:
     for name in names:
         if getattr(shape, name) != _DEFAULTS[name]:
-            yield Void(name, by, finding, f"remove {name}, or write {other}")
+            yield Void(name, by, finding, f"remove {name}, or write model.{other}")
 
 
 def divisors(number: int) -> list[int]:

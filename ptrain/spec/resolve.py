@@ -44,7 +44,7 @@ from ptrain.spec.resolve_sections import (
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import Route, Tree
-from ptrain.spec.tuples import fault_of_experts, route_of
+from ptrain.spec.tuples import fault_of_experts, route_of, usual_modes
 from ptrain.spec.write import to_mapping
 
 
@@ -169,11 +169,11 @@ def _factors(raw: SpecRaw, order: tuple[str, ...], findings: Findings) -> tuple[
         tuple_ = getattr(placement, axis.value)
         if degree > 1 and tuple_ is None:
             finding = f"the mesh has {axis}: {degree}, and the placement has no tuple for it"
-            remedy = f"write placement: {{{axis}: ...}} with a strategy's name or four modes"
-            if axis is Axis.PP:  # stages can be placed in one way only
-                remedy = f"write placement: {{{axis}: [S, S, S, R]}}"
-            elif axis in EXPERT_AXES:
-                remedy += ", those of all tensors but the experts"
+            remedy = f"write placement.{axis}={','.join(usual_modes(axis))}"
+            if axis is not Axis.PP:  # stages can be placed in one way only
+                remedy += ", four other modes, or a strategy's name"
+            if axis in EXPERT_AXES:
+                remedy += ": those of all tensors but the experts"
             findings.add("placement" if raw.placement else "mesh." + axis, finding, remedy)
         elif degree > 1:
             factors.append(_factor(raw, axis, degree, findings))

@@ -28,6 +28,7 @@ from ptrain.spec.placement import Distribution, Mode, R, Tier
 from ptrain.spec.resolve_sections import Report
 from ptrain.spec.spec import ActivationSpec, LossSpec
 from ptrain.spec.text import Tree
+from ptrain.spec.tuples import two_ranks
 
 CHUNK = 1024  # tokens: 128 MiB of fp32 logits over a vocabulary of 32000
 _POLICIES = {"none": None, "full": FULL, "selective": SELECTIVE, "attention": ATTENTION_ONLY}
@@ -60,10 +61,11 @@ def resolve_activations(raw: SpecRaw, tree: Tree, report: Report) -> ActivationS
     ranges: _Ranges = {_ALL: R} if modes is None else modes
     recomputes = any(mode.distribution is Distribution.MATERIALIZED for mode in ranges.values())
     if policy is None and recomputes:
+        place = next((place for place, _ in _of_tuples(raw, tree)), "activations")
         report.add(
             "recompute",
             "none, and activations are M: they would be neither kept nor computed again",
-            "write recompute: full or selective, or activations: R",
+            f"write recompute=full or recompute=selective, or {place}=R",
         )
     elif policy is not None and raw.recompute is not None and not recomputes:
         report.add(
@@ -101,7 +103,7 @@ def _modes(raw: SpecRaw, tree: Tree, report: Report) -> _Ranges | None:
                 "activations",
                 f"{_words(said)} here and {mode} in {place}: activations belong to the rank, and "
                 "are kept in one way",
-                f"remove activations, or write {place}: R",
+                f"remove activations, or write {place}=R",
             )
         return {_ALL: mode}  # that two tuples say the same is the algebra's rule
     return said
@@ -121,8 +123,8 @@ def _said(raw: SpecRaw, tree: Tree, report: Report) -> _Ranges | None:
                 "activations",
                 f"{mode}{where}: slices of activations are those of an axis whose ranks hold the "
                 "same tokens, and here no axis is named",
-                "write R, M or O here, or it on tp: placement: "
-                f"{{tp: [S, S, S, {mode.distribution}]}}",
+                "write R, M or O here"
+                + f", or placement.tp=S,S,S,{mode.distribution}" * bool(tree.at(("mesh", "tp"))),
             )
             continue
         word = text.get(blocks) if isinstance(text, dict) else text
@@ -179,7 +181,7 @@ def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> L
     if loss.kind == "cross-entropy" and is_cut:
         key = "chunk" if loss.chunk is not None else "fused"
         finding = "cross-entropy has all logits at once"
-        report.add(f"loss.{key}", finding, f"remove {key}, or write kind: chunked")
+        report.add(f"loss.{key}", finding, f"remove {key}, or write loss.kind=chunked")
     if loss.kind == "fused" and loss.fused is False:
         report.add("loss.fused", "false, and the kind is fused", "remove one of the two")
     if not is_cut:
@@ -190,7 +192,7 @@ def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> L
 def _obeys_tensor(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> None:
     if degrees.get(Axis.TP, 1) == 1:
         finding = "vocab-parallel: no vocabulary is cut, since tp has no two ranks"
-        report.add("loss", finding, "write cross-entropy, or tp: mesh: {…, tp: 2}")
+        report.add("loss", finding, f"write loss=cross-entropy, or {two_ranks(Axis.TP)}")
     elif not raw.tensor.loss_parallel:
         finding = "vocab-parallel, and tensor.loss_parallel is false"
         report.add("loss", finding, "remove one of the two")

@@ -64,7 +64,7 @@ def _batch(raw: BatchRaw, micro: int, data_degree: int, report: Report) -> Batch
     report.add(
         "batch.global",
         f"global={samples} {relation} {product} = {step}",
-        f"write batch.global: {' or '.join(map(str, valid))}"
+        f"write batch.global={' or '.join(map(str, valid))}"
         + _other_accumulate(raw, samples, unit),
     )
     return None
@@ -72,7 +72,7 @@ def _batch(raw: BatchRaw, micro: int, data_degree: int, report: Report) -> Batch
 
 def _other_accumulate(raw: BatchRaw, samples: int, unit: int) -> str:
     if raw.accumulate and samples % unit == 0:
-        return f", or accumulate: {samples // unit}"
+        return f", or batch.accumulate={samples // unit}"
     return ""
 
 
@@ -83,7 +83,7 @@ def _written(raw: BatchRaw, report: Report) -> WrittenTokens | None:
         return written_tokens(raw.samples, raw.sequence, rounding)
     if raw.rounding is not None:
         finding = f"{raw.rounding} says how tokens become samples, and batch.global has none"
-        report.add("batch.round", finding, "remove it, or write batch.global: 4M tokens")
+        report.add("batch.round", finding, 'remove it, or write batch.global="4M tokens"')
     return None
 
 

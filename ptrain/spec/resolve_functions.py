@@ -48,7 +48,7 @@ def resolve_data(raw: SpecRaw, tree: Tree, report: Report) -> DataSpec | None:
 def _of_tokens(data: DataSpec, tree: Tree, report: Report) -> DataSpec | None:
     if data.loss_mask is not None and data.path is None:
         finding = "it stands beside a token file of one's own, and there is no path"
-        remedy = "add path: FILE, or write ignored: [ids]"
+        remedy = "add data.path=FILE, or write data.ignored=[ID, …]"
         if data.sources is not None:
             finding, remedy = "it is of one file, and there are sources", "write it in its source"
         report.add("data.loss_mask", finding, remedy)

@@ -12,11 +12,11 @@ TIER_SLIPS = {
 }  # fmt: skip
 _LAYERS = (
     "experts in some layers alone; all behind the first dense_layers have them",
-    "write dense_layers: N where the first N are dense; leave it out where it changes nothing",
+    "write model.dense_layers=N where the first N are dense; leave it out where it changes nothing",
 )
 _FOLDED = (
     "a degree of tp for experts alone; they are cut over tp as all else is, or whole on its ranks",
-    "leave it out where it is the degree of tp; in place of 1 write tensor.experts: folded",
+    "leave it out where it is the degree of tp; in place of 1 write tensor.experts=folded",
 )
 _DISPATCH = "another way of dispatch; rows are sorted by expert, and one product takes them all"
 # What others say of a model, or of its mesh, and blocks here have not: (what waits, the remedy).
@@ -30,7 +30,7 @@ UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ),
     ("model", "shared_expert_intermediate_size"): (
         "a shared expert with a width and a gate of its own; it is as wide as experts are",
-        "write shared_experts: N, which is N times expert_ffn wide and has no gate",
+        "write model.shared_experts=N, which is N times expert_ffn wide and has no gate",
     ),
     ("model", "router_jitter_noise"): (
         "noise on what a router reads; it reads what experts do",
@@ -38,7 +38,7 @@ UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ),
     ("model", "expert_capacity"): (
         "a capacity in tokens; it is a share of those of a sample",
-        "write capacity_factor: c, of which an expert takes c × experts_per_token × tokens / "
+        "write model.capacity_factor=c, of which an expert takes c × experts_per_token × tokens / "
         "experts",
     ),
     ("model", "moe_token_dispatcher_type"): (_DISPATCH, "leave it out"),

@@ -39,7 +39,7 @@ def fault_of_experts(placement: Placement) -> tuple[str, str] | None:
     broken = next((state for state in PLACED if placement[state] != S), None)
     if broken is None:
         return None
-    remedy = f"nearest legal: experts: [{', '.join(_usual(EXPERTS))}]"
+    remedy = f"nearest legal: experts: [{', '.join(usual_modes(EXPERTS))}]"
     if placement.parameters.distribution is not S.distribution:
         remedy += "; where all ranks have all experts, write dp_shard in place of ep"
     return f"({placement}) of experts: {_WHY_SLICES[broken]}", remedy
@@ -83,14 +83,14 @@ def _expand(holder: Mapping, route: Route, homes: Sequence[str], fault: Report) 
             holder[key] = dict(zip(_STATES, modes, strict=True))
         else:
             finding = f"a tuple has 4 modes, for Θ, Ω, G, A; got {len(modes)}"
-            fault(route, finding, f"write four: {key}: [{', '.join(_usual(key))}]")
+            fault(route, finding, f"write four: {key}: [{', '.join(usual_modes(key))}]")
     elif homes:
         _named_tuple(holder, route, homes, fault)
     else:
         fault(
             route,
             f"no strategy is a tuple of experts; got {value!r}",
-            f"write {key}: [{', '.join(_usual(key))}], or leave it out",
+            f"write {key}: [{', '.join(usual_modes(key))}], or leave it out",
         )
 
 
@@ -163,7 +163,7 @@ def _cut_at_commas(tree: Tree, tuples: Mapping, above: Route, fault: Report) -> 
         *itertools.takewhile(strays.__contains__, keys[first:]),  # of equal keys the first is left
     ]
     if len(modes) != len(PLACED):
-        modes = _usual(axis)
+        modes = usual_modes(axis)
     fault(
         above,
         "within { } a comma ends the value, so the modes after it are keys",
@@ -173,7 +173,12 @@ def _cut_at_commas(tree: Tree, tuples: Mapping, above: Route, fault: Report) -> 
     return True
 
 
-def _usual(axis: str) -> list[str]:
+def two_ranks(axis: str) -> str:
+    """Return the overrides that give a mesh an axis of two ranks."""
+    return f"mesh.{axis}=2 with placement.{axis}={','.join(usual_modes(axis))}"
+
+
+def usual_modes(axis: str) -> list[str]:
     """Return a legal tuple of the axis, as an example."""
     if axis in (Axis.DP_REPLICATE, *EXPERT_AXES, REST):
         return ["R"] * len(PLACED)

@@ -199,7 +199,7 @@ class Journal:
 def _rate_text(figures: dict[str, float]) -> str:
     if "samples_per_second" in figures:
         return f"{figures['samples_per_second']:.1f} samples/s"
-    return f"{figures['tokens_per_second'] / 1e3:.1f}k tok/s"
+    return f"{figures['tokens_per_second'] / 1e3:.1f}k tokens/s"
 
 
 def set_up_logging(folder: RunFolder, *, rank: int, speaks: bool) -> None:

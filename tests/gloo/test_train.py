@@ -79,7 +79,7 @@ def test_a_training_prints_what_runs_what_it_will_take_and_every_logged_step(fin
     assert lines[0].startswith("zero1 · ")
     assert "2 ranks gloo/cpu · batch 8 = 1 micro × 4 accumulated × 2 data" in lines[0]
     assert lines[1].startswith("preflight  peak ")
-    assert sum(line.startswith("step ") and "tok/s" in line for line in lines) == STEPS
+    assert sum(line.startswith("step ") and "tokens/s" in line for line in lines) == STEPS
     assert finished.job.error == ""
 
 

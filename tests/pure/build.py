@@ -67,7 +67,7 @@ def make_spec(
     whole = all(str(factor.placement.gradients) == "R" for factor in factors)
     default = SyncPolicy(gradients=GradientSync.LAST if whole else GradientSync.EVERY)
     return Spec(
-        name="made by hand",
+        name="made-by-hand",
         model=model,
         factors=factors,
         batch=Batch(

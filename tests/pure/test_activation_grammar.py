@@ -216,25 +216,25 @@ SLICES = (
             tuple_with("M") | {"activations": "O"},
             "activations",
             f"O here and M in placement.dp_shard.activations: {BOTH_SAY}",
-            "remove activations, or write placement.dp_shard.activations: R",
+            "remove activations, or write placement.dp_shard.activations=R",
         ),
         (
             tuple_with("O") | {"activations": {"0-1": "M", "2-": "O"}},
             "activations",
             f"M and O here and O in placement.dp_shard.activations: {BOTH_SAY}",
-            "remove activations, or write placement.dp_shard.activations: R",
+            "remove activations, or write placement.dp_shard.activations=R",
         ),
         (
             {"activations": "S"},
             "activations",
             f"S: {SLICES}",
-            "write R, M or O here, or it on tp: placement: {tp: [S, S, S, S]}",
+            "write R, M or O here",
         ),
         (
             {"activations": {"0-1": "S*"}},
             "activations",
             f"S* of blocks 0-1: {SLICES}",
-            "write R, M or O here, or it on tp: placement: {tp: [S, S, S, S*]}",
+            "write R, M or O here",
         ),
         (
             {"activations": {"0-2": "M", "2-": "O"}},
@@ -282,7 +282,7 @@ SLICES = (
             tuple_with("M") | {"recompute": "none"},
             "recompute",
             "none, and activations are M: they would be neither kept nor computed again",
-            "write recompute: full or selective, or activations: R",
+            "write recompute=full or recompute=selective, or placement.dp_shard.activations=R",
         ),
         (
             {"activations": "M", "recompute": {"policy": "full", "keep": ["matmul"]}},
@@ -313,7 +313,7 @@ SLICES = (
             {"loss": "vocab-parallel"},
             "loss",
             "vocab-parallel: no vocabulary is cut, since tp has no two ranks",
-            "write cross-entropy, or tp: mesh: {…, tp: 2}",
+            "write loss=cross-entropy, or mesh.tp=2 with placement.tp=S,S,S,R",
         ),
         (
             TP | {"loss": "vocab-parallel", "tensor": {"loss_parallel": False}},
@@ -325,7 +325,7 @@ SLICES = (
             {"loss": {"kind": "cross-entropy", "chunk": 8}},
             "loss.chunk",
             "cross-entropy has all logits at once",
-            "remove chunk, or write kind: chunked",
+            "remove chunk, or write loss.kind=chunked",
         ),
         (
             {"loss": {"kind": "fused", "fused": False}},

@@ -130,7 +130,7 @@ TWICE = "has backward passes in halves, for inputs and for weights, and each of 
                 "recompute",
                 "not yet: attention, of a model that is not built in: which of its modules "
                 "computes scores and softmax alone nobody says",
-                "write recompute: {keep: [matmul]}, or selective",
+                "write recompute.keep=[matmul], or recompute=selective",
             ),
         ),
         (
@@ -139,8 +139,8 @@ TWICE = "has backward passes in halves, for inputs and for weights, and each of 
                 "recompute.budget",
                 "not yet: a policy that follows from a budget, of a model that is not built in: "
                 "its peak is known once it is traced with one",
-                "write activations: M and recompute: selective or full; `ptrain predict` says what "
-                "each reaches",
+                "write activations=M with recompute=selective or recompute=full; "
+                "`ptrain predict` derives each",
             ),
         ),
         (
@@ -149,7 +149,7 @@ TWICE = "has backward passes in halves, for inputs and for weights, and each of 
                 "unit",
                 "not yet: sub-block, with blocks that are computed again: their parts would be "
                 "gathered once more for it",
-                "write unit: block",
+                "write unit=block",
             ),
         ),
         (
@@ -157,7 +157,7 @@ TWICE = "has backward passes in halves, for inputs and for weights, and each of 
             (
                 "tensor.plan",
                 "not yet: naive, with blocks whose activations are recomputed or offloaded",
-                "write paired, or activations: R",
+                "write tensor.plan=paired, or activations=R",
             ),
         ),
         (
@@ -165,7 +165,7 @@ TWICE = "has backward passes in halves, for inputs and for weights, and each of 
             (
                 "attention",
                 "flex: torch's flex_attention drops nothing, and the model has dropout: 0.1",
-                "write attention: sdpa or eager, or model.dropout=0",
+                "write attention=sdpa or attention=eager, or model.attention_dropout=0",
             ),
         ),
         (
@@ -173,7 +173,7 @@ TWICE = "has backward passes in halves, for inputs and for weights, and each of 
             (
                 "attention",
                 "flex: torch's flex_attention has no backward pass on a processor",
-                "write attention: sdpa or eager, or device: cuda",
+                "write attention=sdpa or attention=eager, or device=cuda",
             ),
         ),
         (
@@ -181,7 +181,7 @@ TWICE = "has backward passes in halves, for inputs and for weights, and each of 
             (
                 "offload.path",
                 "/tmp is for states in files, and none is",
-                "remove path, or write offload: {tier: file}",
+                "remove path, or write offload.tier=file",
             ),
         ),
     ],
@@ -193,7 +193,7 @@ def test_what_is_refused_says_what_instead(changes, refusal):
 @pytest.mark.parametrize("name", HALVES)
 def test_a_block_is_not_recomputed_twice_by_a_backward_pass_in_halves(name):
     in_halves = PP | {"pipeline": {"schedule": str(name)}}
-    remedy = "write a schedule with whole backward passes: 1f1b or interleaved; or activations: R"
+    remedy = "write a schedule with whole backward passes: 1f1b or interleaved; or activations=R"
     assert refusals(activations="M", **in_halves) == [
         ("pipeline.schedule", f"{name} {TWICE} blocks that are M again", remedy)
     ]
@@ -228,7 +228,7 @@ def test_a_model_without_blocks_keeps_nothing_by_block():
         lower(spec(**OTHER | {"activations": "M"}), (("",),))
     (fault,) = caught.value.faults
     assert fault.finding == "they are kept by block, and no blocks are found in the model"
-    assert fault.remedy == 'name them: model.blocks: "layers.*"'
+    assert fault.remedy == "name them: model.blocks=layers.*"
 
 
 def test_a_budget_is_settled_before_anything_is_planned():

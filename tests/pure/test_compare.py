@@ -122,7 +122,7 @@ def test_a_run_folder_is_its_summary_and_only_what_both_say_is_compared(printed,
     head = written(tmp_path / "head.json", run_record(loss=2.0, seconds=0.25))
     text = printed("compare", tmp_path, head)
     assert "seconds a step, measured" in text and "-250 ms (-50.0%)" in text
-    assert "tokens a second, measured" in text and "+200 (+100.0%)" in text
+    assert "tokens/s, measured" in text and "+200 (+100.0%)" in text
     assert "loss at the end" in text and "-0.5 (-20.0%)" in text
     prediction = written(tmp_path / "p.json", record("run", (EXACT,)))
     assert "only head says: measured memory, peak, bytes, calls, time, tokens; loss" in printed(

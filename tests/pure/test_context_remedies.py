@@ -19,14 +19,14 @@ from tests.pure.test_context_rules import RING, SHAPE, TP, ULYSSES, ZIGZAG, plan
     ("attention", "sequence", "finding", "remedy"),
     [
         (RING, 30, "30 tokens cannot be cut into 4 equal slices of cp (ring)",
-         "write sequence: 28 or 32, or cp of 1, 2, 3, 5, 6, 10, 15"),
+         "write batch.sequence=28 or 32, or cp of 1, 2, 3, 5, 6, 10, 15"),
         (ZIGZAG, 36, "36 tokens cannot be cut into 8 equal chunks, two for each of 4 ranks of cp "
          "(zigzag)",
-         "write sequence: 32 or 40, or cp of 1, 2, 3, 6, 9, or attention: ring"),
+         "write batch.sequence=32 or 40, or cp of 1, 2, 3, 6, 9, or context.attention=ring"),
         (ULYSSES, 3, "3 tokens cannot be cut into 4 equal slices of cp (ulysses)",
-         "write sequence: 4, or cp of 1, 3"),
+         "write batch.sequence=4, or cp of 1, 3"),
         (Hybrid(ulysses=2, ring=2), 33, "33 tokens cannot be cut into 8 equal chunks, two for each "
-         "of 4 ranks of cp ({ulysses: 2, ring: 2})", "write sequence: 32 or 40"),
+         "of 4 ranks of cp ({ulysses: 2, ring: 2})", "write batch.sequence=32 or 40"),
     ],
     ids=str,
 )  # fmt: skip
@@ -45,9 +45,9 @@ def test_a_hybrid_of_other_ranks_is_refused_once():
 @pytest.mark.parametrize(
     ("ranks", "sequence", "remedy"),
     [
-        (5, 240, "choose cp from 1, 2, 3, 4, 6, 12, or attention: zigzag"),
-        (5, 40, "choose cp from 1, 2, 4, or attention: zigzag"),
-        (5, 35, "choose cp from 1, or attention: ring"),
+        (5, 240, "choose cp from 1, 2, 3, 4, 6, 12, or context.attention=zigzag"),
+        (5, 40, "choose cp from 1, 2, 4, or context.attention=zigzag"),
+        (5, 35, "choose cp from 1, or context.attention=ring"),
         (5, 36, "choose cp from 1, 2, 3, 4, 6, 12"),  # of which five chunks are none
         (8, 36, "choose cp from 1, 2, 3, 4, 6, 12"),
     ],
@@ -66,14 +66,17 @@ def test_ulysses_divides_the_heads_that_tp_leaves():
     )
     assert place == "context.attention"
     assert finding == "ulysses over 4 ranks does not divide 6 heads that tp leaves a rank"
-    assert remedy == "write one of {ulysses: 1, ring: 4}, {ulysses: 2, ring: 2}, or attention: ring"
+    assert (
+        remedy
+        == "write one of {ulysses: 1, ring: 4}, {ulysses: 2, ring: 2}, or context.attention=ring"
+    )
     one = spec(2, ULYSSES, inside={Axis.TP: (12, TP)}, model=replace(SHAPE, kv_heads=12, ffn=96))
     assert "does not divide 1 head that tp leaves a rank" in refusal(one)[1]
 
 
 def test_a_sequence_that_does_not_divide_is_told_degrees_that_divide_the_heads_too():
     _, _, remedy = refusal(spec(3, ULYSSES, sequence=40))
-    assert remedy == "write sequence: 39 or 42, or cp of 1, 2, 4" + PADDED
+    assert remedy == "write batch.sequence=39 or 42, or cp of 1, 2, 4" + PADDED
 
 
 def test_the_conditions_of_theorem_3_hold_and_fail_where_samples_are_told_apart():

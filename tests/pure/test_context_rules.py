@@ -196,9 +196,11 @@ def test_attention_over_cp_without_cp_is_refused():
 def test_attention_and_the_tuple_say_the_same():
     place, finding, remedy = refusal(spec(2, GATHER))
     assert place == "context.attention" and "activations on cp are S" in finding
-    assert remedy == "write placement.cp.activations=S*, or attention: zigzag"
+    assert remedy == "write placement.cp.activations=S*, or context.attention=zigzag"
     _, finding, remedy = refusal(spec(2, ULYSSES, "R,R,R,S*"))
-    assert "ulysses keeps slices alone" in finding and remedy.endswith("attention: all-gather")
+    assert "ulysses keeps slices alone" in finding and remedy.endswith(
+        "context.attention=all-gather"
+    )
 
 
 def test_a_hybrid_has_as_many_ranks_as_cp():
@@ -260,7 +262,7 @@ def test_slices_of_tp_are_slices_of_those_of_cp():
     place, finding, remedy = refusal(spec(2, RING, inside=sliced, sequence=36))
     assert place == "batch.sequence"
     assert finding == "18 tokens of a rank of cp cannot be cut into 4 equal slices of tp"
-    assert remedy.startswith("write sequence: 32 or 40")
+    assert remedy.startswith("write batch.sequence=32 or 40")
     assert faultless(spec(2, RING, inside=sliced, sequence=40))
 
 
@@ -286,12 +288,12 @@ def test_models_that_are_not_built_in_are_for_their_code_to_judge(model, attenti
 def test_of_transformers_models_attention_is_what_goes_through_sdpa(kind):
     place, finding, remedy = refusal(spec(2, ULYSSES, model=replace(HF, attention=kind)))
     assert place == "attention" and "LlamaForCausalLM" in finding
-    assert remedy == "write attention: sdpa"
+    assert remedy == "write attention=sdpa"
 
 
 def test_one_token_a_rank_is_none_of_transformers_samples():
     place, _, remedy = refusal(spec(4, RING, model=HF, sequence=4))
-    assert place == "batch.sequence" and remedy == "write sequence: 8 or more"
+    assert place == "batch.sequence" and remedy == "write batch.sequence=8 or more"
     assert faultless(spec(4, RING, sequence=4))
 
 

@@ -198,7 +198,9 @@ def test_an_override_without_a_value_is_shown_up_to_sixty_letters_and_its_key_ma
 def test_a_loss_that_has_all_logits_has_no_chunks_and_no_fused_kernel():
     for key, value in (("chunk", 8), ("fused", True)):
         loss = {"kind": "cross-entropy", key: value}
-        assert faults(loss=loss)[f"loss.{key}"].remedy == f"remove {key}, or write kind: chunked"
+        assert (
+            faults(loss=loss)[f"loss.{key}"].remedy == f"remove {key}, or write loss.kind=chunked"
+        )
 
 
 def test_a_preset_may_be_a_file_beside_the_spec_with_either_ending(tmp_path):
@@ -274,7 +276,7 @@ def test_too_small_a_vocabulary_of_a_class_is_named_by_its_own_field():
     (fault,) = check(make_spec({}, model=model))
     assert (fault.place, fault.remedy) == (
         "model.config.vocab_size",
-        "write vocab_size: 259 or more",
+        "write model.config.vocab_size=259 or more",
     )
     enough = HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 259})
     assert check(make_spec({}, model=enough)) == () and BYTE_VOCAB == 259

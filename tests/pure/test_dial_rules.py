@@ -90,27 +90,27 @@ def test_a_dial_that_something_obeys_is_legal(text, changes):
 
 
 REFUSED = [
-    ("R,S,S", {"prefetch": 1}, "prefetch", "nothing is gathered", "parameters: S*"),
+    ("R,S,S", {"prefetch": 1}, "prefetch", "nothing is gathered", "parameters=S*"),
     ("S*,S,S", {"prefetch": 1, "overlap": Overlap.NONE}, "prefetch", "overlap: none", "one of"),
     ("S*,S,S", {"gather_after_update": DURING}, "gather_after_update", "nothing is", "remove"),
     ("R,S*,S", {"gather_after_update": NEXT}, "gather_after_update", "nothing is", "remove"),
     ("M,S,S", {"gather_after_update": NEXT}, "gather_after_update", "nothing is", "remove"),
     ("R@host,S,S", {"gather_after_update": NEXT}, "gather_after_update", "on the host", "blocking"),
-    ("R,R,M", {"overlap": Overlap.BACKWARD}, "overlap", "used up", "overlap: none"),
-    ("R,S,R@host", {"overlap": Overlap.BACKWARD}, "overlap", "lies on the host", "gradients: O"),
-    ("R,R,R", {"reduce_scatter": EXCHANGE}, "reduce_scatter", "summed whole", "gradients: S"),
-    ("R,S*,R", {"reduce_scatter": EXCHANGE}, "reduce_scatter", "summed whole", "gradients: S"),
+    ("R,R,M", {"overlap": Overlap.BACKWARD}, "overlap", "used up", "overlap=none"),
+    ("R,S,R@host", {"overlap": Overlap.BACKWARD}, "overlap", "lies on the host", "gradients=O"),
+    ("R,R,R", {"reduce_scatter": EXCHANGE}, "reduce_scatter", "summed whole", "gradients=S"),
+    ("R,S*,R", {"reduce_scatter": EXCHANGE}, "reduce_scatter", "summed whole", "gradients=S"),
     ("R,S,S", {"bucket_bytes": 1}, "bucket", "DistributedDataParallel", "`unit`"),
     ("S*,S,S", {"bucket_bytes": WHOLE_BUCKET}, "bucket", "travel by unit", "remove bucket"),
     ("R,R,R", {"unit": SUB_BLOCK}, "unit", "reduces by bucket", "remove unit"),
-    ("S*,S,S", {"unit": FOUR}, "unit", "the model has 3", "unit: model, or at most 3 blocks"),
-    ("R,S,R", {"sync": KEPT_TO_BACKWARD}, _FORWARD, "false: parameters are R", "parameters: S*"),
+    ("S*,S,S", {"unit": FOUR}, "unit", "the model has 3", "unit=model, or at most 3 blocks"),
+    ("R,S,R", {"sync": KEPT_TO_BACKWARD}, _FORWARD, "false: parameters are R", "parameters=S*"),
     ("R,S,S", {"sync": KEPT}, _BACKWARD, "nothing is gathered", "leave it true"),
     ("R,S,S", {"sync": ALL_BUT_THE_ROOT}, _FORWARD, "non-root: parameters are R", "leave it true"),
     ("R,R,R", {"sync": SyncPolicy(reshard_after_forward=2)}, _FORWARD, "2: param", "leave it true"),
     ("R,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload.update", "nothing is", "write O"),
     ("S*,S,S", {"offload": Offload(path="/nvme")}, "offload.path", "nothing is", "remove offload"),
-    ("R,O,S", {"offload": Offload(path="/nvme")}, "offload.path", "in files", "tier: file"),
+    ("R,O,S", {"offload": Offload(path="/nvme")}, "offload.path", "in files", "offload.tier=file"),
     ("O,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload.update", "anyway", "remove"),
 ]
 
@@ -214,7 +214,7 @@ def test_a_gather_that_is_awaited_is_written_in_resolved_specs_of_runs_and_means
 def test_a_dial_of_tp_is_refused_where_there_are_ranks_but_no_tp(dial, mesh):
     (fault,) = check(load("zero3", [dial, f"mesh={mesh}", EVEN]).spec)
     assert fault.place == dial.split("=")[0]
-    assert "no operator is cut" in fault.finding and "tp: 2" in fault.remedy
+    assert "no operator is cut" in fault.finding and "mesh.tp=2" in fault.remedy
 
 
 def test_roles_of_an_own_model_are_refused_without_tp():

@@ -84,7 +84,7 @@ def test_an_option_that_a_family_gives_is_blamed_on_the_family(tmp_path):
     fault = fault_of("model.family=gpt", source=file)
     assert (fault.place, fault.source) == ("model.family", "command line: model.family=gpt")
     assert fault.finding.startswith("gpt gives bias: all; not yet: experts with biases")
-    assert fault.remedy == "write bias: none or qkv, or another family"
+    assert fault.remedy == "write model.bias=none or model.bias=qkv, or another family"
     assert load(file, ["model.family=gpt", "model.bias=qkv"]).spec.model.experts == 4
 
 

@@ -100,7 +100,7 @@ def test_a_tuple_of_all_but_the_experts_is_no_sweep_and_a_mode_of_it_is_one():
         ("zero3", "placement", "zero3 sits on dp_shard; the mesh has ep",
          "write mesh: {dp_shard: 2}, or placement: {ep: zero3}"),
         (None, "mesh.ep", "the mesh has ep: 2, and the placement has no tuple for it",
-         "write placement: {ep: ...} with a strategy's name or four modes, those of all tensors "
+         "write placement.ep=R,R,R,R, four other modes, or a strategy's name: those of all tensors "
          "but the experts"),
     ],
 )  # fmt: skip

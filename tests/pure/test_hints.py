@@ -86,7 +86,7 @@ def test_modes_cut_at_commas_within_braces_are_one_fault(written, meant, tmp_pat
 def test_an_option_that_another_makes_void_is_refused():
     said = message("model.preset=gpt-tiny", "model.rope_base=5")
     assert "model.rope_base: positions: learned, and none that turn" in said
-    assert "write positions: rope" in said
+    assert "write model.positions=rope" in said
 
 
 def test_what_a_shape_has_is_taken():

@@ -119,7 +119,7 @@ def test_whether_gradients_are_used_up_at_once_depends_on_what_else_needs_them(
     assert len(found) == len(words)
     for fault, text in zip(found, words, strict=True):
         assert fault.place == "placement.dp_replicate"
-        assert text in fault.finding and "gradients: S" in fault.remedy
+        assert text in fault.finding and ".gradients=S" in fault.remedy
 
 
 def test_materialized_parameters_need_a_master_copy():
@@ -165,7 +165,7 @@ def test_muon_needs_units_that_are_not_the_root():
     spec = make_spec(mesh, optimizer="muon")
     assert not check(spec)
     (fault,) = check(replace(spec, unit=UnitSize(kind=UnitKind.MODEL)))
-    assert fault.place == "unit" and "unit: block" in fault.remedy
+    assert fault.place == "unit" and "unit=block" in fault.remedy
 
 
 def test_whole_gradients_on_the_host_are_reduced_once_too():
@@ -205,25 +205,25 @@ def test_activations_are_given_once():
         ({"kv_heads": 2}, "model.kv_heads", "kv_heads=2 does not divide heads=3",
          "choose from 1, 3"),
         ({"global_every": 2}, "model.global_every", "no layer has a window",
-         "remove global_every, or write window"),
+         "remove global_every, or write model.window"),
         ({"tied": True, "head_bias": True}, "model.head_bias",
          "a tied head is the embedding, which has no bias",
-         "remove head_bias, or write tied: false"),
+         "remove head_bias, or write model.tied=false"),
         ({"rope_factor": 2.0}, "model.rope_factor",
          "rope_scaling: none, and frequencies are divided by nothing",
-         "remove rope_factor, or write rope_scaling: linear"),
+         "remove rope_factor, or write model.rope_scaling=linear"),
         ({"rope_original": 99}, "model.rope_original",
          "rope_scaling: none, which has no such number",
-         "remove rope_original, or write rope_scaling: llama3"),
+         "remove rope_original, or write model.rope_scaling=llama3"),
         ({"rope_scaling": RopeScaling.LINEAR}, "model.rope_scaling",
          "linear, and frequencies are divided by rope_factor: 1",
-         "write a larger rope_factor, or rope_scaling: none"),
+         "write a larger rope_factor, or model.rope_scaling=none"),
         ({"rope_scaling": RopeScaling.LLAMA3, "rope_factor": 8.0, "rope_low_factor": 4.0},
          "model.rope_high_factor", "4 is not above rope_low_factor: 4", "write a larger one"),
         ({"positions": Positions.NONE, "rope_base": 5.0}, "model.rope_base",
-         "positions: none, and none that turn", "remove rope_base, or write positions: rope"),
+         "positions: none, and none that turn", "remove rope_base, or write model.positions=rope"),
         ({"vocab": 256}, "model.vocab", "256 is smaller than the byte tokenizer's vocabulary",
-         "write vocab: 259 or more"),
+         "write model.vocab=259 or more"),
     ],
 )  # fmt: skip
 def test_a_shape_that_cannot_be_built_is_refused(changes, place, finding, remedy):
@@ -294,7 +294,7 @@ def test_a_batch_that_does_not_multiply_out_is_refused_with_the_product():
     assert fault == Fault(
         place="batch.global",
         finding="7 samples are not micro 2 x accumulated 1 x data ranks 2 = 4",
-        remedy="write global: 4, or leave accumulate out",
+        remedy="write batch.global=4, or leave batch.accumulate out",
     )
 
 
@@ -336,7 +336,7 @@ def test_more_ranks_than_devices_are_refused():
     assert fault == Fault(
         place="mesh",
         finding="the mesh has 4 ranks, the cluster laptop 2 devices",
-        remedy="choose degrees whose product is at most 2, or write cluster.devices: 4",
+        remedy="choose degrees whose product is at most 2, or write cluster.devices=4",
     )
     assert not check(make_spec({Axis.DP_SHARD: (2, ZERO_2)}, cluster=cluster))
 
@@ -383,6 +383,6 @@ def test_the_remedy_for_used_up_gradients_is_a_whole_change():
     with pytest.raises(SpecError) as caught:
         require(load("optimizer-in-backward", ["batch.micro=2"]))
     (fault,) = caught.value.faults
-    assert "set batch.micro: 8 and batch.accumulate: 1, or" in fault.remedy
+    assert "write batch.micro=8 with batch.accumulate=1, or" in fault.remedy
     changes = ["batch.micro=2", "batch.micro=8", "batch.accumulate=1"]
     assert require(load("optimizer-in-backward", changes)).batch.global_samples == 16

@@ -51,7 +51,7 @@ FAULTS = [
         },
         "tensor.plan",
         "not yet: naive",
-        "activations: R",
+        "placement.tp.activations=R",
     ),
     (
         {"model": {"preset": "llama-tiny"}, "tensor": {"plan": PLAN}},

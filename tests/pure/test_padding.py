@@ -78,21 +78,23 @@ def test_padding_that_nothing_needs_is_refused():
 def test_one_that_is_cut_is_named_where_it_is_not_asked_to_be_padded():
     (fault,) = check(load("cp-zigzag", ["batch.sequence=99"]).spec)
     assert fault.remedy == (
-        "write sequence: 96 or 100, or batch.pad: true, which adds ignored targets"
+        "write batch.sequence=96 or 100, or batch.pad=true, which adds ignored targets"
     )
 
 
 def test_a_length_that_is_named_does_for_slices_of_tp_too():
     changes = ["mesh={cp: 2, tp: 4}", "model.kv_heads=4", TP % "S", "batch.sequence=102"]
     of_cp = next(f for f in check(load("cp-zigzag", changes).spec) if "of cp" in f.finding)
-    assert of_cp.remedy.startswith("write sequence: 96 or 104,")
+    assert of_cp.remedy.startswith("write batch.sequence=96 or 104,")
     for sequence in (96, 104):
         assert not check(load("cp-zigzag", [*changes, f"batch.sequence={sequence}"]).spec)
 
 
 def test_a_hybrid_is_not_given_degrees_that_it_does_not_have():
     (fault,) = check(load("cp-hybrid", ["batch.sequence=36"]).spec)
-    assert fault.remedy.startswith("write sequence: 32 or 40, or attention: ring, or batch.pad")
+    assert fault.remedy.startswith(
+        "write batch.sequence=32 or 40, or context.attention=ring, or batch.pad"
+    )
 
 
 def test_samples_that_are_no_tokens_are_not_padded():

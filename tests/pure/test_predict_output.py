@@ -159,15 +159,17 @@ def test_bytes_per_parameter_go_to_16_4_2_and_0_in_a_sweep(ptrain, spec, limit):
     assert found[-1] == pytest.approx(limit, abs=16 / 4096 + 1e-6)
 
 
-def test_what_does_not_fit_says_by_how_much_and_offers_three_that_need_less(ptrain):
+def test_what_does_not_fit_says_by_how_much_and_offers_up_to_three_that_fit(ptrain):
     text = ptrain("predict", "70b-dp")
     assert re.search(
         r"does not fit by \d+.* GB: peak .* \+ reserve 5.3\d+ GB of 84.93 GB per rank", text
     )
     record = json.loads(ptrain("predict", "70b-dp", "--json"))
     assert record["fit"]["fits"] is False
-    assert len(record["cheaper"]) == 3
-    assert all(each["peak_bytes"] < record["fit"]["peak_bytes"] for each in record["cheaper"])
+    assert 0 < len(record["cheaper"]) <= 3
+    for each in record["cheaper"]:
+        assert each["peak_bytes"] < record["fit"]["peak_bytes"]
+        assert each["fits"] is not True or each["spare_bytes"] >= 0
 
 
 def test_an_offered_variant_is_what_its_overrides_give(ptrain):

@@ -1,4 +1,4 @@
-"""Preflight: whether a prediction fits, and what is offered when it does not."""
+"""Preflight: whether a prediction fits, and which changes are offered when it does not."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from ptrain.costs import PLACED
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit
 from ptrain.report.selection import described
+from ptrain.selection.alternatives import host_overrides, sharding_overrides
 from ptrain.selection.fit import fit
-from ptrain.selection.preflight import cheaper, more_ranks, require_fit
+from ptrain.selection.preflight import ChangeKind, find_changes, require_fit
 from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import Overlap
 from ptrain.spec.load import load
 from ptrain.spec.placement import Mode, Tier
 from ptrain.spec.spec import Spec
+from ptrain.spec.write import to_mapping
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec, tuple_of
 
 
@@ -64,7 +66,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
         require_fit(spec, derive(spec).exact)
     lines = str(refused.value).splitlines()
     assert sum(line.startswith("  fits: ") for line in lines) == 3
-    assert "--force" in lines[-1]
+    assert lines[-1] == "  remedy: add one of these overrides, or train it anyway with --force"
 
 
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.5, 0.1])
@@ -78,47 +80,29 @@ def test_what_does_not_fit_is_refused_with_what_would():
     ids=lambda spec: str(spec.factors[0].placement),
 )
 def test_every_offer_is_legal_runs_on_as_many_ranks_and_needs_less(spec, share):
-    spec = on_devices_of(round(PEAK * share), spec)
     before = derive(spec).exact.peak_bytes()
-    offers = cheaper(spec)
+    spec = on_devices_of(round(before * share) - 1, spec, host_memory=1)
+    offers = find_changes(spec).variants
     assert 0 < len(offers) <= 3
     for offer in offers:
         assert not check(offer.spec)
         assert not executed(offer.spec)
-        assert offer.spec.world_size == spec.world_size
-        assert offer.spec.batch.global_samples == spec.batch.global_samples
-        assert offer.peak_bytes == derive(offer.spec).exact.peak_bytes() < before
-        assert offer.fits == (offer.peak_bytes <= round(PEAK * share))
+        assert (offer.spec.world_size == spec.world_size) is (ChangeKind.RANKS not in offer.kinds)
+        if ChangeKind.RANKS not in offer.kinds:
+            assert offer.spec.batch.global_samples == spec.batch.global_samples
+        assert offer.fit == fit(offer.spec, derive(offer.spec).exact)
+        assert offer.fit.fits or offer.fit.peak_bytes < before
         assert offer.overrides
 
 
-def test_what_fits_comes_first_and_what_sends_least_before_the_rest():
-    offers = cheaper(on_devices_of(PEAK - 1, REPLICATED))
-    keys = [(not offer.fits, len(offer.spec.factors), offer.sent_bytes) for offer in offers]
-    assert keys == sorted(keys)
-
-
-def test_the_smallest_spec_has_nothing_cheaper():
-    smallest = make_spec({Axis.DP_SHARD: (4, GATHERED)}, micro=1)
-    assert cheaper(on_devices_of(1, smallest, host_memory=1)) == ()
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_states_go_to_the_host_where_nothing_on_the_device_fits(optimizer):
+def test_an_optimizer_gets_tuples_on_the_host_that_it_takes(optimizer):
     placed = tuple_of("S*,S*,S*") if optimizer == "muon" else GATHERED
     smallest = make_spec({Axis.DP_SHARD: (4, placed)}, micro=1, optimizer=optimizer, momentum=0.95)
-    on_device = derive(smallest).exact.peak_bytes()
-    offers = cheaper(on_devices_of(on_device - 1, smallest, host_memory=2**30))
-    assert len(offers) == 3
-    for offer in offers:
-        assert offer.fits and offer.peak_bytes < on_device
-        assert not check(offer.spec) and not executed(offer.spec)
-        assert fit(offer.spec, derive(offer.spec).exact).host_bytes > 0
-    hosted = [sum(mode.tier is Tier.HOST for mode in modes(offer.spec)) for offer in offers]
-    assert hosted == sorted(hosted)  # the fewest states first
-    assert cheaper(on_devices_of(on_device - 1, smallest, host_memory=1)) == ()
-    unknown = cheaper(on_devices_of(on_device - 1, smallest))
-    assert not any(offer.fits for offer in unknown) and unknown[0].may_fit
+    words = (*host_overrides(smallest),)
+    assert len(set(words)) == len(words) >= 2
+    for said in words:
+        assert not check(load(to_mapping(smallest, sync_is_written=True), said).spec)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +116,10 @@ def test_what_a_dial_keeps_is_given_back_before_a_tuple_changes(kept, override):
     job = OWN | {"mesh": {"dp_shard": 4}, "placement": "zero3", "sync": kept}
     peak = derive(load(job).spec).exact.peak_bytes()
     cluster = OWN["cluster"] | {"device_memory": peak - 1}
-    offers = cheaper(load(job | {"cluster": cluster}).spec)
-    assert (override,) in [offer.overrides for offer in offers if offer.fits]
+    said = sharding_overrides(load(job | {"cluster": cluster}).spec)
+    assert (override,) in said
+    after = load(job | {"cluster": cluster}, [override]).spec
+    assert fit(after, derive(after).exact).fits
 
 
 def modes(spec: Spec) -> list[Mode]:
@@ -141,14 +127,14 @@ def modes(spec: Spec) -> list[Mode]:
 
 
 def test_nothing_goes_to_the_host_where_something_on_the_device_fits():
-    for offer in cheaper(on_devices_of(PEAK - 1, REPLICATED)):
+    for offer in find_changes(on_devices_of(PEAK - 1, REPLICATED)).variants:
         assert all(mode.tier is Tier.DEVICE for mode in modes(offer.spec))
 
 
 def test_where_the_host_has_too_little_states_come_back_to_the_device():
     spec = make_spec({Axis.DP_SHARD: (4, tuple_of("S*,O,O"))})
-    (first, *_) = cheaper(on_devices_of(2**40, spec, host_memory=1))
-    assert first.fits
+    (first, *_) = find_changes(on_devices_of(2**40, spec, host_memory=1)).variants
+    assert first.fit.fits
     assert all(mode.tier is Tier.DEVICE for mode in modes(first.spec))
 
 
@@ -189,46 +175,67 @@ def test_what_is_offered_loads_on_the_very_file_and_costs_what_was_said(job, sha
     peak = derive(load(OWN | job).spec).exact.peak_bytes()
     cluster = OWN["cluster"] | {"device_memory": max(1, round(peak * share))}
     written = OWN | job | {"cluster": cluster}
-    for offer in cheaper(load(written).spec):
+    advice = find_changes(load(written).spec, reload=lambda more: load(written, more))
+    for offer in advice.variants:
         spec = require(load(written, list(offer.overrides)))
-        assert derive(spec).exact.peak_bytes() == offer.peak_bytes
+        assert derive(spec).exact.peak_bytes() == offer.fit.peak_bytes
         assert replace(spec, resolved={}) == replace(offer.spec, resolved={})
 
 
-def test_smaller_micro_batches_are_offered_where_activations_are_the_load():
-    spec = on_devices_of(1, make_spec({Axis.DP_SHARD: (4, GATHERED)}, micro=8))
-    offers = cheaper(spec)
-    assert offers[0].overrides == ("batch.micro=1", "batch.accumulate=8")
+def test_smaller_micro_batches_keep_the_global_batch_whatever_the_file_says():
+    job = OWN | {"mesh": {"dp_shard": 4}, "placement": "zero3", "activations": "M"}
+    for batch in (
+        {"global": 64, "micro": 8, "sequence": 64},
+        {"micro": 8, "accumulate": 2, "sequence": 64},
+    ):
+        spec = load(job | {"batch": batch}).spec
+        small = load(job | {"batch": batch}, ["batch.micro=1", "batch.accumulate=16"]).spec
+        peak = derive(small).exact.peak_bytes()
+        written = job | {
+            "batch": batch,
+            "loss": "chunked",
+            "cluster": OWN["cluster"] | {"device_memory": peak},
+        }
+        offers = find_changes(load(written).spec, reload=lambda more, w=written: load(w, more))
+        for offer in offers.variants:
+            assert offer.spec.batch.global_samples == spec.batch.global_samples == 64
+        chosen = next(o for o in offers.variants if ChangeKind.MICRO in o.kinds)
+        assert ("batch.accumulate=16" in chosen.overrides) is ("accumulate" in batch)
 
 
 def test_the_fewest_ranks_on_which_it_fits_are_named_where_nothing_else_does():
-    def gathered(degree: int) -> Spec:
-        return make_spec({Axis.DP_SHARD: (degree, GATHERED)}, micro=1)
-
-    room = derive(gathered(16)).exact.peak_bytes()
-    spec = on_devices_of(room, gathered(4), host_memory=1)
-    found = more_ranks(spec, cheaper(spec))
-    assert found is not None
-    assert found.spec.world_size == 16
-    assert found.peak_bytes == room
+    written = OWN | {
+        "batch": {"global": 4, "micro": 1, "sequence": 16},
+        "mesh": {"dp_shard": 4},
+        "placement": {"dp_shard": "S*,S,S,M"},
+        "precision": {"layout": "zero16"},
+        "loss": "chunked",
+        "unit": "block",
+    }
+    wide = load(written, ["mesh.dp_shard=16", "batch.global=16"]).spec
+    room = derive(wide).exact.peak_bytes()
+    written["cluster"] = OWN["cluster"] | {"device_memory": room, "host_memory": 1}
+    spec = load(written).spec
+    (found,) = find_changes(spec, reload=lambda more: load(written, more)).variants
+    assert found.kinds == (ChangeKind.RANKS,) and found.fit.fits
+    assert found.overrides == ("mesh.dp_shard=16", "batch.global=16", "cluster.devices=16")
+    assert found.spec.world_size == 16 and found.fit.peak_bytes == room
     assert not check(found.spec)
-    assert "mesh={dp_shard: 16}" in found.overrides
-    assert "cluster.devices=16" in found.overrides
-    with pytest.raises(DoesNotFit, match=r"  fits on 16 ranks: .*\n  remedy: one that fits"):
+    with pytest.raises(DoesNotFit, match=r"  fits on 16 ranks: .*\n  remedy: add one"):
         require_fit(spec, derive(spec).exact)
 
 
-def test_what_does_not_fit_is_not_offered_as_a_remedy():
-    spec = on_devices_of(1, REPLICATED)
-    assert more_ranks(spec, cheaper(spec)) is None
-    with pytest.raises(DoesNotFit, match="closer, but does not fit: ") as refused:
+def test_a_change_that_does_not_fit_is_not_offered_as_a_remedy():
+    spec = on_devices_of(1, REPLICATED, host_memory=1)
+    assert not any(variant.fit.fits for variant in find_changes(spec).variants)
+    with pytest.raises(DoesNotFit, match="  closest: ") as refused:
         require_fit(spec, derive(spec).exact)
-    assert "  remedy: a smaller model or sequence" in str(refused.value)
+    assert "  remedy: use a smaller model or sequence" in str(refused.value)
 
 
 def test_more_ranks_are_not_looked_for_where_something_fits():
     spec = on_devices_of(PEAK - 1, REPLICATED)
-    assert more_ranks(spec, cheaper(spec)) is None
+    assert all(ChangeKind.RANKS not in variant.kinds for variant in find_changes(spec).variants)
 
 
 @pytest.mark.parametrize("spare", [0, -1])
@@ -250,45 +257,16 @@ def test_host_memory_counts_where_the_cluster_says_it(spare):
 
 
 def test_a_dial_that_another_tuple_cannot_obey_is_set_back_with_it():
-    spec = on_devices_of(PEAK - 1, replace(REPLICATED, bucket_bytes=1))
-    offered = cheaper(spec)
-    assert offered
-    for variant in offered:
-        assert not check(variant.spec)
-        is_set_back = variant.spec.bucket_bytes != 1
-        assert ("bucket=size" in variant.overrides) is is_set_back
-    assert any("bucket=size" in variant.overrides for variant in offered)
-
-
-def test_what_is_offered_in_place_of_offloaded_states_loads_on_the_very_file():
-    written = {
-        "model": {"layers": 3, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259},
-        "mesh": {"dp_shard": 4},
-        "placement": {"dp_shard": "R,R@host,O,R"},
-        "batch": {"micro": 2, "sequence": 16},
-        "offload": {"tier": "file", "update": "device"},
-    }
-    spec = on_devices_of(1, load(written).spec)
-    for variant in cheaper(spec):
-        assert ("offload={}" in variant.overrides) is (variant.spec.factors != spec.factors)
-        assert load(written, list(variant.overrides)).spec.factors == variant.spec.factors
-
-
-def test_slices_of_the_tokens_are_offered_where_tp_has_them_whole():
-    spec = require(load("8b-tp", ["cluster.device_memory=15GiB", "cluster.reserve=0"]))
-    first, *_ = cheaper(spec)
-    assert first.overrides == ("placement=tp-sp",) and first.fits
-    assert require(load("8b-tp", ["placement=tp-sp"])).factors == first.spec.factors
-    sliced = require(load("8b-tp-sp", ["cluster.device_memory=12GiB", "cluster.reserve=0"]))
-    assert all(each.spec.factors != sliced.factors for each in cheaper(sliced))
-
-
-def test_an_offer_never_changes_which_sums_tp_takes():
-    for name in ("8b-tp", "8b-tp-dp", "8b-tp-zero3"):
-        spec = require(load(name, ["cluster.device_memory=8GiB"]))
-        for variant in cheaper(spec):
-            after = require(load(name, list(variant.overrides)))
-            assert (after.factors, after.tensor) == (variant.spec.factors, spec.tensor)
+    written = OWN | {"mesh": {"dp_replicate": 4}, "placement": "ddp", "bucket": 2**20}
+    peak = derive(load(written).spec).exact.peak_bytes()
+    written["cluster"] = OWN["cluster"] | {"device_memory": peak // 3}
+    offered = find_changes(load(written).spec, reload=lambda more: load(written, more)).variants
+    sharded = [variant for variant in offered if ChangeKind.SHARDING in variant.kinds]
+    assert sharded
+    for variant in sharded:
+        assert not check(load(written, variant.overrides).spec)
+        assert ("bucket=size" in variant.overrides) is (variant.spec.bucket_bytes != 2**20)
+    assert any("bucket=size" in variant.overrides for variant in sharded)
 
 
 @pytest.mark.parametrize(

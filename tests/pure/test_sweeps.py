@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from argparse import ArgumentParser
 from dataclasses import replace
 
@@ -54,7 +55,7 @@ def test_a_point_that_cannot_be_is_a_row_with_its_reason(ptrain):
     assert lines[3].startswith(
         "refused: mesh.dp_shard=5: batch.global: global=16 is not a multiple"
     )
-    assert "write batch.global: 10 or 20" in lines[3]
+    assert "write batch.global=10 or 20" in lines[3]
 
 
 def refusal(capsys, *words: str) -> str:
@@ -265,7 +266,7 @@ def test_the_point_that_fits_and_gives_most_is_named_and_so_is_that_none_fits():
     fits, large, refused = points()
     slow = replace(timed(fits, 2.5), label="slow")
     rows = [timed(large, 0.25), slow, timed(fits, 0.5), refused]
-    best = f"of those that fit {fits.label} gives most: 65,536 tokens a second and device"
+    best = f"of those that fit {fits.label} gives most: 65,536 tokens/s per device"
     assert best in table(rows)  # 64 samples of 4096 on 8 devices
     assert "none fits" not in table(rows)
     none = table([large, refused])
@@ -290,3 +291,10 @@ def test_a_spec_error_carries_its_faults_into_the_row():
     with pytest.raises(SpecError) as caught:
         load("zero3", ["mesh.dp_shard=0"])
     assert "mesh.dp_shard" in SweepPoint(label="x", faults=caught.value.faults).refusal
+
+
+def test_figures_of_a_device_have_another_label_than_those_of_the_job(ptrain):
+    alone = ptrain("predict", "8b-zero3")
+    assert re.search(r"; [\d.]+[kM]? tokens/s, MFU", alone) and "per device" not in alone
+    header, *_ = ptrain("predict", "8b-zero3", "mesh.dp_shard=4,8").splitlines()
+    assert "  tokens/s per device  " in header

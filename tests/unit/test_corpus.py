@@ -82,7 +82,7 @@ def test_the_synthetic_corpus_can_be_learned():
     ("data", "finding"),
     [
         (DataSpec(corpus="pile"), "'pile' is not known\n  remedy: choose python-docs or synthetic"),
-        (DataSpec(corpus=None), "give path: FILE"),
+        (DataSpec(corpus=None), "give data.path=FILE"),
         (DataSpec(tokenizer="bpe"), "'bpe' is not known\n  remedy: write bytes"),
     ],
 )

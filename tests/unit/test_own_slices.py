@@ -155,7 +155,7 @@ def test_heads_that_ulysses_cannot_divide_are_named() -> None:
     place, finding, remedy = refusal(spec_of(HYBRID, degree=4, own=hf("llama", three)))
     assert place == "context.attention"
     assert finding == ("ulysses over 2 ranks does not divide 3 heads of model.layers.0.self_attn")
-    assert remedy == "write {ulysses: 1, ring: 4}, or attention: zigzag"
+    assert remedy == "write {ulysses: 1, ring: 4}, or context.attention=zigzag"
 
 
 def test_a_module_of_transformers_that_is_given_is_looked_at_as_one_that_is_named() -> None:

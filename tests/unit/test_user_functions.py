@@ -226,7 +226,7 @@ def test_real_numbers_come_in_the_dtype_that_the_model_computes_in():
 def test_over_tp_the_vectors_between_blocks_are_counted():
     placed = {"mesh": {"tp": 2}, "placement": {"tp": "S,S,S,R"}}
     fault = fault_of(spec_of(**VISION, **placed, data={"target": "tests.models_vision:images"}))
-    assert fault.place == "batch.sequence" and fault.remedy == "write batch.sequence: 10"
+    assert fault.place == "batch.sequence" and fault.remedy == "write batch.sequence=10"
     assert fault.finding.startswith("8, and ") and "10 vectors of a sample" in fault.finding
 
 

@@ -65,7 +65,8 @@ def _without_cp(spec: Spec) -> Iterator[Fault]:
             place="context.attention",
             finding="nothing obeys it: every rank has all tokens of its samples, since cp has no "
             "two ranks",
-            remedy="remove context, or write cp: mesh: {…, cp: 2}",
+            remedy="remove context, or write mesh.cp=2 with placement.cp=R,R,R,"
+            f"{S_STAR if spec.context.attention is ContextAttention.ALL_GATHER else S}",
         )
 
 
@@ -84,9 +85,9 @@ def _as_the_tuple_says(spec: Spec) -> Iterator[Fault]:
         place="context.attention",
         finding=f"{attention} {does}, which is {S_STAR if is_gathered else S}, and activations on "
         f"cp are {activations}",
-        remedy="write placement.cp.activations=S*, or attention: zigzag"
+        remedy="write placement.cp.activations=S*, or context.attention=zigzag"
         if is_gathered
-        else "write placement.cp.activations=S, or attention: all-gather",
+        else "write placement.cp.activations=S, or context.attention=all-gather",
     )
 
 
@@ -121,13 +122,15 @@ def _slices(spec: Spec) -> Iterator[Fault]:
     near = _nearest(sequence, token_multiple(spec.factors, attention))
     degrees_that_do = _degrees(factor.degree, sequence, attention, _heads_of(spec))
     fewer = f", or cp of {_listed(degrees_that_do)}" if degrees_that_do else ""
-    contiguous = ", or attention: ring" if per_rank > 1 and sequence % factor.degree == 0 else ""
+    contiguous = (
+        ", or context.attention=ring" if per_rank > 1 and sequence % factor.degree == 0 else ""
+    )
     yield Fault(
         place="batch.sequence",
         finding=f"{counted(sequence, 'token')} cannot be cut into {chunks} equal "
         + (f"chunks, two for each of {factor.degree} ranks" if per_rank > 1 else "slices")
         + f" of cp ({attention})",
-        remedy=f"write sequence: {near}{fewer}{contiguous}{PADDED}",
+        remedy=f"write batch.sequence={near}{fewer}{contiguous}{PADDED}",
     )
 
 
@@ -179,7 +182,7 @@ def uncut_heads(spec: Spec, heads: int, whose: str = "") -> Iterator[Fault]:
     if isinstance(attention, Hybrid):
         place, remedy = "context.attention", _one_of(ranks, divisors(gcd(heads, ranks)))
     rings = (ring for ring in _RINGS if sequence % (_chunks(ring) * ranks) == 0)
-    other = next((f", or attention: {ring}" for ring in rings), "")
+    other = next((f", or context.attention={ring}" for ring in rings), "")
     yield Fault(
         place=place,
         finding=f"ulysses over {ulysses} ranks does not divide {counted(heads, 'head')}"
@@ -221,13 +224,13 @@ def _kernels(spec: Spec) -> Iterator[Fault]:
     attention = attention_of(spec)
     if degrees(attention, factor.degree)[1] == 1:
         return
-    other = "or context: {attention: ulysses}, which has all tokens"
+    other = "or context.attention=ulysses, which has all tokens"
     if shape.attention is not Attention.SDPA:
         yield Fault(
             place="attention",
             finding=f"{shape.attention}: {attention} joins parts of attention by what sdpa alone "
             "gives",
-            remedy=f"write attention: sdpa, {other}",
+            remedy=f"write attention=sdpa, {other}",
         )
     for name, value in (("window", shape.window), ("attention_soft_cap", shape.attention_soft_cap)):
         if value is not None:
@@ -246,7 +249,7 @@ def _documents(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place=f"model.{shape.document_key}",
             finding=f"not yet: documents with {attention} on cuda, whose flash takes no mask",
-            remedy="what works today: attention: ulysses with placement.cp.activations=S",
+            remedy="what works today: context.attention=ulysses with placement.cp.activations=S",
         )
 
 
@@ -290,7 +293,7 @@ def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
         place="batch.sequence",
         finding=f"{counted(sequence // factor.degree, 'token')} of a rank of cp cannot be cut into "
         f"{tp} equal slices of tp",
-        remedy=f"write sequence: {near}, or activations: R on tp{PADDED}",
+        remedy=f"write batch.sequence={near}, or placement.tp.activations=R{PADDED}",
     )
 
 
@@ -307,7 +310,8 @@ def _stretches(spec: Spec) -> Iterator[Fault]:
             place="context.attention",
             finding=f"not yet: {attention} with learned positions in slices of the tokens over "
             "tp, whose gradients ranks of one stretch make whole once, and those of two twice",
-            remedy="what works today: an even ulysses, attention: zigzag, or activations: R on tp",
+            remedy="what works today: an even ulysses, context.attention=zigzag, or "
+            "placement.tp.activations=R",
         )
 
 
@@ -321,14 +325,14 @@ def _own_kernels(spec: Spec) -> Iterator[Fault]:
             place="attention",
             finding=f"{model.attention}: of {model.hf} attention over cp is what goes through "
             "torch's scaled_dot_product_attention",
-            remedy="write attention: sdpa",
+            remedy="write attention=sdpa",
         )
     if spec.batch.sequence == spec.degree(Axis.CP):
         yield Fault(
             place="batch.sequence",
             finding="a rank has one token, whose attention transformers takes for that of a last "
             "token to all before",
-            remedy=f"write sequence: {2 * spec.batch.sequence} or more",
+            remedy=f"write batch.sequence={2 * spec.batch.sequence} or more",
         )
 
 

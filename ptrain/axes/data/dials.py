@@ -23,6 +23,7 @@ from ptrain.axes.data.form import (
 from ptrain.axes.rule import SpecRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
+from ptrain.spec.axis import Axis
 from ptrain.spec.dials import (
     STOCK_BUCKET_BYTES,
     GatherAfterUpdate,
@@ -36,6 +37,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.offload import Offload
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.spec import Spec
+from ptrain.spec.tuples import two_ranks
 
 REASON = "every key of a spec has an effect"
 _FULLY_SHARD = (Form.FULLY_SHARD, Form.MATERIALIZE)
@@ -50,8 +52,13 @@ def _without_data_axis(spec: Spec) -> Iterator[Fault]:
                 place=place,
                 finding="nothing obeys it: no data axis has two ranks or more, so no rank brings, "
                 "reduces or moves what another has",
-                remedy=f"remove {place}, or write a data axis: mesh: {{dp_shard: 2, …}}",
+                remedy=f"remove {place}, or write a data axis: {two_ranks(Axis.DP_SHARD)}",
             )
+
+
+def _tuple_place(spec: Spec) -> str:
+    """Return the place of the innermost data axis's tuple."""
+    return f"placement.{data_factors(spec)[-1].axis}"
 
 
 def _written(spec: Spec) -> Iterator[tuple[str, bool]]:
@@ -77,7 +84,7 @@ def _prefetch(spec: Spec) -> Iterator[Fault]:
             place="prefetch",
             finding=f"{spec.prefetch} units ahead, but parameters are R on the device: they are "
             "whole all the time and nothing is gathered",
-            remedy="remove prefetch, or write parameters: S*",
+            remedy=f"remove prefetch, or write {_tuple_place(spec)}.parameters=S*",
         )
     elif form_of(spec) in _FULLY_SHARD and spec.overlap is Overlap.NONE:
         yield Fault(
@@ -143,7 +150,7 @@ def _overlap(spec: Spec) -> Iterator[Fault]:
             place="overlap",
             finding="backward: gradients: M are reduced and used up within backward, and the "
             "update of a unit waits for its reduction",
-            remedy="write overlap: none, or gradients: S",
+            remedy=f"write overlap=none, or {_tuple_place(spec)}.gradients=S",
         )
         return
     tier = tier_of(factors, State.GRADIENTS)
@@ -152,7 +159,7 @@ def _overlap(spec: Spec) -> Iterator[Fault]:
             place="overlap",
             finding=f"backward: gradients are whole and their sum lies on the {tier}, from where "
             "it is reduced at the update; backward reduces nothing",
-            remedy="write overlap: none, or gradients: O",
+            remedy=f"write overlap=none, or {_tuple_place(spec)}.gradients=O",
         )
 
 
@@ -171,7 +178,7 @@ def _reduce_scatter(spec: Spec) -> Iterator[Fault]:
             place="reduce_scatter",
             finding=f"{spec.reduce_scatter}: nothing is reduced to slices here; gradients are "
             "summed whole, by all-reduces",
-            remedy="remove reduce_scatter, or write gradients: S",
+            remedy=f"remove reduce_scatter, or write {_tuple_place(spec)}.gradients=S",
         )
 
 
@@ -204,7 +211,7 @@ def _unit(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="unit",
             finding=f"{spec.unit_size}: the model has {layers}",
-            remedy=f"write unit: model, or {_at_most(layers)}",
+            remedy=f"write unit=model, or {_at_most(layers)}",
         )
 
 
@@ -225,7 +232,7 @@ def _given_back(spec: Spec) -> Iterator[Fault]:
                 place=place,
                 finding=f"{str(value).lower()}: parameters are R on the device; they are whole "
                 "all the time, so nothing is gathered that could be given back",
-                remedy="leave it true, or write parameters: S*",
+                remedy=f"leave it true, or write {_tuple_place(spec)}.parameters=S*",
             )
 
 
@@ -273,13 +280,13 @@ def _offload(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="offload.path",
             finding=f"{spec.offload.path} is for states in files, and none is",
-            remedy="remove path, or write offload: {tier: file}",
+            remedy="remove path, or write offload.tier=file",
         )
     if spec.offload.update is Tier.DEVICE and tiers[State.OPTIMIZER] is Tier.DEVICE:
         yield Fault(
             place="offload.update",
             finding="device: optimizer state lies on the device and is updated there anyway",
-            remedy="remove update, or write optimizer: O",
+            remedy=f"remove update, or write {_tuple_place(spec)}.optimizer=O",
         )
 
 

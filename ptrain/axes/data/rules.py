@@ -131,7 +131,7 @@ def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
             finding="every: gradients are R on every data axis, so a micro-batch would be added to "
             f"a sum already reduced and be reduced again with it: of {spec.batch.accumulate} "
             "micro-batches the first would count once per rank",
-            remedy="write sync: {gradients: last}, or gradients: S on a data axis",
+            remedy=f"write sync.gradients=last, or {_place(factors[-1])}.gradients=S",
         )
 
 
@@ -144,15 +144,15 @@ def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
                 place=_place(factor),
                 finding=f"gradients: M are used as soon as they exist, but a step accumulates "
                 f"{spec.batch.accumulate} micro-batches",
-                remedy=f"set batch.micro: {spec.batch.micro * spec.batch.accumulate} and "
-                "batch.accumulate: 1, or gradients: S",
+                remedy=f"write batch.micro={spec.batch.micro * spec.batch.accumulate} with "
+                f"batch.accumulate=1, or {_place(factor)}.gradients=S",
             )
         if spec.optimizer.clip is not None:
             yield Fault(
                 place=_place(factor),
                 finding="gradients: M are used as soon as they exist, but clipping needs the norm "
                 "of all of them first",
-                remedy="set optimizer.clip: null, or gradients: S",
+                remedy=f"write optimizer.clip=null, or {_place(factor)}.gradients=S",
             )
         if spec.precision.layout.scales_loss:
             yield Fault(
@@ -160,7 +160,8 @@ def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
                 finding=f"gradients: M are used as soon as they exist, but the layout "
                 f"{spec.precision.layout.name} scales the loss, and a step is skipped if any "
                 "gradient of it overflowed",
-                remedy="use a layout in bf16 (zero16), or gradients: S",
+                remedy="use a layout in bf16 (precision.layout=zero16), or "
+                f"{_place(factor)}.gradients=S",
             )
 
 
@@ -173,7 +174,7 @@ def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
             finding=f"last: the layout {spec.precision.layout.name} adds each micro-batch's "
             f"{spec.precision.layout.reduced} gradients to their {spec.precision.layout.gradients} "
             "sum, which is kept in slices, but before the last micro-batch nothing is in slices",
-            remedy="write sync: {gradients: every}, or gradients: R",
+            remedy="write sync.gradients=every, or gradients R on each data axis",
         )
 
 
@@ -183,7 +184,7 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
             place="unit",
             finding="model: muon is for the matrices of the blocks, and with one unit for all "
             "there are none (the root's tensors, embedding and head, are adamw's)",
-            remedy="write unit: block, or optimizer: {name: adamw}",
+            remedy="write unit=block, or optimizer.name=adamw",
         )
 
 
@@ -208,14 +209,16 @@ def _master_copies(spec: Spec) -> Iterator[Fault]:
                 finding="parameters: M are made of the master copies in the optimizer state, "
                 "wherever these lie, and the layout "
                 f"{spec.precision.layout.name} has none",
-                remedy="use a layout with master copies (zero16), or parameters: S*",
+                remedy="use a layout with master copies (precision.layout=zero16), or "
+                f"{_place(factor)}.parameters=S*",
             )
         if factor.placement.optimizer == M and has_master and not keeps_state(spec.optimizer):
             yield Fault(
                 place=_place(factor),
                 finding=f"optimizer: M would drop the master copies of the layout "
                 f"{spec.precision.layout.name} between steps",
-                remedy="use a layout without master copies (fp32), or optimizer: S",
+                remedy="use a layout without master copies (precision.layout=fp32), or "
+                f"{_place(factor)}.optimizer=S",
             )
 
 
@@ -227,7 +230,7 @@ def _frozen_somewhere(spec: Spec) -> Iterator[Fault]:
                 place=f"frozen.{axis}",
                 finding=f"{mode}: no two ranks of {axis} are in the mesh, on which it would be a "
                 "place",
-                remedy=f"remove it, or write mesh: {{{axis}: 2, …}}",
+                remedy=f"remove it, or give the mesh two ranks of {axis}",
             )
 
 

@@ -22,6 +22,7 @@ from ptrain.spec.layout import ranks_over
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.placement import R
 from ptrain.spec.spec import Spec
+from ptrain.spec.tuples import two_ranks
 from ptrain.units import ceil_div, counted
 
 _IMPLEMENTATION, _GROUPED = "experts_implementation", "grouped_mm"  # of transformers
@@ -96,7 +97,7 @@ def _nothing_folds(spec: Spec) -> Iterator[Fault]:
         finding="folded: ranks of tp join those of ep, which has no two"
         if has_experts
         else "folded: the model has no experts that ranks of ep and tp could have",
-        remedy="leave it out" + (", or write ep: mesh: {…, ep: 2, tp: 2}" if has_experts else ""),
+        remedy="leave it out" + (f", or write {two_ranks(Axis.EP)}" if has_experts else ""),
     )
 
 

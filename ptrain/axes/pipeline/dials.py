@@ -11,6 +11,7 @@ from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.spec import Spec
+from ptrain.spec.tuples import two_ranks
 
 
 def _without_pp(spec: Spec) -> Iterator[Fault]:
@@ -23,7 +24,7 @@ def _without_pp(spec: Spec) -> Iterator[Fault]:
                 place=f"pipeline.{field.name}",
                 finding="nothing obeys it: the model is not cut into stages, since pp has no two "
                 "ranks",
-                remedy=f"remove pipeline.{field.name}, or write pp: mesh: {{pp: 2, …}}",
+                remedy=f"remove pipeline.{field.name}, or write {two_ranks(Axis.PP)}",
             )
 
 

@@ -148,7 +148,7 @@ def _units(spec: Spec) -> Iterator[Fault]:
             place="unit",
             finding=f"not yet: {spec.unit_size}, of which one stage may have a part and another "
             "the rest",
-            remedy="write unit: block or sub-block",
+            remedy="write unit=block or unit=sub-block",
         )
 
 

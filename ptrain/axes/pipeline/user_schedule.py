@@ -55,7 +55,7 @@ def faults_of_rows(listed: ListedSchedule, ranks: int) -> Iterator[Fault]:
         yield Fault(
             place=_PLACE,
             finding=f"the list has {rows} row{'s' * (rows > 1)}, and pp={ranks} ranks",
-            remedy=f"list a row for each rank, or write pp={rows}",
+            remedy=f"list a row for each rank, or write mesh.pp={rows}",
         )
     elif missing:
         finding = f"stage {missing[0]} is in no row, and the list has stage {listed.stages - 1}"

@@ -12,6 +12,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
 from ptrain.spec.tensor import TensorSpec
+from ptrain.spec.tuples import two_ranks
 
 
 def _without_tp(spec: Spec) -> Iterator[Fault]:
@@ -30,7 +31,8 @@ def _without_tp(spec: Spec) -> Iterator[Fault]:
             yield Fault(
                 place=f"tensor.{key}",
                 finding="nothing obeys it: no operator is cut, since tp has no two ranks",
-                remedy=f"remove tensor.{key}, or write tp: mesh: {{…, tp: 2}}",
+                remedy=f"remove tensor.{key}"
+                + (f", or write {two_ranks(Axis.TP)}" if key != "experts" else ""),
             )
 
 

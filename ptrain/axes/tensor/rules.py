@@ -140,7 +140,7 @@ def _tokens(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="batch.sequence",
             finding=f"{counted(sequence, 'token')} cannot be cut into {degree} equal slices",
-            remedy=f"write a multiple of {degree}, or activations: R on tp{PADDED}",
+            remedy=f"write a multiple of {degree}, or placement.tp.activations=R{PADDED}",
         )
 
 
@@ -203,7 +203,7 @@ def _naive_slices(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="tensor.plan",
             finding="not yet: naive, with slices of the tokens between the sub-blocks",
-            remedy="write paired, or activations: R on tp",
+            remedy="write paired, or placement.tp.activations=R",
         )
 
 

@@ -36,7 +36,7 @@ def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) ->
         )
     if is_masked:
         finding = "not yet: documents over keys of other ranks on cuda, whose flash takes no mask"
-        raise refused("model", finding, "write context: {attention: ulysses}")
+        raise refused("model", finding, "write context.attention=ulysses")
     if query.dtype in (torch.float16, torch.bfloat16):
         return Kernel(
             _ATEN._scaled_dot_product_flash_attention.default,
@@ -44,4 +44,6 @@ def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) ->
             given,
         )
     finding = f"not yet: attention over cp in {query.dtype} on cuda, which flash does not take"
-    raise refused("precision", finding, "compute in bf16 or fp16, or take attention: ulysses")
+    raise refused(
+        "precision", finding, "compute in bf16 or fp16, or take context.attention=ulysses"
+    )

@@ -1,0 +1,154 @@
+"""The changes that `predict` and a training's preflight advise when a spec does not fit: each is
+pasted, loaded and derived again."""
+
+from __future__ import annotations
+
+import shlex
+
+from ptrain.algebra.legality import require
+from ptrain.derivation.estimate import derive
+from ptrain.selection.fit import fit
+from ptrain.selection.preflight import ChangeKind, FitAdvice, Variant, find_changes
+from ptrain.spec.load import load
+from ptrain.units import format_bytes, format_seconds
+from tests.pure.test_by_data import EXACT, routed
+from tests.pure.test_selection import PEAK, REPLICATED, on_devices_of
+
+# 8 GPUs of 80 GiB, zero3: some 0.9 GB too large where nothing is reserved.
+LLAMA_8B = (
+    "model.preset=llama3-8b",
+    "mesh.dp_shard=8",
+    "precision.layout=fsdp-mixed",
+    "batch.global=64",
+    "batch.micro=1",
+    "batch.sequence=8192",
+    "cluster.preset=h100-8",
+)
+
+
+def advice_for(name: str, *words: str) -> FitAdvice:
+    """The advice for what is typed behind `ptrain predict`."""
+    return find_changes(load(name, words).spec, reload=lambda more: load(name, (*words, *more)))
+
+
+def require_true(variant: Variant, name: str, *words: str) -> None:
+    """Load and derive what a variant prints, and compare all that it claims."""
+    spec = require(load(name, [*words, *variant.overrides]))
+    exact = derive(spec).exact
+    assert fit(spec, exact) == variant.fit
+    if variant.fit.fits:
+        assert variant.seconds == (exact.step.seconds if exact.step else None)
+
+
+def test_recomputation_is_the_first_advice_for_a_model_that_is_a_little_too_large():
+    first, *_ = variants = advice_for("zero3", *LLAMA_8B).variants
+    assert first.overrides[0] == "activations=M" and first.kinds == (ChangeKind.RECOMPUTE,)
+    assert 1 < len(variants) <= 3
+    for variant in variants:
+        assert variant.fit.fits and variant.seconds
+        require_true(variant, "zero3", *LLAMA_8B)
+        assert f"step time {format_seconds(variant.seconds)}" in variant.line
+        assert f"{format_bytes(variant.fit.spare_bytes)} to spare" in variant.line
+
+
+def test_the_advice_of_predict_is_pasted_as_it_is_printed(ptrain):
+    line = next(
+        line
+        for line in ptrain("predict", "zero3", *LLAMA_8B).splitlines()
+        if line.startswith("  fits: activations=M")
+    )
+    overrides = shlex.split(line.removeprefix("  fits: ").partition(" →")[0])
+    assert "\nfits: peak" in ptrain("predict", "zero3", *LLAMA_8B, *overrides)
+
+
+def test_those_that_fit_are_ranked_by_step_time_and_tight_ones_come_last():
+    for name, words in (
+        ("zero3", LLAMA_8B),
+        ("ddp", ("model.preset=llama3-8b", "mesh.dp_replicate=8", "cluster.preset=h100-8")),
+        ("8b-tp", ("cluster.device_memory=15GiB", "cluster.reserve=0")),
+    ):
+        variants = advice_for(name, *words).variants
+        keys = [(variant.fit.is_tight, variant.seconds) for variant in variants]
+        assert keys == sorted(keys) and keys
+
+
+def test_without_a_step_time_changes_keep_their_stated_order():
+    changes = [
+        variant.kinds for variant in find_changes(on_devices_of(PEAK - 1, REPLICATED)).variants
+    ]
+    assert changes == sorted(changes) and all(len(each) == 1 for each in changes)
+
+
+def test_a_loss_in_chunks_is_advised_where_the_vocabulary_is_large():
+    words = (
+        "model={family: llama, layers: 1, hidden: 64, heads: 4, ffn: 128, vocab: 200000}",
+        "precision.layout=zero16",
+        "batch={global: 2, micro: 1, sequence: 8192}",
+        "cluster={preset: h100-8, device_memory: 6GiB, reserve: 0, host_memory: 1GiB}",
+    )
+    variants = advice_for("zero3", *words).variants
+    assert variants[0].overrides == ("loss=chunked",)
+    assert {change for variant in variants for change in variant.kinds} == {ChangeKind.LOSS}
+    require_true(variants[0], "zero3", *words)
+
+
+def test_states_go_to_the_host_where_only_that_fits():
+    cluster = "cluster={preset: h100-8, host_memory: 2TB}"
+    words = ("model.preset=llama3.1-70b", "mesh.dp_shard=8", cluster)
+    advice = advice_for("zero3", *words)
+    on_as_many = [v for v in advice.variants if ChangeKind.RANKS not in v.kinds]
+    assert on_as_many and all(v.fit.fits for v in advice.variants)
+    for variant in on_as_many:
+        assert variant.kinds == (ChangeKind.OFFLOAD,) and variant.fit.host_bytes > 0
+        assert variant.seconds is None and "step time unknown" in variant.line
+        require_true(variant, "zero3", *words)
+
+
+def test_changes_are_combined_where_no_single_one_fits():
+    cluster = ("cluster.kind=cuda", "cluster.reserve=0", "cluster.host_memory=1KiB")
+    words = ("batch={global: 32, micro: 8, sequence: 2048}", *cluster)
+    room = "cluster.device_memory=30MB"
+    least = advice_for("zero3", *words, room).variants
+    assert least
+    for variant in least:
+        assert variant.fit.fits and len(variant.kinds) > 1
+        require_true(variant, "zero3", *words, room)
+
+
+def test_changes_that_need_a_trace_are_named_and_not_claimed():
+    words = ("model.dropout=0.1", "cluster.device_memory=1MiB")
+    advice = find_changes(load("zero3", words).spec, routed(), EXACT)
+    assert "activations=M recompute=selective" in advice.untraced
+    traced = {ChangeKind.RECOMPUTE, ChangeKind.LOSS, ChangeKind.LAYOUT, ChangeKind.MICRO}
+    assert all(not traced & {*variant.kinds} for variant in advice.variants)
+    assert advice.lines[-1].startswith("  not tried, because each needs a trace: activations=M ")
+
+
+def test_where_nothing_fits_the_closest_is_named_with_what_is_missing():
+    words = ("model.preset=llama3-8b", "mesh.dp_shard=1", "batch.micro=8", "cluster.preset=h100-8")
+    (closest,) = advice_for("zero3", *words).variants
+    assert closest.overrides == ("activations=M", "batch.micro=1")
+    assert closest.fit.fits is False
+    missing = format_bytes(closest.fit.short_bytes)
+    assert closest.line.startswith("  closest: activations=M batch.micro=1 → peak ")
+    assert closest.line.endswith(f"still {missing} too large")
+    require_true(closest, "zero3", *words)
+
+
+def test_slices_of_the_tokens_are_offered_where_tp_has_them_whole():
+    first, *_ = advice_for("8b-tp", "cluster.device_memory=15GiB", "cluster.reserve=0").variants
+    assert first.overrides == ("placement.tp.activations=S",) and first.fit.fits
+    assert require(load("8b-tp", ["placement.tp=tp-sp"])).factors == first.spec.factors
+    sliced = require(load("8b-tp-sp", ["cluster.device_memory=12GiB", "cluster.reserve=0"]))
+    offers = find_changes(sliced).variants
+    assert offers and all(
+        each.spec.factors != sliced.factors for each in offers if ChangeKind.SLICES in each.kinds
+    )
+
+
+def test_an_offer_never_changes_which_sums_tp_takes():
+    for name in ("8b-tp", "8b-tp-dp", "8b-tp-zero3"):
+        spec = require(load(name, ["cluster.device_memory=8GiB", "cluster.reserve=0"]))
+        for variant in advice_for(name, "cluster.device_memory=8GiB", "cluster.reserve=0").variants:
+            after = require(load(name, list(variant.overrides)))
+            assert (after.factors, after.tensor) == (variant.spec.factors, spec.tensor)
