@@ -30,6 +30,7 @@ from ptrain.models.attention import require_trainable
 from ptrain.models.batch import StepBatch
 from ptrain.models.given import accept
 from ptrain.models.initialize import keeps_its_weights
+from ptrain.models.ledger import tensors_of
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import objective_of
 from ptrain.optimizers.update import MASTER, TargetsUpdate
@@ -132,9 +133,22 @@ class Program:
         return self.own_tokens(local).to(self.world.device)
 
     def share(self, samples: Any) -> StepBatch:
-        """Return this rank's part of a global batch of yours, which every rank has: tokens, int64
-        [batch.global, sequence + 1]; or, where the spec's `data` are not tokens, what these are,
-        collated. Raises SpecError for another shape."""
+        """Copy this rank's samples out of a global batch that every rank has.
+
+        The batch stays the caller's: `ptrain.measure` does not count it.
+
+        Args:
+            samples: tokens, int64 [batch.global, sequence + 1], or (tokens, labels). If the spec's
+                `data` are not tokens, the samples of its dataset, collated.
+
+        Returns:
+            The samples that this rank trains on in one step.
+
+        Raises:
+            SpecError: the batch has another shape.
+        """
+        for tensor in tensors_of(samples):
+            self.registry.mark_input(tensor)
         local = part_of(samples, self.spec, self.data_index)
         return self.own_tokens(local).to(self.world.device)
 

@@ -251,6 +251,14 @@ class MemoryMeter(Ledger):
             self._add_to_all(key, self.sizes[key])
         for _, tensor in declared:
             self.watch(tensor)
+        self._exclude_inputs()
+
+    def _exclude_inputs(self) -> None:
+        """Stop counting the caller's batches, even those that were born within the step."""
+        unseen = self.sizes.keys() - self._states.keys() - self._inner
+        for key in unseen & self._program.registry.inputs():
+            self._inner.add(key)
+            self._add_to_all(key, -self.sizes[key])
 
     def _note(self, *states: State) -> None:
         sizes = {state: dict.fromkeys(Tier, 0) for state in State}

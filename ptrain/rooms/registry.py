@@ -36,6 +36,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._tags: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tag]] = {}
+        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.listeners: list[Callable[[torch.UntypedStorage, Tag], None]] = []
         self.executed: Collective | None = None
 
@@ -69,6 +70,22 @@ class Registry:
         for listener in self.listeners:
             listener(storage, label)
         return tensor
+
+    def mark_input(self, tensor: torch.Tensor) -> None:
+        """Mark a tensor of the caller's, which the program only copies from: its storage is no
+        memory of the program.
+
+        Args:
+            tensor: a tensor that the caller passed, or a view of one.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        # A dead storage's address is used again: its mark must go with it.
+        self._inputs[key] = weakref.ref(storage, lambda _: self._inputs.pop(key, None))
+
+    def inputs(self) -> set[int]:
+        """Return the keys of the live storages that `mark_input` marked."""
+        return set(self._inputs)
 
     def of(self, tensor: torch.Tensor) -> Tag | None:
         """The tag of this tensor's storage, if anybody gave it one."""

@@ -88,6 +88,31 @@ def test_a_rank_takes_its_samples_of_a_batch_of_the_users(ranks: Ranks) -> None:
     assert all(ranks.run(2, _shared))
 
 
+def _fed(is_born_inside: bool) -> list[str]:
+    """The failing checks of a loop that keeps its global batch through the measured step."""
+    spec = ptrain.load("zero2", SIZES).spec
+    program = ptrain.interpret(spec, world=World.join(spec.timeout))
+    shape = spec.batch.global_samples, spec.batch.sequence + 1
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 259, shape, generator=generator)
+        with ptrain.measure(program) as measurement:
+            if is_born_inside:
+                tokens = torch.randint(0, 259, shape, generator=generator)
+            program.forward_backward(program.share(tokens))
+            program.step(1e-3)
+    comparison = ptrain.compare(spec, measurement)
+    assert len(comparison) >= 9
+    return [str(check) for check in comparison if not check.holds]
+
+
+@pytest.mark.parametrize("is_born_inside", [False, True])
+def test_a_global_batch_that_outlives_the_step_is_not_memory_of_the_program(
+    ranks: Ranks, is_born_inside: bool
+) -> None:
+    assert ranks.run(2, _fed, is_born_inside) == [[], []]
+
+
 def _drawn_apart() -> str:
     spec = spec_of("ddp")
     world = World.join(spec.timeout)

@@ -48,6 +48,27 @@ def test_what_is_tagged_as_host_memory_is_no_device_memory():
     assert (row.device_bytes, row.host_bytes) == (8, 32)
 
 
+@pytest.mark.parametrize("is_born_inside", [False, True])
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_batch_of_the_callers_counts_only_if_it_is_a_state(
+    is_born_inside: bool, is_declared: bool
+):
+    weight, rows = torch.zeros(4), torch.zeros(6, 5)
+    holder = Holder((State.PARAMETERS, weight))
+    with MemoryMeter(holder) as meter:
+        if is_born_inside:
+            rows = torch.zeros(6, 5)
+        if is_declared:
+            holder.held.append((State.OTHER, rows))
+        holder.registry.mark_input(rows[:3])
+        part = rows[[0, 2]]
+        meter.phase(Phase.FORWARD, 0)
+        kept = part + 1
+    assert peak(meter) == 16 + 40 + 40 + 120 * is_declared
+    assert device_bytes(meter)[State.OTHER] == 120 * is_declared
+    del kept
+
+
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.FILE])
 def test_a_buffer_that_is_tagged_after_its_birth_is_in_no_peak(tier: Tier):
     weight = torch.zeros(4)
