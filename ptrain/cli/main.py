@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace
@@ -51,16 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     and what it imports is kept to its end."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(arguments, is_process=argv is None)
-        sys.stdout.flush()
-        return code
-    except PtrainError as error:
-        return _refuse(error, as_json="--json" in arguments)
+        try:
+            return _dispatch(arguments, is_process=argv is None)
+        except PtrainError as error:
+            return _refuse(error, as_json="--json" in arguments)
+        finally:
+            print(end="", flush=True)  # here and not at exit; argparse exits after --help
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # the reader (head, a pager) has seen enough; nothing may be flushed at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (head, a pager) has read enough
+        from ptrain.output import discard_closed_output
+
+        discard_closed_output()
         return BROKEN_PIPE
 
 

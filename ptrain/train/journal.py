@@ -227,16 +227,7 @@ class _Console(logging.Handler):
         if _Console.progress is not None:
             _Console.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            say(text)
-
-
-def say(text: str) -> None:
-    """Print a line on standard output. Who reads it may go (`| head`, a terminal that hangs up)
-    without ending the training."""
-    try:
-        print(text, flush=True)
-    except OSError:  # a broken pipe, or EIO from a terminal that is gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(text, flush=True)
 
 
 def _progress(steps: int) -> Progress | None:

@@ -16,11 +16,14 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ptrain.errors import PtrainError, RankFailed
+from ptrain.output import outlive_readers
 from ptrain.train.refusal import code_of
 
 
 def live(run: Callable[[], int]) -> NoReturn:
-    """Run `run`, which is the rank's whole life, and leave with its exit code."""
+    """Run `run`, which is the rank's whole life, and leave with its exit code. A reader that closes
+    the rank's output fails no rank."""
+    outlive_readers()
     sys.excepthook = _leave_failed
     leave(coded(run))
 

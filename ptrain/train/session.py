@@ -45,7 +45,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.folder import Claim, RunFolder, begin, open_run, shown, write_json
 from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
 from ptrain.train.heading import header, preflight_line, preflight_lines
-from ptrain.train.journal import LOG, Journal, say, set_up_logging
+from ptrain.train.journal import LOG, Journal, set_up_logging
 from ptrain.train.loop import train
 from ptrain.train.options import Options
 from ptrain.train.parts import Outcome, Parts
@@ -324,7 +324,7 @@ def _conclude(
         write_json(session.folder.summary, result)
         session.trackers.conclude(_verdict(checks))
         if session.options.json:
-            say(json.dumps(result))
+            print(json.dumps(result), flush=True)
     session.exchange.barrier()  # no rank ends with a failed verdict before the summary says so
     if measured:
         text = summary(

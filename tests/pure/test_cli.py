@@ -233,6 +233,17 @@ def test_a_number_of_a_rank_without_a_launcher_is_nobodys(monkeypatch, capsys):
     assert "no spec named" in capsys.readouterr().err
 
 
+CLOSED = """
+import os, sys
+from ptrain.cli.main import main
+read, write = os.pipe()
+os.close(read)
+for descriptor in {descriptors}:
+    os.dup2(write, descriptor)
+sys.exit(main({arguments}))
+"""
+
+
 def test_an_interrupt_ends_with_130_and_no_traceback(monkeypatch, capsys):
     def interrupt(_arguments, **_):
         raise KeyboardInterrupt
@@ -242,13 +253,29 @@ def test_an_interrupt_ends_with_130_and_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_reader_that_leaves_early_is_no_error():
-    code = (
-        "import os, sys\nfrom ptrain.cli.main import main\n"
-        "read, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)\nsys.exit(main(['specs']))"
-    )
-    ended = python(code)
+@pytest.mark.parametrize(
+    "arguments", [[], ["specs"], ["help", "several-nodes"], ["predict", "zero3"]]
+)
+def test_a_reader_that_leaves_early_is_no_error(arguments: list[str]):
+    ended = python(CLOSED.format(descriptors=[1], arguments=arguments))
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_help_whose_reader_leaves_early_is_no_error():
+    ended = python(CLOSED.format(descriptors=[1], arguments=["predict", "--help"]))
+    assert ended.returncode in (0, 141)  # argparse drops a text that it cannot write at once
+    assert ended.stderr == ""
+
+
+def test_a_message_whose_reader_left_leaves_no_traceback():
+    ended = python(CLOSED.format(descriptors=[1, 2], arguments=["predict", "no-such-spec"]))
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_a_standard_output_that_is_closed_at_the_start_is_no_error():
+    command = [sys.executable, "-m", "ptrain.cli.main", "specs"]
+    ended = python(f"import os\nos.close(1)\nos.execv({sys.executable!r}, {command})")
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_validate_leaves_nothing_behind_for_a_spec_that_is_refused(tmp_path, monkeypatch, capsys):
