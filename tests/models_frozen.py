@@ -60,8 +60,9 @@ class Logits(nn.Module):
         return logits
 
 
-def lora(rank: int = 2) -> Logits:
-    """A small Llama with peft's adapters beside queries and values, of given initial weights."""
+def lora(rank: int = 2, folder: str | None = None) -> Logits:
+    """Put peft's adapters on queries and values of a small Llama with given initial weights, or of
+    the one in `folder`."""
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -76,4 +77,5 @@ def lora(rank: int = 2) -> Logits:
         use_cache=False,
     )
     adapters = LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-    return Logits(inject_adapter_in_model(adapters, LlamaForCausalLM(config)))
+    base = LlamaForCausalLM.from_pretrained(folder) if folder else LlamaForCausalLM(config)
+    return Logits(inject_adapter_in_model(adapters, base))

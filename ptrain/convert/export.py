@@ -19,21 +19,23 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ptrain.convert.adapters import Adapters, write_adapters
+from ptrain.convert.adapters import Adapters, Written, write_adapters
 from ptrain.convert.form import FileForm, Stored, form_of
 from ptrain.convert.saved import SavedModel
+from ptrain.convert.vocabulary import token_origin
 from ptrain.errors import refused
 from ptrain.models.pretrained import INDEX, WHOLE
 from ptrain.spec.resolve_sections import CONFIG
 from ptrain.spec.spec import Spec
 
 FILE_BYTES = 4 * 2**30  # of weights in one file: what is read at a time
-# Of the folder that a model came with: what its tokenizer is, and how it answers.
+# Any of these files has a vocabulary; the others refine the tokenizer.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "generation_config.json",
+    *_VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "merges.txt", "chat_template.jinja",
 )  # fmt: skip
+_ANSWERS = "generation_config.json"  # of the model, and not of its tokenizer
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -41,8 +43,8 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 class Exported:
     """What was written: of which step, to which folder, as which class (or the user's function);
     how many tensors and bytes of weights; the `copied` files; keys of the spec that its config
-    could not say; and the folder that the model began with, where it is `gone`, and nothing of it
-    could be copied."""
+    could not say; the folder that the model began with, if it is `gone`; and the folder or hub name
+    of the `base` that adapters were put into."""
 
     step: int
     folder: Path
@@ -52,6 +54,11 @@ class Exported:
     copied: tuple[str, ...]
     unsaid: tuple[str, ...]
     gone: Path | None
+    base: str = ""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return not {*_VOCABULARIES}.isdisjoint(self.copied)
 
 
 def export(
@@ -79,8 +86,8 @@ def export(
     unfinished = to.with_name(f".{to.name}.tmp-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
-        architecture, tensors, size = write(unfinished)
-        copied = tuple(_copy_tokenizer(spec, unfinished))
+        written = write(unfinished)
+        copied = tuple(_copy_tokenizer(spec, written.base, unfinished))
         unfinished.rename(to)
     except OSError as error:
         raise refused("--to", f"{to} cannot be written: {error}", "name another folder") from error
@@ -89,17 +96,18 @@ def export(
     return Exported(
         step=saved.step,
         folder=to,
-        architecture=architecture,
-        tensors=tensors,
-        size=size,
+        architecture=written.architecture,
+        tensors=written.tensors,
+        size=written.size,
         copied=copied,
         unsaid=unsaid,
         gone=saved.gone,
+        base=written.base,
     )
 
 
-def _write_model(saved: SavedModel, form: FileForm, to: Path) -> tuple[str, int, int]:
-    """Return as which class it was written, how many tensors, and of how many bytes."""
+def _write_model(saved: SavedModel, form: FileForm, to: Path) -> Written:
+    """Write all parameters, and the config of a class of transformers."""
     files = [*_by_file(_groups(saved.parameters, form))]
     file_of: dict[str, str] = {}
     size, dtypes = 0, set[torch.dtype]()
@@ -117,7 +125,7 @@ def _write_model(saved: SavedModel, form: FileForm, to: Path) -> tuple[str, int,
         (dtype,) = dtypes
         said = {key: value for key, value in form.config.items() if key != "torch_dtype"}
         _write_json(to / CONFIG, {**said, "dtype": _DTYPES.get(dtype, str(dtype)[6:])})
-    return form.architecture, len(file_of), size
+    return Written(form.architecture, len(file_of), size)
 
 
 Group = list[tuple[str, Stored]]  # parameters by name that stand in the same of theirs
@@ -166,12 +174,25 @@ def _published(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, t
     return written
 
 
-def _copy_tokenizer(spec: Spec, to: Path) -> Iterator[str]:
-    for name in _TOKENIZER if spec.model.pretrained else ():
-        source = Path(str(spec.model.pretrained)) / name
-        if source.is_file():
-            shutil.copyfile(source, to / name)
-            yield name
+def _copy_tokenizer(spec: Spec, base: str, to: Path) -> Iterator[str]:
+    """Copy the tokenizer of the folder that the model began with, or that its token files were made
+    with; yield the names of the files."""
+    began = [Path(folder) for folder in (str(spec.model.pretrained or ""), base) if folder]
+    origin = token_origin(spec.data)
+    is_usable = origin is not None and not origin.is_of_bytes and not origin.has_changed
+    made = [Path(origin.tokenizer).parent] if origin is not None and is_usable else []
+    folders = [folder for folder in (*began, *made) if _has_any(folder, _VOCABULARIES)]
+    sources = [*((folder, _TOKENIZER) for folder in folders[:1])]
+    sources += [(folder, (_ANSWERS,)) for folder in began if _has_any(folder, (_ANSWERS,))][:1]
+    for folder, names in sources:
+        for name in names:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, to / name)
+                yield name
+
+
+def _has_any(folder: Path, names: Iterable[str]) -> bool:
+    return any((folder / name).is_file() for name in names)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> V
     folder it began with, what made its token files, or bytes; if it `is_chat`, with the folder's
     template. Raises SpecError where nobody says what its tokens mean, or a file says otherwise."""
     data, folder = spec.data, spec.model.pretrained
-    origin = _origin(data)
+    origin = token_origin(data)
     began = None if folder is None else Path(folder)
     if named is None and began is not None and (began / FILE).is_file():
         named = began / FILE
@@ -54,8 +54,8 @@ def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> V
     raise refused("--tokenizer", finding, f"name a {FILE}")
 
 
-def _origin(data: DataSpec) -> TokenOrigin | None:
-    """Return what made the tokens of a training, by the first of its files that says so."""
+def token_origin(data: DataSpec) -> TokenOrigin | None:
+    """Return the tokenizer of a training's tokens, by the first of its files with a record."""
     paths = [data.path, *(source.path for source in data.sources or ())]
     origins = (read_origin(Path(path)) for path in paths if path is not None)
     return next((origin for origin in origins if origin is not None), None)

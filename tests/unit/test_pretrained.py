@@ -53,7 +53,11 @@ def tokens() -> torch.Tensor:
 
 def run_of(folder: Path, run: Path, *more: str, beside: str = "") -> Path:
     """A run folder with a checkpoint of a model that has just begun, on one rank."""
-    spec = spec_of(folder, *more, beside=beside)
+    return run_of_spec(spec_of(folder, *more, beside=beside), run)
+
+
+def run_of_spec(spec: Spec, run: Path) -> Path:
+    """Save a checkpoint of a spec's model before its first step, on one rank."""
     program = interpret(spec, world=World(), allow_import=True)
     run.mkdir()
     (run / "spec.resolved.yaml").write_text(to_yaml(spec.resolved))
