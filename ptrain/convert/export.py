@@ -182,7 +182,7 @@ def _copy_tokenizer(spec: Spec, base: str, to: Path) -> Iterator[str]:
     is_usable = origin is not None and not origin.is_of_bytes and not origin.has_changed
     made = [Path(origin.tokenizer).parent] if origin is not None and is_usable else []
     folders = [folder for folder in (*began, *made) if _has_any(folder, _VOCABULARIES)]
-    sources = [*((folder, _TOKENIZER) for folder in folders[:1])]
+    sources: list[tuple[Path, tuple[str, ...]]] = [(folder, _TOKENIZER) for folder in folders[:1]]
     sources += [(folder, (_ANSWERS,)) for folder in began if _has_any(folder, (_ANSWERS,))][:1]
     for folder, names in sources:
         for name in names:

@@ -111,9 +111,10 @@ def _meaning(policy: object) -> str:
         case MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced):
             dtypes = f"param_dtype={gathered}, reduce_dtype={reduced}"
             return (
-                f"MixedPrecisionPolicy({dtypes}): units are gathered and gradients reduced so, and "
-                "the slices are as wide as the model was; the layout fsdp-mixed calls these master "
-                "copies, and counts them as optimizer state"
+                f"MixedPrecisionPolicy({dtypes}): units are gathered and gradients reduced so. The "
+                "shards have the dtype of the model: a spec with Θ = M counts them as master "
+                "copies, in the optimizer state. It reduces in bf16 with the layout fsdp-mixed and "
+                "in fp32 with megatron18"
             )
         case CPUOffloadPolicy():
             return (

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
-from ptrain.costs import PLACED, Estimate, Phase, State, Traffic
+from ptrain.costs import PLACED, Estimate, Footprint, Phase, State, Traffic
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.installed import versions
@@ -31,6 +31,7 @@ from ptrain.verification.wrapping import Otherwise, otherwise
 
 _OF_A_KIND = 3  # checks: calls, payload and bytes sent
 _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+_TIERS = ("device_bytes", "host_bytes", "file_bytes")
 _SCALARS = 64  # bytes a call
 Axes = tuple[str, ...]
 
@@ -85,11 +86,44 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
     if measurement.spec is not None:
         checks = checks_of(exact, measured)
         return Comparison(predicted=exact, measured=measured, checks=checks)
-    measured = in_common(with_axes_of(measured, spec, measurement))
+    seen = in_common(with_axes_of(measured, spec, measurement))
     predicted = in_common(exact)
+    measured = _with_masters(seen, predicted)
     checks = checks_of(predicted, measured)
     comparison = Comparison(predicted=predicted, measured=measured, checks=checks)
-    return comparison if comparison.holds else _with_cause(comparison, spec, facts, measurement)
+    if comparison.holds:
+        return comparison
+    return _with_cause(comparison, seen, spec, facts, measurement)
+
+
+def _with_masters(measured: Estimate, predicted: Estimate) -> Estimate:
+    """Return a wrapper's figures with its parameters counted as the prediction counts them.
+
+    FSDP2's shards are the parameters that a module shows. A spec that materializes its parameters
+    (Θ = M) holds nothing else of them: there these shards are the master copies, optimizer state.
+    """
+    if any(
+        getattr(row, tier)
+        for row in predicted.memory
+        for tier in _TIERS
+        if row.state is State.PARAMETERS
+    ):
+        return measured
+    parameters = [row for row in measured.memory if row.state is State.PARAMETERS]
+
+    def counted(row: Footprint) -> Footprint:
+        added = {
+            tier: getattr(row, tier) + sum(getattr(other, tier) for other in parameters)
+            for tier in _TIERS
+        }
+        match row.state:
+            case State.PARAMETERS:
+                return Footprint(state=row.state, rank=row.rank, device_bytes=0)
+            case State.OPTIMIZER:
+                return Footprint(state=row.state, rank=row.rank, **added)
+        return row
+
+    return replace(measured, memory=tuple(map(counted, measured.memory)))
 
 
 def _of_a_step(exact: Estimate) -> Estimate:
@@ -99,13 +133,19 @@ def _of_a_step(exact: Estimate) -> Estimate:
 
 
 def _with_cause(
-    comparison: Comparison, spec: Spec, facts: ModelFacts, measurement: Measurement
+    comparison: Comparison,
+    seen: Estimate,
+    spec: Spec,
+    facts: ModelFacts,
+    measurement: Measurement,
 ) -> Comparison:
-    """The same, with what explains all that departs, or most of it."""
+    """Add the cause that explains all figures that differ, or most of them. `seen` is what was
+    measured, as the module shows it."""
     departed = _departed(comparison.checks)
     cause, explained = "", frozenset[str]()
     for other in otherwise(spec):
-        left = _departed(checks_of(_predicted(other, facts), comparison.measured))
+        predicted = _predicted(other, facts)
+        left = _departed(checks_of(predicted, _with_masters(seen, predicted)))
         names = departed - left
         if left and not (left < departed and len(names) >= _OF_A_KIND):
             continue

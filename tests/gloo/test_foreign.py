@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.algebra.legality import require
@@ -163,6 +163,49 @@ def test_what_is_kept_and_what_is_given_back_are_named_too(
     for (wrong,) in ranks.run(2, _compared, way, ("non-root",)):
         assert failing(wrong)
         assert all(f"reshard: {value}" in check.why for check in wrong if not check.holds)
+
+
+def _mixed(reduced: torch.dtype, fault: str = "") -> list[str]:
+    """The failing checks of FSDP2's mixed precision, by the spec of the layout that reduces so."""
+    layout = "fsdp-mixed" if reduced is torch.bfloat16 else "megatron18"
+    overrides = [*SIZES, "batch.global=4", f"precision.layout={layout}"]
+    spec = require(load("fsdp-mixed", overrides))
+    model = build(spec.model, sequence=spec.batch.sequence)
+    initialize(model, 0)
+    if fault == "narrow master":
+        model = model.bfloat16()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+    for part in (*model.blocks, model):
+        fully_shard(part, reshard_after_forward=True, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=fault == "third moment")
+
+    def step() -> None:
+        rows = torch.randint(0, 200, (2, 17))
+        logits = model(rows[:, :-1]).float()
+        F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(STEPS - 1):
+        step()
+    with measure(model, optimizer=optimizer) as measurement:
+        step()
+    comparison = compare(spec, measurement)
+    assert len(comparison) >= 11
+    return failing(comparison)
+
+
+@pytest.mark.parametrize("reduced", [torch.bfloat16, torch.float32])
+def test_shards_that_are_master_copies_hold_under_either_name(
+    ranks: Ranks, reduced: torch.dtype
+) -> None:
+    assert ranks.run(2, _mixed, reduced) == [[], []]
+
+
+@pytest.mark.parametrize("fault", ["third moment", "narrow master"])
+def test_other_bytes_of_master_copies_or_moments_fail(ranks: Ranks, fault: str) -> None:
+    for rank, names in enumerate(ranks.run(2, _mixed, torch.bfloat16, fault)):
+        assert f"memory optimizer rank {rank}" in names
 
 
 def _phases() -> Estimate:
