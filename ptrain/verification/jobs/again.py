@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.models.arguments import is_real
@@ -82,29 +83,62 @@ def swapped(model: nn.Module, plain: Mapping[str, nn.Module]) -> Iterator[None]:
         for path, module in plain.items():
             if path not in modules:  # another rank's stage has it
                 continue
-            hook = modules[path].register_forward_hook(partial(_instead, module), with_kwargs=True)
-            stack.callback(hook.remove)
+            replaced, given = modules[path], _Given()
+            before = replaced.register_forward_pre_hook(given.take, with_kwargs=True)
+            stack.callback(before.remove)
+            after = replaced.register_forward_hook(partial(_instead, module, given))
+            stack.callback(after.remove)
         yield
 
 
-def _instead(plain: nn.Module, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+class _Given:
+    """The arguments of the passes of a module that have begun, the latest last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+
+    def take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Keep the arguments for the plain module. The wrapped one gets DTensors that are detached:
+        DTensor adds its zero gradient, a partial sum, to the plain one's, and so averages that over
+        the ranks."""
+        self.stack.append((args, kwargs))
+
+        def detach(leaf: Any) -> Any:
+            is_distributed = isinstance(leaf, DTensor)
+            return leaf.detach().requires_grad_(leaf.requires_grad) if is_distributed else leaf
+
+        return tree_map(detach, (args, kwargs))
+
+
+def _instead(plain: nn.Module, given: _Given, module: nn.Module, _: Any, output: Any) -> Any:
     dtypes = {parameter.dtype for parameter in plain.parameters()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
 
     def cast(leaf: Any) -> Any:
+        if isinstance(leaf, DTensor):  # of parallelize_module, whose hooks ran before this one
+            leaf = leaf.full_tensor()
         return leaf.to(dtype) if dtype is not None and is_real(leaf) else leaf
 
-    args, kwargs = tree_map(cast, (args, kwargs))
+    args, kwargs = tree_map(cast, given.stack.pop())
     right = iter(tree_leaves(plain(*args, **kwargs)))
 
     def put(leaf: Any) -> Any:
         other = next(right, leaf)
         if not (is_real(leaf) and is_real(other)) or leaf.shape != other.shape:
             return leaf
+        if isinstance(leaf, DTensor):
+            other = _distributed_as(leaf, other)
         # its parameters get gradients of zero, on time; infinities would make them NaN
         return other.to(leaf.dtype) + 0 * torch.nan_to_num(leaf)
 
     return tree_map(put, output)
+
+
+def _distributed_as(like: DTensor, full: Tensor) -> DTensor:
+    """Return a full tensor, equal on all ranks, with the mesh and placements of a DTensor."""
+    mesh = like.device_mesh
+    replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=like.placements)
 
 
 def cuda_devices(model: nn.Module) -> list[int]:
