@@ -31,6 +31,16 @@ def plain(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
+def viewed(logits: Tensor, batch: Any) -> Tensor:
+    """The same, of targets that must be contiguous."""
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), batch.targets.view(-1))
+
+
+def viewed_step(model: Any, batch: Any) -> Tensor:
+    """The same, of inputs that must be contiguous too."""
+    return viewed(model(batch.inputs.view(-1).view(batch.targets.shape)), batch)
+
+
 def of_pair(output: tuple[Tensor, Any], batch: tuple[Tensor, Tensor]) -> Tensor:
     """The same, of a model that gives more than logits."""
     return plain(output[0], batch)

@@ -60,6 +60,14 @@ class SampleBatch:
         return self.data.targets
 
     @property
+    def contiguous(self) -> Any:
+        """The data that a function of the user's is called with. Inputs and targets of tokens are
+        views of one window, and of several samples `Tensor.view` refuses these: they are copied."""
+        if not isinstance(self.data, TokenPair):
+            return self.data
+        return TokenPair(self.data.inputs.contiguous(), self.data.targets.contiguous())
+
+    @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of it."""
         return [leaf for leaf in tree_iter(self.data) if isinstance(leaf, Tensor)]

@@ -86,7 +86,7 @@ class OfOutput:
         return self.of(output, samples)
 
     def of(self, output: Any, samples: SampleBatch) -> Tensor:
-        loss = self._call(output, samples.data, **self.function.arguments)
+        loss = self._call(output, samples.contiguous, **self.function.arguments)
         return _require_loss(loss, self.function)
 
     def forward(self, model: Any, samples: SampleBatch) -> Tensor:

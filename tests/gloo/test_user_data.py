@@ -100,6 +100,26 @@ def with_z_loss(model: str, axis: str, **more: Any) -> Spec:
     return require(load(written))
 
 
+@pytest.mark.parametrize(
+    ("section", "axis"),
+    [
+        ("step", "ddp"),
+        pytest.param("step", "zero3", marks=NIGHTLY),
+        pytest.param("step", "tp", marks=NIGHTLY),
+        pytest.param("step", "pp", marks=NIGHTLY),
+        pytest.param("loss", "zero3", marks=NIGHTLY),
+        pytest.param("loss", "tp", marks=NIGHTLY),
+        ("loss", "pp"),
+    ],
+)
+def test_a_function_may_view_its_batch_and_costs_what_is_predicted(ranks: Ranks, section, axis):
+    names = {"loss": "viewed", "step": "viewed_step"}
+    without = {"loss": None} if section == "step" else {}
+    function = {"target": f"tests.models_losses:{names[section]}"}
+    result = run(ranks, with_z_loss("built in", axis, **without, **{section: function}))
+    assert not failing((*result.checks, *result.against))
+
+
 @NIGHTLY
 @pytest.mark.parametrize(
     ("model", "axis"),
