@@ -1,6 +1,5 @@
-"""Standard output: of the processes that are started here (where this one prints, be it a
-notebook's cell), and after its reader is gone.
-"""
+"""Standard output: where processes that are started here print (where this one does, be it a
+notebook's cell), and how a process outlives its reader."""
 
 from __future__ import annotations
 
@@ -50,49 +49,29 @@ class _DetachableStream(TextIOWrapper):
     """A text stream that discards its output once its reader is gone."""
 
     def write(self, text: str) -> int:
-        try:
-            return super().write(text)
-        except OSError:  # a broken pipe, or EIO of a terminal that hung up
-            _discard(self)
-            return len(text)
+        with self._discarding():
+            super().write(text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
+        with self._discarding():
             super().flush()
-        except OSError:
-            _discard(self)
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:  # a broken pipe, or EIO of a terminal that hung up
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
 
 
 def outlive_readers() -> None:
-    """Let this process continue after the reader of its output goes (`| head`, a closed terminal).
-
-    Each standard stream is replaced, so prints of the user's code are covered too.
-    """
+    """Let this process continue after the reader of its output goes (`| head`, a closed terminal),
+    whoever prints: the standard streams are replaced."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, TextIOWrapper):
-            lasting = _DetachableStream(
-                stream.buffer,
-                encoding=stream.encoding,
-                errors=stream.errors,
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            )
-            setattr(sys, name, lasting)
-
-
-def discard_closed_output() -> None:
-    """Discard the unwritten output of standard streams whose reader is gone. Otherwise the
-    interpreter's flush at exit fails, and prints a traceback."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed at the start
-        try:
-            stream.flush()
-        except OSError:
-            _discard(stream)
-
-
-def _discard(stream: TextIO) -> None:
-    """Send a stream's output to the null device, including the text that it has buffered."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
+            how = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering")}
+            setattr(sys, name, _DetachableStream(stream.buffer, **how))

@@ -5,14 +5,10 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ptrain.cli.arguments import print_json
 from ptrain.installed import require_torch
 from ptrain.units import format_bytes
-
-if TYPE_CHECKING:
-    from ptrain.convert.export import Exported
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -49,18 +45,9 @@ def run(args: Namespace) -> int:
     print(f"step {exported.step} of {args.run} as {exported.architecture}: {weights}")
     if exported.copied:
         print(f"with {', '.join(exported.copied)}")
-    if not exported.has_tokenizer:
-        print(f"without a tokenizer: {_reason(exported)}")
+    if exported.no_tokenizer:
+        print(f"without a tokenizer: {exported.no_tokenizer}")
     for key in exported.unsaid:
         print(f"model.{key} is of this training: nothing in {exported.folder} says it")
     print(f"written: {exported.folder}")
     return 0
-
-
-def _reason(exported: Exported) -> str:
-    """Return the reason why a folder has no tokenizer."""
-    if exported.gone is not None:
-        return f"{exported.gone}, which the model began with, is there no more"
-    if exported.base:
-        return f"{exported.base}, which the model began with, is no folder with tokenizer files"
-    return "the run names no folder with tokenizer files"

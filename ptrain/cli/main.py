@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace
@@ -58,10 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(end="", flush=True)  # here and not at exit; argparse exits after --help
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (head, a pager) has read enough
-        from ptrain.output import discard_closed_output
-
-        discard_closed_output()
+    except BrokenPipeError:  # the reader (head, a pager) has read enough: no flush at exit may fail
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return BROKEN_PIPE
 
 

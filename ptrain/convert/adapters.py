@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,28 +24,21 @@ class Adapters(StrEnum):
     ALONE = "alone"
 
 
-class Written(NamedTuple):
-    """The weights that were written: the class that loads them, the number of tensors and their
-    bytes, and the folder or hub name that the class was loaded from, if any."""
-
-    architecture: str
-    tensors: int
-    size: int
-    base: str = ""
-
-
-def write_adapters(saved: SavedModel, to: Path, how: Adapters, *, allow_import: bool) -> Written:
-    """Write a checkpoint's model to the folder `to`, which is there. The whole model is in memory.
-    Raises SpecError for a model without adapters, and what `SavedModel.built` raises."""
+def write_adapters(
+    saved: SavedModel, to: Path, how: Adapters, *, allow_import: bool
+) -> tuple[str, int, int, str]:
+    """Write a checkpoint's model to the folder `to`, which is there; return the class that its
+    adapters were put into, how many tensors were written, and of how many bytes, and the folder or
+    hub name that the class was loaded from, if any. The whole model is in memory. Raises SpecError
+    for a model without adapters, and what `SavedModel.built` raises."""
     module, _ = saved.built(allow_import=allow_import)
     module.load_state_dict(saved.load(saved.parameters), strict=False)
     adapted = _adapted(module)
     write = _write_merged if how is Adapters.MERGED else _write_alone
     tensors = [*write(adapted, to)]
     size = sum(tensor.nbytes for tensor in tensors)
-    # transformers keeps the argument of from_pretrained there
-    base = getattr(adapted, "name_or_path", None) or ""
-    return Written(type(adapted).__name__, len(tensors), size, str(base))
+    base = getattr(adapted, "name_or_path", None)  # what transformers' from_pretrained was given
+    return type(adapted).__name__, len(tensors), size, str(base or "")
 
 
 def _adapted(module: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ptrain.convert.adapters import Adapters, Written, write_adapters
+from ptrain.convert.adapters import Adapters, write_adapters
 from ptrain.convert.form import FileForm, Stored, form_of
 from ptrain.convert.saved import SavedModel
 from ptrain.convert.vocabulary import token_origin
@@ -43,8 +43,8 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 class Exported:
     """What was written: of which step, to which folder, as which class (or the user's function);
     how many tensors and bytes of weights; the `copied` files; keys of the spec that its config
-    could not say; the folder that the model began with, if it is `gone`; and the folder or hub name
-    of the `base` that adapters were put into."""
+    could not say; the folder that the model began with, if it is `gone`; and the reason why the
+    folder has no tokenizer, "" if it has one."""
 
     step: int
     folder: Path
@@ -54,11 +54,7 @@ class Exported:
     copied: tuple[str, ...]
     unsaid: tuple[str, ...]
     gone: Path | None
-    base: str = ""
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return not {*_VOCABULARIES}.isdisjoint(self.copied)
+    no_tokenizer: str
 
 
 def export(
@@ -86,8 +82,8 @@ def export(
     unfinished = to.with_name(f".{to.name}.tmp-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
-        written = write(unfinished)
-        copied = tuple(_copy_tokenizer(spec, written.base, unfinished))
+        architecture, tensors, size, base = write(unfinished)
+        copied = tuple(_copy_tokenizer(spec, base, unfinished))
         unfinished.rename(to)
     except OSError as error:
         raise refused("--to", f"{to} cannot be written: {error}", "name another folder") from error
@@ -96,18 +92,27 @@ def export(
     return Exported(
         step=saved.step,
         folder=to,
-        architecture=written.architecture,
-        tensors=written.tensors,
-        size=written.size,
+        architecture=architecture,
+        tensors=tensors,
+        size=size,
         copied=copied,
         unsaid=unsaid,
         gone=saved.gone,
-        base=written.base,
+        no_tokenizer="" if {*_VOCABULARIES} & {*copied} else _reason(saved.gone, base),
     )
 
 
-def _write_model(saved: SavedModel, form: FileForm, to: Path) -> Written:
-    """Write all parameters, and the config of a class of transformers."""
+def _reason(gone: Path | None, base: str) -> str:
+    """Return the reason why no tokenizer was copied."""
+    if gone is not None:
+        return f"{gone}, which the model began with, is there no more"
+    if base:
+        return f"{base}, which the model began with, is no folder with tokenizer files"
+    return "the run names no folder with tokenizer files"
+
+
+def _write_model(saved: SavedModel, form: FileForm, to: Path) -> tuple[str, int, int, str]:
+    """Return the class that was written, how many tensors, of how many bytes, and no base."""
     files = [*_by_file(_groups(saved.parameters, form))]
     file_of: dict[str, str] = {}
     size, dtypes = 0, set[torch.dtype]()
@@ -125,7 +130,7 @@ def _write_model(saved: SavedModel, form: FileForm, to: Path) -> Written:
         (dtype,) = dtypes
         said = {key: value for key, value in form.config.items() if key != "torch_dtype"}
         _write_json(to / CONFIG, {**said, "dtype": _DTYPES.get(dtype, str(dtype)[6:])})
-    return Written(form.architecture, len(file_of), size)
+    return form.architecture, len(file_of), size, ""
 
 
 Group = list[tuple[str, Stored]]  # parameters by name that stand in the same of theirs
@@ -175,24 +180,19 @@ def _published(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, t
 
 
 def _copy_tokenizer(spec: Spec, base: str, to: Path) -> Iterator[str]:
-    """Copy the tokenizer of the folder that the model began with, or that its token files were made
-    with; yield the names of the files."""
-    began = [Path(folder) for folder in (str(spec.model.pretrained or ""), base) if folder]
+    """Copy the tokenizer of the folder that the model began with, or else of the folder that its
+    token files were made with; yield the names of the files."""
+    began = [Path(folder) for folder in (spec.model.pretrained, base) if folder]
     origin = token_origin(spec.data)
     is_usable = origin is not None and not origin.is_of_bytes and not origin.has_changed
-    made = [Path(origin.tokenizer).parent] if origin is not None and is_usable else []
-    folders = [folder for folder in (*began, *made) if _has_any(folder, _VOCABULARIES)]
-    sources: list[tuple[Path, tuple[str, ...]]] = [(folder, _TOKENIZER) for folder in folders[:1]]
-    sources += [(folder, (_ANSWERS,)) for folder in began if _has_any(folder, (_ANSWERS,))][:1]
-    for folder, names in sources:
-        for name in names:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, to / name)
-                yield name
-
-
-def _has_any(folder: Path, names: Iterable[str]) -> bool:
-    return any((folder / name).is_file() for name in names)
+    folders = [*began, *([Path(origin.tokenizer).parent] if origin and is_usable else [])]
+    for names, places in ((_TOKENIZER, folders), ((_ANSWERS,), began)):
+        needed = _VOCABULARIES if names is _TOKENIZER else names
+        having = (place for place in places if any((place / name).is_file() for name in needed))
+        for source in (folder / name for folder in [*having][:1] for name in names):
+            if source.is_file():
+                shutil.copyfile(source, to / source.name)
+                yield source.name
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -133,16 +133,11 @@ class Program:
         return self.own_tokens(local).to(self.world.device)
 
     def share(self, samples: Any) -> StepBatch:
-        """Copy this rank's samples out of a global batch that every rank has.
-
-        The batch stays the caller's: `ptrain.measure` does not count it.
+        """Copy this rank's samples of a step out of a global batch that every rank has.
 
         Args:
             samples: tokens, int64 [batch.global, sequence + 1], or (tokens, labels). If the spec's
-                `data` are not tokens, the samples of its dataset, collated.
-
-        Returns:
-            The samples that this rank trains on in one step.
+                `data` are not tokens, samples of the dataset, collated. No meter counts them.
 
         Raises:
             SpecError: the batch has another shape.

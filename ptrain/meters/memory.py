@@ -256,7 +256,7 @@ class MemoryMeter(Ledger):
     def _exclude_inputs(self) -> None:
         """Stop counting the caller's batches, even those that were born within the step."""
         unseen = self.sizes.keys() - self._states.keys() - self._inner
-        for key in unseen & self._program.registry.inputs():
+        for key in unseen & self._program.registry.inputs.keys():
             self._inner.add(key)
             self._add_to_all(key, -self.sizes[key])
 

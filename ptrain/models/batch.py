@@ -63,9 +63,8 @@ class SampleBatch:
     def contiguous(self) -> Any:
         """The data that a function of the user's is called with. Inputs and targets of tokens are
         views of one window, and of several samples `Tensor.view` refuses these: they are copied."""
-        if not isinstance(self.data, TokenPair):
-            return self.data
-        return TokenPair(self.data.inputs.contiguous(), self.data.targets.contiguous())
+        data = self.data
+        return TokenPair(*(x.contiguous() for x in data)) if isinstance(data, TokenPair) else data
 
     @property
     def tensors(self) -> list[Tensor]:

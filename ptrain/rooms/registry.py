@@ -36,7 +36,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._tags: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tag]] = {}
-        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.listeners: list[Callable[[torch.UntypedStorage, Tag], None]] = []
         self.executed: Collective | None = None
 
@@ -72,20 +72,11 @@ class Registry:
         return tensor
 
     def mark_input(self, tensor: torch.Tensor) -> None:
-        """Mark a tensor of the caller's, which the program only copies from: its storage is no
-        memory of the program.
-
-        Args:
-            tensor: a tensor that the caller passed, or a view of one.
-        """
+        """Mark a tensor of the caller's, or a view of one, from which the program only copies: its
+        storage, a key of `inputs` while it lives, is no memory of the program."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        # A dead storage's address is used again: its mark must go with it.
-        self._inputs[key] = weakref.ref(storage, lambda _: self._inputs.pop(key, None))
-
-    def inputs(self) -> set[int]:
-        """Return the keys of the live storages that `mark_input` marked."""
-        return set(self._inputs)
+        self.inputs[key] = weakref.ref(storage, lambda _: self.inputs.pop(key, None))
 
     def of(self, tensor: torch.Tensor) -> Tag | None:
         """The tag of this tensor's storage, if anybody gave it one."""

@@ -31,7 +31,6 @@ from ptrain.verification.wrapping import Otherwise, otherwise
 
 _OF_A_KIND = 3  # checks: calls, payload and bytes sent
 _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
-_TIERS = ("device_bytes", "host_bytes", "file_bytes")
 _SCALARS = 64  # bytes a call
 Axes = tuple[str, ...]
 
@@ -97,33 +96,22 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
 
 
 def _with_masters(measured: Estimate, predicted: Estimate) -> Estimate:
-    """Return a wrapper's figures with its parameters counted as the prediction counts them.
-
-    FSDP2's shards are the parameters that a module shows. A spec that materializes its parameters
-    (Θ = M) holds nothing else of them: there these shards are the master copies, optimizer state.
-    """
-    if any(
-        getattr(row, tier)
-        for row in predicted.memory
-        for tier in _TIERS
-        if row.state is State.PARAMETERS
-    ):
+    """Return a wrapper's figures with its parameters counted as the prediction counts them. FSDP2's
+    shards are a module's parameters; a spec with Θ = M counts them as master copies, optimizer
+    state, and holds no other parameters."""
+    kept = [row for row in predicted.memory if row.state is State.PARAMETERS]
+    if any(row.device_bytes or row.host_bytes or row.file_bytes for row in kept):
         return measured
-    parameters = [row for row in measured.memory if row.state is State.PARAMETERS]
-
-    def counted(row: Footprint) -> Footprint:
-        added = {
-            tier: getattr(row, tier) + sum(getattr(other, tier) for other in parameters)
-            for tier in _TIERS
-        }
-        match row.state:
-            case State.PARAMETERS:
-                return Footprint(state=row.state, rank=row.rank, device_bytes=0)
-            case State.OPTIMIZER:
-                return Footprint(state=row.state, rank=row.rank, **added)
-        return row
-
-    return replace(measured, memory=tuple(map(counted, measured.memory)))
+    rows = {row.state: row for row in measured.memory}
+    shards, state = rows[State.PARAMETERS], rows[State.OPTIMIZER]
+    rows[State.PARAMETERS] = Footprint(state=shards.state, rank=shards.rank, device_bytes=0)
+    rows[State.OPTIMIZER] = replace(
+        state,
+        device_bytes=state.device_bytes + shards.device_bytes,
+        host_bytes=state.host_bytes + shards.host_bytes,
+        file_bytes=state.file_bytes + shards.file_bytes,
+    )
+    return replace(measured, memory=tuple(rows.values()))
 
 
 def _of_a_step(exact: Estimate) -> Estimate:
@@ -133,11 +121,7 @@ def _of_a_step(exact: Estimate) -> Estimate:
 
 
 def _with_cause(
-    comparison: Comparison,
-    seen: Estimate,
-    spec: Spec,
-    facts: ModelFacts,
-    measurement: Measurement,
+    comparison: Comparison, seen: Estimate, spec: Spec, facts: ModelFacts, measured: Measurement
 ) -> Comparison:
     """Add the cause that explains all figures that differ, or most of them. `seen` is what was
     measured, as the module shows it."""
@@ -159,7 +143,7 @@ def _with_cause(
         replace(check, why=cause) if check.name in explained else check
         for check in comparison.checks
     )
-    return replace(comparison, checks=checks, cause=cause, notes=measurement.policies)
+    return replace(comparison, checks=checks, cause=cause, notes=measured.policies)
 
 
 def _departed(checks: tuple[Check, ...]) -> frozenset[str]:

@@ -83,34 +83,29 @@ def swapped(model: nn.Module, plain: Mapping[str, nn.Module]) -> Iterator[None]:
         for path, module in plain.items():
             if path not in modules:  # another rank's stage has it
                 continue
-            replaced, given = modules[path], _Given()
-            before = replaced.register_forward_pre_hook(given.take, with_kwargs=True)
-            stack.callback(before.remove)
-            after = replaced.register_forward_hook(partial(_instead, module, given))
-            stack.callback(after.remove)
+            given: list[Any] = []  # of the passes that have begun, the latest last
+            begins = partial(_take, given)
+            hook = modules[path].register_forward_pre_hook(begins, with_kwargs=True)
+            stack.callback(hook.remove)
+            hook = modules[path].register_forward_hook(partial(_instead, module, given))
+            stack.callback(hook.remove)
         yield
 
 
-class _Given:
-    """The arguments of the passes of a module that have begun, the latest last."""
+def _take(given: list[Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Keep the arguments for the plain module. DTensors are detached for the wrapped one: its zero
+    gradient is a partial sum, and DTensor's sum with the plain one's would average over the ranks.
+    """
+    given.append((args, kwargs))
 
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
+    def detach(leaf: Any) -> Any:
+        is_distributed = isinstance(leaf, DTensor)
+        return leaf.detach().requires_grad_(leaf.requires_grad) if is_distributed else leaf
 
-    def take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Keep the arguments for the plain module. The wrapped one gets DTensors that are detached:
-        DTensor adds its zero gradient, a partial sum, to the plain one's, and so averages that over
-        the ranks."""
-        self.stack.append((args, kwargs))
-
-        def detach(leaf: Any) -> Any:
-            is_distributed = isinstance(leaf, DTensor)
-            return leaf.detach().requires_grad_(leaf.requires_grad) if is_distributed else leaf
-
-        return tree_map(detach, (args, kwargs))
+    return tree_map(detach, (args, kwargs))
 
 
-def _instead(plain: nn.Module, given: _Given, module: nn.Module, _: Any, output: Any) -> Any:
+def _instead(plain: nn.Module, given: list[Any], module: nn.Module, _: Any, output: Any) -> Any:
     dtypes = {parameter.dtype for parameter in plain.parameters()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
 
@@ -119,7 +114,7 @@ def _instead(plain: nn.Module, given: _Given, module: nn.Module, _: Any, output:
             leaf = leaf.full_tensor()
         return leaf.to(dtype) if dtype is not None and is_real(leaf) else leaf
 
-    args, kwargs = tree_map(cast, given.stack.pop())
+    args, kwargs = tree_map(cast, given.pop())
     right = iter(tree_leaves(plain(*args, **kwargs)))
 
     def put(leaf: Any) -> Any:
