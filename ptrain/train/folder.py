@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -304,22 +303,7 @@ def _environment(num_ranks: int) -> Mapping[str, object]:
         "platform": platform.platform(),
         "cores": cores(),
         "threads_per_rank": environment.threads_per_rank(num_ranks),
-        "git": _revision(),
+        "git": environment.revision(Path.cwd()),
         "agent": environment.agent(),
         "environment": environment.recorded(),
     }
-
-
-def _revision() -> str | None:
-    """Return the commit of the folder that the command runs in, `+` where files differ from it."""
-    try:
-        completed = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return completed.stdout.strip()
