@@ -133,11 +133,13 @@ def batch(
     data_index: int = 0,
     data_degree: int = 1,
     split: Split = Split.TRAIN,
+    offset: int = 0,
 ) -> StepBatch:
-    """The samples that data rank `data_index` of `data_degree` takes in `step` (from 0)."""
+    """The samples that data rank `data_index` of `data_degree` takes in `step` (from 0). `offset`
+    is how far a training is ahead of steps of this batch: it had other batches before."""
     sequence = spec.batch.window
     windows = source.num_samples(sequence, split)
-    first = step * spec.batch.global_samples
+    first = step * spec.batch.global_samples + (offset if split is Split.TRAIN else 0)
 
     def at(position: int) -> int:
         seed = spec.train.seed

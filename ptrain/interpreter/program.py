@@ -81,6 +81,8 @@ class Program:
         self.observers: list[Observer] = []
         self.gradient_observers: list[GradientObserver] = []
         self.batch: StepBatch | None = None
+        self.sample_offset = 0  # of `sampler.batch`: set by a resume with another batch.global
+        self.data_prints: Mapping[str, Any] = {}  # for the manifests of checkpoints
         self.updates_in_backward = self.plan.wrap.is_updated_in_backward
         self.admits: Callable[[int], bool] | None = None
         self._source: SampleSource | None = None  # opened when somebody asks for samples
@@ -129,6 +131,7 @@ class Program:
             step=step,
             data_index=self.data_index,
             data_degree=self.spec.data_degree,
+            offset=self.sample_offset,
         )
         return self.own_tokens(local).to(self.world.device)
 

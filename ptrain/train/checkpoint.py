@@ -160,6 +160,8 @@ def _commit(
             torch=torch.__version__,
             files=files,
             trained=lineage.trained(program.spec),
+            samples=step * program.spec.batch.global_samples + program.sample_offset,
+            data=program.data_prints,
         ),
     )
     temporary.rename(final)

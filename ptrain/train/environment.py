@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,54 +92,6 @@ def recorded() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name in RECORDED or name.startswith(RECORDED_PREFIXES)
     }
-
-
-def revision(folder: Path) -> str | None:
-    """Return the commit that the git repository around a folder has checked out.
-
-    `git` is not called: it runs programs that the repository configures, as `core.fsmonitor`. So
-    it is unknown whether files differ from the commit.
-
-    Args:
-        folder: A folder of the work tree.
-
-    Returns:
-        The commit's hash, or None without a repository or a commit.
-    """
-    with suppress(OSError, ValueError):  # unreadable files, or no text
-        for parent in (folder, *folder.parents):
-            if (git := parent / ".git").exists():
-                return _head_commit(git)
-    return None
-
-
-def _head_commit(git: Path) -> str | None:
-    if git.is_file():  # of a worktree or a submodule
-        git = git.parent / _read_line(git).removeprefix("gitdir: ")
-    common = git / _read_line(git / "commondir")  # a worktree shares the branches of this folder
-    text = _read_line(git / "HEAD")
-    for _ in range(5):  # git follows as many symbolic references
-        if not text.startswith("ref: "):
-            break
-        name = text.removeprefix("ref: ")
-        if not name.startswith("refs/") or ".." in name:
-            return None
-        text = _read_line(git / name) or _read_line(common / name) or _packed_commit(common, name)
-    return text if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) else None
-
-
-def _packed_commit(common: Path, name: str) -> str:
-    packed = common / "packed-refs"
-    lines = packed.read_text().splitlines() if packed.is_file() else []
-    return next((line.partition(" ")[0] for line in lines if line.endswith(f" {name}")), "")
-
-
-def _read_line(path: Path) -> str:
-    """Return the first line of a regular file, "" without one: a pipe would block."""
-    if not path.is_file():
-        return ""
-    with path.open() as file:
-        return file.readline(4096).strip()
 
 
 def threads_per_rank(world_size: int) -> str:

@@ -303,7 +303,43 @@ def _environment(num_ranks: int) -> Mapping[str, object]:
         "platform": platform.platform(),
         "cores": cores(),
         "threads_per_rank": environment.threads_per_rank(num_ranks),
-        "git": environment.revision(Path.cwd()),
+        "git": _revision(Path.cwd()),
         "agent": environment.agent(),
         "environment": environment.recorded(),
     }
+
+
+def _revision(folder: Path) -> str | None:
+    """Return the commit that the git repository around a folder has checked out, if any. `git` is
+    not called: it runs programs that the repository configures, as `core.fsmonitor`. So it is
+    unknown whether files differ from the commit."""
+    with suppress(OSError, ValueError):  # unreadable files, or no text
+        for parent in (folder, *folder.parents):
+            if (git := parent / ".git").exists():
+                return _head_commit(git)
+    return None
+
+
+def _head_commit(git: Path) -> str | None:
+    if git.is_file():  # of a worktree or a submodule
+        git = git.parent / _first_line(git).removeprefix("gitdir: ")
+    common = git / _first_line(git / "commondir")  # a worktree shares the branches of this folder
+    packed = common / "packed-refs"
+    text = _first_line(git / "HEAD")
+    for _ in range(5):  # git follows as many symbolic references
+        if not text.startswith("ref: refs/") or ".." in text:
+            break
+        name = text.removeprefix("ref: ")
+        text = _first_line(git / name) or _first_line(common / name)
+        if not text and packed.is_file():
+            lines = packed.read_text().splitlines()
+            text = next((line.partition(" ")[0] for line in lines if line.endswith(f" {name}")), "")
+    return text if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) else None
+
+
+def _first_line(path: Path) -> str:
+    """Return the first line of a regular file, "" without one: a pipe would block."""
+    if not path.is_file():
+        return ""
+    with path.open() as file:
+        return file.readline(4096).strip()

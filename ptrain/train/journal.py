@@ -19,7 +19,7 @@ from ptrain.meters.counter import Counter
 from ptrain.report import routing
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.spec import Spec
-from ptrain.train.folder import RunFolder
+from ptrain.train.folder import RunFolder, write_text
 from ptrain.train.look import StepFigures
 from ptrain.units import format_bytes
 
@@ -57,17 +57,21 @@ class Journal:
         spec: Spec,
         folder: RunFolder | None = None,
         *,
+        first: int = 0,
         bar: bool = False,
         quiet: bool = False,
         sink: Sink | None = None,
     ) -> None:
+        """`first` steps are done already: rows of later ones are of an attempt that was left, and
+        go when the first row is written. Until then a run that is refused leaves all as it was."""
         self.spec = spec
         self._sink = sink
         self.level = logging.DEBUG if quiet else logging.INFO
         self.seconds: list[float] = []
         self.skipped_steps = 0  # because a gradient of the scaled loss overflowed
         self._measured: Mapping[str, float] = {}  # of the last measured step
-        self._metrics = _append(folder.metrics) if folder else None
+        self._path, self._first = folder.metrics if folder else None, first
+        self._metrics: Any = None  # opened by the first row
         self._counter = Counter() if spec.world_size > 1 and folder else None
         self._uncounted = 0  # steps since the counter's last look
         self._progress = _progress(spec.train.steps) if bar else None
@@ -85,13 +89,13 @@ class Journal:
     def step(self, report: StepReport) -> None:
         """A row of metrics for every step, a line for every `log_every`th, the first and last."""
         self.seconds.append(report.seconds)
-        if self._metrics is None:
+        if self._path is None:
             return
         shown = is_shown(self.spec, report.step)
         figures = self._figures(report)
         tokens = {"tokens_per_expert": {layer.layer: layer.tokens for layer in report.routing}}
         row = {"step": report.step, **figures, **(tokens if report.routing else {})}
-        self._metrics.write(json.dumps(row) + "\n")
+        self._write(row)
         self._track(report.step, figures)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=report.step)
@@ -100,9 +104,9 @@ class Journal:
             LOG.log(self.level, self._line(report.step, figures))
 
     def held_out(self, step: int, loss: float) -> None:
-        if self._metrics is None:
+        if self._path is None:
             return
-        self._metrics.write(json.dumps({"step": step, "held_out_loss": loss}) + "\n")
+        self._write({"step": step, "held_out_loss": loss})
         self._track(step, {"held_out_loss": loss})
         LOG.info("step %d/%d  held-out loss %.4f", step, self.spec.train.steps, loss)
 
@@ -119,6 +123,13 @@ class Journal:
             _Console.progress = None
         if self._metrics is not None:
             self._metrics.close()
+
+    def _write(self, row: Mapping[str, object]) -> None:
+        assert self._path is not None, "rank 0 writes"
+        if self._metrics is None:
+            drop_rows(self._path, after=self._first)
+            self._metrics = _append(self._path)
+        self._metrics.write(json.dumps(row) + "\n")
 
     def _track(self, step: int, figures: Mapping[str, float]) -> None:
         if self._sink is not None:
@@ -245,6 +256,25 @@ def _progress(steps: int) -> Progress | None:
     progress.start()
     _Console.progress = progress
     return progress
+
+
+def drop_rows(path: Path, *, after: int) -> None:
+    """Rewrite a metrics file without the rows of steps after `after`, and without a last line that
+    was cut short. The file is replaced in one move."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if 0 <= _step_of(line) <= after]
+    if kept != lines:
+        write_text(path, "".join(kept))
+
+
+def _step_of(line: str) -> int:
+    """Return a row's step, -1 for a line that is no row."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else -1
+    except (ValueError, TypeError, KeyError):
+        return -1
 
 
 def _append(path: Path) -> Any:

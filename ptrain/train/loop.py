@@ -88,6 +88,7 @@ def local_batch(
         data_index=program.data_index,
         data_degree=program.spec.data_degree,
         split=split,
+        offset=program.sample_offset,
     )
     return program.own_tokens(local).to(program.world.device)
 

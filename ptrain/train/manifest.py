@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ptrain.errors import PtrainError
 
-FORMAT = 2
+FORMAT = 3  # of format 2: without `samples` and `data`
 UNSEALED = 1  # the format of manifests without a seal, which are still read
 NAME = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -36,8 +36,10 @@ _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`step` counts finished steps. `files`: name -> (bytes, SHA-256). `trained`: the sections of
-    the resolved spec that a continuation is compared with; empty in a manifest that has none."""
+    """`step` counts finished steps, `samples` those that these steps trained on; None in an older
+    manifest. `files`: name -> (bytes, SHA-256). `trained`: the sections of the resolved spec that a
+    continuation is compared with, and `data`: name -> (size, digest, time of modification in ns) as
+    `resume.data_prints` gives them; empty in a manifest that has none."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
@@ -47,6 +49,8 @@ class Manifest:
     torch: str
     files: Mapping[str, tuple[_Bytes, _Digest]]
     trained: Mapping[str, Any] = field(default_factory=dict)
+    samples: Annotated[int, Field(ge=0)] | None = None
+    data: Mapping[str, tuple[_Bytes, str, int]] = field(default_factory=dict)
     format: Annotated[int, Field(ge=UNSEALED)] = FORMAT
 
 

@@ -29,6 +29,7 @@ class Options:
     spec: str
     overrides: tuple[str, ...] = ()
     resume: str | None = None
+    accept_data: bool = False
     run_dir: Path | None = None
     json: bool = False
     strict: bool = False
@@ -63,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         metavar="PATH|auto",
         help="continue from a checkpoint or a run folder; auto: from --run-dir's own, if any",
+    )
+    add(
+        "--accept-data",
+        action="store_true",
+        help="with --resume, continue although the training data changed since the checkpoint was "
+        "saved (default: exit with code 2)",
     )
     add("--run-dir", type=Path, metavar="DIR", help="the run folder (default: a new one in runs/)")
     add("--json", action="store_true", help="print only the result record, as JSON")
@@ -168,7 +175,8 @@ def dotlist(argv: Sequence[str]) -> list[str]:
 def to_argv(options: Options) -> list[str]:
     """The command line that gives these options to a rank."""
     argv = [options.spec, *options.overrides]
-    for flag in ("json", "strict", "force", "allow_import", "quiet", "tensorboard", "prepared"):
+    switches = ("json", "strict", "force", "allow_import", "accept_data", "quiet", "tensorboard")
+    for flag in (*switches, "prepared"):
         if getattr(options, flag):
             argv.append("--" + flag.replace("_", "-"))
     if options.resume is not None:

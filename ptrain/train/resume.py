@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import TypeAlias
 
+from ptrain.data.source import SampleSource, Split
 from ptrain.errors import refused
 from ptrain.interpreter.program import Program
+from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, finite, lineage, manifest
 from ptrain.train.candidates import AUTO, candidates, none_sound, require_fitting
 from ptrain.train.exchange import Exchange
@@ -16,12 +21,24 @@ from ptrain.train.folder import RunFolder, shown
 from ptrain.train.journal import LOG
 from ptrain.train.manifest import Manifest, step_of
 
+DataPrint: TypeAlias = tuple[int, str, int]  # as in a manifest
+_BLOCK, _NUM_BLOCKS = 1 << 20, 256  # bytes; a larger file than all blocks is not read in full
 
-def resume(program: Program, folder: RunFolder, source: str | None, exchange: Exchange) -> int:
+
+def resume(
+    program: Program,
+    folder: RunFolder,
+    source: str | None,
+    exchange: Exchange,
+    *,
+    accepts_data: bool = False,
+) -> int:
     """Fill the program from `source`; return the number of steps that are done already.
 
     `auto` takes the newest sound checkpoint of this run folder, else starts anew. A path is a
-    checkpoint or a run folder.
+    checkpoint or a run folder. The next sample is the one after those of the checkpoint, whatever
+    its `batch.global`; the learning rate's schedule goes on by steps. Raises SpecError if the
+    program's data are not those of the checkpoint, unless `accepts_data`.
     """
     if program.world.is_first:
         for half in manifest.half_written(folder.checkpoints):
@@ -29,22 +46,75 @@ def resume(program: Program, folder: RunFolder, source: str | None, exchange: Ex
     if source is None:
         return 0
     paths = candidates(source, folder)
-    path, verified, complaints = _fill(program, paths, source, exchange)
+    path, verified, complaints = _fill(program, paths, source, exchange, accepts_data)
     if path is None or verified is None:
         if source != AUTO or complaints:
             raise none_sound(source, complaints)
         LOG.info("resume  no checkpoint yet: from the start")
         return 0
     _set_aside(folder, verified.step, exchange)
-    for warning in lineage.warnings(verified.trained, program.spec):
+    size = program.spec.batch.global_samples
+    before = verified.samples
+    if before is None:  # of an older manifest, whose steps had one batch
+        trained = dict(lineage.leaves(verified.trained))
+        before = verified.step * int(str(trained.get("batch.global", size)))
+    program.sample_offset = before - verified.step * size
+    changes = _changed_data(verified.data, program.data_prints)
+    for warning in (*changes, *lineage.warnings(verified.trained, program.spec)):
         LOG.warning("resume  %s", warning)
     was = f"{verified.spec} on {verified.world_size} ranks"
     LOG.info("resume  step %d of %s (saved by %s)", verified.step, shown(path), was)
     return verified.step
 
 
+def data_prints(spec: Spec, source: SampleSource) -> dict[str, DataPrint]:
+    """Return size, digest and time of modification of a training's data, by name.
+
+    They are bytes and SHA-256 of a file, a digest of a built-in text, and the number of samples of
+    a user's dataset, whose content is unknown. Up to 256 MiB of a file are digested in full. Of a
+    larger one 256 blocks of 1 MiB are, evenly spaced from its first byte to its last: a change of
+    tokens between these blocks is not noticed.
+    """
+    data = spec.data
+    if data.is_of_files:
+        pairs = [(source.path, source.loss_mask) for source in data.sources or ()]
+        paths = filter(None, chain((data.path, data.loss_mask), *pairs))
+        return {path: file_print(Path(path)) for path in paths}
+    is_user_code = data.function is not None
+    size = source.num_samples(spec.batch.window, Split.TRAIN) if is_user_code else 0
+    return {source.name: (size, source.digest() or "", 0)}
+
+
+def file_print(path: Path) -> DataPrint:
+    """Return the entry of a file in `data_prints`."""
+    status, digest = path.stat(), hashlib.sha256()
+    is_small = (size := status.st_size) <= _BLOCK * _NUM_BLOCKS
+    with path.open("rb") as file:
+        for number in range(0 if is_small else _NUM_BLOCKS):
+            file.seek((size - _BLOCK) * number // (_NUM_BLOCKS - 1))
+            digest.update(file.read(_BLOCK))
+        if is_small:
+            digest = hashlib.file_digest(file, "sha256")
+    what = "sha256" if is_small else f"sha256 of {_NUM_BLOCKS} blocks"
+    return size, f"{what}: {digest.hexdigest()}", status.st_mtime_ns
+
+
+def _changed_data(was: Mapping[str, DataPrint], now: Mapping[str, DataPrint]) -> list[str]:
+    """Return a finding for each name whose data differ. `lineage.warnings` reports names that only
+    one side has: the spec was changed."""
+    findings = []
+    for name in sorted(was.keys() & now.keys()):
+        (before, old, _), (size, digest, _) = was[name], now[name]
+        if before != size:
+            unit = "bytes" if digest else "samples"
+            findings.append(f"{name} has {size} {unit}, {before} when it was saved")
+        elif old != digest:
+            findings.append(f"{name} has other content than when it was saved")
+    return findings
+
+
 def _fill(
-    program: Program, paths: Sequence[Path], source: str, exchange: Exchange
+    program: Program, paths: Sequence[Path], source: str, exchange: Exchange, accepts_data: bool
 ) -> tuple[Path | None, Manifest | None, list[str]]:
     """Load the first of rank 0's `paths` that is sound and holds finite values alone; which it is,
     its manifest, and what is wrong with those before it.
@@ -62,6 +132,11 @@ def _fill(
             return None, None, complaints
         _skip([*unsaid, *others])
         require_fitting(program.spec, source, path, verified)
+        changes = _changed_data(verified.data, program.data_prints)
+        if changes and not accepts_data:
+            finding = f"its training data changed: {'; '.join(changes)}"
+            remedy = "restore the data, or continue with the changed data: add --accept-data"
+            raise refused(f"checkpoint {shown(path)}", finding, remedy)
         checkpoint.load(program, path, verified, exchange)
         problem = finite.complaint(program, exchange)
         if not problem:

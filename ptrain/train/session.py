@@ -51,7 +51,7 @@ from ptrain.train.options import Options
 from ptrain.train.parts import Outcome, Parts
 from ptrain.train.probe import Probe
 from ptrain.train.profiled_steps import require_reachable
-from ptrain.train.resume import resume
+from ptrain.train.resume import data_prints, resume
 from ptrain.train.routing import RoutingLog
 from ptrain.train.tracker import names_of_trackers, require_trackers
 from ptrain.train.tracking import Trackers, trackers_of
@@ -143,14 +143,19 @@ def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGua
     derivation = derive(placed, facts)
     if not options.force:
         require_fit(placed, derivation.exact, facts)
-    session = replace(session, heading=_heading(spec, world, facts.numel))
+    heading = header(spec, numel=facts.numel, backend=world.backend, device=world.device.type)
+    session = replace(session, heading=heading)
     _announce(session, derivation.exact, program.whole_because)
-    first = resume(program, session.folder, options.resume, session.exchange)
+    folder, exchange = session.folder, session.exchange
+    if options.resume or spec.checkpoint.every or spec.checkpoint.at_end:
+        program.data_prints = exchange.first(data_prints(spec, text) if world.is_first else None)
+    accepts_data = options.accept_data
+    first = resume(program, folder, options.resume, exchange, accepts_data=accepts_data)
     if world.is_first:
         trackers = trackers_of(spec, options, session.folder, derivation.exact, first=first)
         session = replace(session, trackers=trackers)
     with session.trackers:
-        with _journal(session, bar=speaks and not options.quiet) as journal:
+        with _journal(session, first, bar=speaks and not options.quiet) as journal:
             probe = Probe(
                 program,
                 session.folder,
@@ -262,11 +267,6 @@ def _withdraw(claim: Claim, _: object, error: BaseException | None, trace: objec
         claim.withdraw()
 
 
-def _heading(spec: Spec, world: World, numel: int) -> str:
-    """`numel`: of the whole model, of which a rank may have a part."""
-    return header(spec, numel=numel, backend=world.backend, device=world.device.type)
-
-
 def _announce(session: Session, exact: Estimate, whole_because: str) -> None:
     """`whole_because` as of a program."""
     LOG.info(session.heading)
@@ -283,11 +283,11 @@ def _announce(session: Session, exact: Estimate, whole_because: str) -> None:
         LOG.info(emulation)
 
 
-def _journal(session: Session, *, bar: bool) -> Journal:
+def _journal(session: Session, first: int, *, bar: bool) -> Journal:
     if not session.world.is_first:
         return Journal(session.spec)
     quiet, sink = session.options.quiet, session.trackers
-    return Journal(session.spec, session.folder, bar=bar, quiet=quiet, sink=sink)
+    return Journal(session.spec, session.folder, first=first, bar=bar, quiet=quiet, sink=sink)
 
 
 def _save(program: Program, session: Session, consistency: Consistency, steps: int) -> None:

@@ -106,14 +106,23 @@ class Onward:
         seeds = [seed for seed in range(number) if seed % world.size == world.rank]
         first, own = None, []
         if world.is_first or seeds:  # what the permuted ones are compared with is not sent
-            first = _onward(ReferenceTraining(self.spec), state, step)
+            first = self._onward(ReferenceTraining(self.spec), state)
             own = [self._other(seed, first, state) for seed in seeds]
         self._first = first if world.is_first else None
         self._others = [Other(*fields) for its in self.exchange.gather(own) for fields in its]
 
     def _other(self, seed: int, first: ReferenceStep, states: States) -> tuple[float, float, float]:
-        its = _onward(Permuted(self.spec, seed), states, self._of)
+        its = self._onward(Permuted(self.spec, seed), states)
         return its.loss, its.following, apart(first.gradients, its.gradients)
+
+    def _onward(self, device: ReferenceTraining, states: States) -> ReferenceStep:
+        """Run two steps from a state; the second without an update."""
+        step, device.sample_offset = self._of, self.program.sample_offset
+        load(device, states)
+        accumulated = device.accumulate(step)
+        gradients = accumulated.gradients  # before they are clipped in place
+        device.update(step, accumulated.sums)
+        return ReferenceStep(accumulated.loss, gradients, device.accumulate(step + 1).loss)
 
     def compare(self, loss: float, gradients: Mapping[str, Tensor]) -> None:
         """Compare the run's loss in that step, and its gradients without clipping."""
@@ -164,15 +173,6 @@ class Onward:
 def _summing(losses: Sequence[float]) -> float:
     """A loss is a sum in fp32 at best, whose last bit no reference need differ in."""
     return 4 * torch.finfo(torch.float32).eps * abs(losses[0])
-
-
-def _onward(device: ReferenceTraining, states: States, step: int) -> ReferenceStep:
-    """Run two steps from a state; the second without an update."""
-    load(device, states)
-    accumulated = device.accumulate(step)
-    gradients = accumulated.gradients  # before they are clipped in place
-    device.update(step, accumulated.sums)
-    return ReferenceStep(accumulated.loss, gradients, device.accumulate(step + 1).loss)
 
 
 @torch.no_grad()

@@ -108,6 +108,7 @@ class ReferenceTraining:
         self.updater = Updater(self.module, spec)
         self.source = corpus(spec.data)
         self.objective = objective_of(spec.loss)
+        self.sample_offset = 0  # as a program's
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -123,7 +124,7 @@ class ReferenceTraining:
         """Yield those of one data rank."""
         local = batch(
             self.source, spec=self.spec, step=step, data_index=index,
-            data_degree=self.spec.data_degree, split=Split.TRAIN,
+            data_degree=self.spec.data_degree, split=Split.TRAIN, offset=self.sample_offset,
         )  # fmt: skip
         micro = self.spec.batch.micro
         for k, samples in enumerate(local.micro_batches(micro)):
