@@ -169,8 +169,10 @@ def gone(pids: Sequence[int], seconds: float = 10.0) -> bool:
 def losses(run_folder: Path) -> dict[int, float]:
     """Step -> loss, every digit of it."""
     lines = (run_folder / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    rows = [row for row in map(json.loads, lines) if "loss" in row]
+    found = {row["step"]: row["loss"] for row in rows}
+    assert len(found) == len(rows), "a step has several rows"
+    return found
 
 
 def _runs(pid: int) -> bool:

@@ -48,9 +48,9 @@ class InTurn:
             with self.wrapped.micro_batch(index == self.count - 1):
                 self.enter(Phase.FORWARD, index)
                 loss = self.loss.run(self.wrapped.module, samples)
+                self.loss.add(loss)
                 self.enter(Phase.BACKWARD, index)
                 loss.backward(self.loss.seed(loss))
-            self.loss.add(loss)
             del loss
 
     def evaluate(self, batch: StepBatch, add: Add) -> None:

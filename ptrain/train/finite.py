@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from ptrain.costs import Phase
 from ptrain.errors import TrainingStopped
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
@@ -27,15 +33,13 @@ from ptrain.train.interrupt import Interrupts, strongest
 from ptrain.train.look import DeviceSums, HostLook, Look, StepFigures, can_be_late
 
 _REMEDY = "a lower optimizer.lr, a longer optimizer.schedule.warmup, or optimizer.clip=1.0"
-_NOT_AGAIN = (
-    "gradients are not finite; computed again they are: a device may be at fault, or the model "
-    "keeps something between its passes"
-)
+_UNKNOWN = "the rank that made the first is unknown"
+_NOT_AGAIN = "a device may be at fault, or the model keeps something between its passes"
 _CHUNK = 1 << 22  # elements that are counted at once, with a flag of a byte for each
 _STATES = {
     Subject.PARAMETERS: "parameters are not finite",
     Subject.OPTIMIZER: "optimizer state is not finite",
-    Subject.GRADIENTS: "gradients are not finite",
+    Subject.GRADIENTS: "reduced gradients are not finite",
 }
 _Place = tuple[int, int, int, str, str]  # in the model's order: state, stage, tensor, name, key
 
@@ -115,13 +119,36 @@ class Guard:
     def _require(self, step: int, figures: StepFigures) -> None:
         if figures.is_sound:
             return
-        loss = figures.loss
-        what = f"the loss is {loss}" if not math.isfinite(loss) else self._gradients(step, loss)
+        loss, norm, origin = figures.loss, None, ""
+        if self.is_late:
+            norm, origin = self._compute_again(step)
+        what = f"the loss is {loss}" if not math.isfinite(loss) else self._gradients(loss, norm)
+        if not self.is_late:  # until then the gradients of the step itself are there
+            _, origin = self._compute_again(step)
         raise TrainingStopped(
             f"step {step + 1}: {what}\n"
+            f"  {origin}\n"
             f"  {self._parameters(step)}; nothing of step {step + 1} was saved\n"
             f"  remedy: {_REMEDY}"
         )
+
+    def _compute_again(self, step: int) -> tuple[torch.Tensor | None, str]:
+        """Return the norm of a step that is computed again, and which rank first had a value that
+        is not finite, in words that are the same on all ranks. The update must wait for all ranks,
+        so that the parameters are the same."""
+        if self._program.updates_in_backward:
+            return None, f"{_UNKNOWN}: backward has changed parameters already"
+        norm, witness = None, Witness(self._program)
+        self._program.wrapped.clear_gradients()
+        with suppress(Exception), without_modes(), witness.watch():  # no user's error hides ours
+            norm = self._repeat(step)
+        found = self._exchange.gather(witness.found)
+        if not any(found):
+            return norm, f"{_UNKNOWN}, and none was seen when it was computed again: {_NOT_AGAIN}"
+        number, _, _, place, values = first = min(filter(None, found))
+        ranks = [str(rank) for rank, its in enumerate(found) if its and its[:4] == first[:4]]
+        micro = f"micro-batch {number + 1} of {self._program.spec.batch.accumulate}"
+        return norm, f"first on rank {', '.join(ranks)}, {micro}: {place} has {values}"
 
     def _read(
         self, share: torch.Tensor, norm: torch.Tensor | None
@@ -156,9 +183,8 @@ class Guard:
         self._updated += not self._left_out
         return not self._left_out
 
-    def _gradients(self, step: int, loss: float) -> str:
-        """What is wrong with them, on all ranks alike."""
-        norm = self._repeat(step) if self.is_late else None
+    def _gradients(self, loss: float, norm: torch.Tensor | None) -> str:
+        """What is wrong with them, on all ranks alike. `norm` is of those computed again."""
         culprits: Iterable[Unsound] = self._left_out
         if not self._program.updates_in_backward:
             culprits = _unsound(self._program, holdings.gradients(self._program))
@@ -166,7 +192,7 @@ class Guard:
         if not problem:  # each is: the sum of their squares is what is not
             problem = "the norm of the gradients is not finite, though every gradient is"
             if self.is_late and (norm is None or norm.isfinite()):
-                problem = _NOT_AGAIN
+                problem = "gradients are not finite"
         return f"the loss is {loss:.4f}, but {problem}"
 
     def _parameters(self, step: int) -> str:
@@ -184,6 +210,60 @@ class Guard:
             f"{updated} of the {units} units have the parameters of step {step + 1}, "
             f"updated in its backward pass, and the others those of step {step}"
         )
+
+
+class Witness:
+    """The first value on this rank that is not finite, in a step that is computed again."""
+
+    def __init__(self, program: Program) -> None:
+        self.found: list[Any] | None = None  # micro-batch, pass, stage, place, values
+        self._program, self._pass, self._number = program, Phase.FORWARD, 0
+
+    def phase(self, phase: Phase, micro_batch: int) -> None:
+        """Look at the loss of the pass that ends: an observer of the program."""
+        self._look("the loss", 0, self._program.loss.share)
+        self._pass, self._number = phase, micro_batch
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Temporarily look at the outputs of all modules and at all gradients, in place of the
+        program's observers, which count the passes of a step."""
+        program = self._program
+        with ExitStack() as hooks:
+            for watching in (program.observers, program.gradient_observers):
+                hooks.callback(watching.__setitem__, slice(None), [*watching])
+                watching.clear()
+            program.observers.append(self)
+            for piece in program.pieces:
+                for name, module in piece.module.named_modules():
+                    own = partial(self._forward, name, piece.index)
+                    before = partial(self._parameters, name, piece.index)
+                    hooks.callback(module.register_forward_hook(own).remove)
+                    hooks.callback(module.register_forward_pre_hook(before).remove)
+            yield
+
+    def _parameters(self, name: str, stage: int, module: nn.Module, _: object) -> None:
+        """Hook those that the module has now: a gathered unit has others than it stores."""
+        for key, parameter in module.named_parameters(name, recurse=False):
+            if parameter.requires_grad:
+                place = f"the gradient of {self._program.wrapped.canonical_name(key)}"
+                parameter.register_hook(partial(self._look, place, -stage))
+
+    def _forward(self, name: str, stage: int, _: nn.Module, __: object, output: Any) -> None:
+        if self._pass is not Phase.FORWARD:
+            return  # recomputed
+        place = f"the output of {name or 'the model'}"
+        for tensor in filter(torch.is_tensor, tree_leaves(output)):
+            self._look(place, stage, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._look, f"the gradient of {place}", -stage))
+
+    @torch.no_grad()
+    def _look(self, place: str, stage: int, tensor: torch.Tensor) -> None:
+        with without_modes():
+            if self.found is None and not _is_finite([tensor]):
+                is_backward = self._pass is not Phase.FORWARD
+                self.found = [self._number, is_backward, stage, place, _counted([tensor])]
 
 
 def require(program: Program, step: int, exchange: Exchange) -> None:

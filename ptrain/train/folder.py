@@ -314,9 +314,8 @@ def _revision(folder: Path) -> str | None:
     not called: it runs programs that the repository configures, as `core.fsmonitor`. So it is
     unknown whether files differ from the commit."""
     with suppress(OSError, ValueError):  # unreadable files, or no text
-        for parent in (folder, *folder.parents):
-            if (git := parent / ".git").exists():
-                return _head_commit(git)
+        places = (parent / ".git" for parent in (folder, *folder.parents))
+        return next((_head_commit(git) for git in places if git.exists()), None)
     return None
 
 
@@ -339,7 +338,4 @@ def _head_commit(git: Path) -> str | None:
 
 def _first_line(path: Path) -> str:
     """Return the first line of a regular file, "" without one: a pipe would block."""
-    if not path.is_file():
-        return ""
-    with path.open() as file:
-        return file.readline(4096).strip()
+    return path.read_text().partition("\n")[0].strip() if path.is_file() else ""

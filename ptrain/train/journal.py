@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from ptrain.train.look import StepFigures
 from ptrain.units import format_bytes
 
 LOG = logging.getLogger("ptrain")
+_ROW = re.compile(r'^\{"step": (\d+), .*\}\n', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class Journal:
     def _write(self, row: Mapping[str, object]) -> None:
         assert self._path is not None, "rank 0 writes"
         if self._metrics is None:
-            drop_rows(self._path, after=self._first)
+            _drop_rows(self._path, self._first)
             self._metrics = _append(self._path)
         self._metrics.write(json.dumps(row) + "\n")
 
@@ -258,23 +260,13 @@ def _progress(steps: int) -> Progress | None:
     return progress
 
 
-def drop_rows(path: Path, *, after: int) -> None:
-    """Rewrite a metrics file without the rows of steps after `after`, and without a last line that
-    was cut short. The file is replaced in one move."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if 0 <= _step_of(line) <= after]
-    if kept != lines:
-        write_text(path, "".join(kept))
-
-
-def _step_of(line: str) -> int:
-    """Return a row's step, -1 for a line that is no row."""
-    try:
-        return int(json.loads(line)["step"]) if line.endswith("\n") else -1
-    except (ValueError, TypeError, KeyError):
-        return -1
+def _drop_rows(path: Path, after: int) -> None:
+    """Replace a metrics file in one move by its rows of steps up to `after`. A line that was cut
+    short goes too."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    rows = [row for row in _ROW.finditer(text) if int(row[1]) <= after]
+    if (kept := "".join(row[0] for row in rows)) != text:
+        write_text(path, kept)
 
 
 def _append(path: Path) -> Any:

@@ -65,12 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH|auto",
         help="continue from a checkpoint or a run folder; auto: from --run-dir's own, if any",
     )
-    add(
-        "--accept-data",
-        action="store_true",
-        help="with --resume, continue although the training data changed since the checkpoint was "
-        "saved (default: exit with code 2)",
-    )
+    add("--accept-data", action="store_true", help="resume although the training data changed")
     add("--run-dir", type=Path, metavar="DIR", help="the run folder (default: a new one in runs/)")
     add("--json", action="store_true", help="print only the result record, as JSON")
     add("--strict", action="store_true", help="exit 1 when predicted and measured differ")

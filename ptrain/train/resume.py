@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 from ptrain.data.source import SampleSource, Split
 from ptrain.errors import refused
@@ -21,24 +21,18 @@ from ptrain.train.folder import RunFolder, shown
 from ptrain.train.journal import LOG
 from ptrain.train.manifest import Manifest, step_of
 
-DataPrint: TypeAlias = tuple[int, str, int]  # as in a manifest
 _BLOCK, _NUM_BLOCKS = 1 << 20, 256  # bytes; a larger file than all blocks is not read in full
 
 
 def resume(
-    program: Program,
-    folder: RunFolder,
-    source: str | None,
-    exchange: Exchange,
-    *,
-    accepts_data: bool = False,
+    program: Program, folder: RunFolder, source: str | None, exchange: Exchange, trust: bool = False
 ) -> int:
     """Fill the program from `source`; return the number of steps that are done already.
 
     `auto` takes the newest sound checkpoint of this run folder, else starts anew. A path is a
     checkpoint or a run folder. The next sample is the one after those of the checkpoint, whatever
     its `batch.global`; the learning rate's schedule goes on by steps. Raises SpecError if the
-    program's data are not those of the checkpoint, unless `accepts_data`.
+    program's data are not those of the checkpoint; with `trust` it only warns.
     """
     if program.world.is_first:
         for half in manifest.half_written(folder.checkpoints):
@@ -46,7 +40,7 @@ def resume(
     if source is None:
         return 0
     paths = candidates(source, folder)
-    path, verified, complaints = _fill(program, paths, source, exchange, accepts_data)
+    path, verified, complaints = _fill(program, paths, source, exchange, trust)
     if path is None or verified is None:
         if source != AUTO or complaints:
             raise none_sound(source, complaints)
@@ -59,15 +53,14 @@ def resume(
         trained = dict(lineage.leaves(verified.trained))
         before = verified.step * int(str(trained.get("batch.global", size)))
     program.sample_offset = before - verified.step * size
-    changes = _changed_data(verified.data, program.data_prints)
-    for warning in (*changes, *lineage.warnings(verified.trained, program.spec)):
+    for warning in lineage.warnings(verified.trained, program.spec):
         LOG.warning("resume  %s", warning)
     was = f"{verified.spec} on {verified.world_size} ranks"
     LOG.info("resume  step %d of %s (saved by %s)", verified.step, shown(path), was)
     return verified.step
 
 
-def data_prints(spec: Spec, source: SampleSource) -> dict[str, DataPrint]:
+def data_prints(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, int]]:
     """Return size, digest and time of modification of a training's data, by name.
 
     They are bytes and SHA-256 of a file, a digest of a built-in text, and the number of samples of
@@ -85,21 +78,22 @@ def data_prints(spec: Spec, source: SampleSource) -> dict[str, DataPrint]:
     return {source.name: (size, source.digest() or "", 0)}
 
 
-def file_print(path: Path) -> DataPrint:
+def file_print(path: Path) -> tuple[int, str, int]:
     """Return the entry of a file in `data_prints`."""
     status, digest = path.stat(), hashlib.sha256()
-    is_small = (size := status.st_size) <= _BLOCK * _NUM_BLOCKS
+    size, what, last = status.st_size, "sha256", _NUM_BLOCKS - 1
+    places = list(range(0, size, _BLOCK))
+    if len(places) > _NUM_BLOCKS:
+        what = f"sha256 of {_NUM_BLOCKS} blocks"
+        places = [(size - _BLOCK) * number // last for number in range(_NUM_BLOCKS)]
     with path.open("rb") as file:
-        for number in range(0 if is_small else _NUM_BLOCKS):
-            file.seek((size - _BLOCK) * number // (_NUM_BLOCKS - 1))
+        for place in places:
+            file.seek(place)
             digest.update(file.read(_BLOCK))
-        if is_small:
-            digest = hashlib.file_digest(file, "sha256")
-    what = "sha256" if is_small else f"sha256 of {_NUM_BLOCKS} blocks"
     return size, f"{what}: {digest.hexdigest()}", status.st_mtime_ns
 
 
-def _changed_data(was: Mapping[str, DataPrint], now: Mapping[str, DataPrint]) -> list[str]:
+def _changed_data(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a finding for each name whose data differ. `lineage.warnings` reports names that only
     one side has: the spec was changed."""
     findings = []
@@ -114,7 +108,7 @@ def _changed_data(was: Mapping[str, DataPrint], now: Mapping[str, DataPrint]) ->
 
 
 def _fill(
-    program: Program, paths: Sequence[Path], source: str, exchange: Exchange, accepts_data: bool
+    program: Program, paths: Sequence[Path], source: str, exchange: Exchange, trust: bool
 ) -> tuple[Path | None, Manifest | None, list[str]]:
     """Load the first of rank 0's `paths` that is sound and holds finite values alone; which it is,
     its manifest, and what is wrong with those before it.
@@ -132,11 +126,12 @@ def _fill(
             return None, None, complaints
         _skip([*unsaid, *others])
         require_fitting(program.spec, source, path, verified)
-        changes = _changed_data(verified.data, program.data_prints)
-        if changes and not accepts_data:
-            finding = f"its training data changed: {'; '.join(changes)}"
+        if changes := "; ".join(_changed_data(verified.data, program.data_prints)):
+            finding = f"its training data changed: {changes}"
             remedy = "restore the data, or continue with the changed data: add --accept-data"
-            raise refused(f"checkpoint {shown(path)}", finding, remedy)
+            if not trust:
+                raise refused(f"checkpoint {shown(path)}", finding, remedy)
+            LOG.warning("resume  %s", changes)
         checkpoint.load(program, path, verified, exchange)
         problem = finite.complaint(program, exchange)
         if not problem:

@@ -149,8 +149,7 @@ def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGua
     folder, exchange = session.folder, session.exchange
     if options.resume or spec.checkpoint.every or spec.checkpoint.at_end:
         program.data_prints = exchange.first(data_prints(spec, text) if world.is_first else None)
-    accepts_data = options.accept_data
-    first = resume(program, folder, options.resume, exchange, accepts_data=accepts_data)
+    first = resume(program, folder, options.resume, exchange, options.accept_data)
     if world.is_first:
         trackers = trackers_of(spec, options, session.folder, derivation.exact, first=first)
         session = replace(session, trackers=trackers)

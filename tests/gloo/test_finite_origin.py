@@ -1,0 +1,82 @@
+"""A message about values that are not finite names the rank that made them, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import batch
+from ptrain.spec.load import load
+from tests.gloo import sessions
+from tests.models_poisoned import BAD
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+MODEL = "tests.models_poisoned"
+STEP, RANK, MICRO = 1, 1, 1  # of the poisoned sample, all from 0
+nightly = pytest.mark.nightly
+
+
+def job(name: str, size: int, path: Path, *more: str) -> tuple[str, ...]:
+    axis = {"ddp": "dp_replicate", "pp-1f1b": "pp"}.get(name, "dp_shard")
+    sizes = (f"mesh.{axis}={size}", "batch.global=8", "batch.micro=1", "batch.sequence=8")
+    return (name, f"data.path={path}", *sizes, "train.steps=4", *more)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens.npy"
+    ids = np.random.default_rng(0).integers(0, BAD, 8 * 40 + 20)
+    np.save(path, ids.astype(np.uint16))
+    return path
+
+
+def poison(path: Path, words: tuple[str, ...], rank: int) -> None:
+    """Write BAD into the sample that is micro-batch MICRO of a data rank in step STEP."""
+    spec = load(words[0], words[1:]).spec
+    degree = spec.data_degree
+    local = batch(corpus(spec.data), spec=spec, step=STEP, data_index=rank, data_degree=degree)
+    ids = np.load(path)
+    ids[8 * local.sample_ids[MICRO] + 3] = BAD
+    np.save(path, ids)
+
+
+def model(where: str) -> tuple[str, ...]:
+    if where == "loss":
+        return (f"model={{target: '{MODEL}:reading'}}", f"loss.target={MODEL}:loss")
+    return (f"model={{target: '{MODEL}:reading', arguments: {{where: {where}}}}}",)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "where", "place"),
+    [
+        ("zero3", 2, "output", "the output of layers.1 has nan in 64 of 64 elements"),
+        ("zero3", 2, "gradient", "the gradient of the output of layers.0 has nan in 64 of 64"),
+        ("zero3", 2, "parameter", "the gradient of layers.1.spread has nan in 10 of 10 elements"),
+        ("zero3", 2, "loss", "the loss has nan in 1 of 1 elements"),
+        ("ddp", 4, "output", "the output of layers.1 has nan in 64 of 64 elements"),
+        ("ddp", 4, "gradient", "the gradient of the output of layers.0 has nan in 64 of 64"),
+        ("ddp", 4, "loss", "the loss has nan in 1 of 1 elements"),
+        pytest.param("ddp", 2, "parameter", "the gradient of layers.1.spread", marks=nightly),
+        pytest.param("zero1", 2, "parameter", "the gradient of layers.1.spread", marks=nightly),
+        pytest.param("zero2", 4, "gradient", "the gradient of the output of", marks=nightly),
+        pytest.param("fsdp-mixed", 2, "output", "the output of layers.1 has nan", marks=nightly),
+        pytest.param("zero-offload", 2, "parameter", "the gradient of layers.1.", marks=nightly),
+    ],
+)
+def test_the_rank_the_micro_batch_and_the_module_are_named(
+    ranks: Ranks, tmp_path: Path, tokens: Path, name: str, size: int, where: str, place: str
+) -> None:
+    words = (*job(name, size, tokens), *model(where))
+    poison(tokens, words, RANK)
+    ends = sessions.train(ranks, size, *words, "--allow-import", folder=tmp_path / "run")
+    assert {end.code for end in ends} == {4}, ends[0].error
+    count = 8 // size
+    for end in ends:
+        assert f"step {STEP + 1}: the loss is " in end.error
+        assert f"first on rank {RANK}, micro-batch {MICRO + 1} of {count}: {place}" in end.error
+        assert f"the parameters are those of step {STEP}; nothing" in end.error
