@@ -34,7 +34,6 @@ from ptrain.train.look import DeviceSums, HostLook, Look, StepFigures, can_be_la
 
 _REMEDY = "a lower optimizer.lr, a longer optimizer.schedule.warmup, or optimizer.clip=1.0"
 _UNKNOWN = "the rank that made the first is unknown"
-_NOT_AGAIN = "a device may be at fault, or the model keeps something between its passes"
 _CHUNK = 1 << 22  # elements that are counted at once, with a flag of a byte for each
 _STATES = {
     Subject.PARAMETERS: "parameters are not finite",
@@ -133,18 +132,21 @@ class Guard:
         )
 
     def _compute_again(self, step: int) -> tuple[torch.Tensor | None, str]:
-        """Return the norm of a step that is computed again, and which rank first had a value that
-        is not finite, in words that are the same on all ranks. The update must wait for all ranks,
-        so that the parameters are the same."""
+        """Compute a step again from its parameters. Return the norm, and which rank first had a
+        value that is not finite, in words that are the same on all ranks."""
         if self._program.updates_in_backward:
-            return None, f"{_UNKNOWN}: backward has changed parameters already"
-        norm, witness = None, Witness(self._program)
+            shares = self._exchange.gather(float(self._program.loss.share))
+            ranks = [str(rank) for rank, share in enumerate(shares) if not math.isfinite(share)]
+            why = f"{_UNKNOWN}: backward has changed parameters already"
+            return None, f"the loss is not finite on rank {', '.join(ranks)}" if ranks else why
+        norm, witness = None, _Witness(self._program)
         self._program.wrapped.clear_gradients()
         with suppress(Exception), without_modes(), witness.watch():  # no user's error hides ours
             norm = self._repeat(step)
         found = self._exchange.gather(witness.found)
         if not any(found):
-            return norm, f"{_UNKNOWN}, and none was seen when it was computed again: {_NOT_AGAIN}"
+            why = "a device may be at fault, or the model keeps something between its passes"
+            return norm, f"{_UNKNOWN}, and none was seen when it was computed again: {why}"
         number, _, _, place, values = first = min(filter(None, found))
         ranks = [str(rank) for rank, its in enumerate(found) if its and its[:4] == first[:4]]
         micro = f"micro-batch {number + 1} of {self._program.spec.batch.accumulate}"
@@ -212,7 +214,7 @@ class Guard:
         )
 
 
-class Witness:
+class _Witness:
     """The first value on this rank that is not finite, in a step that is computed again."""
 
     def __init__(self, program: Program) -> None:
@@ -226,8 +228,7 @@ class Witness:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Temporarily look at the outputs of all modules and at all gradients, in place of the
-        program's observers, which count the passes of a step."""
+        """Temporarily look at outputs and gradients, as the only observer of the program."""
         program = self._program
         with ExitStack() as hooks:
             for watching in (program.observers, program.gradient_observers):
@@ -250,10 +251,9 @@ class Witness:
                 parameter.register_hook(partial(self._look, place, -stage))
 
     def _forward(self, name: str, stage: int, _: nn.Module, __: object, output: Any) -> None:
-        if self._pass is not Phase.FORWARD:
-            return  # recomputed
         place = f"the output of {name or 'the model'}"
-        for tensor in filter(torch.is_tensor, tree_leaves(output)):
+        leaves = tree_leaves(output) if self._pass is Phase.FORWARD else []  # not if recomputed
+        for tensor in filter(torch.is_tensor, leaves):
             self._look(place, stage, tensor)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._look, f"the gradient of {place}", -stage))

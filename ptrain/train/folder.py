@@ -323,15 +323,14 @@ def _head_commit(git: Path) -> str | None:
     if git.is_file():  # of a worktree or a submodule
         git = git.parent / _first_line(git).removeprefix("gitdir: ")
     common = git / _first_line(git / "commondir")  # a worktree shares the branches of this folder
-    packed = common / "packed-refs"
     text = _first_line(git / "HEAD")
     for _ in range(5):  # git follows as many symbolic references
         if not text.startswith("ref: refs/") or ".." in text:
             break
         name = text.removeprefix("ref: ")
         text = _first_line(git / name) or _first_line(common / name)
-        if not text and packed.is_file():
-            lines = packed.read_text().splitlines()
+        if not text and (common / "packed-refs").is_file():
+            lines = (common / "packed-refs").read_text().splitlines()
             text = next((line.partition(" ")[0] for line in lines if line.endswith(f" {name}")), "")
     return text if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) else None
 

@@ -64,8 +64,7 @@ class Journal:
         quiet: bool = False,
         sink: Sink | None = None,
     ) -> None:
-        """`first` steps are done already: rows of later ones are of an attempt that was left, and
-        go when the first row is written. Until then a run that is refused leaves all as it was."""
+        """`first` steps are done: the first new row replaces rows of later steps."""
         self.spec = spec
         self._sink = sink
         self.level = logging.DEBUG if quiet else logging.INFO

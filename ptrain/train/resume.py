@@ -48,10 +48,9 @@ def resume(
         return 0
     _set_aside(folder, verified.step, exchange)
     size = program.spec.batch.global_samples
-    before = verified.samples
-    if before is None:  # of an older manifest, whose steps had one batch
-        trained = dict(lineage.leaves(verified.trained))
-        before = verified.step * int(str(trained.get("batch.global", size)))
+    trained = dict(lineage.leaves(verified.trained))
+    alike = verified.step * int(str(trained.get("batch.global", size)))  # older: of equal steps
+    before = alike if verified.samples is None else verified.samples
     program.sample_offset = before - verified.step * size
     for warning in lineage.warnings(verified.trained, program.spec):
         LOG.warning("resume  %s", warning)

@@ -80,3 +80,15 @@ def test_the_rank_the_micro_batch_and_the_module_are_named(
         assert f"step {STEP + 1}: the loss is " in end.error
         assert f"first on rank {RANK}, micro-batch {MICRO + 1} of {count}: {place}" in end.error
         assert f"the parameters are those of step {STEP}; nothing" in end.error
+
+
+def test_where_backward_updates_the_rank_of_the_loss_is_named(
+    ranks: Ranks, tmp_path: Path, tokens: Path
+) -> None:
+    words = (*job("zero1", 2, tokens), *model("loss"), "batch.micro=4", "optimizer.clip=null")
+    poison(tokens, words, RANK)
+    words = (*words, "placement.dp_shard=R,S,M,R")
+    ends = sessions.train(ranks, 2, *words, "--allow-import", folder=tmp_path / "run")
+    assert {end.code for end in ends} == {4}, ends[0].error
+    found = f"step {STEP + 1}: the loss is nan\n  the loss is not finite on rank {RANK}\n"
+    assert all(found in end.error for end in ends)
