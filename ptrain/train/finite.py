@@ -143,12 +143,12 @@ class Guard:
         self._program.wrapped.clear_gradients()
         with suppress(Exception), without_modes(), witness.watch():  # no user's error hides ours
             norm = self._repeat(step)
-        found = self._exchange.gather(witness.found)
-        if not any(found):
+        by_rank = self._exchange.gather(witness.found)
+        if not any(by_rank):
             why = "a device may be at fault, or the model keeps something between its passes"
             return norm, f"{_UNKNOWN}, and none was seen when it was computed again: {why}"
-        number, _, _, place, values = first = min(filter(None, found))
-        ranks = [str(rank) for rank, its in enumerate(found) if its and its[:4] == first[:4]]
+        number, _, _, place, values = first = min(filter(None, by_rank))
+        ranks = [str(rank) for rank, its in enumerate(by_rank) if its and its[:4] == first[:4]]
         micro = f"micro-batch {number + 1} of {self._program.spec.batch.accumulate}"
         return norm, f"first on rank {', '.join(ranks)}, {micro}: {place} has {values}"
 
