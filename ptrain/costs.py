@@ -304,7 +304,8 @@ class Estimate(Worded):
     are what somebody should know before it runs.
     `accounts`: where ranks differ in what they send, the traffic of each kind of rank, of which
     there are equally many, and `account_of` by rank which is its own; `traffic` has a row for each
-    kind of call and account.
+    kind of call and account. `startup_bytes` are the host bytes that a rank needs before the first
+    step, besides what it keeps; `builds_whole` if each rank builds the full model.
     """
 
     column: Column
@@ -325,6 +326,8 @@ class Estimate(Worded):
     account_of: tuple[int, ...] = ()
     operations: Sequence[Operations] = ()
     step: StepTime | None = None
+    startup_bytes: int = 0
+    builds_whole: bool = False
 
     def __repr__(self) -> str:
         return f"Estimate({self.column} of {self.world_size} ranks)"  # rows are thousands

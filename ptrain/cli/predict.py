@@ -5,6 +5,7 @@ What only several specs or a record need is imported there: half of a prediction
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from functools import partial
@@ -95,7 +96,12 @@ def run(args: Namespace) -> int:
         raise refused("--timeline", "is of one spec, and not of a table", "leave the others out")
     if args.timeline and (is_sweep or len(sources) > 1):
         raise refused("--timeline", "several specs, and one picture", "name one spec")
-    predict = partial(predicted, allow_import=args.allow_import, with_reserved=args.reserved)
+    predict = partial(
+        predicted,
+        allow_import=args.allow_import,
+        with_reserved=args.reserved,
+        is_quiet=args.json,
+    )
     if is_sweep or len(sources) > 2 or is_table:
         from ptrain.cli.sweep import run_sweep
 
@@ -126,18 +132,35 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def facts_of(spec: Spec, *, allow_import: bool, runs_fakes: bool = True) -> ModelFacts:
+def facts_of(
+    spec: Spec, *, allow_import: bool, runs_fakes: bool = True, is_quiet: bool = False
+) -> ModelFacts:
     """A built-in model's from its shape, where tables tell what it allocates or it cannot be
     traced; else, and any other model's, from the cache, or they are read off the model, which needs
-    torch. `runs_fakes`: whether the model does not run on real tensors in this process later."""
+    torch. `runs_fakes`: whether the model does not run on real tensors in this process later;
+    `is_quiet`: whether a trace that may take minutes is not announced."""
     if (known := facts_from_shape(spec)) is not None:
         return known
     from ptrain.facts.cache import kept
 
     return kept(
         spec,
-        lambda: ptrain.read_facts(spec, allow_import=allow_import, runs_fakes=runs_fakes),
+        lambda: ptrain.read_facts(
+            spec,
+            allow_import=allow_import,
+            runs_fakes=runs_fakes,
+            progress=ignore if is_quiet else announce,
+        ),
     )
+
+
+def announce(line: str) -> None:
+    """Print a line of progress, which is no part of the answer."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def ignore(line: str) -> None:
+    """Print nothing."""
 
 
 def as_record(prediction: Prediction) -> dict[str, object]:
@@ -157,6 +180,7 @@ def as_record(prediction: Prediction) -> dict[str, object]:
         "host_bytes": fitting.host_bytes,
         "host_memory": fitting.host_memory,
         "host_needed_bytes": fitting.host_needed_bytes,
+        "startup_host_bytes": fitting.startup_host_bytes,
         "fits": fitting.fits,
         "tight": fitting.is_tight,
         "unknown": fitting.unknown or None,
@@ -187,13 +211,14 @@ def predicted(
     offer: bool = False,
     allow_import: bool,
     with_reserved: bool = False,
+    is_quiet: bool = False,
 ) -> Prediction:
     """The prediction of what `words` make of a source; its label is the spec's name where there is
     no other. `offer`: with what would fit, where it does not. `with_reserved`: what CUDA's
-    allocator would reserve is found by a simulation."""
+    allocator would reserve is found by a simulation. `is_quiet` as of `facts_of`."""
     spec = settled(load(source, words))
     label = label or spec.name
-    derivation = derive(spec, facts_of(spec, allow_import=allow_import))
+    derivation = derive(spec, facts_of(spec, allow_import=allow_import, is_quiet=is_quiet))
     return prediction_of(
         derivation,
         label=label,

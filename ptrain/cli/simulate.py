@@ -147,7 +147,12 @@ def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Deriva
     """Each chosen rank, printed as soon as it is there. `lacking`: why kernels are a CPU's."""
     if args.rehearse:  # before anything runs; derived is what that device's kernels allocate
         spec = replace(spec, device=rehearsal_device(spec).type)
-    facts = facts_of(spec, allow_import=args.allow_import, runs_fakes=not args.rehearse)
+    facts = facts_of(
+        spec,
+        allow_import=args.allow_import,
+        runs_fakes=not args.rehearse,
+        is_quiet=args.json,
+    )
     derivation = derive(spec, facts)
     alike = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
     if not args.json:

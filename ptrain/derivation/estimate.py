@@ -35,7 +35,7 @@ from ptrain.derivation.in_flight import fullest_of, in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kernels import kernel_warnings, unclaimed
 from ptrain.derivation.machine import Machine, machine_of
-from ptrain.derivation.memory import resident
+from ptrain.derivation.memory import resident, startup_bytes
 from ptrain.derivation.notes import notes
 from ptrain.derivation.operations import operations
 from ptrain.derivation.paper import paper
@@ -127,6 +127,8 @@ def _estimated(
         operations=operations(spec, plan, stages),
         unclaimed=foreign,
         assumed=assumed(spec),
+        startup_bytes=startup_bytes(spec, facts),
+        builds_whole=bool(facts.built_whole),
         warnings=(
             *estimate.warnings,
             *kernel_warnings(spec, foreign, estimate.undefined),

@@ -2,6 +2,8 @@
 
 Parameters, optimizer state and the rest are read after the update, gradients at the end of the
 last backward pass. Ranks differ only in the rows of a tensor that they really hold.
+
+At start-up a rank makes its part of the initial parameters on the host (`startup_bytes`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from ptrain.spec.spec import Spec
 Rows = tuple[Footprint, ...]
 
 _TOKEN_BYTES = 8  # int64
+_DRAWN_BYTES = 4  # of an element: initial values are drawn in fp32, on the CPU
 _LOSS_BYTES = 4  # fp32
 _SCALING_BYTES = 12  # of a scaled loss: its scale, the steps since it grew, whether it overflowed
 
@@ -59,3 +62,27 @@ def other_bytes(spec: Spec, facts: ModelFacts) -> int:
     reals = sum(size for _, size in held_buffers(spec, facts.buffers)) - counts
     scaling = _SCALING_BYTES if spec.precision.effective.scales_loss else 0
     return scale * (reals + _LOSS_BYTES) + counts + samples + scaling
+
+
+def startup_bytes(spec: Spec, facts: ModelFacts) -> int:
+    """Return the host bytes that a rank needs at start-up, besides the states that it keeps.
+
+    Args:
+        spec: The spec whose ranks start.
+        facts: Its model; `facts.built_whole` tells whether each rank builds the full model.
+
+    Returns:
+        The full model, if a rank builds it. Else the largest tensor, since a rank draws tensors one
+        by one. Zero for a folder: its files are mapped a few MiB at a time.
+    """
+    if facts.built_whole:
+        return facts.numel * _DRAWN_BYTES
+    if spec.model.pretrained is not None:
+        return 0
+    return _DRAWN_BYTES * max((tensor.numel for tensor in facts.tensors), default=0)
+
+
+def ranks_per_node(spec: Spec) -> int:
+    """Return the number of ranks on a node: all of them, if the spec names no cluster."""
+    cluster = spec.cluster
+    return min(spec.world_size, cluster.devices_per_node) if cluster else spec.world_size

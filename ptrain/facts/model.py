@@ -112,7 +112,9 @@ class ModelFacts:
     selected, and `others` are the facts at other extents; figures lie between the least and the
     largest of all. `attending` is what slices of the tokens over cp need of a model that is not
     built in, `experts` its layers with experts where ranks have some each. `unvisited` are
-    parameters that have no gradient where nothing is selected for them. `stops` are
+    parameters that have no gradient where nothing is selected for them. `built_whole` says
+    why each rank builds the full model before it keeps its part; it is empty where a rank draws or
+    reads its part alone. `stops` are
     modules whose inputs have no gradient, for nothing trained comes before them. `model` is there
     where they are of another one than the spec's.
     """
@@ -145,6 +147,7 @@ class ModelFacts:
     others: tuple[ModelFacts, ...] = field(default=(), hash=False)
     unvisited: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
+    built_whole: str = field(default="", compare=False)
 
     def __hash__(self) -> int:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors

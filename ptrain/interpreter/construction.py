@@ -20,6 +20,7 @@ from ptrain.interpreter.scaling import LossScale
 from ptrain.interpreter.workpiece import Stages, Workpiece
 from ptrain.models.batch import StepBatch
 from ptrain.models.chunked import LossInside
+from ptrain.models.drawn import DrawnWeights
 from ptrain.models.initialize import InitialValues
 from ptrain.models.module_weights import ModuleWeights
 from ptrain.models.numerics import TORCH_DTYPES
@@ -36,7 +37,7 @@ from ptrain.steps.step import ChunkedLoss, Plan
 class Construction:
     """One rank's program before it is whole. `head` names the module that makes the logits of a
     model that is not built in, and `attending` those that attend over cp; `weights` are those of
-    one that has none yet, and `whole_because` is why it had all of a folder's, if it did; `ran` are
+    one that has none yet, and `whole_because` is why it was built with all, if it was; `ran` are
     the steps so far, in the order in which they ran. What a step leaves to be called is given the
     construction and does not keep it: the model would live until somebody collects garbage."""
 
@@ -47,7 +48,7 @@ class Construction:
     head: str = ROOT
     attending: Attending | None = None
     stages: Stages | None = None
-    weights: ModuleWeights | None = None
+    weights: ModuleWeights | DrawnWeights | None = None
     whole_because: str = ""
     ran: list[Ran] = field(default_factory=list)
     pieces: list[Workpiece] = field(default_factory=list)  # those that a step has reached

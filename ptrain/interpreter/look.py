@@ -1,9 +1,9 @@
 """What is read off a model before anything cuts it: its facts, its stages, and the plan.
 
-A model that begins with a folder is looked at without its weights. What runs it is given a few
-numbers of each parameter, again and again (`models.repeated`): which operators use what, and
-whether parts compute what the whole does, depends on no more. Where its code does not run with
-these, or is found to be what cannot be cut, the weights are read whole and have the last word.
+A model that is not built in is looked at without its weights. What runs it is given a few numbers
+of each parameter, again and again (`models.repeated`): which operators use what, and whether parts
+compute what the whole does, depends on no more. Where its code does not run with these, or is found
+to be what cannot be cut, the weights are read or drawn whole and have the last word.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ptrain.interpreter.materialize import build_hollow, build_module
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.interpreter.workpiece import Stages
 from ptrain.models.boundary import boundary, said
+from ptrain.models.drawn import DrawnWeights, LookedWeights
 from ptrain.models.facts import untraced_facts
 from ptrain.models.heads import head_of
 from ptrain.models.hollow import NeedsValues
@@ -42,7 +43,7 @@ class Looked:
     stages: Stages | None
     plan: Plan
     head: str
-    weights: ModuleWeights | None = None
+    weights: ModuleWeights | DrawnWeights | None = None
     whole_because: str = ""
 
 
@@ -64,7 +65,7 @@ def look_at_built(spec: Spec, device: torch.device, *, allow_import: bool = Fals
     `look_at`, and for a model or a folder that is none."""
     because = ""
     model = spec.model
-    if not isinstance(model, ModelShape) and model.pretrained and detect_fake_mode() is None:
+    if not isinstance(model, ModelShape) and detect_fake_mode() is None:
         try:
             return _look_without_values(spec, allow_import=allow_import)
         except (NeedsValues, _Refused) as error:
@@ -81,10 +82,11 @@ def _look_without_values(spec: Spec, *, allow_import: bool) -> Looked:
     module, weights = build_hollow(spec, allow_import=allow_import)
 
     def fault(error: BaseException) -> Fault:
-        return Fault(place="model", finding=said(error), remedy="read its weights whole")
+        return Fault(place="model", finding=said(error), remedy="build it with its weights")
 
     try:
-        with boundary(fault), repeated_values(module, weights):
+        looked_at = LookedWeights(weights) if isinstance(weights, DrawnWeights) else weights
+        with boundary(fault), repeated_values(module, looked_at):
             looked = look_at(module, spec)
     except PtrainError as error:
         raise _Refused(" ".join(str(error).split())) from error

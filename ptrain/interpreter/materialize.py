@@ -15,6 +15,7 @@ from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.balance import weigh
 from ptrain.models.build import build
+from ptrain.models.drawn import DrawnWeights, build_drawn
 from ptrain.models.hollow import hollow
 from ptrain.models.initialize import InitialValues, cast, reset_buffers
 from ptrain.models.ledger import local
@@ -46,13 +47,30 @@ def build_module(
     return _prepared(module, spec)
 
 
-def build_hollow(spec: Spec, *, allow_import: bool = False) -> tuple[nn.Module, ModuleWeights]:
-    """Return the spec's model, which is not built in and has a folder, with its parameters on meta,
-    and what they are to be. Raises NeedsValues as `hollow`, and SpecError as `build`."""
+def build_hollow(
+    spec: Spec, *, allow_import: bool = False, draws: bool = True
+) -> tuple[nn.Module, ModuleWeights | DrawnWeights]:
+    """Build the spec's model, which is not built in, with its parameters on meta.
+
+    Args:
+        spec: The model begins with the weights in its folder, or with those that it draws.
+        allow_import: Whether a function of the user's may be imported.
+        draws: As of `build_drawn`, for a model without a folder.
+
+    Returns:
+        The module, and its initial weights.
+
+    Raises:
+        NeedsValues: It cannot be built without values.
+        SpecError: It cannot be built, or the folder is not of this model.
+    """
     folder = spec.model.pretrained
-    assert folder is not None, "it has a folder"
+    build_it = partial(_built, spec, allow_import=allow_import)
     with _CPU:
-        module = hollow(partial(_built, spec, allow_import=allow_import))
+        if folder is None:
+            module, drawn = build_drawn(build_it, draws=draws)
+            return _prepared(module, spec), drawn
+        module = hollow(build_it)
     weights = ModuleWeights(module, folder)
     weights.read(module, only_buffers=True)
     return _prepared(module, spec), weights

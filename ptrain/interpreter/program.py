@@ -63,7 +63,7 @@ class Program:
     `step` is `reduce()` and then `apply(lr)`, for whoever wants to decide between the two.
 
     `scaling` is the scale of the loss, None where the layout has none. `whole_because` is why a
-    rank had the whole model for a while, whose folder is otherwise read part by part. With
+    rank had the full model for a while, else read or drawn part by part. With
     `updates_in_backward` (G = M) every unit is updated in the backward pass, and `step` only ends
     the update. There `admits(i)`, where set, decides whether the i-th group of targets takes its
     reduced gradient; one that does not stays as it is, in the same collectives.

@@ -10,6 +10,7 @@ from torch import nn
 from ptrain.errors import SpecError
 from ptrain.models.external import build_external
 from ptrain.models.huggingface import build_hugging_face
+from ptrain.models.meta import materialize_built_on_meta
 from ptrain.models.module_weights import require_module_weights
 from ptrain.models.pretrained import require_weights
 from ptrain.models.transformer import Transformer
@@ -32,6 +33,7 @@ def build(
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 module = build_external(model)
+                materialize_built_on_meta(module, model.function)
         case HuggingFaceModel():
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)

@@ -33,27 +33,39 @@ def hollow(build: Build) -> nn.Module:
     them would be other than it is with values, or the constructor raises."""
     draws = _ConstructorDraws()
     with without_values(), draws:
-        module = _built(build, 0)
-    _require_hollow(module)
+        module = run_constructor(build, 0)
+    require_hollow(module)
     if draws.by_own_generator:
         raise NeedsValues("its constructor draws from a generator of its own")
     if draws.of_values:
         with without_values():
-            other = _built(build, 1)
+            other = run_constructor(build, 1)
         if not _are_equal(_left_by(module), _left_by(other)):
             raise NeedsValues("its constructor draws more than parameters")
     return module
 
 
+@torch.no_grad()
+def empty_parameter(parameter: nn.Parameter) -> None:
+    """Take a parameter's values; it stays the same object, which may have several names."""
+    if parameter.is_meta:
+        return
+    bare = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    vars(bare).update(vars(parameter))
+    swap_tensors(parameter, bare)
+
+
 @contextmanager
-def without_values() -> Iterator[None]:
-    """Within it modules that are built have no values of parameters, which are on meta as soon as
+def without_values(
+    empty: Callable[[nn.Parameter], None] = empty_parameter,
+) -> Iterator[None]:
+    """Temporarily build modules without values of parameters, which `empty` puts on meta as soon as
     a module has them; buffers are computed."""
     register = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and type(param) is nn.Parameter and not param.is_meta:
-            _empty(param)
+        if param is not None and type(param) is nn.Parameter:
+            empty(param)
         register(module, name, param)
 
     nn.Module.register_parameter = registered
@@ -63,18 +75,19 @@ def without_values() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-@torch.no_grad()
-def _empty(parameter: nn.Parameter) -> None:
-    """Take a parameter's values; it stays the same object, which may have several names."""
-    bare = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    vars(bare).update(vars(parameter))
-    swap_tensors(parameter, bare)
+def has_memory(tensor: Tensor) -> bool:
+    """Return False on meta, whatever the tensor's device is while `models.drawn` records."""
+    return tensor.untyped_storage().device.type != "meta"
 
 
-def _built(build: Build, more: int) -> nn.Module:
+def run_constructor(build: Build, more: int) -> nn.Module:
+    """Return what `build` gives. Raises NeedsValues where it raises."""
     try:
         return build(more)
     except CodeRaised as error:
+        cause = error.__cause__
+        if isinstance(cause, NeedsValues):
+            raise cause from None
         raise NeedsValues(f"without values its constructor ends: {_message(error)}") from error
 
 
@@ -83,7 +96,7 @@ def _message(error: CodeRaised) -> str:
     return " ".join(f"{type(cause).__name__}: {cause}".split())
 
 
-def _require_hollow(module: nn.Module) -> None:
+def require_hollow(module: nn.Module) -> None:
     """Raises NeedsValues for a parameter with values, or something else without."""
     parameters = [*module.parameters()]
     if not parameters or not all(parameter.is_meta for parameter in parameters):

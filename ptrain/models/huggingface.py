@@ -23,6 +23,7 @@ from ptrain.errors import Fault, SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.boundary import boundary
 from ptrain.models.experts import EXPERTS, experts_setting
+from ptrain.models.hollow import has_memory
 from ptrain.models.published_config import faults_of_class, taken
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel
@@ -40,6 +41,10 @@ _BASE = "transformers.modeling_utils.PreTrainedModel"
 _IS_PLAIN = "_gives_logits"  # of the classes that are made here
 PACKED = "find_packed_sequence_indices"  # of `masks`
 _FIELD = re.compile(r"field '(\w+)'")  # as strict dataclasses of newer versions name it
+# Fields of a config with which a class adds a term to its loss. It does so only if it is given
+# labels; ptrain gives none, and computes the loss of the logits.
+_ROUTERS = "output_router_logits"
+_MORE_LOSS = {_ROUTERS: False, "z_loss_coefficient": 0.0}
 _LAYERS = "num_hidden_layers"  # as transformers calls it, whatever a config does
 
 
@@ -51,6 +56,7 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
     except SpecError as error:  # a class with code of its own is often unknown too
         raise SpecError(*faults_of_class(model.config), *error.faults) from error
     config = _config(named, model)
+    _require_plain_loss(named, config, "model.config")
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions < sequence:
         finding = f"max_position_embeddings is {positions}, and a sample has {sequence} tokens"
@@ -58,11 +64,31 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
     with boundary(partial(_unbuilt, named, _attention(named, model))):
         module: nn.Module = _with_logits(named)(config)
         is_flex = model.attention is Attention.FLEX  # which a processor would compile, in minutes
-        is_real = not any(parameter.is_meta for parameter in module.parameters())
+        is_real = all(has_memory(parameter) for parameter in module.parameters())
         if not is_flex and is_real and detect_fake_mode() is None:  # fakes lack some operators too
             with torch.no_grad():  # sizes that do not fit one another show when they meet
                 module(torch.zeros(1, min(2, sequence), dtype=torch.int64))
     return module
+
+
+def _require_plain_loss(named: Any, config: Any, place: str) -> None:
+    """Raise SpecError for a config with which a class trains on more than the loss of its logits.
+
+    Args:
+        named: The class of transformers.
+        config: Its config object.
+        place: How the user writes the config: as a key of a spec, or in Python.
+    """
+    for field, off in _MORE_LOSS.items():
+        value = getattr(config, field, None) or off
+        if value != off:
+            finding = f"is {value}: {named.__name__} then adds a term to its loss, and ptrain "
+            remedy = f"Use `{place}.{field}={off}`."
+            if field == _ROUTERS:
+                remedy += (
+                    " A built-in mixture of experts trains on such a loss: key `model.aux_loss`."
+                )
+            raise refused(f"{place}.{field}", f"{finding}trains on the logits alone", remedy)
 
 
 def layers_of(model: HuggingFaceModel) -> int | None:
@@ -192,6 +218,7 @@ def to_logits(module: nn.Module) -> None:
     ):
         finding = f"{type(module).__name__} of transformers has no head, and so no logits"
         raise refused("model", finding, "give a causal language model: AutoModelForCausalLM")
+    _require_plain_loss(type(module), module.config, "model.config")
     kind: Any = type(module)
     module.__class__ = _with_logits(kind)
 

@@ -13,7 +13,8 @@ A module with buffers says how to refill them in a method `reset_buffers(self) -
 A built-in model whose spec names a published one's folder begins with the weights in it.
 
 A model that is not ptrain's keeps what its constructor gave (`keeps_its_weights`): `build` seeds
-torch's generator before it constructs, so every rank that builds on the CPU has the same weights.
+torch's generator before it constructs, so every rank has the same weights. `models.drawn` gives
+these tensor by tensor; a rank builds only a model whole that this cannot represent.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.internals.fakes import detect_fake_mode
+from ptrain.models.drawn import DrawnWeights
 from ptrain.models.module_weights import ModuleWeights
 from ptrain.models.pretrained import weights_of
 from ptrain.models.transformer import Transformer
@@ -51,7 +53,7 @@ class InitialValues:
     module: nn.Module
     seed: int
     dtype: torch.dtype = torch.float32
-    weights: ModuleWeights | None = None
+    weights: ModuleWeights | DrawnWeights | None = None
 
     @torch.no_grad()
     def write(self, name: str, shape: Sequence[int], window: Window, part: Tensor) -> None:
@@ -63,8 +65,8 @@ class InitialValues:
             weights = weights_of(self.module.shape)
             weights.read(name, shape, window, part, self.dtype)
         else:
-            drawn = initial(name, shape, self.seed, self.module).to(self.dtype)
-            part.copy_(narrowed(drawn, window))
+            drawn = initial(name, shape, self.seed, self.module)
+            part.copy_(narrowed(drawn, window).to(self.dtype))
 
     @property
     def _is_read(self) -> bool:

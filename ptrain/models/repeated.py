@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ptrain.models.drawn import LookedWeights
 from ptrain.models.module_weights import ModuleWeights
 from ptrain.models.window import Window, overlaps
 from ptrain.units import ceil_div
@@ -26,7 +27,7 @@ MOST_COPIED = 2**23  # bytes of a matrix at once: what a processor's cache may h
 
 
 @contextmanager
-def repeated_values(module: nn.Module, weights: ModuleWeights) -> Iterator[None]:
+def repeated_values(module: nn.Module, weights: ModuleWeights | LookedWeights) -> Iterator[None]:
     """Within it the parameters of a module on meta have such values, in their dtypes; behind it
     they are those that they were before."""
     before = [
@@ -50,7 +51,9 @@ def repeated_values(module: nn.Module, weights: ModuleWeights) -> Iterator[None]
             child._parameters[name] = parameter
 
 
-def _repeated(name: str, parameter: nn.Parameter, weights: ModuleWeights) -> nn.Parameter:
+def _repeated(
+    name: str, parameter: nn.Parameter, weights: ModuleWeights | LookedWeights
+) -> nn.Parameter:
     shape = parameter.shape
     count = 1 + sum(size - 1 for size in shape) if parameter.numel() else 0
     window = _first(shape, count)

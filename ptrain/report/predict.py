@@ -22,6 +22,7 @@ from ptrain.costs import (
     lower_bytes,
 )
 from ptrain.derivation.estimate import Derivation
+from ptrain.derivation.memory import ranks_per_node
 from ptrain.errors import refused
 from ptrain.plan.composition import compositions, condition_lines
 from ptrain.report.heading import by_data_lines, heading
@@ -52,6 +53,7 @@ from ptrain.selection.fit import (
 )
 from ptrain.selection.preflight import FitAdvice, Reload, find_changes
 from ptrain.spec.batch import batch_lines
+from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.units import format_bytes, format_operations
@@ -112,6 +114,7 @@ def one(prediction: Prediction) -> str:
             *operations_lines(exact),
             *_balance(prediction.derivation.plan),
             *fit_lines(prediction),
+            *startup_lines(prediction),
             *(prediction.reserving.lines if prediction.reserving else ()),
             *by_data_lines(exact),
             *(f"warning: {warning}" for warning in exact.warnings),
@@ -220,6 +223,23 @@ def fit_lines(prediction: Prediction) -> list[str]:
         return [f"unknown: {why}: {measure}", *remedy]
     word = "fits, but is tight" if fitting.is_tight else "fits"
     return [f"{word}: {measure}, {size(fitting.spare_bytes)} to spare{_at_least(fitting)}"]
+
+
+def startup_lines(prediction: Prediction) -> list[str]:
+    """Return what the ranks of a node need on its host before the first step, and why: of models
+    that are not built in, and where that does not fit."""
+    fitting, spec = prediction.fit, prediction.spec
+    if isinstance(spec.model, ModelShape) and fitting.host_short_bytes <= 0:
+        return []
+    ranks = f"{ranks_per_node(spec)} ranks"
+    way = f"{ranks} read their parts of the files"
+    if why := prediction.derivation.facts.built_whole:
+        way = f"{ranks} build the full model: {why}"
+    elif spec.model.pretrained is None:
+        way = f"{ranks} draw one tensor at a time"
+    needed, memory = size(fitting.startup_host_bytes), fitting.host_memory
+    room = "a host of unknown memory" if memory is None else size(memory)
+    return [f"host memory at start-up: {needed} of {room} per node ({way})"]
 
 
 def _at_least(fitting: Fit) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from ptrain.by_rank import largest
 from ptrain.costs import Estimate, Footprint, State
+from ptrain.derivation.memory import ranks_per_node
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
@@ -26,7 +27,7 @@ _PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not there at every moment of 
 _ON_CUDA = "device=cuda"
 _TIGHT = 0.05  # of a device's memory: another sequence length or driver takes as much
 HOST_UNKNOWN = (
-    "it does not state the memory of a node's host, and states are offloaded to it",
+    "it does not state the memory of a node's host, which holds offloaded states or full models",
     "Add it, for example `cluster.host_memory=2TB`.",
 )
 
@@ -51,6 +52,7 @@ class Fit:
     host_bytes: int = 0
     shared_bytes: int = 0
     startup_host_bytes: int = 0
+    builds_whole: bool = False
     host_memory: int | None = None
     why: str = ""
     lower_bytes: int | None = None
@@ -89,9 +91,10 @@ class Fit:
 
     @property
     def is_host_unknown(self) -> bool:
-        """Return True if states are offloaded to a host of unknown memory."""
+        """Return True if states are offloaded to a host of unknown memory, or each rank builds the
+        full model there."""
         is_stated = self.device_memory is None or self.host_memory is not None
-        return self.host_bytes > 0 and not is_stated
+        return (self.host_bytes > 0 or self.builds_whole) and not is_stated
 
     @property
     def is_open(self) -> bool:
@@ -171,22 +174,18 @@ def resident_bytes(estimate: Estimate) -> int:
     return largest(estimate.memory, resident)
 
 
-def fit(
-    spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False, startup_host_bytes: int = 0
-) -> Fit:
+def fit(spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False) -> Fit:
     """Compare the peak and the host bytes of an estimate with the memory of the spec's cluster.
 
     Args:
         takes_unclaimed: use a peak that no device has confirmed.
-        startup_host_bytes: the most that all ranks of a node hold on the host before the first
-            step, for example while each builds the model.
     """
     cluster = spec.cluster
     unclaimed = "" if takes_unclaimed else exact.unclaimed.get("peak", "")
     why = exact.undefined.get("peak") or exact.assumed.get("peak") or unclaimed
     peak, lower = (None, None) if why else (exact.peak_bytes(), exact.lower_peak_bytes())
     resident = resident_bytes(exact)
-    ranks = min(spec.world_size, cluster.devices_per_node) if cluster else spec.world_size
+    ranks = ranks_per_node(spec)
     least = resident if peak is None else peak if lower is None else lower
     return Fit(
         peak_bytes=peak,
@@ -197,10 +196,18 @@ def fit(
         shared_bytes=ranks * (least + cluster.reserved_bytes)
         if cluster and cluster.kind == "cpu" and cluster.host_memory
         else 0,
-        startup_host_bytes=startup_host_bytes,
+        builds_whole=exact.builds_whole,
+        startup_host_bytes=ranks * (exact.startup_bytes + _hosted_parameters(exact)),
         host_memory=cluster.host_memory if cluster else None,
         why=why or exact.by_data.get("peak", ""),
         lower_bytes=None if lower == peak else lower,
+    )
+
+
+def _hosted_parameters(estimate: Estimate) -> int:
+    """Return the bytes of offloaded parameters on the fullest rank: they are there at start-up."""
+    return largest(
+        estimate.memory, lambda row: row.host_bytes if row.state is State.PARAMETERS else 0
     )
 
 

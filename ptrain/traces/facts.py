@@ -15,6 +15,7 @@ from torch import nn
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import facts_from_shape
 from ptrain.facts.model import ModelFacts
+from ptrain.interpreter.materialize import build_hollow
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.build import build
@@ -22,20 +23,21 @@ from ptrain.models.contract import forward_once, require_takes_tokens
 from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.models.given import accept, require_fresh, with_model
+from ptrain.models.hollow import NeedsValues
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.kernels import UnknownKernels
 from ptrain.models.selection import Extent
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import CUTTING_AXES
 from ptrain.spec.extras import require_leave
-from ptrain.spec.model import ExternalModel
+from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.traces.by_data import extents_of
 from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.traces.module_facts import module_facts
 from ptrain.traces.on_fakes import (
     FakeModel,
-    large_model,
+    fake_model,
     unless_it_takes_values,
     why_untraced,
 )
@@ -44,6 +46,7 @@ from ptrain.traces.tensor_parts import Traced, by_place, rows_of, timelines_of, 
 
 Share = Callable[[Callable[[], Traced]], Traced]
 Around = Callable[[], AbstractContextManager[None]]
+Progress = Callable[[str], None]
 
 _TOO_LARGE = "it is too large to be traced on real tensors, and on fake ones its code ends:"
 _READS = "it is too large to be traced on real tensors, and its code reads values, which fakes lack"
@@ -63,14 +66,18 @@ def facts_of(
     allow_import: bool = True,
     share: Share = lambda trace: trace(),
     runs_fakes: bool = True,
+    progress: Progress = lambda line: None,
 ) -> ModelFacts:
     """A built-in model's facts from its shape, where tables tell what it allocates or it cannot be
     traced; else, and any other model's, from the module itself. A call from Python allows the
     import of a target; commands pass what their user allowed. `share` runs what it is given, which
-    takes seconds, or gives what another rank found. `runs_fakes` as of `read_facts`."""
+    takes seconds, or gives what another rank found. `runs_fakes` and `progress` as of
+    `read_facts`."""
     if (known := facts_from_shape(spec)) is not None:
         return known
-    return read_facts(spec, allow_import=allow_import, share=share, runs_fakes=runs_fakes)
+    return read_facts(
+        spec, allow_import=allow_import, share=share, runs_fakes=runs_fakes, progress=progress
+    )
 
 
 def read_facts(
@@ -80,9 +87,12 @@ def read_facts(
     allow_import: bool = False,
     share: Share = lambda trace: trace(),
     runs_fakes: bool = True,
+    progress: Progress = lambda line: None,
 ) -> ModelFacts:
-    """Return the facts of the spec's model, which is built and traced; one whose weights take more
-    than a laptop copies within seconds on fake tensors. Raises SpecError for one that does not make
+    """Return the facts of the spec's model, which is built and traced: on fake tensors if real ones
+    take longer (`FakeModel.is_quick`). A model that fakes cannot run is traced on real tensors if
+    its weights take no more than a laptop copies within seconds. `progress` is called with a line
+    before a trace that may take minutes. Raises SpecError for one that does not make
     logits of tokens. `runs_fakes`: whether a model may run on fakes in this process: its code may
     keep one of them for the next time, so where it is to run on real ones afterwards it may not.
     Raises SpecError where the spec names a function and its import is not allowed.
@@ -91,32 +101,73 @@ def read_facts(
     if model is not None:
         return _facts_of_given(model, spec)
     require_leave(spec, allow_import=allow_import)
+    facts = _read_own(
+        spec, allow_import=allow_import, share=share, runs_fakes=runs_fakes, progress=progress
+    )
+    return replace(facts, built_whole=_why_built_whole(spec, allow_import=allow_import))
+
+
+def _why_built_whole(spec: Spec, *, allow_import: bool) -> str:
+    """Return why a rank builds the full model before it keeps its part; empty where it does not."""
+    if isinstance(spec.model, ModelShape):
+        return ""
+    try:
+        build_hollow(spec, allow_import=allow_import, draws=False)
+    except NeedsValues as error:
+        return str(error)
+    return ""
+
+
+def _read_own(
+    spec: Spec, *, allow_import: bool, share: Share, runs_fakes: bool, progress: Progress
+) -> ModelFacts:
+    """Return the facts of the model that the spec names."""
     reader = _Reader(spec=spec, share=share, allow_import=allow_import)
-    large = large_model(spec, allow_import=allow_import)
+    fake = fake_model(spec, allow_import=allow_import)
     untraced = (
-        unless_it_takes_values(large.mode, partial(untraced_facts, large.module, spec))
-        if large
+        unless_it_takes_values(fake.mode, partial(untraced_facts, fake.module, spec))
+        if fake
         else None
     )
-    if large is None or untraced is None:
-        large = None
-        return reader.read(
-            build(
-                spec.model,
-                sequence=spec.batch.sequence,
-                allow_import=allow_import,
-                seed=spec.train.seed,
-            )
-        )
+    if fake is None or untraced is None:
+        return _read_real(reader, progress)
+    if fake.is_better_real(runs_fakes=runs_fakes):
+        return _read_real(reader, progress, fake)
     if isinstance(spec.model, ExternalModel) and spec.loss.user_function is None:
-        require_takes_tokens(large.module, spec)
+        require_takes_tokens(fake.module, spec)
     if not runs_fakes:
         return replace(untraced, untraced=_TO_TRAIN)
+    facts = _read_fake(reader, fake, untraced)
+    if facts.untraced and fake.may_be_real:
+        return _read_real(reader, progress, fake)
+    return facts
+
+
+def _read_real(reader: _Reader, progress: Progress, fake: FakeModel | None = None) -> ModelFacts:
+    """Trace the spec's model on real tensors; announce a trace that takes more than seconds."""
+    spec = reader.spec
+    if fake is not None and not fake.is_quick:
+        name = type(fake.module).__name__
+        count = f"{fake.parameters / 1e9:.2g} B parameters"
+        progress(f"tracing {name} ({count}) with real tensors, this can take minutes")
+    return reader.read(
+        build(
+            spec.model,
+            sequence=spec.batch.sequence,
+            allow_import=reader.allow_import,
+            seed=spec.train.seed,
+        )
+    )
+
+
+def _read_fake(reader: _Reader, fake: FakeModel, untraced: ModelFacts) -> ModelFacts:
+    """Trace the spec's model on fake tensors; where these do not suffice, return `untraced` with
+    the reason."""
     why = why_untraced()
     try:
         if why:
-            return replace(untraced, untraced=why, vocabulary=_vocabulary(large))
-        return replace(reader, around=large.running).read(large.module)
+            return replace(untraced, untraced=why, vocabulary=_vocabulary(fake))
+        return replace(reader, around=fake.running).read(fake.module)
     except READ:
         return replace(untraced, untraced=why or _READS)
     except CodeRaised as error:
@@ -139,7 +190,7 @@ def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
         facts = replace(untraced_facts(copied, spec), untraced=_TRACED_BY_NAME)
     else:
         facts = _Reader(spec=spec, share=lambda trace: trace(), allow_import=True).read(copied)
-    return replace(facts, model=spec.model)
+    return replace(facts, model=spec.model, built_whole="the program gives it whole")
 
 
 def _vocabulary(large: FakeModel) -> int | None:

@@ -26,6 +26,9 @@ from ptrain.version import TESTED_TORCH, is_tested
 
 X = TypeVar("X")
 REAL_BYTES = 2 * 2**30  # of weights: more than a laptop copies within seconds
+# A trace on fake tensors takes one to five seconds, whatever the sizes. Real tensors take as long
+# with 8 million parameters in fp32, or 1e11 operations at some 50 GFLOP/s of two cores.
+QUICK_BYTES, QUICK_OPERATIONS = 32 * 2**20, 10**11
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,33 @@ class FakeModel:
     spec: Spec
     module: nn.Module
     mode: FakeTensorMode
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(weight.numel() for weight in self.module.parameters())
+
+    @property
+    def may_be_real(self) -> bool:
+        """Whether its weights are few enough for a trace on real tensors."""
+        return self.parameters * self._itemsize <= REAL_BYTES
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a trace on real tensors takes no longer than one on fakes: by the weights, and
+        by two operations forward and four backward of each weight and position of a micro-batch."""
+        batch, count = self.spec.batch, self.parameters
+        operations = 6 * count * batch.micro * batch.sequence
+        return count * self._itemsize <= QUICK_BYTES and operations <= QUICK_OPERATIONS
+
+    def is_better_real(self, *, runs_fakes: bool = True) -> bool:
+        """Return True if a trace on real tensors is quick, or the only one that there can be.
+        `runs_fakes`: whether the model may run on fake tensors in this process."""
+        return self.may_be_real and (self.is_quick or not runs_fakes or bool(why_untraced()))
+
+    @property
+    def _itemsize(self) -> int:
+        return self.spec.precision.effective.parameters.itemsize
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -50,17 +80,6 @@ def fake_model(spec: Spec, *, allow_import: bool = False) -> FakeModel | None:
     mode = new_fakes()
     module = unless_it_takes_values(mode, partial(build_module, spec, allow_import=allow_import))
     return None if module is None else FakeModel(spec, module, mode)
-
-
-def large_model(spec: Spec, *, allow_import: bool) -> FakeModel | None:
-    """Return the spec's model on fake tensors. None where its weights take at most REAL_BYTES, and
-    where its constructor reads values."""
-    model = fake_model(spec, allow_import=allow_import)
-    if model is None:
-        return None
-    weights = sum(weight.numel() for weight in model.module.parameters())
-    is_large = weights * spec.precision.effective.parameters.itemsize > REAL_BYTES
-    return model if is_large else None
 
 
 def unless_it_takes_values(mode: FakeTensorMode, read: Callable[[], X]) -> X | None:

@@ -31,15 +31,12 @@ def require_host_memory(needed: int, what: str, remedy: str) -> None:
         raise refused("host memory", finding + format_bytes(here), remedy)
 
 
-def require_host_holds(
-    spec: Spec, exact: Estimate, words: str, *, nodes: int = 1, startup_host_bytes: int = 0
-) -> None:
+def require_host_holds(spec: Spec, exact: Estimate, words: str, *, nodes: int = 1) -> None:
     """Refuse a training whose ranks run on this host's CPU and need more memory than it has.
 
     Args:
         words: the SPEC and its overrides, as a shell takes them.
         nodes: the number of hosts that share the ranks.
-        startup_host_bytes: the most that all ranks of this host hold before the first step.
 
     Raises:
         SpecError: the ranks need more memory than the host has.
@@ -48,7 +45,7 @@ def require_host_holds(
     if spec.device == "cuda" or (spec.device == "auto" and ranks <= gpus()):
         return
     require_host_memory(
-        ranks * PROCESS_BYTES + max(needed_bytes(exact) // nodes, startup_host_bytes),
+        ranks * PROCESS_BYTES + max(needed_bytes(exact) // nodes, ranks * exact.startup_bytes),
         f"{ranks} ranks of {spec.name} on the CPU",
         f"Use `ptrain simulate {words}`, which needs no such memory, or a smaller model. "
         "`ptrain train --force` starts the ranks anyway.",

@@ -138,6 +138,7 @@ def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGua
         allow_import=options.allow_import,
         share=partial(_on_first, session.exchange),
         runs_fakes=False,
+        progress=LOG.info,
     )
     require_corpus(text, spec, facts.vocabulary)
     derivation = derive(placed, facts)
@@ -156,11 +157,7 @@ def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGua
     with session.trackers:
         with _journal(session, first, bar=speaks and not options.quiet) as journal:
             probe = Probe(
-                program,
-                session.folder,
-                first=first,
-                every=options.measure,
-                measured=journal.measured,
+                program, folder, first=first, every=options.measure, measured=journal.measured
             )
             resuming = partial(_continuation, session)
             consistency = Consistency(program, session.exchange, resuming)
@@ -275,7 +272,7 @@ def _announce(session: Session, exact: Estimate, whole_because: str) -> None:
     for line in preflight_lines(placed, exact, words, allow_import=options.allow_import):
         LOG.info(line)
     if whole_because:
-        LOG.info("weights  every rank read the whole folder first: %s", whole_because)
+        LOG.info("weights  every rank had the full model first: %s", whole_because)
     for warning in exact.warnings:
         LOG.warning("warning: %s", warning)
     if emulation := emulated_line(session.spec, session.world.device):

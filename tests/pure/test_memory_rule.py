@@ -204,9 +204,9 @@ def test_bytes_of_the_start_are_compared_with_the_host():
     spec = load("8b-zero3").spec
     exact = derive(spec).exact
     host = cluster_of(spec).host_memory
-    assert fit(spec, exact, startup_host_bytes=host).fits is True
-    found = fit(spec, exact, startup_host_bytes=host + 1)
-    assert found.fits is False and found.host_short_bytes == 1
+    assert fit(spec, replace(exact, startup_bytes=host // 8)).fits is True
+    found = fit(spec, replace(exact, startup_bytes=host // 8 + 1))
+    assert found.fits is False and found.host_short_bytes == 8
 
 
 def test_a_search_names_the_key_if_only_offloaded_states_fit(tmp_path):
@@ -270,7 +270,8 @@ def test_the_need_of_this_host_is_that_of_its_ranks():
     assert host_memory.needed_bytes(exact) == sum(peaks) > 0
     host_memory.require_host_holds(spec, exact, "zero3")
     with pytest.raises(SpecError, match="2 ranks of zero3"):
-        host_memory.require_host_holds(spec, exact, "zero3", startup_host_bytes=17 * GIB)
+        whole = replace(exact, startup_bytes=9 * GIB)
+        host_memory.require_host_holds(spec, whole, "zero3")
     large = require(load("8b-zero3", ["device=cpu"]))
     with pytest.raises(SpecError, match="2 ranks of 8b-zero3"):
         host_memory.require_host_holds(large, derive(large).exact, "8b-zero3", nodes=4)

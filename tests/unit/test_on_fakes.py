@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptrain.cli.main import main
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import LayerWork, WorkByKind
@@ -22,6 +23,10 @@ LLAMA = (
     "{hf: LlamaForCausalLM, config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 4, "
     "num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 261, "
     "max_position_embeddings: 64}}"
+)
+MIXTRAL = (
+    "{hf: mixtral, config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
+    "num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 261, num_local_experts: 4}}"
 )
 GPT2 = "{hf: GPT2LMHeadModel, config: {n_embd: 32, n_layer: 2, n_head: 4, vocab_size: 261}}"
 NECKS = "{target: 'tests.models_external:necks'}"
@@ -197,3 +202,63 @@ def test_what_is_predicted_of_a_large_model_is_simulated(monkeypatch: pytest.Mon
     spec = spec_of(NECKS, "zero3")
     predicted = derive(spec, on_fake_tensors(spec, monkeypatch)).exact.of_rank(1)
     assert set(predicted.peak) == set(simulate(spec, 1, allow_import=True).estimate.peak)
+
+
+@pytest.fixture
+def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each trace on real tensors count as slow, in the processes that play ranks too."""
+    monkeypatch.setattr(on_fakes, "QUICK_BYTES", 0)
+    imported = "\nfrom ptrain.traces import on_fakes\non_fakes.QUICK_BYTES = 0\nfrom "
+    answer = tensor_parts._ANSWER.replace("\nfrom ", imported, 1)
+    monkeypatch.setattr(tensor_parts, "_ANSWER", answer)
+    tensor_parts._answers.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"), [(MIXTRAL, "zero3"), (LLAMA, "tp"), (NECKS, "fsdp-mixed")]
+)
+def test_a_model_that_is_slow_on_real_tensors_is_predicted_on_fakes_alike(
+    model: str, strategy: str, request: pytest.FixtureRequest
+) -> None:
+    if "hf:" in model:
+        pytest.importorskip("transformers")
+    spec, lines = spec_of(model, strategy), list[str]()
+    real = derive(spec, facts_of(spec)).exact
+    request.getfixturevalue("all_are_slow")
+    fake = derive(spec, facts_of(spec, progress=lines.append)).exact
+    assert not lines, "no trace on real tensors was announced"
+    assert fake.memory == real.memory and fake.peak == real.peak
+    assert fake.traffic == real.traffic and fake.by_data == real.by_data
+
+
+@pytest.mark.parametrize("runs_fakes", [True, False])
+@pytest.mark.usefixtures("all_are_slow")
+def test_a_trace_on_real_tensors_is_announced_if_it_is_slow(runs_fakes: bool) -> None:
+    """Fakes cannot run this code, or may not: then real tensors trace it, as a small one."""
+    lines: list[str] = []
+    read = facts_of(spec_of(READING, "zero3"), runs_fakes=runs_fakes, progress=lines.append)
+    assert not read.untraced and read.timeline is not None
+    (line,) = lines
+    assert line.startswith("tracing Reading (") and "with real tensors" in line
+
+
+@pytest.mark.usefixtures("all_are_slow")
+def test_the_line_of_a_slow_trace_is_no_part_of_a_record(capsys: pytest.CaptureFixture) -> None:
+    words = ["predict", "zero3", f"model={READING}", BATCH, "--allow-import"]
+    assert main(words) == 0
+    assert "tracing Reading (" in capsys.readouterr().err
+    assert main([*words, "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_few_million_parameters_or_many_tokens_are_slow_on_real_tensors() -> None:
+    mode = on_fakes.new_fakes()
+    for sizes, batch, is_quick in (
+        ((10, 2, 259), "batch={global: 2, micro: 2, sequence: 16}", True),
+        ((4096, 2, 4096), "batch={global: 2, micro: 2, sequence: 16}", False),
+        ((512, 2, 259), "batch={global: 64, micro: 64, sequence: 4096}", False),
+    ):
+        with mode:
+            module = Necks(*sizes)
+        spec = load("ddp", ["mesh={dp: 1}", f"model={NECKS}", batch]).spec
+        assert on_fakes.FakeModel(spec, module, mode).is_quick is is_quick

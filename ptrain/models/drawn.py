@@ -1,0 +1,366 @@
+"""Initial values that a constructor draws, drawn again tensor by tensor.
+
+A constructor runs once without memory for its parameters. Every operator that writes to one is
+recorded, with the state of its generator, and random ones run on a scratch tensor, so that the
+generators advance as with real parameters. `DrawnWeights` then repeats what was recorded of one
+parameter, to the bit. Whatever this cannot represent raises NeedsValues: the model is built whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ptrain.internals.initialization import truncated_normal_as
+from ptrain.models.hollow import (
+    Build,
+    NeedsValues,
+    empty_parameter,
+    has_memory,
+    require_hollow,
+    run_constructor,
+    without_values,
+)
+from ptrain.models.meta import storage_key, written_tensors
+from ptrain.models.window import Window, narrowed
+
+MOST_KEPT = 2**26  # bytes of values that nothing recorded, as from a file: they are kept
+_FEW = 2**20  # elements of a parameter that a look draws in full
+_ATEN = torch.ops.aten
+_EMPTY = {
+    _ATEN.empty.memory_format,
+    _ATEN.empty_strided.default,
+    _ATEN.empty_like.default,
+    _ATEN.new_empty.default,
+    _ATEN.new_empty_strided.default,
+}
+_FILLING = {
+    _ATEN.normal_.default,
+    _ATEN.uniform_.default,
+    _ATEN.zero_.default,
+    _ATEN.fill_.Scalar,
+}
+_IS_META, _DEVICE = torch.Tensor.is_meta.__get__, torch.Tensor.device.__get__
+
+
+class _Scratch:
+    """One place for the tensors that are drawn, as large as the largest so far. Of places that are
+    freed in between, glibc takes none again."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def of(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of one dimension, as large as a storage, with any values."""
+        if self._bytes.numel() < storage.nbytes():
+            self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one is freed
+            self._bytes = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+        return self._bytes[: storage.nbytes()].view(dtype)
+
+
+@dataclass(slots=True)
+class _History:
+    """What has been written to a storage of parameters. `base`: values to begin with, or how to
+    compute them; `storage` is kept, so that no other one gets its key."""
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    base: Tensor | _RecordedCall | None = None
+    calls: list[_RecordedCall] = field(default_factory=list)
+
+    def snapshot(self) -> _History:
+        return _History(self.storage, self.dtype, self.base, [*self.calls])
+
+    def values(self, scratch: _Scratch | None = None) -> Tensor:
+        """Return all elements of the storage, in one dimension; in `scratch`, if there is one."""
+        count = self.storage.nbytes() // self.dtype.itemsize
+        if isinstance(self.base, _RecordedCall):
+            flat = self.base.run().as_strided((count,), (1,), 0)
+        elif self.base is not None:
+            flat = self.base.clone()
+        else:
+            flat = (scratch or _Scratch()).of(self.storage, self.dtype)
+        for call in self.calls:
+            call.run(flat)
+        return flat
+
+
+@dataclass(frozen=True, slots=True)
+class _ParameterView:
+    """A tensor among an operator's arguments: a view of the storage that the operator writes to,
+    or of `source`, as that was then."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    source: _History | None
+
+    def of(self, flat: Tensor | None) -> Tensor:
+        """Return the view of `flat`, the storage that is written to, or else of its source."""
+        values = flat if self.source is None else self.source.values()
+        assert values is not None, "it is written to"
+        return values.as_strided(self.shape, self.strides, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedCall:
+    """An operator with its arguments. `state`: of the generator that it draws from."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: Tensor | None = None
+
+    def run(self, flat: Tensor | None = None, *, repeats: bool = True) -> Any:
+        """Run it on `flat`; unless it `repeats`, with the generators as they are."""
+
+        def real(value: Any) -> Any:
+            if isinstance(value, torch.Generator) and repeats:
+                assert self.state is not None
+                generator = torch.Generator()
+                return generator.set_state(self.state)
+            return value.of(flat) if isinstance(value, _ParameterView) else value
+
+        args, kwargs = tree_map(real, (self.args, self.kwargs))
+        if self.state is None or not repeats:
+            return self.function(*args, **kwargs)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.state)
+            return self.function(*args, **kwargs)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records writes to the parameters that `empty` has taken the values of. `draws`: whether
+    random operators run, which takes as long as they do; the record is no use without."""
+
+    def __init__(self, *, draws: bool) -> None:
+        super().__init__()
+        self.draws = draws
+        self.histories: dict[int, _History] = {}
+        self._blank: dict[int, torch.UntypedStorage] = {}  # allocated, and not written to since
+        self._kept = 0
+        self.scratch = _Scratch()
+
+    def tracks(self, tensor: Tensor) -> bool:
+        return storage_key(tensor) in self.histories
+
+    @torch.no_grad()
+    def empty(self, parameter: nn.Parameter) -> None:
+        """Take the values of a parameter as soon as a module has it."""
+        if self.tracks(parameter) or not has_memory(parameter):
+            return
+        base = None
+        if self._blank.pop(storage_key(parameter), None) is None:
+            base = self._keep(parameter.detach().clone())
+            base = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0)
+        empty_parameter(parameter)
+        storage = parameter.untyped_storage()
+        self.histories[storage._cdata] = _History(storage, parameter.dtype, base)
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(self.tracks(tensor) for tensor in tensors):
+            return self._record(function, args, kwargs)
+        result = function(*args, **kwargs)
+        for tensor in written_tensors(function, args, kwargs):
+            self._blank.pop(storage_key(tensor), None)
+        if function in _EMPTY and has_memory(result):
+            storage = result.untyped_storage()
+            self._blank[storage._cdata] = storage
+        return result
+
+    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = [*written_tensors(function, args, kwargs)]
+        keys = {storage_key(tensor) for tensor in written}
+        if not keys:
+            return self._record_result(function, args, kwargs)
+        target = self.histories.get(key := keys.pop())
+        if keys or target is None or any(tensor.dtype != target.dtype for tensor in written):
+            raise NeedsValues(f"its constructor runs {function} on parameters")
+        is_random = torch.Tag.nondeterministic_seeded in function.tags
+        call = self._call(function, args, kwargs, key, is_random=is_random)
+        if function in _FILLING and written[0].numel() * target.dtype.itemsize == (
+            target.storage.nbytes()
+        ):
+            target.base, target.calls = None, []
+        target.calls.append(call)
+        if not is_random:
+            return function(*args, **kwargs)
+        if self.draws:
+            self.draw(call, target)
+        return written[0]
+
+    def draw(self, call: _RecordedCall, target: _History) -> None:
+        """Run a random operator on a scratch tensor: generators advance by it."""
+        call.run(self.scratch.of(target.storage, target.dtype), repeats=False)
+
+    def _record_result(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that writes to nothing; what it makes of parameters has a history too."""
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            raise NeedsValues(f"its constructor draws by {function} from parameters")
+        result = function(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for output in outputs:
+            if self.tracks(output):  # a view
+                continue
+            if len(outputs) > 1 or function in _EMPTY:
+                raise NeedsValues(f"its constructor runs {function} on parameters")
+            storage = output.untyped_storage()
+            base = self._call(function, args, kwargs, None, is_random=False)
+            self.histories[storage._cdata] = _History(storage, output.dtype, base)
+        return result
+
+    def _call(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: int | None,
+        *,
+        is_random: bool,
+    ) -> _RecordedCall:
+        """`target`: the storage that it writes to."""
+
+        def kept(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            history = self.histories.get(key := storage_key(value))
+            if history is None:
+                return self._keep(value.detach().clone())
+            source = None if key == target else history.snapshot()
+            return _ParameterView(
+                tuple(value.shape), value.stride(), value.storage_offset(), source
+            )
+
+        leaves = tree_leaves((args, kwargs))
+        own = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        generator = own[0] if own else torch.default_generator
+        state = generator.get_state() if is_random and self.draws else None
+        own_args, own_kwargs = tree_map(kept, (args, kwargs))
+        return _RecordedCall(function, own_args, own_kwargs, state)
+
+    def _keep(self, values: Tensor) -> Tensor:
+        self._kept += values.nbytes
+        if self._kept > MOST_KEPT:
+            raise NeedsValues("its constructor has values of parameters before they are parameters")
+        return values
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Temporarily record; parameters look to code as if they were on the CPU."""
+        with (
+            without_values(self.empty),
+            truncated_normal_as(self._truncated_normal),
+            self,
+            _AsOnCPU(self),
+        ):
+            yield
+
+    @torch.no_grad()
+    def _truncated_normal(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Record torch's truncated normal as one operator: it reads what it draws."""
+        target = self.histories.get(key := storage_key(tensor))
+        if target is None or tensor.dtype != target.dtype:
+            result: Tensor = original(tensor, *args, **kwargs)
+            return result
+        tensor.zero_()  # so that whatever looks for writes sees one
+        call = self._call(original, (tensor, *args), kwargs, key, is_random=True)
+        if tensor.nbytes == target.storage.nbytes():
+            target.base, target.calls = None, []
+        target.calls.append(call)
+        if self.draws:
+            self.draw(call, target)
+        return tensor
+
+
+class _AsOnCPU(TorchFunctionMode):
+    """Tells code that tracked parameters are on the CPU, as real ones are: torch's and the user's
+    initializations leave out what is on meta."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function in (_IS_META, _DEVICE) and self._recorder.tracks(args[0]):
+            return False if function == _IS_META else torch.device("cpu")
+        return function(*args, **(kwargs or {}))
+
+
+class DrawnWeights:
+    """The initial values of a module that has none, as its constructor draws them."""
+
+    def __init__(self, module: nn.Module, recorder: _Recorder) -> None:
+        self._views: dict[str, tuple[_ParameterView, _History]] = {}
+        self._scratch = recorder.scratch
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            history = recorder.histories.get(storage_key(parameter))
+            if history is None or not (history.calls or history.base is not None):
+                raise NeedsValues(f"its constructor gives {name} no values that are known")
+            size, strides = tuple(parameter.shape), parameter.stride()
+            view = _ParameterView(size, strides, parameter.storage_offset(), None)
+            self._views[name] = view, history
+
+    def read_window(
+        self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
+    ) -> None:
+        """Write a window of a parameter to `part`, rounded to the constructor's dtype and then to
+        `dtype`. The parameter is drawn whole."""
+        if part.numel():
+            view, history = self._views[name]
+            part.copy_(narrowed(view.of(history.values(self._scratch)), window).to(dtype))
+
+
+class LookedWeights:
+    """Values for a look at a module before it is cut: its own where a parameter is small, else any
+    of the usual size, since to draw large ones takes seconds."""
+
+    def __init__(self, weights: DrawnWeights) -> None:
+        self._weights = weights
+
+    def read_window(
+        self, name: str, shape: Sequence[int], window: Window, part: Tensor, dtype: torch.dtype
+    ) -> None:
+        """Write as `DrawnWeights.read_window`."""
+        if torch.Size(shape).numel() <= _FEW:
+            self._weights.read_window(name, shape, window, part, dtype)
+        else:
+            part.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(part.numel()))
+
+
+def build_drawn(build: Build, *, draws: bool = True) -> tuple[nn.Module, DrawnWeights]:
+    """Build a module with its parameters on meta, and what its constructor draws for them.
+
+    Args:
+        build: Gives the module; the generator is seeded within.
+        draws: Whether anything is drawn. Without, the weights have no use but that they exist.
+
+    Raises:
+        NeedsValues: The constructor cannot do without real parameters, or ends.
+    """
+    recorder = _Recorder(draws=draws)
+    with recorder.recording():
+        module = run_constructor(build, 0)
+    require_hollow(module)
+    return module, DrawnWeights(module, recorder)
