@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from ptrain.costs import State
 from ptrain.models.tags import tier_of
 from ptrain.rooms.mesh import Mesh
-from ptrain.rooms.tiers import Tiers, alike
+from ptrain.rooms.tiers import Tiers, alike, cast
 from ptrain.spec.axis import Axis
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL
@@ -49,13 +50,14 @@ class LossScale:
     def check(self, gradients: Sequence[torch.Tensor]) -> None:
         """Find out, on all ranks alike, whether any gradient is infinite or not a number."""
         self.found_inf.zero_()
-        if gradients and gradients[0].dtype is torch.bfloat16:
-            self.found_inf.copy_(not_finite(gradients))
-        elif gradients:
+        if gradients:
             flag = self._like(gradients[0])
-            # unscales by 1: it is the check that is wanted
-            one = torch.ones_like(flag)
-            torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), flag, one)
+            if gradients[0].dtype is torch.bfloat16:
+                flag.copy_(not_finite(gradients))
+            else:
+                # unscales by 1: it is the check that is wanted
+                one = alike(torch.ones_like(flag), flag)
+                torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), flag, one)
             if flag is not self.found_inf:
                 self.found_inf.copy_(flag)
         for axis in self.axes:
@@ -106,9 +108,12 @@ def not_finite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return whether any element of the gradients, of which there is one, is infinite or not a
     number (0-d, where they are). In any dtype: what torch has for scaled losses takes no bf16 on
     CUDA (`AmpKernels.cu` dispatches on fp16, fp32 and fp64, as of 2.13)."""
+    mark = partial(alike, source=gradients[0])
     held = [gradient for gradient in gradients if gradient.numel()]
     if not held:  # of a rank whose shards are empty
-        return alike(torch.zeros((), dtype=torch.bool), gradients[0])
-    greatest = torch._foreach_norm(held, math.inf)  # NaN where an element is
-    scalars = [alike(value.double(), gradients[0]) for value in greatest]
-    return alike(torch.stack(scalars), gradients[0]).isfinite().all().logical_not_()
+        return mark(torch.zeros((), dtype=torch.bool))
+    greatest = [mark(norm) for norm in torch._foreach_norm(held, math.inf)]  # NaN if an element is
+    stacked = mark(torch.stack([cast(norm, torch.float64) for norm in greatest]))
+    # x - x is 0 exactly if x is finite. `isfinite` has temporaries of its own, which have no tag,
+    # so the meters would count them on the device.
+    return mark(mark(stacked.sub_(stacked).ne(0)).any())

@@ -129,4 +129,22 @@ SEEN = (
         batch={"sequence": 8, "accumulate": 2},
         spec={"mesh": {"pp": 2, "tp": 2}, "placement": {"pp": "S,S,S,R", "tp": "S,S,S,S"}},
     ),
+    Seen(
+        wrong="the flag of an overflow of bf16 gradients on the host had no tag there, though it "
+        "is copied to the device: host_to_device 1 call for 2, 4 bytes for 8",
+        spec={
+            "mesh": {"dp_shard": 2},
+            "placement": {"dp_shard": "R,O,O,R"},
+            "precision": {"parameters": "fp16", "gradients": "bf16", "master": "fp32"},
+        },
+    ),
+    Seen(
+        wrong="the scale of 1 of a check on the host had no tag there: peak update 9420 for 9416",
+        spec={
+            "mesh": {"dp_shard": 2},
+            "placement": {"dp_shard": "R,O,S@file,R"},
+            "precision": {"layout": "fp16"},
+            "optimizer": {"clip": None},
+        },
+    ),
 )
