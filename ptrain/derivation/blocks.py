@@ -96,7 +96,14 @@ def are_known(spec: Spec) -> bool:
     if not isinstance(shape, ModelShape):
         return all(kept.is_plain for kept in spec.activations.modes)
     kept = spec.activations.distinct_of(shape.layers)
-    return all(mode.is_plain or is_known(shape, mode) for mode in kept)
+    return all(mode.is_plain or _is_moved_known(spec, shape, mode) for mode in kept)
+
+
+def _is_moved_known(spec: Spec, shape: ModelShape, kept: Kept) -> bool:
+    """Return True if a table has the copies and collectives that a block's mode adds. Over cp a
+    block keeps other tensors; if it moves them to another tier, only its input is certain."""
+    is_certain = kept.tier is Tier.DEVICE or kept.policy == FULL or not spec.has_token_slices
+    return is_certain and is_known(shape, kept)
 
 
 def is_known_over_context(shape: ModelShape, kept: Kept) -> bool:
@@ -197,6 +204,7 @@ def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
 def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
     """Return the (tier, bytes) of every storage that the blocks' forward passes take off the
     device."""
+    setting = setting.without_context  # over cp this is the input alone (`_is_moved_known`)
     return tuple(
         (mode.tier.value, size)
         for mode in kept
@@ -207,7 +215,8 @@ def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]
 
 def repeated(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
     """Return the (collective, bytes of the whole tensor) of everything that the blocks' backward
-    passes send again."""
+    passes send again over tp."""
+    setting = setting.without_context  # `axes.context.costs` counts what they send over cp
     return tuple(
         (collective.value, size)
         for mode in kept

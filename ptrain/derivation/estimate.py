@@ -57,10 +57,9 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.wording import Worded
 
-_NOT_TRACED_BY_STAGE = (
-    "what the stages leave in flight is known only from their traces, and these facts hold none"
-)
-_NOT_TRACED = "the model's activations are known only from a trace, and these facts hold none"
+_HOW_TO_TRACE = "`ptrain predict` traces the model; in Python, use `derive(spec, read_facts(spec))`"
+_NOT_TRACED_BY_STAGE = f"these facts have no trace of the stages' activations: {_HOW_TO_TRACE}"
+_NOT_TRACED = f"these facts have no trace of the model's activations: {_HOW_TO_TRACE}"
 _NO_PARTS_ON_GPUS = "no table holds what dropout keeps on GPUs where layers or operators are cut"
 _NOT_PLAYED = "its step is played along the model's activations, and these are unknown"
 _EVEN_TIME = "every expert is chosen as often: how long uneven rows take is not predicted"
