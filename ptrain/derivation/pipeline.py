@@ -123,7 +123,7 @@ def staged(
     for stage in stages:
         kind = _kind(spec, facts, stage, len(stages))
         if kind not in first:
-            narrowed, part = stage_plan(plan, stage, ends), stage_facts(facts, stage)
+            narrowed, part = stage_plan(plan, stage, ends), stage_facts(spec, facts, stage)
             passes = facts.stage_passes[stage.index] if facts.stage_passes else ()
             first[kind] = StageParts(
                 stage=stage,

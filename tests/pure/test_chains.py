@@ -58,7 +58,7 @@ def test_its_stages_have_its_names(tied):
 
 def test_a_stage_has_its_own_buffers_and_those_of_no_end():
     known = facts()
-    first, last = (dict(stage_facts(known, stage).buffers) for stage in stages_of(spec(), known))
+    first, last = (dict(stage_facts(spec(), known, stage).buffers) for stage in stages_of(spec(), known))
     assert {*first} == {"base.turns", "base.table.scale", "base.h.0.mask", "base.h.1.mask"}
     assert {*last} == {"base.turns", "base.h.2.mask", "base.h.3.mask"}
 
@@ -82,7 +82,7 @@ def passes(
 ) -> dict[Kind, tuple[Item, ...]]:
     """Every layer leaves `saved` bytes for backward, and completes its gradients in fp32; `output`
     is handed on, and so is the gradient of what was `given`."""
-    part = stage_facts(known, stage)
+    part = stage_facts(spec(), known, stage)
     num, root = len(part.units), len(part.units) - 1
     forward: list[Item] = [Boundary(Mark.ENTER, root)]
     backward: list[Item] = [Boundary(Mark.PRE_BACKWARD, root)]

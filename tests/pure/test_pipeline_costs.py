@@ -27,7 +27,7 @@ EVEN = {"vocab": 264, "kv_heads": 6}  # slices and shards are equal
 
 def parts_of(spec: Spec) -> list[ModelFacts]:
     facts = own_facts(spec)
-    return [stage_facts(facts, stage) for stage in stages_of(spec, facts)]
+    return [stage_facts(spec, facts, stage) for stage in stages_of(spec, facts)]
 
 
 def names(facts: ModelFacts) -> Counter[str]:

@@ -57,7 +57,7 @@ def layers(spec: Spec, facts: ModelFacts) -> Layers:
     return layers_of((*blocks, root), front=chain.ends.front, tied=chain.tied)
 
 
-def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
+def stage_facts(spec: Spec, facts: ModelFacts, stage: Stage) -> ModelFacts:
     """Return the facts of one stage's part: its units, what it shares with another stage in units
     of their own, the root with what it has of the ends, and the order in which its gradients are
     complete. A tied head's copy is complete when the head is."""
@@ -81,7 +81,7 @@ def stage_facts(facts: ModelFacts, stage: Stage) -> ModelFacts:
     copies = [copy for _, copy in stage.copied if not tensors[copy].is_frozen]
     has = {*stage.tensors}
     order = [name for name in facts.gradient_order if name in has]
-    lacking = facts.chain.lacking(stage) if facts.chain else ()
+    lacking = chain_of(spec, facts).lacking(stage)
     return replace(
         facts,
         units=tuple(units),
