@@ -1,5 +1,9 @@
 """M: a module's results are computed again in backward, by torch's composable checkpoint; what a
-policy keeps is not."""
+policy keeps is not.
+
+A product over a dimension that tp shards is a partial sum of full size on each rank. In its place
+the sum over the ranks is kept: sharded tokens make it smaller, and no rank sends it twice.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ptrain.internals.checkpoint import checkpoint
 from ptrain.internals.dispatch import operator_names
@@ -47,8 +52,44 @@ def recompute(module: nn.Module, policy: Policy, *, draws: bool) -> None:
     options: dict[str, Any] = {"preserve_rng_state": draws}
     if policy.keep:
         kept = list(dict.fromkeys(operator for kind in policy.keep for operator in operators(kind)))
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+        options["context_fn"] = partial(_contexts, frozenset(kept))
     checkpoint(module, **options)
+
+
+def _contexts(kept: frozenset[Any]) -> Any:
+    return create_selective_checkpoint_contexts(_Keeping(kept))
+
+
+class _Keeping:
+    """The choice of the results that one pass of a module keeps, in the order of its operators."""
+
+    def __init__(self, kept: frozenset[Any]) -> None:
+        self.kept = kept
+        self._has_partial = False
+
+    def __call__(self, _: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+        """Return whether the result of `operator` is kept; forward and backward agree on it."""
+        if self._has_partial and operator in _sums():
+            self._has_partial = False
+            return CheckpointPolicy.MUST_SAVE
+        if operator not in self.kept:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if operator in operators(Operators.MATMUL) and _is_partial(args):
+            self._has_partial = True
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+
+def _is_partial(args: tuple[Any, ...]) -> bool:
+    """Return True if the product of the last two arguments sums over a sharded dimension."""
+    left = args[-2]
+    return isinstance(left, DTensor) and any(p.is_shard(left.dim() - 1) for p in left.placements)
+
+
+@cache
+def _sums() -> tuple[Any, ...]:
+    names = ("reduce_scatter_tensor", "all_reduce")
+    return tuple(_overload(f"_c10d_functional::{name}") for name in names)
 
 
 @cache
