@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
 from ptrain.report.predict import Prediction, Reserving, one, prediction_of, require_cuda
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import settled, useless_modes
 from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
@@ -219,6 +219,10 @@ def predicted(
     spec = settled(load(source, words))
     label = label or spec.name
     derivation = derive(spec, facts_of(spec, allow_import=allow_import, is_quiet=is_quiet))
+    if offer:
+        exact = derivation.exact
+        more = useless_modes(spec, exact.peak_bytes())
+        derivation = replace(derivation, exact=replace(exact, warnings=(*exact.warnings, *more)))
     return prediction_of(
         derivation,
         label=label,

@@ -18,12 +18,14 @@ from ptrain.selection.micro import with_largest_micro
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Policy
 from ptrain.spec.axis import DATA_AXES, Factor
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.placement import M, R
+from ptrain.spec.placement import M, R, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.spec.write import to_mapping
 from ptrain.units import format_bytes
 
 _PLACE = "recompute.budget"
+_DEVICE = frozenset({Tier.DEVICE})
+_TEMPORARY = 0.001  # an offload copies through the device: a share of the peak that is no finding
 _SPARSE = (4, 3, 2)  # every n-th block, before every one
 
 
@@ -43,6 +45,24 @@ def settled(document: Located) -> Spec:
         document = ChosenDocument(spec=with_largest_micro(document.spec), locate=document.locate)
     spec = require(document)
     return spec if spec.activations.budget is None else _within(spec, spec.activations.budget)
+
+
+def useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
+    """Return a warning if the modes of activations raise a built-in model's predicted `peak`."""
+    plain = spec.but(activations=ActivationSpec())
+    is_known = all(map(is_tabulated, (spec, plain))) and is_sound(plain)
+    if (
+        peak is None
+        or not is_known
+        or not any(not mode.is_plain for mode in spec.activations.modes)
+    ):
+        return ()
+    least = derive(plain, is_timed=False).exact.peak_bytes()
+    if least is None or peak <= least * (1 + _TEMPORARY * (spec.activations.tiers != _DEVICE)):
+        return ()
+    rise = f"raises the peak from {format_bytes(least)} to {format_bytes(peak)}"
+    why = "the peak is in the backward pass of one block, which has all its activations again"
+    return (f"activations: recomputation or offloading {rise}: {why}. Use `activations=R`.",)
 
 
 def _within(spec: Spec, budget: int) -> Spec:

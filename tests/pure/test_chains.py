@@ -58,7 +58,8 @@ def test_its_stages_have_its_names(tied):
 
 def test_a_stage_has_its_own_buffers_and_those_of_no_end():
     known = facts()
-    first, last = (dict(stage_facts(spec(), known, stage).buffers) for stage in stages_of(spec(), known))
+    stages = stages_of(spec(), known)
+    first, last = (dict(stage_facts(spec(), known, stage).buffers) for stage in stages)
     assert {*first} == {"base.turns", "base.table.scale", "base.h.0.mask", "base.h.1.mask"}
     assert {*last} == {"base.turns", "base.h.2.mask", "base.h.3.mask"}
 

@@ -249,3 +249,41 @@ def test_what_a_step_sends_is_what_one_rank_sends_and_not_each_kind_of_call_of_a
         exact.sent_bytes()
     ] * 2
     assert predicted_bytes(exact, ("pp",)) == exact.sent_bytes()
+
+
+BIASED = {
+    "experts": 8,
+    "experts_per_token": 2,
+    "expert_ffn": 16,
+    "dense_layers": 2,
+    "router": "sigmoid",
+    "bias_update_rate": 0.001,
+}
+
+
+def choices_summed(spec: Spec) -> list[int]:
+    """Return by account the bytes of the all-reduce of what tokens chose."""
+    return [
+        sum(row.payload_bytes for row in rows if row.key.state is State.OTHER)
+        for rows in derive(spec).exact.accounts
+    ]
+
+
+def test_a_stage_sums_the_choices_of_its_own_layers_with_experts():
+    shape = SHAPE | BIASED | {"layers": 5}
+    made = legal({"pp": 3, "ep": 2}, {"split": [2, 1, 2]}, model=shape)
+    row = 8 * shape["experts"]  # int64
+    assert choices_summed(made) == [0, row, 2 * row]
+    (first, *_), (last, *_) = (
+        [row.device_bytes for row in derive(made).exact.memory if row.state is State.OTHER][at:]
+        for at in (0, -1)
+    )
+    assert last - first == 2 * shape["experts"] * (FP32 + 8)  # biases and counts
+
+
+def test_a_stage_of_deepseek_v3_with_one_such_layer_sums_2048_bytes():
+    split = [4, 8, 8, 8, 8, 8, 8, 9]
+    made = legal({"pp": 8, "ep": 8}, {"split": split}, model={"preset": "deepseek-v3"})
+    summed = choices_summed(made)
+    assert summed[0] == 2048 and max(summed) == 9 * 2048
+    assert sum(sorted({*summed})) == (1 + 8 + 9) * 2048

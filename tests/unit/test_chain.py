@@ -150,7 +150,8 @@ def test_buffers_of_other_stages_are_not_a_stages_own():
     stages = stages_of(spec, facts)
     for stage in stages:
         part = part_of(module, stages, stage.index, facts.chain)
-        assert dict(stage_facts(spec, facts, stage).buffers).keys() == dict(part.named_buffers()).keys()
+        predicted = dict(stage_facts(spec, facts, stage).buffers)
+        assert predicted.keys() == dict(part.named_buffers()).keys()
 
 
 class Counted(Pairs):
