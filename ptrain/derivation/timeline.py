@@ -13,13 +13,14 @@ from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.costs import Footprint, Peak, Phase, State, StepTime
 from ptrain.derivation import activations
 from ptrain.derivation.balancing import sum_in_time
+from ptrain.derivation.clock import Clock
+from ptrain.derivation.clock_state import ClockState
 from ptrain.derivation.computing import Computing, PassScore, Timing
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import clip, norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
 from ptrain.derivation.memory import resident
 from ptrain.derivation.repeats import Representatives, represent
-from ptrain.derivation.slowest import Slowest
 from ptrain.derivation.tables import RankCut, setting_of
 from ptrain.derivation.tape import Marks, Scene, Tape, Wrap
 from ptrain.errors import PtrainError
@@ -34,6 +35,32 @@ Phases = Mapping[Phase, int]
 
 _WHOLE = RankCut()
 _BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # what lives for the whole step
+
+
+class Slowest:
+    """The rank that takes longest, of several that one clock plays in turn from the same moment.
+    Without a clock nothing happens."""
+
+    def __init__(self, clock: Clock | None) -> None:
+        self._clock = clock
+        self._start = clock.moment() if clock else None
+        self._end: ClockState | None = None
+        self._most = -1.0
+
+    def begin(self) -> None:
+        """Set the clock back to the moment at which all ranks start."""
+        if self._clock is not None and self._start is not None:
+            self._clock.back_to(self._start)
+
+    def end(self) -> None:
+        """Keep the moment at which this rank ends, if it is the latest."""
+        if self._clock is not None and self._clock.seconds > self._most:
+            self._most, self._end = self._clock.seconds, self._clock.moment()
+
+    def stay(self) -> None:
+        """Set the clock to the latest end, after the last rank."""
+        if self._clock is not None and self._end is not None:
+            self._clock.back_to(self._end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

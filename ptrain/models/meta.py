@@ -74,7 +74,10 @@ def materialize_built_on_meta(module: nn.Module, function: UserFunction) -> None
 
 
 def _allocate_meta_tensors(module: nn.Module, device: torch.device) -> dict[int, Tensor]:
-    """Replace the meta tensors of a module by empty ones, ties kept; return these by storage."""
+    """Replace the meta tensors of a module by empty ones, ties kept; return these by storage.
+
+    While `models.hollow` builds, every parameter stays on meta: its values come from a folder.
+    """
     new: dict[int, tuple[Tensor, Tensor]] = {}  # the old one is kept, so that no id comes twice
     for child in module.modules():
         for name, tensor in [*child._parameters.items(), *child._buffers.items()]:
@@ -87,7 +90,8 @@ def _allocate_meta_tensors(module: nn.Module, device: torch.device) -> dict[int,
                 child.register_parameter(name, replacement)
             else:
                 child._buffers[name] = replacement
-    return {storage_key(tensor): tensor for _, tensor in new.values()}
+    allocated = [tensor for _, tensor in new.values() if tensor.device.type == device.type]
+    return {storage_key(tensor): tensor for tensor in allocated}
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:

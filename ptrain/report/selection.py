@@ -12,7 +12,7 @@ from ptrain.axes.data.form import form_of, joins_units
 from ptrain.report.table import MISSING, render
 from ptrain.selection.demand import Demand
 from ptrain.selection.figures import Ranked
-from ptrain.selection.fit import room_text
+from ptrain.selection.fit import room_text, usable_text
 from ptrain.selection.quantities import keeping, recompute_of, unit_of
 from ptrain.selection.ranking import Lost, PlacementRanking
 from ptrain.selection.task import Scored, SearchGoal
@@ -55,10 +55,7 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         f"{selection.derived} derived exactly, {least} first"
     )
     if reserve := cluster.reserved_bytes:
-        yield (
-            f"a peak may fill {format_bytes(cluster.usable_memory)} of a device: "
-            f"{format_bytes(cluster.device_memory)} less a reserve of {format_bytes(reserve)}"
-        )
+        yield usable_text(cluster.device_memory, reserve)
     if job.stand_in is not None:
         yield (
             f"scored as a {job.stand_in.family}'s blocks of about as many parameters; the "

@@ -15,7 +15,7 @@ from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
 from ptrain.report.step_time import untimed
 from ptrain.report.table import MISSING, render, size
-from ptrain.selection.fit import HOST_UNKNOWN, room_text
+from ptrain.selection.fit import HOST_UNKNOWN, usable_text
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.follow import MeshFollower
 from ptrain.spec.overrides import parse_override
@@ -105,8 +105,8 @@ def table(points: Sequence[SweepPoint]) -> str:
     of some of them."""
     predictions = [point.prediction for point in points if point.prediction]
     assert predictions, "a sweep of which nothing is left is refused as a whole"
-    rooms = {room_text(prediction.fit) for prediction in predictions}
-    room = rooms.pop() if len(rooms) == 1 else ""
+    usable = {prediction.fit.usable_memory for prediction in predictions}
+    room = usable.pop() if len(usable) == 1 else None
     is_timed = any(
         step_seconds(prediction.derivation.exact) is not None or untimed(prediction.derivation)
         for prediction in predictions
@@ -118,7 +118,7 @@ def table(points: Sequence[SweepPoint]) -> str:
         "exact",
         "B/param",
         "ratio",
-        f"peak{room}",
+        f"peak of {size(room)}" if room else "peak",
         "fits",
         *(["on a host"] if has_host else []),
         *(["step s", "tokens/s per device"] if is_timed else []),
@@ -193,6 +193,7 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     yield from _followed(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
     yield from _decision(named)
+    yield from _gathered(named, _usable)
     yield from _gathered(named, _batch_lines)
     yield from _gathered(named, _missing_time)
     yield from _gathered(named, _unknown_host)
@@ -259,6 +260,11 @@ def _gathered(
 
 def _batch_lines(prediction: Prediction) -> Sequence[str]:
     return batch_lines(prediction.spec.batch, prediction.spec.data_degree)
+
+
+def _usable(prediction: Prediction) -> Sequence[str]:
+    memory, reserve = prediction.fit.device_memory, prediction.fit.reserve_bytes
+    return [usable_text(memory, reserve)] if memory and reserve else []
 
 
 def _unknown_host(prediction: Prediction) -> Sequence[str]:

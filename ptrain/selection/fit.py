@@ -154,6 +154,14 @@ def room_text(memory_fit: Fit) -> str:
     )
 
 
+def usable_text(device_memory: int, reserve: int) -> str:
+    """Return one line on the memory that a peak may fill."""
+    return (
+        f"a peak may fill {format_bytes(device_memory - reserve)} of a device: "
+        f"{format_bytes(device_memory)} less a reserve of {format_bytes(reserve)}"
+    )
+
+
 def host_text(memory_fit: Fit) -> str:
     """Return the host bytes of a node and its host memory, if states are offloaded or the host is
     too small; else empty."""

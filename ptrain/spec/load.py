@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from ptrain.spec.names import find_spec, names
 from ptrain.spec.overrides import apply, involves, parse_override, source_of, sweeps
 from ptrain.spec.resolve import resolve
 from ptrain.spec.shorthand import expand_shorthands, mark_of
+from ptrain.spec.slips import parse_toml
 from ptrain.spec.spec import Spec
 from ptrain.spec.suggest import for_foreign_file
 from ptrain.spec.text import MAX_BYTES, Route, SourceMark, Tree, read
@@ -136,7 +136,7 @@ def _toml(path: Path) -> dict[str, object]:
     """Return the values of a TOML file; none of any other file."""
     try:
         is_toml = path.suffix == ".toml" and path.stat().st_size <= MAX_BYTES
-        return tomllib.loads(path.read_text(encoding="utf-8")) if is_toml else {}
+        return parse_toml(path.read_text(encoding="utf-8")) if is_toml else {}
     except (OSError, ValueError, RecursionError):
         return {}
 

@@ -26,7 +26,7 @@ class SplitBy(Word):
     """What stages have as equal parts of as can be."""
 
     PARAMETERS = "parameters"
-    TIME = "time"  # by `axes.pipeline.times`
+    TIME = "time"  # by `axes.pipeline.form`
     LAYERS = "layers"
 
 

@@ -142,3 +142,10 @@ def null(value: object) -> str:
 def quote(value: object) -> str:
     is_plain = isinstance(value, bool | int | float)
     return "put it in quotes to make it a text" if is_plain else ""
+
+
+def parse_toml(text: str) -> dict[str, object]:
+    """Parse the text of a TOML file, as torchtitan's job configs are. Raises ValueError."""
+    from tomllib import loads
+
+    return loads(text)

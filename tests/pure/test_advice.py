@@ -105,7 +105,7 @@ def test_states_go_to_the_host_where_only_that_fits():
 
 
 def test_changes_are_combined_where_no_single_one_fits():
-    cluster = ("cluster.kind=cuda", "cluster.reserve=0", "cluster.host_memory=1KiB")
+    cluster = ("cluster.kind=cuda", "cluster.reserve=0", "cluster.host_memory=1MiB")
     words = ("batch={global: 32, micro: 8, sequence: 2048}", *cluster)
     room = "cluster.device_memory=30MB"
     least = advice_for("zero3", *words, room).variants

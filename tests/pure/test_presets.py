@@ -208,7 +208,7 @@ def test_an_override_takes_from_a_preset_what_it_makes_void_and_nothing_else(
     ("preset", "beside", "place", "remedy"),
     [
         ("mistral-7b", ["window=null", "global_every=2"], "global_every", "remove global_every"),
-        ("llama3.2-1b", ["head_bias=true"], "head_bias", "or write tied: false"),
+        ("llama3.2-1b", ["head_bias=true"], "head_bias", "or write model.tied=false"),
         ("llama3.1-8b", ["rope_scaling=none", "rope_factor=4"], "rope_factor", "remove rope_fact"),
         ("llama3-8b", ["rope_scaling=linear"], "rope_scaling", "write a larger rope_factor"),
         ("mistral-7b", ["norm_eps=null"], "norm_eps", ""),

@@ -38,6 +38,11 @@ def on_devices_of(memory: int, spec: Spec, host_memory: int | None = None) -> Sp
     return replace(spec, cluster=cluster)
 
 
+def needed_at_start(spec: Spec) -> int:
+    """The memory of a host that holds what its ranks draw at start-up, and no offloaded states."""
+    return fit(spec, derive(spec).exact).startup_host_bytes
+
+
 OWN = {
     "model": {"layers": 3, "hidden": 42, "heads": 3, "kv_heads": 1, "ffn": 101, "vocab": 259},
     "batch": {"global": 16, "micro": 2, "sequence": 16},
@@ -81,7 +86,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
 )
 def test_every_offer_is_legal_runs_on_as_many_ranks_and_needs_less(spec, share):
     before = derive(spec).exact.peak_bytes()
-    spec = on_devices_of(round(before * share) - 1, spec, host_memory=1)
+    spec = on_devices_of(round(before * share) - 1, spec, host_memory=needed_at_start(spec))
     offers = find_changes(spec).variants
     assert 0 < len(offers) <= 3
     for offer in offers:
@@ -133,7 +138,8 @@ def test_nothing_goes_to_the_host_where_something_on_the_device_fits():
 
 def test_where_the_host_has_too_little_states_come_back_to_the_device():
     spec = make_spec({Axis.DP_SHARD: (4, tuple_of("S*,O,O"))})
-    (first, *_) = find_changes(on_devices_of(2**40, spec, host_memory=1)).variants
+    host = needed_at_start(spec)
+    (first, *_) = find_changes(on_devices_of(2**40, spec, host_memory=host)).variants
     assert first.fit.fits
     assert all(mode.tier is Tier.DEVICE for mode in modes(first.spec))
 
@@ -214,7 +220,8 @@ def test_the_fewest_ranks_on_which_it_fits_are_named_where_nothing_else_does():
     }
     wide = load(written, ["mesh.dp_shard=16", "batch.global=16"]).spec
     room = derive(wide).exact.peak_bytes()
-    written["cluster"] = OWN["cluster"] | {"device_memory": room, "host_memory": 1}
+    host = 2 * needed_at_start(wide)  # the node of the wider spec has 16 ranks
+    written["cluster"] = OWN["cluster"] | {"device_memory": room, "host_memory": host}
     spec = load(written).spec
     (found,) = find_changes(spec, reload=lambda more: load(written, more)).variants
     assert found.kinds == (ChangeKind.RANKS,) and found.fit.fits

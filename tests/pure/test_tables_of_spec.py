@@ -227,7 +227,7 @@ def defaults(kind: type) -> dict[str, object]:
 def test_models_and_clusters_have_the_documented_defaults():
     options = defaults(block.BlockOptions)
     assert defaults(model.ModelShape) == options | {
-        "attention": "sdpa", "preset": "", "pretrained": None
+        "attention": "sdpa", "preset": "", "pretrained": None, "ignored": ()
     }  # fmt: skip
     by_family = [name for name in options if name in model.FAMILIES[model.Family.GPT]]
     assert by_family == ["tied", "norm", "activation", "bias", "positions"]

@@ -132,7 +132,7 @@ def test_references_are_dealt_over_the_ranks_and_built_one_at_a_time(
 ) -> None:
     monkeypatch.setattr(induction, "whole", lambda *_: {})
     monkeypatch.setattr(
-        induction, "_onward", lambda *_: ReferenceStep(1.0, {"a": torch.ones(1)}, 1.0)
+        induction.Onward, "_onward", lambda *_: ReferenceStep(1.0, {"a": torch.ones(1)}, 1.0)
     )
     program: Any = SimpleNamespace(spec=spec("precision.layout=zero16"), state_dict=dict)
     dealt = []
