@@ -3,7 +3,7 @@
     python benchmarks/gate.py [--save]
 
 Runs `.ci/run` on a clone of the last commit, as CI does: README's test command in a fresh
-environment, then layers, style and types. Claim: everything passes, and README's command takes at
+environment, then style and types. Claim: everything passes, and README's command takes at
 most 12 minutes on two cores, with the install. On a machine that does something else the minutes
 mean nothing. Prints; writes a result only with --save.
 """

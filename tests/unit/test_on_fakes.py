@@ -215,7 +215,12 @@ def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy"), [(MIXTRAL, "zero3"), (LLAMA, "tp"), (NECKS, "fsdp-mixed")]
+    ("model", "strategy"),
+    [
+        (MIXTRAL, "zero3"),
+        pytest.param(LLAMA, "tp", marks=pytest.mark.nightly),  # 20 s: it plays all ranks twice
+        (NECKS, "fsdp-mixed"),
+    ],
 )
 def test_a_model_that_is_slow_on_real_tensors_is_predicted_on_fakes_alike(
     model: str, strategy: str, request: pytest.FixtureRequest
