@@ -196,14 +196,18 @@ class _Search:
     untraced: dict[tuple[ChangeKind, ...], str] = field(default_factory=dict)
 
     def run(self) -> tuple[Variant, ...]:
-        """Try single changes on the device; if none fits combined ones, more ranks and the host."""
+        """Try single changes on the device; if none fits, combined ones and more ranks. If fewer
+        than `_OFFERED` fit, try offloads."""
         for kind, choices in ON_DEVICE.items():
             self._try_all(kind, choices(self.now.spec))
         if not self._has_fit():
             self._combine(ON_DEVICE)
-        if not self._has_fit():
+        is_on_device = self._has_fit()
+        if not is_on_device:
             self._widen()
-            if not self._try_all(ChangeKind.OFFLOAD, host_overrides(self.now.spec)):
+        if sum(variant.fit.fits is True for variant in self._better()) < _OFFERED:
+            is_on_host = self._try_all(ChangeKind.OFFLOAD, host_overrides(self.now.spec))
+            if not is_on_device and not is_on_host:
                 kinds = (*ON_DEVICE, ChangeKind.OFFLOAD)
                 self._combine(kind for kind in kinds if kind is not ChangeKind.SHARDING)
         return self._best()

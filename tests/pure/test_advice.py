@@ -4,6 +4,7 @@ pasted, loaded and derived again."""
 from __future__ import annotations
 
 import shlex
+from math import inf
 
 from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import derive
@@ -43,11 +44,12 @@ def require_true(variant: Variant, name: str, *words: str) -> None:
 def test_recomputation_is_the_first_advice_for_a_model_that_is_a_little_too_large():
     first, *_ = variants = advice_for("zero3", *LLAMA_8B).variants
     assert first.overrides[0] == "activations=M" and first.kinds == (ChangeKind.RECOMPUTE,)
-    assert 1 < len(variants) <= 3
+    assert [*variants[-1].kinds] == [ChangeKind.OFFLOAD] and len(variants) == 3
     for variant in variants:
-        assert variant.fit.fits and variant.seconds
+        time = "unknown" if variant.seconds is None else format_seconds(variant.seconds)
+        assert variant.fit.fits and (variant.seconds or ChangeKind.OFFLOAD in variant.kinds)
         require_true(variant, "zero3", *LLAMA_8B)
-        assert f"step time {format_seconds(variant.seconds)}" in variant.line
+        assert f"step time {time}" in variant.line
         assert f"{format_bytes(variant.fit.spare_bytes)} to spare" in variant.line
 
 
@@ -68,7 +70,7 @@ def test_those_that_fit_are_ranked_by_step_time_and_tight_ones_come_last():
         ("8b-tp", ("cluster.device_memory=15GiB", "cluster.reserve=0")),
     ):
         variants = advice_for(name, *words).variants
-        keys = [(variant.fit.is_tight, variant.seconds) for variant in variants]
+        keys = [(variant.fit.is_tight, variant.seconds or inf) for variant in variants]
         assert keys == sorted(keys) and keys
 
 
