@@ -3,6 +3,7 @@ notebook's cell), and how a process outlives its reader."""
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from io import TextIOWrapper
 from threading import Thread
 from typing import TextIO
 
+_READER_IS_GONE = (errno.EPIPE, errno.EIO)  # EIO: of a terminal that hung up
 _LAST_LINES = 10.0  # seconds: what a rank started itself may outlive it and hold its output open
 
 
@@ -45,6 +47,9 @@ def _print_lines(reading: int, stream: TextIO) -> None:
                 is_open = False
 
 
+_SETTINGS = ("encoding", "errors", "line_buffering", "write_through")  # PYTHONUNBUFFERED: the last
+
+
 class _DetachableStream(TextIOWrapper):
     """A text stream that discards its output once its reader is gone."""
 
@@ -61,7 +66,9 @@ class _DetachableStream(TextIOWrapper):
     def _discarding(self) -> Iterator[None]:
         try:
             yield
-        except OSError:  # a broken pipe, or EIO of a terminal that hung up
+        except OSError as error:
+            if error.errno not in _READER_IS_GONE:
+                return  # as a full disk: this text is lost, and later text may fit again
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
@@ -72,6 +79,6 @@ def outlive_readers() -> None:
     whoever prints: the standard streams are replaced."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, TextIOWrapper):
-            how = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering")}
+        if isinstance(stream, TextIOWrapper) and not isinstance(stream, _DetachableStream):
+            how = {key: getattr(stream, key) for key in _SETTINGS}
             setattr(sys, name, _DetachableStream(stream.buffer, **how))

@@ -6,6 +6,7 @@ user (`PtrainError`) ends as its message on standard error and its exit code.
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -63,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: cannot write: {error.strerror}", file=sys.stderr)
+        return WRONG_INPUT
 
 
 def _dispatch(arguments: list[str], *, is_process: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -229,9 +230,11 @@ def startup_lines(prediction: Prediction) -> list[str]:
     """Return what the ranks of a node need on its host before the first step, and why: of models
     that are not built in, and where that does not fit."""
     fitting, spec = prediction.fit, prediction.spec
-    if isinstance(spec.model, ModelShape) and fitting.host_short_bytes <= 0:
+    is_enough = fitting.startup_host_bytes <= (fitting.host_memory or inf)
+    if isinstance(spec.model, ModelShape) and is_enough:
         return []
-    ranks = f"{ranks_per_node(spec)} ranks"
+    count = ranks_per_node(spec)
+    ranks = f"{count} rank{'s' * (count > 1)}"
     way = f"{ranks} read their parts of the files"
     if why := prediction.derivation.facts.built_whole:
         way = f"{ranks} build the full model: {why}"

@@ -39,7 +39,7 @@ class ChangeKind(IntEnum):
 
 
 _MOST_RANKS = 1024  # along one axis
-_MOST_MICROS = 6  # sizes of a micro-batch that are tried: of 64 samples all
+_MOST_MICROS = 12  # sizes of a micro-batch that are tried: the largest, and 1
 # Parameters, optimizer state and gradients on the data axis; those with most on the host come last.
 _SHARDED = ("R,S,R", "R,S,S", "S*,S,S")
 _HOSTED = ("R,O,S", "R,O,O", "S*,O,S", "S*,O,O", "S*@host,O,S", "S*@host,O,O")
@@ -80,7 +80,7 @@ def micro_overrides(spec: Spec) -> Iterator[Overrides]:
     """Yield smaller micro-batches of the same global batch, the largest first."""
     samples = spec.batch.micro * spec.batch.accumulate
     smaller = [micro for micro in range(1, spec.batch.micro) if samples % micro == 0]
-    for micro in reversed(smaller[:_MOST_MICROS]):
+    for micro in dict.fromkeys((*smaller[:-_MOST_MICROS:-1], *smaller[:1])):
         yield (f"batch.micro={micro}", f"batch.accumulate={samples // micro}")
 
 

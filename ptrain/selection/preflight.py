@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
+from math import inf
 from operator import attrgetter
 
 from ptrain.algebra.legality import Located
@@ -77,7 +78,8 @@ class Variant:
         peak = f"peak {format_bytes(self.fit.peak_bytes or 0)}"
         if self.fit.fits is False:
             missing = format_bytes(self.missing_bytes)
-            return f"  closest{ranks}: {self.command} → {peak}, still {missing} too large"
+            host = f", {host_text(self.fit)}" if self.fit.host_short_bytes > 0 else ""
+            return f"  closest{ranks}: {self.command} → {peak}{host}, still {missing} too large"
         claim = "fits" if self.fit.fits else "may fit"
         time = "unknown" if self.seconds is None else format_seconds(self.seconds)
         spare = f"{format_bytes(self.fit.spare_bytes)} to spare{' (tight)' * self.fit.is_tight}"
@@ -131,11 +133,15 @@ def require_fit(
             f"need {host_text(memory_fit)}"
         ]
     instead = "use a smaller model or sequence"
+    if memory_fit.usable_memory is not None and memory_fit.usable_memory <= 0:
+        instead = "the reserve leaves no memory: set `cluster.reserve` and `cluster.device_memory`"
     if is_known:
         advice = find_changes(spec, facts, exact, reload)
         lines += advice.lines
         if any(variant.fit.fits for variant in advice.variants):
             instead = "add one of these overrides"
+        elif advice.untraced:
+            instead = "try the changes above with `ptrain predict`"
     raise DoesNotFit("\n".join([*lines, f"  remedy: {instead}, or train it anyway with --force"]))
 
 
@@ -155,7 +161,7 @@ def find_changes(
     """
     facts = own_facts(spec) if facts is None else facts
     memory_fit = fit(spec, fullest_alone(spec, facts) if exact is None else exact)
-    if memory_fit.peak_bytes is None:
+    if memory_fit.peak_bytes is None or (memory_fit.usable_memory or 1) <= 0:
         return FitAdvice()
     now = Variant(spec=spec, overrides=(), kinds=(), fit=memory_fit)
     search = _Search(now=now, facts=facts, reload=reload or partial(_load_resolved, spec))
@@ -218,6 +224,7 @@ class _Search:
         usable = [self._timed(variant) for variant in better if variant.fit.fits is not False]
         if not usable:
             return tuple(sorted(better, key=_missing)[:1])
+        usable = [variant for variant in usable if not _is_needless(variant, usable)]
         usable.sort(key=_rank)
         first = {variant.kinds: variant for variant in reversed(usable)}.values()
         others = (variant for variant in usable if variant not in first)
@@ -258,7 +265,7 @@ class _Search:
                 return None
             facts = self._facts_of(after)
             if facts is None:
-                self.untraced.setdefault(kinds, shlex.join(said))
+                self.untraced[kinds] = shlex.join(said)  # the last is the smallest of its kind
                 return None
             memory_fit = fit(after, fullest_alone(after, facts))
         except SpecError:
@@ -319,6 +326,15 @@ class _Search:
                     variant = self._try(kinds, said)
                     if variant is not None and variant.fit.fits:
                         return
+
+
+def _is_needless(variant: Variant, usable: Iterable[Variant]) -> bool:
+    """Return True if fewer of its overrides fit too, and take no longer."""
+    return any(
+        {*less.overrides} < {*variant.overrides}
+        and (variant.seconds or inf) >= (less.seconds or inf)
+        for less in usable
+    )
 
 
 def _rank(variant: Variant) -> tuple[float, ...]:

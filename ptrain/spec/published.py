@@ -205,10 +205,10 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
     try:
         keys |= kind.read(config, faults)
         faults += _wrong_layers(config, keys)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        finding = f"a field is missing or no number: {error}"
+        keys = {key: value for key, value in keys.items() if not _is_void(key, value, keys)}
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+        finding = f"a field is missing or has a value of another type: {error}"
         faults.append(FieldFault("", finding, WHOLE))
-    keys = {key: value for key, value in keys.items() if not _is_void(key, value, keys)}
     return PublishedModel(keys=keys, faults=tuple(faults), ignored=ignored)
 
 

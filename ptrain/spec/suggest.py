@@ -98,7 +98,7 @@ def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] 
     settings = filter(None, (re.match(r"Use `((?!.*=[A-Z]{2})[^`]+)`", said) for said in answers))
     keys = " ".join(dict.fromkeys(match[1] for match in settings))
     remedy = "Use `ptrain specs show zero3 > spec.yaml`, and edit it."
-    remedy += f" Keys that stand for those of this file: {keys}." if keys else ""
+    remedy += f" Corresponding keys: {keys}." if keys else ""
     return finding, f"{remedy} `ptrain help other-tools` lists more."
 
 

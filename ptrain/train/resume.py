@@ -6,7 +6,6 @@ import hashlib
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,22 @@ from ptrain.train.journal import LOG
 from ptrain.train.manifest import Manifest, step_of
 
 _BLOCK, _NUM_BLOCKS = 1 << 20, 256  # bytes; a larger file than all blocks is not read in full
+_LEAST_BLOCKS = 16  # of each of many files: ranks wait for rank 0, which reads them
 
 
 def resume(
-    program: Program, folder: RunFolder, source: str | None, exchange: Exchange, trust: bool = False
+    program: Program,
+    folder: RunFolder,
+    source: str | None,
+    exchange: Exchange,
+    accept_data: bool = False,
 ) -> int:
     """Fill the program from `source`; return the number of steps that are done already.
 
     `auto` takes the newest sound checkpoint of this run folder, else starts anew. A path is a
     checkpoint or a run folder. The next sample is the one after those of the checkpoint, whatever
     its `batch.global`; the learning rate's schedule goes on by steps. Raises SpecError if the
-    program's data are not those of the checkpoint; with `trust` it only warns.
+    program's data are not those of the checkpoint; with `accept_data` it only warns.
     """
     if program.world.is_first:
         for half in manifest.half_written(folder.checkpoints):
@@ -40,7 +44,7 @@ def resume(
     if source is None:
         return 0
     paths = candidates(source, folder)
-    path, verified, complaints = _fill(program, paths, source, exchange, trust)
+    path, verified, complaints = _fill(program, paths, source, exchange, accept_data)
     if path is None or verified is None:
         if source != AUTO or complaints:
             raise none_sound(source, complaints)
@@ -60,31 +64,35 @@ def resume(
 
 
 def data_prints(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, int]]:
-    """Return size, digest and time of modification of a training's data, by name.
+    """Return size, digest and time of modification of a training's data, by the key of the spec.
 
     They are bytes and SHA-256 of a file, a digest of a built-in text, and the number of samples of
     a user's dataset, whose content is unknown. Up to 256 MiB of a file are digested in full. Of a
     larger one 256 blocks of 1 MiB are, evenly spaced from its first byte to its last: a change of
-    tokens between these blocks is not noticed.
+    tokens between these blocks is not noticed. Several files share the 256 MiB.
     """
     data = spec.data
     if data.is_of_files:
-        pairs = [(source.path, source.loss_mask) for source in data.sources or ()]
-        paths = filter(None, chain((data.path, data.loss_mask), *pairs))
-        return {path: file_print(Path(path)) for path in paths}
+        paths = {"data.path": data.path, "data.loss_mask": data.loss_mask}
+        for index, part in enumerate(data.sources or ()):
+            paths[f"data.sources.{index}.path"] = part.path
+            paths[f"data.sources.{index}.loss_mask"] = part.loss_mask
+        files = {key: Path(path) for key, path in paths.items() if path}
+        blocks = max(_NUM_BLOCKS // len(files), _LEAST_BLOCKS)
+        return {key: file_print(path, blocks) for key, path in files.items()}
     is_user_code = data.function is not None
     size = source.num_samples(spec.batch.window, Split.TRAIN) if is_user_code else 0
-    return {source.name: (size, source.digest() or "", 0)}
+    return {"data": (size, source.digest() or "", 0)}
 
 
-def file_print(path: Path) -> tuple[int, str, int]:
-    """Return the entry of a file in `data_prints`."""
+def file_print(path: Path, blocks: int) -> tuple[int, str, int]:
+    """Return the entry of a file in `data_prints`, of which at most so many blocks are read."""
     status, digest = path.stat(), hashlib.sha256()
-    size, what, last = status.st_size, "sha256", _NUM_BLOCKS - 1
+    size, what, last = status.st_size, "sha256", blocks - 1
     places = list(range(0, size, _BLOCK))
-    if len(places) > _NUM_BLOCKS:
-        what = f"sha256 of {_NUM_BLOCKS} blocks"
-        places = [(size - _BLOCK) * number // last for number in range(_NUM_BLOCKS)]
+    if len(places) > blocks:
+        what = f"sha256 of {blocks} blocks"
+        places = [(size - _BLOCK) * number // last for number in range(blocks)]
     with path.open("rb") as file:
         for place in places:
             file.seek(place)
@@ -107,7 +115,7 @@ def _changed_data(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _fill(
-    program: Program, paths: Sequence[Path], source: str, exchange: Exchange, trust: bool
+    program: Program, paths: Sequence[Path], source: str, exchange: Exchange, accept_data: bool
 ) -> tuple[Path | None, Manifest | None, list[str]]:
     """Load the first of rank 0's `paths` that is sound and holds finite values alone; which it is,
     its manifest, and what is wrong with those before it.
@@ -128,7 +136,7 @@ def _fill(
         if changes := "; ".join(_changed_data(verified.data, program.data_prints)):
             finding = f"its training data changed: {changes}"
             remedy = "restore the data, or continue with the changed data: add --accept-data"
-            if not trust:
+            if not accept_data:
                 raise refused(f"checkpoint {shown(path)}", finding, remedy)
             LOG.warning("resume  %s", changes)
         checkpoint.load(program, path, verified, exchange)

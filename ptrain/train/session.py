@@ -56,6 +56,7 @@ from ptrain.train.routing import RoutingLog
 from ptrain.train.tracker import names_of_trackers, require_trackers
 from ptrain.train.tracking import Trackers, trackers_of
 
+_TRACES = "trace the parts of the model"
 _UNGUARDED = "nothing in this process can look at steps beside one device"
 
 
@@ -149,7 +150,8 @@ def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGua
     _announce(session, derivation.exact, program.whole_because)
     folder, exchange = session.folder, session.exchange
     if options.resume or spec.checkpoint.every or spec.checkpoint.at_end:
-        program.data_prints = exchange.first(data_prints(spec, text) if world.is_first else None)
+        read = partial(data_prints, spec, text)
+        program.data_prints = _on_first(exchange, read, "read the training data")
     first = resume(program, folder, options.resume, exchange, options.accept_data)
     if world.is_first:
         trackers = trackers_of(spec, options, session.folder, derivation.exact, first=first)
@@ -209,9 +211,9 @@ def _of_run(derivation: Derivation, probe: Probe, routing: RoutingLog) -> Predic
     return Predictions(derivation=derivation, counted=counted)
 
 
-def _on_first(exchange: Exchange, trace: Callable[[], Any]) -> Any:
-    """Return on every rank what `trace` gives on rank 0. What stops it there is a problem of all
-    the others."""
+def _on_first(exchange: Exchange, trace: Callable[[], Any], action: str = _TRACES) -> Any:
+    """Return on every rank the result of `trace` on rank 0. An error there is a problem of all the
+    others, whose message names the `action`."""
     answer = None
     try:
         if exchange.world.is_first:
@@ -219,7 +221,7 @@ def _on_first(exchange: Exchange, trace: Callable[[], Any]) -> Any:
     finally:
         if error := sys.exception():
             last = traceback.format_exception_only(error)[-1].strip()
-            answer = {"problem": f"rank 0 could not trace the parts of the model: {last}"}
+            answer = {"problem": f"rank 0 could not {action}: {last}"}
         answer = exchange.first(answer)
     return answer
 

@@ -118,12 +118,12 @@ def test_changes_are_combined_where_no_single_one_fits():
 
 
 def test_changes_that_need_a_trace_are_named_and_not_claimed():
-    words = ("model.dropout=0.1", "cluster.device_memory=1MiB")
+    words = ("model.dropout=0.1", "cluster.device_memory=1MiB", "cluster.reserve=0")
     advice = find_changes(load("zero3", words).spec, routed(), EXACT)
-    assert "activations=M recompute=selective" in advice.untraced
+    assert "activations=M" in advice.untraced, "the change of its kind that needs least"
     traced = {ChangeKind.RECOMPUTE, ChangeKind.LOSS, ChangeKind.LAYOUT, ChangeKind.MICRO}
     assert all(not traced & {*variant.kinds} for variant in advice.variants)
-    assert advice.lines[-1].startswith("  not tried, because each needs a trace: activations=M ")
+    assert advice.lines[-1].startswith("  not tried, because each needs a trace: activations=M")
 
 
 def test_where_nothing_fits_the_closest_is_named_with_what_is_missing():
@@ -154,3 +154,21 @@ def test_an_offer_never_changes_which_sums_tp_takes():
         for variant in advice_for(name, "cluster.device_memory=8GiB", "cluster.reserve=0").variants:
             after = require(load(name, list(variant.overrides)))
             assert (after.factors, after.tensor) == (variant.spec.factors, spec.tensor)
+
+
+def test_the_largest_micro_batch_that_fits_is_printed():
+    words = ("batch.micro=48", "batch.global=96", "cluster.kind=cuda", "cluster.reserve=0")
+    variants = advice_for("zero3", *words, "cluster.device_memory=270MB").variants
+    sizes = [v.spec.batch.micro for v in variants if v.kinds == (ChangeKind.MICRO,)]
+    assert sizes == [24]
+
+
+def test_no_change_adds_an_override_that_is_not_needed():
+    words = ("model.preset=llama3-70b", *LLAMA_8B[1:])
+    offered = [{*variant.overrides} for variant in advice_for("zero3", *words).variants]
+    assert offered and not any(less < more for less in offered for more in offered)
+
+
+def test_no_change_is_advised_if_the_reserve_is_all_the_memory(ptrain):
+    said = ptrain("predict", "8b-zero3", "cluster.reserve=90GiB")
+    assert "does not fit" in said and "closest" not in said

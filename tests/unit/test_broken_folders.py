@@ -139,7 +139,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "negative layers": (field(num_hidden_layers=-2), "layers"),
     "layers in words": (field(num_hidden_layers="two"), "layers"),
-    "no heads": (field(num_attention_heads=0), "missing or no number|heads"),
+    "no heads": (field(num_attention_heads=0), "missing or has a value of another type|heads"),
     "an absurd width": (field(hidden_size=2**40), "hidden"),
     "more layers than weights": (field(num_hidden_layers=3), "there is no tensor model.layers.2"),
     "fewer layers than weights": (field(num_hidden_layers=1), "9 tensors are of no part"),
