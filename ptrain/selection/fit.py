@@ -27,7 +27,7 @@ _PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not there at every moment of 
 _ON_CUDA = "device=cuda"
 _TIGHT = 0.05  # of a device's memory: another sequence length or driver takes as much
 HOST_UNKNOWN = (
-    "it does not state the memory of a node's host, which holds offloaded states or full models",
+    "`cluster.host_memory` is missing, and a node's host holds offloaded states or full models",
     "Add it, for example `cluster.host_memory=2TB`.",
 )
 
@@ -113,7 +113,7 @@ class Fit:
         if self.peak_bytes is None or self.is_open:
             return self.why
         is_unknown = self.fits is None and self.is_host_unknown
-        return f"the cluster: {HOST_UNKNOWN[0]}" if is_unknown else ""
+        return HOST_UNKNOWN[0] if is_unknown else ""
 
     @property
     def fits_device(self) -> bool | None:

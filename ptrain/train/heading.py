@@ -58,7 +58,7 @@ def preflight_lines(
         where = " on a GPU" if needs_gpu(spec, exact) else ""
         lines.append(f"unknown: {memory_fit.why}; what tells{where}: {command}")
     elif memory_fit.is_host_unknown and memory_fit.fits is None:
-        lines.append(f"unknown: the cluster: {'. '.join(HOST_UNKNOWN)}")
+        lines.append(f"unknown: {'. '.join(HOST_UNKNOWN)}")
     return [*lines, *by_data_lines(exact)]
 
 

@@ -168,7 +168,7 @@ def test_offloaded_states_are_compared_with_the_host_of_the_preset(ptrain):
 def test_an_unknown_host_is_not_unlimited(ptrain):
     words = [*OFFLOADED[:-1], UNSTATED]
     text = ptrain("predict", *words)
-    assert "unknown: the cluster: it does not state the memory of a node's host" in text
+    assert "unknown: `cluster.host_memory` is missing, and a node's host holds" in text
     assert "1129 GB on a node's host (memory unknown)" in text
     assert "fits: " not in text
     assert "`cluster.host_memory=2TB`" in text

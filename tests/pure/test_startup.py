@@ -64,7 +64,7 @@ def test_full_models_on_a_host_of_unknown_memory_may_not_fit() -> None:
     facts = own_facts(spec)
     assert fit(spec, derive(spec, facts).exact).fits is True
     found = fit(spec, derive(spec, replace(facts, built_whole=WHOLE)).exact)
-    assert found.fits is None and "does not state the memory of a node's host" in found.unknown
+    assert found.fits is None and "cluster.host_memory` is missing" in found.unknown
 
 
 def test_offloaded_parameters_are_on_the_host_at_start_up_too() -> None:
