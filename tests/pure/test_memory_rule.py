@@ -178,7 +178,7 @@ def test_an_unknown_host_is_not_unlimited(ptrain):
     sweep = ptrain("predict", *words, "batch.sequence=64,128")
     head, *rows = sweep.splitlines()
     assert "on a host" in head and all("unknown" in row and "1129 GB" in row for row in rows[:2])
-    assert sweep.count("unknown whether it fits: the cluster: ") == 1
+    assert sweep.count("unknown whether it fits: `cluster.host_memory` is missing") == 1
     spec = load(words[0], words[1:]).spec
     exact = derive(spec).exact
     require_fit(spec, exact)  # what is unknown is no reason
