@@ -21,6 +21,7 @@ from ptrain.selection.ranking import Lost, PlacementRanking, Remedy, front_of, o
 from ptrain.selection.recipe import reasons
 from ptrain.selection.task import Scored, SearchGoal, SearchResult
 from ptrain.selection.where import Where, parse
+from ptrain.units import format_bytes
 
 _BEST_TRACED = 6  # candidates that are derived exactly of a model that has to be traced
 _MOST_DEVICES = 2**13  # on which something is looked for that fits
@@ -145,6 +146,13 @@ class Chooser(Deriver):
         )
         if not rows and self.is_host_unknown:
             raise refused("cluster", *HOST_UNKNOWN)
+        if not rows and self.least_on_host:
+            raise refused(
+                "cluster.host_memory",
+                "no candidate fits: those that fit a device need "
+                f"{format_bytes(self.least_on_host)} or more of a node's host",
+                "Search more devices: `--devices N`; or write the memory of a larger host.",
+            )
         if not rows and result.counts.fitting:
             raise refused(
                 "--exact",

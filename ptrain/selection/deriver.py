@@ -60,6 +60,7 @@ class Deriver:
     exceeding: dict[Candidate, bool] = field(default_factory=dict)
     derived: int = 0
     is_host_unknown: bool = False  # of a candidate that was derived
+    least_on_host: int = 0  # of those that fit a device, and whose node's host is too small
 
     # -- the machine
 
@@ -241,6 +242,9 @@ class Deriver:
             self.derived += row is not None
             if row is not None and row.memory.fits is None and row.memory.fits_device:
                 self.is_host_unknown = True
+            if row is not None and row.memory.fits_device and row.memory.host_short_bytes > 0:
+                needed = row.memory.host_needed_bytes
+                self.least_on_host = min(self.least_on_host or needed, needed)
             if row is not None and row.memory.fits and self._obeys(row):
                 count -= 1
                 yield row

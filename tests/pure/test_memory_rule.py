@@ -294,3 +294,16 @@ def test_no_answer_contradicts_the_outcome_of_a_published_job(benchmark_module):
     outcomes = {job.name: job.trained for job in published.JOBS}
     assert list(outcomes.values()).count(False) >= 5, "jobs that ran out of memory"
     assert {job.name: published.predict_fit(job).fits for job in published.JOBS} == outcomes
+
+
+def test_a_search_names_the_host_if_it_is_too_small(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "name: mine\nmodel: {preset: llama3-8b}\nmesh: auto\nplacement: auto\n"
+        "batch: {global: 16, micro: 1, sequence: 4096}\n"
+        "cluster: {devices: 2, device_memory: 24 GiB, intra_node_bandwidth: 25 GB/s, "
+        "kind: cuda, sm: 89, host_memory: 20 GB}\n"
+    )
+    assert main(["select", str(file)]) == 2
+    message = capsys.readouterr().err
+    assert "cluster.host_memory: no candidate fits" in message and "--exact" not in message
