@@ -1,12 +1,13 @@
 """Nothing that is not finite is applied, saved or continued from: all ranks look, and agree.
 
-Before an update that is one exchange of a few numbers, on the host or on the device. What is wrong
-is looked for, tensor by tensor, only where something is.
-"""
+Before an update that is one exchange of a few numbers, on the host or on the device. Each tensor
+is looked at only if something is not finite."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ptrain.costs import Phase
 from ptrain.errors import TrainingStopped
 from ptrain.internals.dispatch import without_modes
+from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.holdings import Holding
@@ -33,7 +36,7 @@ from ptrain.train.interrupt import Interrupts, strongest
 from ptrain.train.look import DeviceSums, HostLook, Look, StepFigures, can_be_late
 
 _REMEDY = "a lower optimizer.lr, a longer optimizer.schedule.warmup, or optimizer.clip=1.0"
-_UNKNOWN = "the rank that made the first is unknown"
+_UNKNOWN = "the rank that made the first value that is not finite is unknown"
 _CHUNK = 1 << 22  # elements that are counted at once, with a flag of a byte for each
 _STATES = {
     Subject.PARAMETERS: "parameters are not finite",
@@ -60,9 +63,8 @@ class Guard:
     gone by then: the step is computed again, from the parameters that it had, to name what is wrong
     with them.
 
-    Where backward updates (G = M) no unit waits for the other ranks. A rank leaves out the unit
-    whose reduced gradient is not finite, and all that follow in that pass; it reads one value a
-    unit for that.
+    Where backward updates (G = M) no unit waits for the other ranks. A rank reads one value a unit,
+    and leaves out the first whose reduced gradient is not finite and all that follow in that pass.
     """
 
     def __init__(
@@ -77,10 +79,10 @@ class Guard:
         again, and returns their norm."""
         self._repeat = repeat
         self._program, self._queue = program, queue
-        self._exchange = exchange
-        self._interrupts = interrupts
+        self._exchange, self._interrupts = exchange, interrupts
         self._updated = 0  # units in this step's backward pass
         self._left_out: list[Unsound] = []
+        self._is_repeated = True  # unless computing a step again failed
         if program.updates_in_backward:
             program.admits = self._admits
         self._sums = DeviceSums(program, queue, interrupts) if can_be_late(program, queue) else None
@@ -98,13 +100,11 @@ class Guard:
         loss_share, length, is_sound = self._read(share, norm)
         numbers = [loss_share, float(not is_sound), *self._interrupts.flags()]
         loss, unsound, *flags = self._exchange.add(numbers)
+        is_sound = math.isfinite(loss) and not unsound
         figures = StepFigures(
-            loss=loss,
-            is_sound=math.isfinite(loss) and not unsound,
-            interrupt=strongest(flags),
-            gradient_norm=length,
+            loss=loss, is_sound=is_sound, interrupt=strongest(flags), gradient_norm=length
         )
-        self._require(step, figures)
+        self._require(step, figures, loss_share)
         self._updated = 0
         return HostLook(self._queue, figures, self._program.scaling)
 
@@ -115,15 +115,15 @@ class Guard:
         self._require(step, figures)
         return figures
 
-    def _require(self, step: int, figures: StepFigures) -> None:
+    def _require(self, step: int, figures: StepFigures, share: float = 0.0) -> None:
         if figures.is_sound:
             return
         loss, norm, origin = figures.loss, None, ""
         if self.is_late:
-            norm, origin = self._compute_again(step)
+            norm, origin = self._compute_again(step, share)
         what = f"the loss is {loss}" if not math.isfinite(loss) else self._gradients(loss, norm)
         if not self.is_late:  # until then the gradients of the step itself are there
-            _, origin = self._compute_again(step)
+            _, origin = self._compute_again(step, share)
         raise TrainingStopped(
             f"step {step + 1}: {what}\n"
             f"  {origin}\n"
@@ -131,26 +131,36 @@ class Guard:
             f"  remedy: {_REMEDY}"
         )
 
-    def _compute_again(self, step: int) -> tuple[torch.Tensor | None, str]:
+    def _compute_again(self, step: int, share: float) -> tuple[torch.Tensor | None, str]:
         """Compute a step again from its parameters. Return the norm, and which rank first had a
         value that is not finite, in words that are the same on all ranks."""
+        shares = self._exchange.gather(share)
+        ranks = [str(rank) for rank, its in enumerate(shares) if not math.isfinite(its)]
+        known = f"the loss is not finite on rank {', '.join(ranks)}" if ranks else ""
         if self._program.updates_in_backward:
-            shares = self._exchange.gather(float(self._program.loss.share))
-            ranks = [str(rank) for rank, share in enumerate(shares) if not math.isfinite(share)]
-            why = f"{_UNKNOWN}: backward has changed parameters already"
-            return None, f"the loss is not finite on rank {', '.join(ranks)}" if ranks else why
+            return None, known or f"{_UNKNOWN}: backward has changed parameters already"
         norm, witness = None, _Witness(self._program)
-        self._program.wrapped.clear_gradients()
-        with suppress(Exception), without_modes(), witness.watch():  # no user's error hides ours
+        with without_modes(), witness.watch():
+            self._program.wrapped.clear_gradients()
             norm = self._repeat(step)
-        by_rank = self._exchange.gather(witness.found)
-        if not any(by_rank):
-            why = "a device may be at fault, or the model keeps something between its passes"
-            return norm, f"{_UNKNOWN}, and none was seen when it was computed again: {why}"
-        number, _, _, place, values = first = min(filter(None, by_rank))
-        ranks = [str(rank) for rank, its in enumerate(by_rank) if its and its[:4] == first[:4]]
-        micro = f"micro-batch {number + 1} of {self._program.spec.batch.accumulate}"
-        return norm, f"first on rank {', '.join(ranks)}, {micro}: {place} has {values}"
+        answers = [(witness.found, witness.failure)]
+        with suppress(*(OSError, RuntimeError) if witness.failure else ()):  # others may wait
+            answers = self._exchange.gather(answers[0])
+        found, failures = ([its for its in answer if its] for answer in zip(*answers, strict=True))
+        self._is_repeated, first = not failures, ""
+        if found:
+            number, *_, place, values, _ = least = min(found)
+            ranks = [str(its[-1]) for its in found if its[:5] == least[:5]]
+            micro = f"micro-batch {number + 1} of {self._program.spec.batch.accumulate}"
+            first = f"first on rank {', '.join(ranks)}, {micro}: {place} has {values}"
+        unknown = f"{known}; {_UNKNOWN}" if known else _UNKNOWN
+        if failures:  # the earliest: the other ranks fail because they wait for it
+            _, rank, words = min(failures)
+            why = f"computing the step again failed on rank {rank}: {words}"
+            return norm, f"{unknown}: {why}" + (f"; before that {first}" if first else "")
+        why = "a device may be at fault, or the model keeps something between its passes"
+        none = f"{unknown}, and in this step none was seen when it was computed again: {why}"
+        return norm, first or none
 
     def _read(
         self, share: torch.Tensor, norm: torch.Tensor | None
@@ -160,8 +170,7 @@ class Guard:
         device.
 
         The norm is of all ranks, and as finite as their gradients. Where there is none the ranks
-        look at their own: two scalars a tensor, gone before the update, which the meters do not
-        see, as they see nothing of what the training loop does for itself.
+        look at their own: two scalars a tensor, gone before the update. The meters see neither.
         """
         program, scaling = self._program, self._program.scaling
         flags: list[torch.Tensor] = []
@@ -190,7 +199,7 @@ class Guard:
         culprits: Iterable[Unsound] = self._left_out
         if not self._program.updates_in_backward:
             culprits = _unsound(self._program, holdings.gradients(self._program))
-        problem = _first(culprits, self._exchange)
+        problem = _first(culprits, self._exchange) if self._is_repeated else ""
         if not problem:  # each is: the sum of their squares is what is not
             problem = "the norm of the gradients is not finite, though every gradient is"
             if self.is_late and (norm is None or norm.isfinite()):
@@ -215,11 +224,17 @@ class Guard:
 
 
 class _Witness:
-    """The first value on this rank that is not finite, in a step that is computed again."""
+    """The first value on this rank that is not finite, in a step that is computed again; or why
+    that failed. Values are numbered within a micro-batch, in the same sequence on all ranks of a
+    tp, cp or ep group: a rank that only received one has a higher number."""
 
     def __init__(self, program: Program) -> None:
-        self.found: list[Any] | None = None  # micro-batch, pass, stage, place, values
+        self.found: list[Any] = []  # micro-batch, pass, stage, order, place, values, rank
+        self.failure: list[Any] = []  # after how many seconds, rank, words
         self._program, self._pass, self._number = program, Phase.FORWARD, 0
+        self._orders: Counter[int] = Counter()  # values so far, by micro-batch
+        self._hooks, self._hooked = ExitStack(), WeakTensorKeyDictionary()
+        self._began = time.monotonic()
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         """Look at the loss of the pass that ends: an observer of the program."""
@@ -228,9 +243,11 @@ class _Witness:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Temporarily look at outputs and gradients, as the only observer of the program."""
+        """Temporarily look at outputs and gradients, as the only observer of the program. Keep
+        an exception, of user code too: the finding of the step itself stays."""
         program = self._program
-        with ExitStack() as hooks:
+        with self._hooks as hooks:
+            hooks.push(self._keep)
             for watching in (program.observers, program.gradient_observers):
                 hooks.callback(watching.__setitem__, slice(None), [*watching])
                 watching.clear()
@@ -243,12 +260,19 @@ class _Witness:
                     hooks.callback(module.register_forward_pre_hook(before).remove)
             yield
 
+    def _keep(self, _: object, error: BaseException | None, __: object) -> bool:
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        if is_kept := isinstance(error, Exception):
+            self.failure = [time.monotonic() - self._began, self._program.world.rank, words]
+        return is_kept
+
     def _parameters(self, name: str, stage: int, module: nn.Module, _: object) -> None:
         """Hook those that the module has now: a gathered unit has others than it stores."""
         for key, parameter in module.named_parameters(name, recurse=False):
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter not in self._hooked:
                 place = f"the gradient of {self._program.wrapped.canonical_name(key)}"
-                parameter.register_hook(partial(self._look, place, -stage))
+                hook = parameter.register_hook(partial(self._look, place, -stage))
+                self._hooked[parameter] = self._hooks.callback(hook.remove)
 
     def _forward(self, name: str, stage: int, _: nn.Module, __: object, output: Any) -> None:
         place = f"the output of {name or 'the model'}"
@@ -260,10 +284,13 @@ class _Witness:
 
     @torch.no_grad()
     def _look(self, place: str, stage: int, tensor: torch.Tensor) -> None:
-        with without_modes():
-            if self.found is None and not _is_finite([tensor]):
-                is_backward = self._pass is not Phase.FORWARD
-                self.found = [self._number, is_backward, stage, place, _counted([tensor])]
+        self._orders[self._number] += 1
+        with without_modes():  # a collective may still write to it: wait, at no cost if none does
+            held = AsyncCollectiveTensor(local(tensor)).trigger_wait()
+            if not self.found and not _is_finite([held]):
+                at = [self._number, self._pass is not Phase.FORWARD, stage]
+                values, rank = _counted([held]), self._program.world.rank
+                self.found = [*at, self._orders[self._number], place, values, rank]
 
 
 def require(program: Program, step: int, exchange: Exchange) -> None:
@@ -330,7 +357,11 @@ def _saved(program: Program) -> Iterator[Holding]:
 
 def _unsound(program: Program, held: Iterable[Holding]) -> Iterator[Unsound]:
     """What is not finite, in the model's order; parts of one tensor together."""
-    order = _order(program)
+    order = {
+        name: (piece.index, place)
+        for piece in program.pieces
+        for place, (name, _) in enumerate(piece.module.named_parameters())
+    }
     parts: dict[_Place, list[torch.Tensor]] = {}
     for part in held:
         stage, tensor = order.get(part.name, (0, len(order)))
@@ -342,22 +373,12 @@ def _unsound(program: Program, held: Iterable[Holding]) -> Iterator[Unsound]:
                 yield Unsound(place, _counted(parts[place]))
 
 
-def _order(program: Program) -> dict[str, tuple[int, int]]:
-    """Stage and place of each tensor that this rank has anything of."""
-    return {
-        name: (piece.index, place)
-        for piece in program.pieces
-        for place, (name, _) in enumerate(piece.module.named_parameters())
-    }
-
-
 def _counted(tensors: Sequence[torch.Tensor]) -> str:
     """`nan in 2 and inf in 1 of 64 elements`."""
     counts = dict.fromkeys(("nan", "inf", "-inf"), 0)
     for chunk in chain.from_iterable(local(t).reshape(-1).split(_CHUNK) for t in tensors):
-        counts["nan"] += int(chunk.isnan().sum())
-        counts["inf"] += int(chunk.isposinf().sum())
-        counts["-inf"] += int(chunk.isneginf().sum())
+        for value, is_it in zip(counts, (torch.isnan, torch.isposinf, torch.isneginf), strict=True):
+            counts[value] += int(is_it(chunk).sum())
     words = " and ".join(f"{value} in {count}" for value, count in counts.items() if count)
     return f"{words} of {sum(tensor.numel() for tensor in tensors)} elements"
 

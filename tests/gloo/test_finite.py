@@ -147,7 +147,8 @@ def test_a_gradient_of_one_rank_that_is_not_finite_stops_all_before_the_update(
     assert first.startswith("step 3: the loss is 5.")
     assert f"reduced gradients are not finite: {TENSOR} has " in first
     assert " in 1 of " in first and " elements on rank " in first
-    assert "the rank that made the first is unknown, and none was seen when it was" in origin
+    assert "the rank that made the first value that is not finite is unknown, and" in origin
+    assert "in this step none was seen when it was computed again" in origin
     assert state.strip() == "the parameters are those of step 2; nothing of step 3 was saved"
     assert "remedy: a lower optimizer.lr" in remedy
     assert not any(end.changed for end in ends)

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from pytest import MonkeyPatch
 
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
+from ptrain.interpreter.program import Program, interpret
 from ptrain.spec.load import load
+from ptrain.train import session
 from tests.gloo import sessions
 from tests.models_poisoned import BAD
 from tests.ranks import Ranks
@@ -19,6 +23,7 @@ pytestmark = pytest.mark.gloo
 MODEL = "tests.models_poisoned"
 STEP, RANK, MICRO = 1, 1, 1  # of the poisoned sample, all from 0
 nightly = pytest.mark.nightly
+NAN = float("nan")
 
 
 def job(name: str, size: int, path: Path, *more: str) -> tuple[str, ...]:
@@ -92,3 +97,55 @@ def test_where_backward_updates_the_rank_of_the_loss_is_named(
     assert {end.code for end in ends} == {4}, ends[0].error
     found = f"step {STEP + 1}: the loss is nan\n  the loss is not finite on rank {RANK}\n"
     assert all(found in end.error for end in ends)
+
+
+PLANTED = "blocks.1.attention.value"
+SHAPE = "model={layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 260}"
+
+
+def planted(words: tuple[str, ...], first: int, most: int) -> sessions.Ended:
+    """Train on this rank. On rank 1 PLANTED returns nan from call `first` on (from 1), and on all
+    ranks it raises after `most` calls."""
+
+    def changed(*args: object, **kwargs: object) -> Program:
+        program = interpret(*args, **kwargs)  # type: ignore[arg-type]
+        count = 0
+
+        def plant(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            if count > most:
+                raise ValueError("no call more")
+            return output * (NAN if count >= first and program.world.rank == 1 else 1.0)
+
+        modules = dict(program.pieces[0].module.named_modules())
+        (name,) = [name for name in modules if name.endswith(PLANTED)]
+        modules[name].register_forward_hook(plant)
+        output = modules[name.replace("value", "output")]
+        output.register_forward_hook(lambda _, __, values: values * 1.0)  # when all ranks have sent
+        return program
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(session, "interpret", changed)
+        return sessions.of_no_launcher(words)
+
+
+def test_a_rank_that_only_received_the_value_is_not_named(
+    ranks: Ranks, tmp_path: Path, tokens: Path
+) -> None:
+    sizes = (SHAPE, f"data.path={tokens}", "batch.global=4", "batch.micro=2", "batch.sequence=8")
+    words = ("tp", *sizes, "train.steps=3", "--run-dir", str(tmp_path / "run"))
+    for end in ranks.run(2, planted, words, 3, 99):  # the second step of two micro-batches
+        place = f"{PLANTED} has nan in 128 of 128 elements"
+        assert f"first on rank 1, micro-batch 1 of 2: the output of {place}\n" in end.error
+
+
+def test_a_step_that_fails_when_it_is_computed_again_is_not_blamed_on_a_device(
+    ranks: Ranks, tmp_path: Path, tokens: Path
+) -> None:
+    words = (*job("ddp", 2, tokens, SHAPE), "--run-dir", str(tmp_path / "run"))
+    for end in ranks.run(2, planted, words, 5, 8):  # the second step of four micro-batches
+        assert end.code == 4
+        assert "step 2: the loss is nan\n  the loss is not finite on rank 1; " in end.error
+        assert "computing the step again failed on rank " in end.error
+        assert ": ValueError: no call more\n" in end.error and "a device may" not in end.error
