@@ -146,11 +146,11 @@ class Guard:
         answers = [(witness.found, witness.failure)]
         with suppress(*(OSError, RuntimeError) if witness.failure else ()):  # others may wait
             answers = self._exchange.gather(answers[0])
-        found, failures = ([its for its in answer if its] for answer in zip(*answers, strict=True))
+        firsts, failures = ([its for its in answer if its] for answer in zip(*answers, strict=True))
         self._is_repeated, first = not failures, ""
-        if found:
-            number, *_, place, values, _ = least = min(found)
-            ranks = [str(its[-1]) for its in found if its[:5] == least[:5]]
+        if firsts:
+            number, *_, place, values, _ = least = min(firsts)
+            ranks = [str(its[-1]) for its in firsts if its[:5] == least[:5]]
             micro = f"micro-batch {number + 1} of {self._program.spec.batch.accumulate}"
             first = f"first on rank {', '.join(ranks)}, {micro}: {place} has {values}"
         unknown = f"{known}; {_UNKNOWN}" if known else _UNKNOWN
