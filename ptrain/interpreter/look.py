@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ptrain.errors import Fault, PtrainError
+from ptrain.errors import Fault, PtrainError, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.interpreter.materialize import build_hollow, build_module
@@ -64,8 +64,7 @@ def look_at_built(spec: Spec, device: torch.device, *, allow_import: bool = Fals
     """Build the spec's model and look at it. `device` as of `build_module`. Raises SpecError as
     `look_at`, and for a model or a folder that is none."""
     because = ""
-    model = spec.model
-    if not isinstance(model, ModelShape) and detect_fake_mode() is None:
+    if not isinstance(spec.model, ModelShape) and detect_fake_mode() is None:
         try:
             return _look_without_values(spec, allow_import=allow_import)
         except (NeedsValues, _Refused) as error:
@@ -74,12 +73,32 @@ def look_at_built(spec: Spec, device: torch.device, *, allow_import: bool = Fals
     return replace(look_at(module, spec), whole_because=because)
 
 
-class _Refused(PtrainError):
-    """What a model without its weights is refused for."""
+def why_built_whole(spec: Spec, *, allow_import: bool = False, looks: bool = True) -> str:
+    """Return why `look_at_built` builds the whole model; empty if it does not.
+
+    Large tensors are not drawn, and small ones are drawn from other seeds. Without `looks` only
+    the constructor runs, so that a reason that the look finds is missed.
+    """
+    if isinstance(spec.model, ModelShape):
+        return ""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            if looks:
+                _look_without_values(spec, allow_import=allow_import, draws=False)
+            else:
+                build_hollow(spec, allow_import=allow_import, draws=False)
+    except (NeedsValues, _Refused) as error:
+        return str(error)
+    return ""
 
 
-def _look_without_values(spec: Spec, *, allow_import: bool) -> Looked:
-    module, weights = build_hollow(spec, allow_import=allow_import)
+class _Refused(Exception):
+    """A model that is refused without its weights; the message is the finding."""
+
+
+def _look_without_values(spec: Spec, *, allow_import: bool, draws: bool = True) -> Looked:
+    """`draws` as of `build_hollow`. Raises NeedsValues or _Refused."""
+    module, weights = build_hollow(spec, allow_import=allow_import, draws=draws)
 
     def fault(error: BaseException) -> Fault:
         return Fault(place="model", finding=said(error), remedy="build it with its weights")
@@ -89,5 +108,11 @@ def _look_without_values(spec: Spec, *, allow_import: bool) -> Looked:
         with boundary(fault), repeated_values(module, looked_at):
             looked = look_at(module, spec)
     except PtrainError as error:
-        raise _Refused(" ".join(str(error).split())) from error
+        raise _Refused(" ".join(_finding(error).split())) from error
     return replace(looked, weights=weights)
+
+
+def _finding(error: PtrainError) -> str:
+    """Return what an error finds, without its place and remedy: it is no fault of the spec here."""
+    faults = error.faults if isinstance(error, SpecError) else ()
+    return "; ".join(fault.finding for fault in faults) or str(error)

@@ -48,6 +48,14 @@ _FILLING = {
     _ATEN.zero_.default,
     _ATEN.fill_.Scalar,
 }
+_OVERWRITING = _FILLING | {_ATEN.copy_.default, _ATEN.index_put_.default, _ATEN.eye.m_out}
+# They give a tensor's memory to code whose writes are no operators of torch.
+_EXPOSING = {
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.data_ptr,
+}
 _IS_META, _DEVICE = torch.Tensor.is_meta.__get__, torch.Tensor.device.__get__
 
 
@@ -139,24 +147,32 @@ class _RecordedCall:
 
 class _Recorder(TorchDispatchMode):
     """Records writes to the parameters that `empty` has taken the values of. `draws`: whether
-    random operators run, which takes as long as they do; the record is no use without."""
+    random operators run, which takes as long as they do; without, the record gives other values."""
 
     def __init__(self, *, draws: bool) -> None:
         super().__init__()
         self.draws = draws
         self.histories: dict[int, _History] = {}
         self._blank: dict[int, torch.UntypedStorage] = {}  # allocated, and not written to since
-        self._kept = 0
+        self._exposed: dict[int, torch.UntypedStorage] = {}
+        self._kept = self._draws = 0
         self.scratch = _Scratch()
 
     def tracks(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self.histories
+
+    def expose(self, tensor: Tensor) -> None:
+        """Note that other code has the memory of a tensor, and may write to it unseen."""
+        storage = tensor.untyped_storage()
+        self._exposed[storage._cdata] = storage
 
     @torch.no_grad()
     def empty(self, parameter: nn.Parameter) -> None:
         """Take the values of a parameter as soon as a module has it."""
         if self.tracks(parameter) or not has_memory(parameter):
             return
+        if storage_key(parameter) in self._exposed:
+            raise NeedsValues("its constructor gives the memory of a parameter to other code")
         base = None
         if self._blank.pop(storage_key(parameter), None) is None:
             base = self._keep(parameter.detach().clone())
@@ -193,6 +209,11 @@ class _Recorder(TorchDispatchMode):
         if keys or target is None or any(tensor.dtype != target.dtype for tensor in written):
             raise NeedsValues(f"its constructor runs {function} on parameters")
         is_random = torch.Tag.nondeterministic_seeded in function.tags
+        has_values = target.base is not None or target.calls
+        if not (has_values or is_random or function in _OVERWRITING):
+            raise NeedsValues(
+                f"its constructor runs {function} on a parameter without known values"
+            )
         call = self._call(function, args, kwargs, key, is_random=is_random)
         if function in _FILLING and written[0].numel() * target.dtype.itemsize == (
             target.storage.nbytes()
@@ -241,6 +262,8 @@ class _Recorder(TorchDispatchMode):
                 return value
             history = self.histories.get(key := storage_key(value))
             if history is None:
+                if not has_memory(value):  # torch makes a number that is assigned a meta tensor
+                    raise NeedsValues("its constructor writes values that are on the meta device")
                 return self._keep(value.detach().clone())
             source = None if key == target else history.snapshot()
             return _ParameterView(
@@ -250,7 +273,12 @@ class _Recorder(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         own = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         generator = own[0] if own else torch.default_generator
-        state = generator.get_state() if is_random and self.draws else None
+        state = None
+        if is_random:
+            self._draws += 1
+            if not self.draws:  # the generator does not advance: each draw gets a seed of its own
+                generator = torch.Generator().manual_seed(self._draws)
+            state = generator.get_state()
         own_args, own_kwargs = tree_map(kept, (args, kwargs))
         return _RecordedCall(function, own_args, own_kwargs, state)
 
@@ -305,6 +333,8 @@ class _AsOnCPU(TorchFunctionMode):
     ) -> Any:
         if function in (_IS_META, _DEVICE) and self._recorder.tracks(args[0]):
             return False if function == _IS_META else torch.device("cpu")
+        if function in _EXPOSING:
+            self._recorder.expose(args[0])
         return function(*args, **(kwargs or {}))
 
 
@@ -354,7 +384,7 @@ def build_drawn(build: Build, *, draws: bool = True) -> tuple[nn.Module, DrawnWe
 
     Args:
         build: Gives the module; the generator is seeded within.
-        draws: Whether anything is drawn. Without, the weights have no use but that they exist.
+        draws: Whether anything is drawn. Without, the weights are drawn from other seeds.
 
     Raises:
         NeedsValues: The constructor cannot do without real parameters, or ends.

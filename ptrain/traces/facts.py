@@ -15,7 +15,7 @@ from torch import nn
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import facts_from_shape
 from ptrain.facts.model import ModelFacts
-from ptrain.interpreter.materialize import build_hollow
+from ptrain.interpreter.look import why_built_whole
 from ptrain.interpreter.stages import stages_of_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.build import build
@@ -23,14 +23,13 @@ from ptrain.models.contract import forward_once, require_takes_tokens
 from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.models.given import accept, require_fresh, with_model
-from ptrain.models.hollow import NeedsValues
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.kernels import UnknownKernels
 from ptrain.models.selection import Extent
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.axis import CUTTING_AXES
 from ptrain.spec.extras import require_leave
-from ptrain.spec.model import ExternalModel, ModelShape
+from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
 from ptrain.traces.by_data import extents_of
 from ptrain.traces.gpu_kernels import kernels_for
@@ -101,29 +100,19 @@ def read_facts(
     if model is not None:
         return _facts_of_given(model, spec)
     require_leave(spec, allow_import=allow_import)
-    facts = _read_own(
-        spec, allow_import=allow_import, share=share, runs_fakes=runs_fakes, progress=progress
-    )
-    return replace(facts, built_whole=_why_built_whole(spec, allow_import=allow_import))
-
-
-def _why_built_whole(spec: Spec, *, allow_import: bool) -> str:
-    """Return why a rank builds the full model before it keeps its part; empty where it does not."""
-    if isinstance(spec.model, ModelShape):
-        return ""
-    try:
-        build_hollow(spec, allow_import=allow_import, draws=False)
-    except NeedsValues as error:
-        return str(error)
-    return ""
+    reader = _Reader(spec=spec, share=share, allow_import=allow_import)
+    fake = fake_model(spec, allow_import=allow_import)
+    facts = _read_own(reader, fake, runs_fakes=runs_fakes, progress=progress)
+    # The look runs the model on real tensors: for a large one it takes minutes.
+    looks = fake is not None and fake.is_quick
+    return replace(facts, built_whole=why_built_whole(spec, allow_import=allow_import, looks=looks))
 
 
 def _read_own(
-    spec: Spec, *, allow_import: bool, share: Share, runs_fakes: bool, progress: Progress
+    reader: _Reader, fake: FakeModel | None, *, runs_fakes: bool, progress: Progress
 ) -> ModelFacts:
     """Return the facts of the model that the spec names."""
-    reader = _Reader(spec=spec, share=share, allow_import=allow_import)
-    fake = fake_model(spec, allow_import=allow_import)
+    spec = reader.spec
     untraced = (
         unless_it_takes_values(fake.mode, partial(untraced_facts, fake.module, spec))
         if fake

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from ptrain.errors import SpecError
+from ptrain.interpreter.look import look_at_built
 from ptrain.models import drawn
 from ptrain.models.boundary import boundary
 from ptrain.models.build import build
@@ -19,7 +22,9 @@ from ptrain.models.external import raised
 from ptrain.models.hollow import NeedsValues
 from ptrain.models.window import narrowed, whole
 from ptrain.spec.function import UserFunction
+from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelSpec
+from ptrain.traces.facts import read_facts
 
 SIZES = {
     "hidden_size": 32,
@@ -162,6 +167,162 @@ def test_what_cannot_be_drawn_one_by_one_is_built_whole(
 
     with torch.random.fork_rng(devices=[]), pytest.raises(NeedsValues, match=finding):
         build_drawn(build_it, draws=draws)
+
+
+def assign_at_indices(odd: Odd) -> None:
+    odd.embed.weight.data[torch.arange(0, 250)] = 0
+
+
+def assign_at_mask(odd: Odd) -> None:
+    odd.linear.weight.data[torch.ones(16, 16).triu().bool()] = 0
+
+
+def multiply_by_mask(odd: Odd) -> None:
+    mask = torch.zeros_like(odd.linear.weight)
+    mask[[1, 2]] = 1
+    odd.linear.weight.data *= mask
+
+
+def assign_columns(odd: Odd) -> None:
+    odd.linear.weight.data[:, 2:5] = 1.5
+
+
+def assign_tensor(odd: Odd) -> None:
+    odd.linear.weight.data[[1, 2]] = torch.arange(16.0)
+
+
+def assign_row_of_large(odd: Odd) -> None:
+    odd.large = nn.Embedding(40000, 32)
+    odd.large.weight.data[0] = 0
+
+
+def assign_rows_of_large(odd: Odd) -> None:
+    odd.large = nn.Embedding(40000, 32)
+    odd.large.weight.data[[0, 5]] = 0
+
+
+def init_sparse(odd: Odd) -> None:
+    nn.init.sparse_(odd.linear.weight, sparsity=0.5)
+
+
+def init_dirac(odd: Odd) -> None:
+    odd.convolution = nn.Conv1d(4, 4, 3)
+    nn.init.dirac_(odd.convolution.weight)
+
+
+def init_eye(odd: Odd) -> None:
+    nn.init.eye_(odd.linear.weight)
+
+
+def fill_by_numpy(odd: Odd) -> None:
+    values = torch.empty(16, 16)
+    values.numpy()[:] = 3.0
+    odd.filled = nn.Parameter(values)
+    odd.filled.data.mul_(2.0)
+
+
+def fill_by_numpy_and_torch(odd: Odd) -> None:
+    values = torch.empty(16, 16)
+    numpy.asarray(values)[:] = 3.0
+    odd.filled = nn.Parameter(values)
+    odd.filled.data[0].zero_()
+
+
+def fill_by_numpy_afterwards(odd: Odd) -> None:
+    values = torch.zeros(16, 16)
+    memory = values.numpy()
+    odd.filled = nn.Parameter(values)
+    memory[:] = 3.0
+
+
+def fill_new_tensor(odd: Odd) -> None:
+    odd.linear.weight.data = odd.linear.weight.new_full((16, 16), 0.25)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        assign_at_indices,
+        assign_at_mask,
+        multiply_by_mask,
+        assign_columns,
+        assign_tensor,
+        assign_row_of_large,
+        assign_rows_of_large,
+        init_sparse,
+        init_dirac,
+        init_eye,
+        fill_by_numpy,
+        fill_by_numpy_and_torch,
+        fill_by_numpy_afterwards,
+        fill_new_tensor,
+    ],
+)
+def test_assigned_values_are_the_constructors_or_are_refused(
+    change: Callable[[Odd], None],
+) -> None:
+    """A prediction, which does not draw, refuses the same constructors."""
+
+    def build_it(more: int) -> nn.Module:
+        torch.manual_seed(5 + more)
+        with boundary(partial(raised, FUNCTION)):
+            return Odd(change)
+
+    with torch.random.fork_rng(devices=[]):
+        expected = build_it(0)
+        try:
+            _, weights = build_drawn(build_it)
+        except NeedsValues as error:
+            with pytest.raises(NeedsValues, match=re.escape(str(error))):
+                build_drawn(build_it, draws=False)
+            return
+        build_drawn(build_it, draws=False)
+    for name, parameter in expected.named_parameters():
+        part = torch.full_like(parameter.detach(), torch.nan)
+        weights.read_window(name, part.shape, whole(part.shape), part, part.dtype)
+        assert torch.equal(part, parameter), name
+
+
+class Block(nn.Sequential):
+    """A block that needs a contiguous weight in its forward pass, if it `clamps`."""
+
+    def __init__(self, clamps: bool) -> None:
+        super().__init__(nn.Linear(16, 16), nn.GELU())
+        self.clamps = clamps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.clamps:
+            self[0].weight.data.view(-1).clamp_(-3.0, 3.0)
+        return super().forward(hidden)
+
+
+class Chain(nn.Module):
+    """A model that a look without its weights refuses, if its blocks clamp their weights."""
+
+    def __init__(self, clamps: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, 16)
+        self.blocks = nn.ModuleList(Block(clamps) for _ in range(2))
+        self.head = nn.Linear(16, 300)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("clamps", [True, False])
+def test_a_prediction_and_a_run_build_the_same_models_whole(clamps: bool) -> None:
+    model = (
+        f"{{target: 'tests.unit.test_drawn:Chain', arguments: {{clamps: {str(clamps).lower()}}}}}"
+    )
+    overrides = [f"model={model}", "mesh={pp: 2}", "placement=pp-1f1b"]
+    spec = load(None, [*overrides, "batch={global: 8, micro: 1, sequence: 16}"]).spec
+    looked = look_at_built(spec, torch.device("cpu"), allow_import=True)
+    assert bool(looked.whole_because) is clamps
+    assert "remedy" not in looked.whole_because and "error:" not in looked.whole_because
+    assert read_facts(spec, allow_import=True).built_whole == looked.whole_because
 
 
 def test_a_mistake_of_the_constructor_is_the_users_to_read() -> None:
