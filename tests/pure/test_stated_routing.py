@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ptrain.algebra.legality import require
-from ptrain.axes.expert.costs import sent
+from ptrain.axes.expert.cost import sent
 from ptrain.axes.expert.loads import Loads, RankRows, even, loads_of, token_places
 from ptrain.costs import Phase
 from ptrain.errors import SpecError
