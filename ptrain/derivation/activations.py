@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from ptrain.axes.context.attention import context_of
@@ -14,13 +13,10 @@ from ptrain.derivation.attention import is_by_operators
 from ptrain.derivation.layers import LayerPasses, Units
 from ptrain.derivation.repeats import Representatives, Turns
 from ptrain.derivation.tables import (
-    Monomial,
     Place,
     RankCut,
     Setting,
-    content,
     setting_of,
-    sizes,
 )
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.axis import Axis
@@ -28,15 +24,6 @@ from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind, Timeline
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """One tensor that forward leaves for backward: by which operator, and how large."""
-
-    part: str  # before (the blocks), block, after
-    operator: str
-    size: Monomial
 
 
 def timeline(
@@ -123,21 +110,3 @@ def _is_column(batch: Batch) -> bool:
     """Whether each sample of several has one target: these are contiguous, and what a loss copies
     in the tables is not copied."""
     return batch.sequence == 1 and batch.micro > 1
-
-
-def saved(setting: Setting) -> tuple[Saved, ...]:
-    """Return the polynomials behind a timeline's saved bytes, operator by operator; those of a
-    block count once per layer. One sample alone saves less, so that the batch matters beyond its
-    factor."""
-    written = sizes(TablePart.PASSES, setting)
-    return tuple(
-        Saved(part=part, operator=operator, size=written[index])
-        for part, tensors in content(TablePart.PASSES, setting)[Place.ALONE]["saved"].items()
-        for operator, index in tensors
-    )
-
-
-def torch_version(setting: Setting) -> str:
-    """Return the version of torch that was traced."""
-    version: str = content(TablePart.PASSES, setting)["torch"]
-    return version

@@ -17,7 +17,7 @@ from typing import Any
 from ptrain.axes.context.part import ContextPart
 from ptrain.costs import Collective
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.tables import Monomial, Setting, content, sizes, table
+from ptrain.derivation.tables import Setting, content, table
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
@@ -170,14 +170,6 @@ def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasse
 def _entry(setting: Setting, kept: Kept, attention: Attention) -> dict[str, Any]:
     entry: dict[str, Any] = content(TablePart.BLOCK, setting)[attention.value][variant(kept)]
     return entry
-
-
-def saved(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
-    """Return what forward leaves on the device for backward, as pairs of operator and monomial."""
-    written = sizes(TablePart.BLOCK, setting)
-    listed = _entry(setting, kept, setting.shape.attention)["saved"]
-    parts = content(TablePart.BLOCK, setting)["parts"]
-    return tuple((operator, written[index]) for operator, index in parts[listed])
 
 
 def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:

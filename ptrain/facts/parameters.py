@@ -1,7 +1,6 @@
 """The tensors of built-in models as formulas: names, shapes, units, order of gradients.
 
-P = 12LH² counts a gpt's matrices and nothing else; `remainder` names what it leaves out. Pure: no
-torch. Tests compare every fact with the module itself.
+Pure: no torch. Tests compare every fact with the module itself.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.spec.axis import EXPERT_AXES
 from ptrain.spec.block import Bias, Positions
 from ptrain.spec.dials import UnitKind, UnitSize
-from ptrain.spec.model import Attention, Family, ModelShape
+from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.spec import Spec
 
 EXPERTS = "experts"  # the module of a block that has all of them
@@ -75,27 +74,6 @@ def _parted(unit: UnitFacts, apart: Sequence[str]) -> Iterator[UnitFacts]:
             yield UnitFacts(modules=(name,), tensors=own)
             left = tuple(tensor for tensor in left if tensor not in own)
     yield replace(unit, tensors=left) if len(left) < len(unit.tensors) else unit
-
-
-def remainder(shape: ModelShape, sequence: int) -> dict[str, int]:
-    """P - 12LH² of a gpt with ffn = 4H, term by term, in elements."""
-    unit, embeddings = unit_remainder(shape), shape.vocab * shape.hidden
-    return {
-        "biases": shape.layers * unit["biases"],
-        "norms": shape.layers * unit["norms"] + 2 * shape.hidden,  # and the one after the blocks
-        "embeddings": embeddings,
-        "positions": sequence * shape.hidden,
-        "head": 0 if shape.tied else embeddings,
-    }
-
-
-def unit_remainder(shape: ModelShape) -> dict[str, int]:
-    """Return the elements of a gpt's block beside its 12H² of matrices (s_unit = 12H²·e)."""
-    assert shape.tabulated is Family.GPT and shape.ffn == 4 * shape.hidden
-    return {
-        "biases": 9 * shape.hidden,  # 4H in attention, 4H up, H down
-        "norms": 4 * shape.hidden,  # two of them, weight and bias
-    }
 
 
 def _units(

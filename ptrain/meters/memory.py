@@ -1,8 +1,7 @@
 """The memory meter: resident bytes by state, and the exact peak of live bytes by phase.
 
-`resident` reads the storages that a program declares. `MemoryMeter` watches one whole step: every
-storage that is born, resized or freed. It knows storages and their states, never a plan, a degree
-or an expected count.
+It watches one whole step: every storage that is born, resized or freed. It knows storages and their
+states, never a plan, a degree or an expected count.
 
 Note: what an operator allocates and frees inside itself is not seen (on CUDA the allocator's own
 peak, `Peak.allocator_bytes`, includes it); neither is the rounding of an allocator. Single numbers
@@ -49,19 +48,6 @@ class Metered(Protocol):
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """Every tensor that lives now and the state it belongs to."""
         ...
-
-
-def resident(program: Metered, rank: int = 0) -> dict[State, Footprint]:
-    """Bytes by state and tier of the unique storages that the program declares; a storage counts
-    once, for the first state that names it."""
-    seen: set[int] = set()
-    sizes = {state: dict.fromkeys(Tier, 0) for state in State}
-    for state, tensor in program.storages():
-        storage = storage_of(tensor)
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            sizes[state][tier_of(storage)] += storage.nbytes()
-    return {state: _footprint(state, rank, tiers) for state, tiers in sizes.items()}
 
 
 def _processes_on_a_core() -> float:

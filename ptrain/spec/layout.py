@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import product
 
 from ptrain.spec.axis import Axis
 from ptrain.spec.spec import Spec
@@ -26,19 +25,6 @@ def rank_at(spec: Spec, place: Mapping[Axis, int]) -> int:
     for factor in spec.factors:
         rank = rank * factor.degree + place[factor.axis]
     return rank
-
-
-def group(spec: Spec, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]:
-    """The ranks that differ from `rank` along `axes` only, `rank` among them, in mesh order."""
-    place = coordinates(spec, rank)
-    choices = [
-        range(factor.degree) if factor.axis in axes else (place[factor.axis],)
-        for factor in spec.factors
-    ]
-    names = [factor.axis for factor in spec.factors]
-    return tuple(
-        rank_at(spec, dict(zip(names, choice, strict=True))) for choice in product(*choices)
-    )
 
 
 def groups(spec: Spec, axes: Sequence[Axis]) -> tuple[tuple[int, ...], ...]:

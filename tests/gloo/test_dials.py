@@ -16,8 +16,8 @@ from ptrain.costs import Collective, Phase, State
 from ptrain.data.corpus import corpus
 from ptrain.data.source import Split
 from ptrain.interpreter.program import interpret
-from ptrain.meters.memory import resident
 from ptrain.rooms.world import World
+from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint
@@ -29,6 +29,7 @@ from tests.gloo.runs import train
 from tests.gloo.test_checkpoint import load_saved, step, whole
 from tests.gloo.test_rows import lines_of, result_of
 from tests.ranks import Ranks
+from tests.resident import resident
 
 pytestmark = pytest.mark.gloo
 
@@ -180,7 +181,7 @@ def _bytes_after_evaluation(spec: Spec) -> dict[State, int]:
     step(program, 0)
     local = local_batch(program, corpus(spec.data), 0, Split.HELD_OUT)
     program.evaluate(local)
-    return {state: row.device_bytes for state, row in resident(program).items()}
+    return {state: tiers[Tier.DEVICE] for state, tiers in resident(program).items()}
 
 
 def test_an_evaluation_leaves_nothing_of_a_smaller_group(ranks: Ranks) -> None:

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from ptrain.costs import State
-from ptrain.derivation.activations import saved, timeline, torch_version
+from ptrain.derivation.activations import timeline
 from ptrain.derivation.estimate import derive, facts_from_shape
 from ptrain.spec.load import load
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary, Complete, Mark, Run
 from tests.pure.build import ODD_SHAPE, setting
+from tests.saved_tensors import saved, torch_version
 
 LLAMA_8B = ModelShape(
     family=Family.LLAMA,

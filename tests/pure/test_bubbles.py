@@ -36,7 +36,8 @@ def test_the_wait_is_that_of_the_closed_form(name, cost):
         match expected.relation:
             case Relation.EQUAL:
                 assert result.idle == (expected.idle,) * size.ranks
-                assert result.bubble_fraction == pytest.approx(expected.fraction, rel=1e-12)
+                fraction = expected.idle / (expected.idle + expected.ideal)
+                assert result.bubble_fraction == pytest.approx(fraction, rel=1e-12)
                 assert result.bubble_ratio == pytest.approx(expected.ratio, rel=1e-12)
             case Relation.AT_LEAST:
                 assert waited >= expected.idle

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from ptrain.costs import Collective, Estimate, Phase, State
-from ptrain.derivation import blocks
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.tables import Setting
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
@@ -15,6 +14,7 @@ from ptrain.spec.load import load
 from ptrain.spec.model import Attention
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
+from tests.saved_tensors import saved_of_block
 
 B, T, C, H, F, V, LAYERS = 2, 64, 48, 4, 96, 300, 4
 HIDDEN = B * T * C * 4  # bytes of hidden states of one micro-batch in fp32
@@ -102,7 +102,7 @@ def test_scores_are_there_with_eager_attention_alone_and_go_where_it_is_recomput
 
 
 def squares_of(setting: Setting, kept: Kept) -> int:
-    return sum(("sequence", 2) in size.exponents for _, size in blocks.saved(setting, kept))
+    return sum(("sequence", 2) in size.exponents for _, size in saved_of_block(setting, kept))
 
 
 def setting_of(spec: Spec) -> Setting:
@@ -193,7 +193,7 @@ def test_recomputed_blocks_save_less_than_plain_ones(policy):
     assert isinstance(spec.model.attention, Attention)
 
     def size(kept: Kept) -> int:
-        return sum(s.bytes(values, 4) for _, s in blocks.saved(setting_of(spec), kept))
+        return sum(s.bytes(values, 4) for _, s in saved_of_block(setting_of(spec), kept))
 
     assert size(Kept(policy=policy)) < size(PLAIN)
     assert size(Kept(policy=FULL)) == HIDDEN

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from ptrain.algebra.legality import RULES, check, executed, require
-from ptrain.axes.data.rules import DATA, legal_tuples
+from ptrain.axes.data.rules import DATA
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import Axis
 from ptrain.spec.block import Positions, RopeScaling
@@ -35,18 +35,22 @@ def findings(spec):
     return [(fault.place, fault.finding) for fault in check(spec)]
 
 
+def legal_tuples(optimizer: OptimizerSpec) -> list[Placement]:
+    return [placement for placement in ALL_TUPLES if not any(DATA.broken(placement, optimizer))]
+
+
 def test_285_of_625_tuples_are_legal_on_a_data_axis():
     assert len(ALL_TUPLES) == 625
-    assert len(list(legal_tuples(STATELESS))) == 285
+    assert len(legal_tuples(STATELESS)) == 285
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, OptimizerSpec(name="sgd", momentum=0.9)])
 def test_240_are_legal_with_an_optimizer_that_keeps_state(optimizer):
-    assert len(list(legal_tuples(optimizer))) == 240
+    assert len(legal_tuples(optimizer)) == 240
 
 
 def test_72_are_legal_with_an_optimizer_that_needs_whole_matrices():
-    assert len(list(legal_tuples(MUON))) == 72
+    assert len(legal_tuples(MUON)) == 72
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, STATELESS, MUON])

@@ -10,8 +10,9 @@ from types import FrameType
 import pytest
 
 from ptrain.facts.model import UnitFacts
-from ptrain.facts.parameters import facts, remainder, unit_remainder
+from ptrain.facts.parameters import facts
 from ptrain.spec.model import Family, ModelShape
+from tests.oracles.parameters import remainder, unit_remainder
 from tests.pure.build import ODD_SHAPE
 
 

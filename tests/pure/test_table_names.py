@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 
-from ptrain.derivation.activations import saved, torch_version
 from ptrain.derivation.archive import TablePart, names
 from ptrain.derivation.loss_chunks import chunk_of, full_chunks
 from ptrain.derivation.tables import Setting
@@ -16,6 +15,7 @@ from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec
 from tests.pure.build import ODD_SHAPE, setting
+from tests.saved_tensors import saved, torch_version
 
 MHA = replace(ODD_SHAPE, kv_heads=3)
 GPT = ModelShape(family=Family.GPT, layers=3, hidden=42, heads=3, kv_heads=3, ffn=101, vocab=259)

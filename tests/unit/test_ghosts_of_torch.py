@@ -29,19 +29,21 @@ from ptrain.derivation.tape import Account, Tape
 from ptrain.internals.dtensor import forget_shapes
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program, interpret
-from ptrain.meters.memory import MemoryMeter, resident
+from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import SILENT, TrafficMeter
 from ptrain.models.ledger import local
 from ptrain.plan.lower import lower
 from ptrain.rooms.fake import fake_world
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
+from ptrain.spec.placement import Tier
 from ptrain.spec.precision import FP32, ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete
 from ptrain.traces.facts import facts_of
 from tests.covering import covering
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec, tuple_of
+from tests.resident import resident
 
 CHANGED = f"torch {torch.__version__} is not what its ghost imitates: "
 _BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)
@@ -124,7 +126,7 @@ def of_torch(spec: Spec) -> dict[Phase, list[Event]]:
         held = resident(program)
     finally:
         world.close()
-    base = sum(held[state].device_bytes for state in _BASE)
+    base = sum(held[state][Tier.DEVICE] for state in _BASE)
     events: dict[Phase, list[Event]] = {phase: [] for phase in Phase}
     for call, (level, highest) in zip(traffic.calls(), watcher.levels, strict=True):
         event = call.key.collective, call.payload_bytes, level - base, highest - base

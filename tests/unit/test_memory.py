@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ptrain.costs import Phase, State
-from ptrain.meters.memory import MemoryMeter, resident
+from ptrain.meters.memory import MemoryMeter
 from ptrain.models.tags import tag
 from ptrain.rooms.registry import Registry
 from ptrain.spec.placement import Tier
@@ -38,13 +38,17 @@ def device_bytes(meter: MemoryMeter) -> dict[State, int]:
 def test_views_of_one_storage_count_once_and_with_their_padding():
     padded = torch.zeros(10)
     holder = Holder((State.PARAMETERS, padded[:7]), (State.PARAMETERS, padded[2:5]))
-    assert resident(holder)[State.PARAMETERS].device_bytes == 40
+    with MemoryMeter(holder) as meter:
+        pass
+    assert device_bytes(meter)[State.PARAMETERS] == 40
 
 
 def test_what_is_tagged_as_host_memory_is_no_device_memory():
     there, here = torch.zeros(8), torch.zeros(2)
     tag(there, Tier.HOST)
-    row = resident(Holder((State.OPTIMIZER, there), (State.OPTIMIZER, here)))[State.OPTIMIZER]
+    with MemoryMeter(Holder((State.OPTIMIZER, there), (State.OPTIMIZER, here))) as meter:
+        pass
+    (row,) = (row for row in meter.footprints() if row.state is State.OPTIMIZER)
     assert (row.device_bytes, row.host_bytes) == (8, 32)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ptrain.costs import Phase, State
-from ptrain.derivation.activations import saved, timeline
+from ptrain.derivation.activations import timeline
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.meters.memory import MemoryMeter
@@ -26,6 +26,7 @@ from ptrain.traces.facts import facts_of, read_facts
 from ptrain.traces.module_facts import module_facts
 from tests.models_external import Necks, necks
 from tests.pure.build import ODD_SHAPE, make_spec, setting
+from tests.saved_tensors import saved
 from tests.unit.shapes import SHAPES, SMALL_GPT, traced
 from tests.unit.test_memory import Holder
 

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 from ptrain.axes.data.dials import DIALS
 from ptrain.axes.data.form import ELEMENTWISE, data_factors, has
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
-from ptrain.costs import PLACED, State
+from ptrain.costs import State
 from ptrain.errors import Fault
 from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.axis import DATA_AXES, REDUCED_AXES, Factor
 from ptrain.spec.dials import GradientSync, UnitKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import CUT, MODES, S_STAR, Distribution, M, Mode, Placement, R, S
+from ptrain.spec.placement import CUT, S_STAR, Distribution, M, Mode, Placement, R, S
 from ptrain.spec.spec import Spec
 
 GRADIENT_INTEGRITY = "Theorem 3 (gradient integrity)"
@@ -40,14 +40,6 @@ def keeps_state(optimizer: OptimizerSpec) -> bool:
 def is_elementwise(optimizer: OptimizerSpec) -> bool:
     """Return whether the update of any slice of a tensor is that slice of the update."""
     return optimizer.name in ELEMENTWISE
-
-
-def legal_tuples(optimizer: OptimizerSpec) -> Iterator[Placement]:
-    """All tuples of the five modes that a data axis takes with this optimizer."""
-    for modes in product(MODES, repeat=len(PLACED)):
-        placement = Placement(**dict(zip((state.value for state in PLACED), modes, strict=True)))
-        if not any(DATA.broken(placement, optimizer)):
-            yield placement
 
 
 def _foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:

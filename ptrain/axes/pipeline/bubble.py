@@ -34,11 +34,6 @@ class ClosedForm:
     relation: Relation = Relation.EQUAL
 
     @property
-    def fraction(self) -> float:
-        """Of the makespan."""
-        return self.idle / (self.idle + self.ideal)
-
-    @property
     def ratio(self) -> float:
         """To the ideal time."""
         return self.idle / self.ideal

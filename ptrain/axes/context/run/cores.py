@@ -24,8 +24,6 @@ from ptrain.internals.functional_collectives import all_gathered, exchanged, red
 from ptrain.rooms.registry import Registry
 from ptrain.spec.dials import ReduceScatterVia
 
-_Heads = tuple[Tensor, Tensor, Tensor]
-
 
 class RingCore(nn.Module):
     """Keys and values go round (Liu et al. 2023), by torch's templates; their gradients travel on

@@ -1,0 +1,47 @@
+"""What the committed tables say that forward leaves for backward, tensor by tensor. Predictions
+read the timelines, in which these are summed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ptrain.derivation.archive import TablePart
+from ptrain.derivation.blocks import variant
+from ptrain.derivation.tables import Monomial, Place, Setting, content, sizes
+from ptrain.spec.activations import Kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """One tensor that forward leaves for backward: by which operator, and how large."""
+
+    part: str  # before (the blocks), block, after
+    operator: str
+    size: Monomial
+
+
+def saved(setting: Setting) -> tuple[Saved, ...]:
+    """Return the polynomials behind a timeline's saved bytes, operator by operator; those of a
+    block count once per layer. One sample alone saves less, so that the batch matters beyond its
+    factor."""
+    written = sizes(TablePart.PASSES, setting)
+    return tuple(
+        Saved(part=part, operator=operator, size=written[index])
+        for part, tensors in content(TablePart.PASSES, setting)[Place.ALONE]["saved"].items()
+        for operator, index in tensors
+    )
+
+
+def saved_of_block(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], ...]:
+    """Return what forward leaves on the device for backward, as pairs of operator and monomial."""
+    written = sizes(TablePart.BLOCK, setting)
+    attention = setting.shape.attention.value
+    listed = content(TablePart.BLOCK, setting)[attention][variant(kept)]["saved"]
+    parts = content(TablePart.BLOCK, setting)["parts"]
+    return tuple((operator, written[index]) for operator, index in parts[listed])
+
+
+def torch_version(setting: Setting) -> str:
+    """Return the version of torch that was traced."""
+    version: str = content(TablePart.PASSES, setting)["torch"]
+    return version
