@@ -4,6 +4,7 @@ and the classes they define. Pure: the standard library only, and nothing of ptr
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +95,47 @@ class SourceTree:
         for node in ast.walk(self.parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+    def statements(self, path: Path) -> int:
+        """The number of statements of a file. Docstrings and other constants that stand alone are
+        none: what is counted depends neither on them nor on comments and line breaks."""
+        return sum(
+            isinstance(node, ast.stmt)
+            and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+            for node in ast.walk(self.parsed(path))
+        )
+
+    def statements_by_package(self) -> dict[str, int]:
+        """The statements of each package by its path, in alphabetical order, the whole of `ptrain`
+        first. An axis is a package of its own; `ptrain/axes` are the modules beside the axes."""
+        totals = Counter[str]()
+        for path in self.modules.values():
+            number = self.statements(path)
+            totals["ptrain"] += number
+            folders = path.relative_to(self.root).parent.parts
+            if len(folders) > 1:
+                totals["/".join(folders[: 3 if folders[1] == AXES else 2])] += number
+        return dict(sorted(totals.items()))
+
+    def modules_with_one_importer(self) -> list[str]:
+        """The modules that exactly one other module of the package imports; packages are none."""
+        importers: dict[str, set[str]] = {}
+        for module in self.modules:
+            for imported in self.imports(module):
+                importers.setdefault(imported, set()).add(module)
+        return [
+            module
+            for module, path in self.modules.items()
+            if path.name != "__init__.py" and len(importers.get(module, ())) == 1
+        ]
+
+    def modules_below(self, lines: int) -> list[str]:
+        """The modules with fewer lines; packages, which hold a docstring alone, are none."""
+        return [
+            module
+            for module, path in self.modules.items()
+            if path.name != "__init__.py" and path.read_text(encoding="utf-8").count("\n") < lines
+        ]
 
     def mutual_imports(self) -> set[tuple[str, str]]:
         """The pairs of rooms that import each other, each pair in alphabetical order. A package

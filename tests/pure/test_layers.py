@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
 
+from tests import budgets
 from tests.source_tree import SourceTree
 
 ROOT = Path(__file__).parents[2]
@@ -310,6 +311,25 @@ def test_files_and_functions_keep_to_the_size_budget(path):
     assert lines <= MAX_FILE, f"{short(path)} has {lines} lines, more than {MAX_FILE}"
     for name, length in SOURCES.functions(path):
         assert length <= MAX_FUNCTION, f"{short(path)}: {name} has {length} lines"
+
+
+def test_no_package_has_more_statements_than_its_budget_or_many_fewer():
+    wrong = [*budgets.over_or_under(SOURCES.statements_by_package(), budgets.BUDGETS)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_with_one_importer_only_become_fewer():
+    number = len(SOURCES.modules_with_one_importer())
+    what, held = "modules with one importer", budgets.ONE_IMPORTER
+    wrong = budgets.not_as_held("ONE_IMPORTER", what, number, held)
+    assert wrong is None, wrong
+
+
+def test_modules_of_few_lines_only_become_fewer():
+    number = len(SOURCES.modules_below(budgets.SMALL))
+    what, held = f"modules below {budgets.SMALL} lines", budgets.SMALL_MODULES
+    wrong = budgets.not_as_held("SMALL_MODULES", what, number, held)
+    assert wrong is None, wrong
 
 
 def test_the_loop_has_at_most_120_lines_and_names_no_axis():
