@@ -23,6 +23,7 @@ class SourceTree:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._parsed: dict[Path, ast.Module] = {}
+        self._imports: dict[str, tuple[str, ...]] = {}
 
     @cached_property
     def modules(self) -> dict[str, Path]:
@@ -76,9 +77,14 @@ class SourceTree:
             self._parsed[path] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
         return self._parsed[path]
 
-    def imports(self, module: str) -> Iterator[str]:
+    def imports(self, module: str) -> tuple[str, ...]:
         """Every module that an import statement of `module`, one of the package or an oracle,
         names, those for types only included. A relative import raises AssertionError."""
+        if module not in self._imports:
+            self._imports[module] = tuple(self._imported(module))
+        return self._imports[module]
+
+    def _imported(self, module: str) -> Iterator[str]:
         known = self.modules | self.oracles
         for node in ast.walk(self.parsed(known[module])):
             if isinstance(node, ast.Import):
