@@ -103,7 +103,8 @@ def _codec(kind: Any) -> _Codec:
     if issubclass(base, Mapping):
         return _mapping(*(arguments or (str, Any)))
     if issubclass(base, Sequence):
-        return _sequence(list if issubclass(base, list) else tuple, arguments or (Any, ...))
+        items = arguments if base is tuple and arguments else (*(arguments or (Any,)), ...)
+        return _sequence(list if issubclass(base, list) else tuple, items)
     raise TypeError(f"{kind} has no plain form")
 
 
@@ -131,7 +132,7 @@ def _at(place: object, decode: Callable[[Any], Any], plain: Any) -> Any:
 def _sequence(made: type, kinds: tuple[Any, ...]) -> _Codec:
     """All items are of one type (`tuple[X, ...]`), or each of the type at its place."""
     codecs = [_codec(kind) for kind in kinds if kind is not Ellipsis]
-    is_fixed = made is tuple and kinds[-1] is not Ellipsis
+    is_fixed = kinds[-1] is not Ellipsis
 
     def paired(items: Any) -> Iterator[tuple[_Codec, Any]]:
         return zip(codecs if is_fixed else repeat(codecs[0]), items, strict=is_fixed)

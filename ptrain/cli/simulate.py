@@ -21,7 +21,7 @@ from ptrain.derivation.workspaces import workspaces
 from ptrain.errors import PtrainError, refused
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
-from ptrain.report.record import record, traffic_rows
+from ptrain.report.record import record, rows_of
 from ptrain.report.reserved import reserved_record
 from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
@@ -225,7 +225,7 @@ def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> d
                     }
                     for phase, moment in report.course.by_phase().items()
                 ],
-                "traffic": traffic_rows(report.simulated),
+                "traffic": [*rows_of("traffic", report.simulated)],
                 "reserved": reserved_record(report.reserved),
                 "workspaces": [asdict(space) for space in report.workspaces],
             }
