@@ -73,7 +73,7 @@ def decode(plain: Any, kind: Any) -> Any:
 
 def _encode_any(value: Any) -> Any:
     """Encode by the class of the value."""
-    if value is None or type(value) in _SCALARS:
+    if value is None or (isinstance(value, _SCALARS) and not isinstance(value, Enum)):
         return value
     if isinstance(value, Mapping):
         return {_encode_any(key): _encode_any(item) for key, item in value.items()}
