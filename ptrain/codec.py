@@ -129,7 +129,7 @@ def _at(place: object, decode: Callable[[Any], Any], plain: Any) -> Any:
         raise Malformed(str(place), error) from None
 
 
-def _sequence(made: type, kinds: tuple[Any, ...]) -> _Codec:
+def _sequence(container: type, kinds: tuple[Any, ...]) -> _Codec:
     """All items are of one type (`tuple[X, ...]`), or each of the type at its place."""
     codecs = [_codec(kind) for kind in kinds if kind is not Ellipsis]
     is_fixed = kinds[-1] is not Ellipsis
@@ -140,7 +140,7 @@ def _sequence(made: type, kinds: tuple[Any, ...]) -> _Codec:
     def decode_items(plain: Any) -> Any:
         if not isinstance(plain, list | tuple):
             raise ValueError(f"{plain!r:.60} is no list")
-        return made(_at(at, its.decode, item) for at, (its, item) in enumerate(paired(plain)))
+        return container(_at(at, its.decode, item) for at, (its, item) in enumerate(paired(plain)))
 
     return _Codec(lambda items: [its.encode(item) for its, item in paired(items)], decode_items)
 
