@@ -79,7 +79,7 @@ def _encode_any(value: Any) -> Any:
         return {_encode_any(key): _encode_any(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str) and not hasattr(value, "_fields"):
         return [_encode_any(item) for item in value]
-    return _codec(type(value)).encode(value)
+    return encode(value, type(value))
 
 
 @cache
