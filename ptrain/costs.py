@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ptrain.by_rank import of_ranks, unranked
+from ptrain.codec import FLAT, RARE
 from ptrain.word import Word
 from ptrain.wording import Worded
 
@@ -91,7 +92,7 @@ class Footprint:
     device_bytes: int
     host_bytes: int = 0
     file_bytes: int = 0
-    lower_bytes: int | None = None
+    lower_bytes: int | None = field(default=None, metadata=RARE)
 
     def of_rank(self, rank: int) -> Footprint:
         """Return the same on another rank."""
@@ -116,8 +117,8 @@ class Peak:
     phase: Phase
     rank: int
     device_bytes: int
-    allocator_bytes: int = 0
-    lower_bytes: int | None = None
+    allocator_bytes: int = field(default=0, metadata=RARE)
+    lower_bytes: int | None = field(default=None, metadata=RARE)
 
     def of_rank(self, rank: int) -> Peak:
         """Return the same on another rank."""
@@ -143,7 +144,7 @@ class TrafficKey:
     collective: Collective
     state: State
     phase: Phase
-    via: str | None = None
+    via: str | None = field(default=None, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +155,7 @@ class Traffic:
     under the ring model (Theorem 2), rounded up per call.
     """
 
-    key: TrafficKey
+    key: TrafficKey = field(metadata=FLAT)
     calls: int
     payload_bytes: int
     sent_bytes: int
@@ -253,7 +254,7 @@ class TimeRow:
     """Seconds of a steady step that go to one thing. Of what moves these are exposed: the rank has
     nothing to do meanwhile; `moving` is how long it moves, hidden or not."""
 
-    key: TimeKey
+    key: TimeKey = field(metadata=FLAT)
     seconds: float
     moving: float = 0.0
 
@@ -314,7 +315,7 @@ class Estimate(Worded):
     peak: Sequence[Peak] = ()
     traffic: tuple[Traffic, ...] = ()
     wire: tuple[Wire, ...] = ()
-    blocked: tuple[Blocked, ...] = ()
+    blocked: tuple[Blocked, ...] = field(default=(), metadata={"key": "blocked_seconds"})
     undefined: dict[str, str] = field(default_factory=dict)
     unclaimed: dict[str, str] = field(default_factory=dict)
     by_data: dict[str, str] = field(default_factory=dict)

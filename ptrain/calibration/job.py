@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from ptrain.calibration.machine import MeasuredPart, busy_cores, read_part
+from ptrain.calibration.machine import MeasuredPart, busy_cores
 from ptrain.calibration.options import CalibrationOptions, to_argv
 from ptrain.calibration.write import base_of, conclude, require_writable
+from ptrain.codec import decode
 from ptrain.errors import refused
 from ptrain.processor import cores, gpus
 from ptrain.train.folder import RunFolder
@@ -49,7 +51,7 @@ def calibrate(options: CalibrationOptions) -> int:
         if code:
             shutil.rmtree(folder)
             return code
-        parts.append(read_part(part))
+        parts.append(decode(json.loads(part.read_text(encoding="utf-8")), MeasuredPart))
     shutil.rmtree(folder)
     return conclude(parts, options)
 

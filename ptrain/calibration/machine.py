@@ -3,16 +3,14 @@ Torch-free."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ptrain.processor import cores
-from ptrain.train.folder import write_json
 
 _LOOK = 0.5  # seconds
 _STAT = Path("/proc/stat")
@@ -34,14 +32,6 @@ class MeasuredPart:
     name: str = ""
     spreads: dict[str, float] = field(default_factory=dict)
     left_out: int = 0
-
-
-def write_part(path: Path, part: MeasuredPart) -> None:
-    write_json(path, asdict(part))
-
-
-def read_part(path: Path) -> MeasuredPart:
-    return MeasuredPart(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def busy_cores() -> float:

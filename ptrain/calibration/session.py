@@ -17,16 +17,18 @@ from ptrain.calibration.copies import copies
 from ptrain.calibration.hooks import hooks
 from ptrain.calibration.host import host
 from ptrain.calibration.lateness import lateness
-from ptrain.calibration.machine import MeasuredPart, write_part
+from ptrain.calibration.machine import MeasuredPart
 from ptrain.calibration.operators import attention, memory_bound, products
 from ptrain.calibration.options import SECONDS, CalibrationOptions
 from ptrain.calibration.points import BRIEF, GPUS, PROCESSORS
 from ptrain.calibration.updates import updates
 from ptrain.calibration.write import base_of, conclude, require_writable
+from ptrain.codec import encode
 from ptrain.processor import cores
 from ptrain.rooms.heap import keep_freed_memory
 from ptrain.rooms.world import World
 from ptrain.train import environment
+from ptrain.train.folder import write_json
 
 _MEASURES = {
     "host": host,
@@ -68,7 +70,7 @@ def run(options: CalibrationOptions) -> int:
     if part is None:
         return 0
     if options.part is not None:
-        write_part(options.part, part)
+        write_json(options.part, encode(part))
         return 0
     return conclude([part], options)
 

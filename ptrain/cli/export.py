@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
 from pathlib import Path
 
 from ptrain.cli.arguments import print_json
+from ptrain.codec import encode
 from ptrain.installed import require_torch
 from ptrain.units import format_bytes
 
@@ -38,8 +38,7 @@ def run(args: Namespace) -> int:
         adapters=Adapters(args.adapters) if args.adapters else None,
     )
     if args.json:
-        gone = None if exported.gone is None else str(exported.gone)
-        print_json({**asdict(exported), "folder": str(exported.folder), "gone": gone})
+        print_json(encode(exported))
         return 0
     weights = f"{exported.tensors} tensors, {format_bytes(exported.size)}"
     print(f"step {exported.step} of {args.run} as {exported.architecture}: {weights}")

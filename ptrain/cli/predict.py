@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import ptrain
 from ptrain.axes.context.draw import balance_rows
 from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.codec import encode
 from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
 from ptrain.derivation.throughput import step_tokens
 from ptrain.errors import PtrainError, refused
@@ -64,7 +65,7 @@ def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: b
     from ptrain.installed import require_torch
 
     require_torch()
-    from ptrain.report.reserved import reserved_lines, reserved_record
+    from ptrain.report.reserved import reserved_lines
     from ptrain.simulation.choice import chosen
     from ptrain.simulation.execute import simulate
 
@@ -79,8 +80,8 @@ def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: b
         lines=("", whose, *reserved_lines(segments, within), ""),
         record={
             "rank": rank,
-            **reserved_record(segments),
-            "workspaces": [asdict(space) for space in within],
+            **encode(segments),
+            "workspaces": encode(within),
         },
     )
 
@@ -188,7 +189,7 @@ def as_record(prediction: Prediction) -> dict[str, object]:
         "command": None if fitting.peak_bytes is not None else prediction.telling,
     }
     spec, plan = prediction.spec, derivation.plan
-    result["conditions"] = [asdict(condition) for condition in all_conditions(spec, plan)]
+    result["conditions"] = encode(all_conditions(spec, plan))
     result["balance"] = balance_rows(plan.context) if plan.context else []
     result["cheaper"] = [
         {

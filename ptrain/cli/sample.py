@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from dataclasses import asdict
 from pathlib import Path
 
 from ptrain.cli.arguments import print_json
+from ptrain.codec import encode
 from ptrain.errors import refused
 from ptrain.installed import require_torch
 
@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
     )
     if text is not None:
         score = writer.score(text)
-        figures = {**asdict(score), "perplexity": score.perplexity}
+        figures = {**encode(score), "perplexity": score.perplexity}
         if args.json:
             print_json({"step": writer.step, **figures})
         else:

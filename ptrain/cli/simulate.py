@@ -6,7 +6,7 @@ import resource
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.memory import painted_course
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
+from ptrain.codec import encode
 from ptrain.costs import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.workspaces import workspaces
 from ptrain.errors import PtrainError, refused
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
-from ptrain.report.record import record, traffic_rows
-from ptrain.report.reserved import reserved_record
+from ptrain.report.record import record, rows_of
 from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
@@ -216,7 +216,7 @@ def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> d
                     "micro_batch": report.course.peak.micro_batch,
                     "device_bytes": report.course.peak.total,
                 },
-                "held": [asdict(row) for row in report.course.held],
+                "held": encode(report.course.held),
                 "by_phase": [
                     {
                         "phase": str(phase),
@@ -225,9 +225,9 @@ def as_record(spec: Spec, simulations: list[tuple[Derivation, RankReport]]) -> d
                     }
                     for phase, moment in report.course.by_phase().items()
                 ],
-                "traffic": traffic_rows(report.simulated),
-                "reserved": reserved_record(report.reserved),
-                "workspaces": [asdict(space) for space in report.workspaces],
+                "traffic": [*rows_of("traffic", report.simulated)],
+                "reserved": encode(report.reserved),
+                "workspaces": encode(report.workspaces),
             }
             for _, report in simulations
         ],

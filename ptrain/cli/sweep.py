@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from ptrain.charts.canvas import Format, painted
 from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.arguments import print_json
+from ptrain.codec import encode
 from ptrain.errors import Fault, PtrainError, SpecError
 from ptrain.report.predict import Prediction, require_cuda
 from ptrain.report.sweep import SweepPoint, as_csv, ordered, table
@@ -105,6 +106,5 @@ def _record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
     """The result record, with what makes it a point of a sweep; of one that is refused why."""
     settings = {"overrides": point.settings, "refused": point.refusal or None}
     if point.prediction is None:
-        faults = [asdict(fault) for fault in point.faults]
-        return {"spec": point.label, **settings, "faults": faults}
+        return {"spec": point.label, **settings, "faults": encode(point.faults)}
     return {**as_record(point.prediction), **settings}

@@ -6,11 +6,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ptrain.codec import decode, encode
 from ptrain.data.vocabulary import FILE
 from ptrain.errors import refused
 from ptrain.spec.model import ModelShape, ModelSpec
@@ -60,16 +61,17 @@ def record_beside(path: Path) -> Path:
 
 
 def write_origin(path: Path, origin: TokenOrigin) -> None:
-    record_beside(path).write_text(f"{json.dumps(asdict(origin))}\n", encoding="utf-8")
+    record_beside(path).write_text(f"{json.dumps(encode(origin))}\n", encoding="utf-8")
 
 
 def read_origin(path: Path) -> TokenOrigin | None:
     """Return the origin of a token file; None where nothing beside it says so."""
     try:
-        origin = TokenOrigin(**json.loads(record_beside(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        plain = json.loads(record_beside(path).read_text(encoding="utf-8"))
+        origin: TokenOrigin = decode(plain, TokenOrigin)
+    except (OSError, ValueError):
         return None
-    return origin if isinstance(origin.digest, str) else None
+    return origin
 
 
 def require_tokenizer(name: str, origin: TokenOrigin | None, model: ModelSpec) -> None:

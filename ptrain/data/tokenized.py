@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
+from ptrain.codec import decode, encode
 from ptrain.data.documents import documents
 from ptrain.data.origin import origin_of, record_beside, write_origin
 from ptrain.data.vocabulary import Vocabulary
@@ -90,7 +91,7 @@ class TokenFiles:
                 for added, reached in encoded(done):
                     for array, entries in zip(arrays, added, strict=True):
                         array.add(entries)
-                    _write_notes(notes, {"request": self.request, "done": asdict(reached)})
+                    _write_notes(notes, {"request": self.request, "done": encode(reached)})
                     tell(reached)
                     done = reached
             record_beside(out).unlink(missing_ok=True)
@@ -112,7 +113,9 @@ class TokenFiles:
         """Return how far a call came that was asked the same."""
         try:
             said = json.loads(notes.read_text(encoding="utf-8"))
-            done = TokenizingProgress(**said["done"] if said["request"] == self.request else {})
+            done = decode(
+                said["done"] if said["request"] == self.request else {}, TokenizingProgress
+            )
             sizes = [part.stat().st_size for part in parts]
         except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole
             return TokenizingProgress()

@@ -26,9 +26,9 @@ from importlib import metadata
 from pathlib import Path
 
 import ptrain
+from ptrain.codec import decode, encode
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.plain import from_plain, to_plain
 from ptrain.facts.traced_part import traced_part
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.spec import Spec
@@ -122,8 +122,8 @@ def _sources() -> str:
 def _read(path: Path) -> ModelFacts | None:
     """Return the facts of a file; None where there is none, or none that can be read."""
     try:
-        facts: ModelFacts = from_plain(json.loads(gzip.decompress(path.read_bytes())), ModelFacts)
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError):
+        facts: ModelFacts = decode(json.loads(gzip.decompress(path.read_bytes())), ModelFacts)
+    except (OSError, EOFError, zlib.error, ValueError, TypeError):
         return None
     return facts
 
@@ -131,7 +131,7 @@ def _read(path: Path) -> ModelFacts | None:
 def _write(path: Path, facts: ModelFacts) -> None:
     """Put facts into a file, whole or not at all; it is its owner's alone."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    text = json.dumps(to_plain(facts, ModelFacts), separators=(",", ":"))
+    text = json.dumps(encode(facts, ModelFacts), separators=(",", ":"))
     descriptor, new = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # 0o600
     try:
         with os.fdopen(descriptor, "wb") as file:

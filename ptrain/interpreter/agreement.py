@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ptrain.codec import decode, encode
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.dataset import dataset_of
 from ptrain.rooms.world import World
@@ -44,7 +44,7 @@ def require_equal_models(
         ]
         for name, parameter in module.named_parameters()
     ]
-    mine = {"layout": asdict(layout), "tensors": tensors}
+    mine = {"layout": encode(layout), "tensors": tensors}
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(gather(digest, world.size, world.device))) == 1:
         return
@@ -83,10 +83,14 @@ def _sum(parameter: Tensor) -> str:
 
 
 def gather(
-    value: Any, size: int, device: torch.device, group: dist.ProcessGroup | None = None
+    value: Any,
+    size: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    kind: Any = Any,
 ) -> list[Any]:
-    """Every rank's JSON value, on every rank, in the order of the `size` ranks."""
-    body = json.dumps(value).encode()
+    """Return every rank's value of this type, in the order of the `size` ranks. JSON travels."""
+    body = json.dumps(encode(value, kind)).encode()
     mine = torch.tensor([len(body)], device=device)
     sizes = [torch.zeros_like(mine) for _ in range(size)]
     dist.all_gather(sizes, mine, group=group)
@@ -97,7 +101,7 @@ def gather(
     rows = [torch.zeros_like(padded) for _ in lengths]
     dist.all_gather(rows, padded, group=group)
     return [
-        json.loads(row[:length].cpu().numpy().tobytes())
+        decode(json.loads(row[:length].cpu().numpy().tobytes()), kind)
         for row, length in zip(rows, lengths, strict=True)
     ]
 

@@ -192,18 +192,13 @@ def _in_full(
     odd: Sequence[str],
     step: int,
 ) -> list[Departure]:
-    mine = {
-        key: (ledgers[key][0], [call.plain() for call in ledgers[key][1]])
-        for key in odd
-        if key in ledgers
-    }
-    answers = exchange.gather(mine)
+    mine = {key: ledgers[key] for key in odd if key in ledgers}
+    answers = exchange.gather(mine, dict[str, tuple[str, list[Call]]])
     departures: list[Departure] = []
     for key in odd:
         have = {rank: answer[key] for rank, answer in enumerate(answers) if key in answer}
-        calls = {rank: [Call.of(plain) for plain in plains] for rank, (_, plains) in have.items()}
         axes = next(iter(have.values()))[0]
-        departures += differing(axes, calls, step)
+        departures += differing(axes, {rank: calls for rank, (_, calls) in have.items()}, step)
     return departures
 
 

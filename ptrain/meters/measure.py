@@ -14,24 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
-from ptrain.costs import (
-    Blocked,
-    Collective,
-    Column,
-    Estimate,
-    Footprint,
-    Peak,
-    Phase,
-    State,
-    Traffic,
-    TrafficKey,
-    Wire,
-)
+from ptrain.costs import Column, Estimate, Traffic, TrafficKey
 from ptrain.interpreter import agreement
 from ptrain.interpreter.program import Program
 from ptrain.meters.foreign import Foreign, PhaseWatch, one_step, ranks_by_axes, state_of
@@ -119,13 +106,10 @@ def _measure(model: Program | nn.Module, optimizer: object | None) -> Iterator[M
 
 
 def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:
-    """Return every rank's estimate on every rank, in order of rank. JSON travels, nothing is
-    unpickled."""
+    """Return every rank's estimate on every rank, in order of rank."""
     if world.size == 1:
         return [estimate]
-    return [
-        _parse(answer) for answer in agreement.gather(asdict(estimate), world.size, world.device)
-    ]
+    return agreement.gather(estimate, world.size, world.device, kind=Estimate)
 
 
 def join_estimates(estimates: list[Estimate]) -> Estimate:
@@ -162,26 +146,3 @@ def _accounts(key: TrafficKey, estimates: list[Estimate]) -> Iterator[Traffic]:
     none = Traffic(key=key, calls=0, payload_bytes=0, sent_bytes=0)
     for estimate in estimates:
         yield next((row for row in estimate.traffic if row.key == key), none)
-
-
-def _parse(plain: dict[str, Any]) -> Estimate:
-    return Estimate(
-        column=Column(plain["column"]),
-        world_size=plain["world_size"],
-        memory=tuple(Footprint(**{**row, "state": State(row["state"])}) for row in plain["memory"]),
-        peak=tuple(Peak(**{**row, "phase": Phase(row["phase"])}) for row in plain["peak"]),
-        traffic=tuple(Traffic(**{**row, "key": _key(row["key"])}) for row in plain["traffic"]),
-        wire=tuple(Wire(**{**row, "axes": tuple(row["axes"])}) for row in plain["wire"]),
-        blocked=tuple(Blocked(**{**row, "axes": tuple(row["axes"])}) for row in plain["blocked"]),
-        undefined=plain["undefined"],
-    )
-
-
-def _key(plain: dict[str, Any]) -> TrafficKey:
-    return TrafficKey(
-        axes=tuple(plain["axes"]),
-        collective=Collective(plain["collective"]),
-        state=State(plain["state"]),
-        phase=Phase(plain["phase"]),
-        via=plain["via"],
-    )

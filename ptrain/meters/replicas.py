@@ -31,8 +31,8 @@ Identity = tuple[int, str, str, str]
 class SupportsGather(Protocol):
     """How ranks tell each other small values."""
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's, in the order of the ranks."""
+    def gather(self, value: Any, kind: Any = Any) -> list[Any]:
+        """Return every rank's value of this type, in the order of the ranks."""
         ...
 
 
@@ -128,15 +128,12 @@ class ReplicaMeter:
             if len(ranks) > 1:
                 of_ranks.setdefault(ranks, []).append(copy)
         return {
-            ",".join(map(str, ranks)): of_bytes(
-                repr(sorted(map(Copy.plain, copies), key=repr)).encode()
-            )
+            ",".join(map(str, ranks)): of_bytes(repr(sorted(map(repr, copies))).encode())
             for ranks, copies in of_ranks.items()
         }
 
     def _in_full(self, table: Sequence[Copy], step: int) -> Iterator[Departure]:
-        answers = self.exchange.gather([copy.plain() for copy in table])
-        tables = [[Copy.of(plain) for plain in answer] for answer in answers]
+        tables = self.exchange.gather(table, list[Copy])
         before, now = self._holders, holders(tables)
         self._holders = before | now
         yield from _missing(before, now, step)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ptrain.report.copies import listed
 from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
@@ -25,13 +24,6 @@ class Call:
     when: str = ""
     result: str = ""
     moment: Moment = Moment.START
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Call:
-        return cls(**{**plain, "moment": Moment(plain["moment"])})
 
 
 # Compared in this order: what comes first explains what comes after it.

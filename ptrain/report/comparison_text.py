@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 
+from ptrain.codec import encode
 from ptrain.report.comparison import (
     ComparedFigure,
     ComparedTraining,
@@ -77,10 +77,10 @@ def _training_record(training: ComparedTraining) -> dict[str, object]:
             }
             for row in training.figures
         ],
-        "verdicts": [asdict(verdict) for verdict in training.verdicts],
+        "verdicts": encode(training.verdicts),
         "culprits": {"base": training.base.culprit, "head": training.head.culprit},
-        "only_base": [asdict(group) for group in training.only_base],
-        "only_head": [asdict(group) for group in training.only_head],
+        "only_base": encode(training.only_base),
+        "only_head": encode(training.only_head),
     }
 
 

@@ -32,16 +32,6 @@ class Copy:
     def identity(self) -> tuple[int, str, str, str]:
         return self.moment.value, self.subject.value, self.name, self.part
 
-    def plain(self) -> list[object]:
-        """Return the copy as plain values, which `of` reads."""
-        return [*self.identity, self.kind, self.digest]
-
-    @classmethod
-    def of(cls, plain: Sequence[object]) -> Copy:
-        moment, subject, *words = plain
-        assert isinstance(moment, int)
-        return cls(Moment(moment), Subject(str(subject)), *map(str, words))
-
 
 def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str], tuple[int, ...]]:
     """The ranks that hold each thing, ascending, a rank as often as it holds it. `tables`: of every

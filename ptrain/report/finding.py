@@ -3,10 +3,8 @@ the culprit that this points to. Plain data, so that ranks can tell each other."
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
-from typing import Any
 
 from ptrain.errors import VerdictFailed
 
@@ -80,21 +78,6 @@ class Departure:
         """Return the name in words: the path of the whole model is empty."""
         return self.name or "the model"
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Departure:
-        return cls(
-            **{
-                **plain,
-                "moment": Moment(plain["moment"]),
-                "subject": Subject(plain["subject"]),
-                "way": Way(plain["way"]),
-                "between": tuple(plain["between"]),
-            }
-        )
-
 
 class Certainty(StrEnum):
     """How sure a culprit is."""
@@ -138,9 +121,6 @@ class Culprit:
     def unexplained(self, out: str) -> Culprit:
         """Return it as what departs first, of which only so much was ruled out."""
         return replace(self, certainty=Certainty.UNEXPLAINED, tried=f"ruled out: {out}")
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Departed(VerdictFailed):

@@ -8,10 +8,11 @@ failing check.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
+from itertools import takewhile, zip_longest
 
 from ptrain.by_rank import of_ranks
+from ptrain.codec import RARE, encode
 from ptrain.costs import (
     OPERATIONS,
     TIERS,
@@ -36,7 +37,7 @@ _CHECKED = {
     "traffic": "calls, payload and bytes sent per kind of call",
 }
 _KINDS_OF_REASONS = ("undefined", "unclaimed", "by_data", "assumed", "counted")
-_RARE, _NONE = ("lower", "counted"), (None, "")
+COUNTED_KINDS = ("memory", "peak", "traffic", "operations")  # of rows in each column
 _COUNTS = ("calls", "payload_bytes", "sent_bytes")
 
 
@@ -52,8 +53,8 @@ class Check:
     tolerance: float
     holds: bool
     why: str = ""
-    lower: int | None = None
-    counted: str = ""
+    lower: int | None = field(default=None, metadata=RARE)
+    counted: str = field(default="", metadata=RARE)
 
 
 def compared_ranks(exact: Estimate, measured: Estimate) -> set[int]:
@@ -264,20 +265,9 @@ def record(
         "rank": "max" if rank is None else rank,
         "versions": packages,
         "device": device,
-        "memory": [_memory_row(estimate, row) for estimate in estimates for row in estimate.memory],
-        "peak": [_peak_row(estimate, row) for estimate in estimates for row in estimate.peak],
-        "traffic": [row for estimate in estimates for row in traffic_rows(estimate)],
-        "operations": [
-            {"column": str(estimate.column)} | asdict(row)
-            for estimate in estimates
-            for row in estimate.operations
-        ],
-        "wire": [_wire_row(row) for row in _wire(estimates)],
-        "blocked_seconds": [
-            {"axes": list(row.axes), "rank": row.rank, "seconds": row.seconds}
-            for estimate in estimates
-            for row in estimate.blocked
-        ],
+        **{kind: [*rows_of(kind, *estimates)] for kind in COUNTED_KINDS},
+        "wire": encode(_wire(estimates)),
+        "blocked_seconds": [encode(row) for estimate in estimates for row in estimate.blocked],
         "step_seconds": [
             *(
                 time_row(estimate.column, estimate.step)
@@ -286,19 +276,13 @@ def record(
             ),
             *({"column": column, "value": value} for column, value in (step_seconds or {}).items()),
         ],
-        "checks": [_check_row(check) for check in checks],
+        "checks": encode(checks),
         "verdict": verdict(checks) if checks else None,
         "claimed": is_tested(packages["torch"]),
         **{kind: _reasons(estimates, kind) for kind in _KINDS_OF_REASONS},
         "notes": [note for estimate in estimates for note in estimate.notes],
         "warnings": [warning for estimate in estimates for warning in estimate.warnings],
     }
-
-
-def _check_row(check: Check) -> dict[str, object]:
-    """`lower` is there where the prediction is two bounds, `counted` where it is of the run's."""
-    row = {field.name: getattr(check, field.name) for field in fields(check)}
-    return {name: value for name, value in row.items() if name not in _RARE or value not in _NONE}
 
 
 def _reasons(estimates: Sequence[Estimate], kind: str) -> dict[str, dict[str, str]]:
@@ -314,60 +298,11 @@ def _wire(estimates: Sequence[Estimate]) -> tuple[WireRow, ...]:
     return wire_rows(exact, measured) if exact and measured else ()
 
 
-def _wire_row(row: WireRow) -> dict[str, object]:
-    return {
-        "axes": list(row.axes),
-        "predicted_bytes": row.predicted_bytes,
-        "measured_bytes": row.measured_bytes,
-        "factor": row.factor,
-    }
-
-
-def _memory_row(estimate: Estimate, row: Footprint) -> dict[str, object]:
-    return {
-        "state": str(row.state),
-        "column": str(estimate.column),
-        "rank": row.rank,
-        "device_bytes": row.device_bytes,
-        "host_bytes": row.host_bytes,
-        "file_bytes": row.file_bytes,
-    } | _bounds(row)
-
-
-def _peak_row(estimate: Estimate, row: Peak) -> dict[str, object]:
-    return (
-        {
-            "phase": str(row.phase),
-            "column": str(estimate.column),
-            "rank": row.rank,
-            "device_bytes": row.device_bytes,
-        }
-        | ({"allocator_bytes": row.allocator_bytes} if row.allocator_bytes else {})
-        | _bounds(row)
-    )
-
-
-def _bounds(row: Footprint | Peak) -> dict[str, int]:
-    """The bounds of a figure that depends on data; nothing of any other."""
-    if row.lower_bytes is None:
-        return {}
-    return {"lower_bytes": row.lower_bytes, "upper_bytes": row.device_bytes}
-
-
-def traffic_rows(estimate: Estimate) -> list[dict[str, object]]:
-    """Return the rows of one column's traffic."""
-    return [_traffic_row(estimate, row) for row in estimate.traffic]
-
-
-def _traffic_row(estimate: Estimate, row: Traffic) -> dict[str, object]:
-    key = row.key
-    return {
-        "axes": list(key.axes),
-        "collective": str(key.collective),
-        "state": str(key.state),
-        "phase": str(key.phase),
-        "column": str(estimate.column),
-        "calls": row.calls,
-        "payload_bytes": row.payload_bytes,
-        "sent_bytes": row.sent_bytes,
-    } | ({"via": key.via} if key.via else {})
+def rows_of(kind: str, *estimates: Estimate) -> Iterator[dict[str, object]]:
+    """Yield the rows of a kind, each with its column, which follows the words that name the row. A
+    row with a lower bound repeats its figure as the upper one."""
+    for estimate in estimates:
+        for row in map(encode, getattr(estimate, kind)):
+            words = dict(takewhile(lambda item: not isinstance(item[1], int), row.items()))
+            bounds = {"upper_bytes": row["device_bytes"]} if "lower_bytes" in row else {}
+            yield words | {"column": str(estimate.column)} | row | bounds

@@ -13,9 +13,10 @@ from enum import StrEnum
 from typing import Any
 
 from ptrain.by_rank import distinct
+from ptrain.codec import decode
 from ptrain.costs import Column, Estimate, Phase, State, busiest
 from ptrain.errors import refused
-from ptrain.report.finding import Certainty, Culprit, Subject
+from ptrain.report.finding import Culprit
 from ptrain.report.reading import Reading, read
 from ptrain.report.table import largest, moved_bytes, on_tiers
 
@@ -132,7 +133,7 @@ def _figures(record: Mapping[str, Any]) -> Recorded:
         name=str(record["spec"]),
         groups=groups,
         verdicts=verdicts,
-        culprit=_culprit(culprit) if culprit else "",
+        culprit=str(decode(culprit, Culprit)) if culprit else "",
     )
 
 
@@ -142,19 +143,6 @@ def _require_numbers(figures: Figures) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise TypeError(f"{name} is {value!r:.40}")
         float(value or 0)
-
-
-def _culprit(plain: Mapping[str, Any]) -> str:
-    """Return a record's culprit in the words in which it was printed."""
-    culprit = Culprit(
-        **{
-            **plain,
-            "state": Subject(plain["state"]),
-            "ranks": tuple(plain["ranks"]),
-            "certainty": Certainty(plain.get("certainty", Certainty.FITS)),
-        }
-    )
-    return str(culprit)
 
 
 def _groups(

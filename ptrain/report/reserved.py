@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 from ptrain.derivation.allocator import COMPUTING, Reserved
 from ptrain.derivation.workspaces import Workspace
@@ -42,8 +41,3 @@ def reserved_lines(
     ]
     table = [render(("of that within kernels", "bytes"), within)] if within else []
     return ["", render(head, rows), _NOT_RESERVED, *table]
-
-
-def reserved_record(reserved: Mapping[str, Reserved | None]) -> dict[str, object]:
-    """Return the same as a record has it: null where it grows on."""
-    return {name: None if held is None else asdict(held) for name, held in reserved.items()}

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from math import isfinite
 
+from ptrain.codec import encode
 from ptrain.report.selection import closed_seconds, described, written_texts
 from ptrain.selection.figures import Ranked
 from ptrain.selection.known import reason
@@ -53,18 +54,11 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> Record:
             {"change": remedy.change, "fitting": row_record(selection, remedy.fitting)}
             for remedy in selection.remedies
         ],
-        "demand": _demand(selection),
+        "demand": encode(selection.demand),
         "by_number": [
             {"devices": number, **row_record(selection, row)} for number, row in selection.by_number
         ],
     }
-
-
-def _demand(selection: PlacementRanking) -> Record | None:
-    demand = selection.demand
-    if demand is None:
-        return None
-    return {"tokens": demand.tokens, "deadline_seconds": demand.deadline, "budget": demand.budget}
 
 
 def _scored_as(shape: ModelShape | None) -> Record | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ptrain.codec import encode
 from ptrain.costs import Collective, Column, Estimate, Phase, Spent, StepTime
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.throughput import throughput
@@ -74,18 +75,7 @@ def time_row(column: Column, step: StepTime) -> dict[str, object]:
         "exposed": [
             {"axes": list(axes), "seconds": seconds} for axes, seconds in step.exposed().items()
         ],
-        "rows": [
-            {
-                "spent": str(row.key.spent),
-                "phase": str(row.key.phase),
-                "axes": list(row.key.axes),
-                "collective": None if row.key.collective is None else str(row.key.collective),
-                "seconds": row.seconds,
-                "moving": row.moving,
-            }
-            for row in step.rows
-        ],
-        "assumed": list(step.assumed),
+        **encode(step),
     }
 
 

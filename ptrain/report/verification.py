@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ptrain.codec import encode
 from ptrain.report.finding import Culprit, Departure
 from ptrain.report.record import Check, record, verdict_line
 
@@ -22,8 +23,8 @@ def as_record(
 ) -> dict[str, object]:
     """The result record (`report.record`), with the culprit, what departs first and `more`."""
     return record(name, (), checks=checks) | {
-        "culprit": culprit.plain() if culprit else None,
-        "departures": [departure.plain() for departure in departures[:_MOST]],
+        "culprit": encode(culprit),
+        "departures": encode(departures[:_MOST]),
         "num_departures": len(departures),
         **more,
     }

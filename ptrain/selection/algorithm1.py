@@ -9,9 +9,10 @@ say; lines 2 to 7 have refused DP and ZeRO-3 by then.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
+from ptrain.codec import encode
 from ptrain.derivation.paper import reconstruction_unit
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
@@ -176,9 +177,9 @@ def record(answer: Answer) -> dict[str, object]:
     make a spec of it."""
     return {
         "algorithm": "algorithm1",
-        "thresholds": asdict(answer.thresholds),
-        "requirements": asdict(answer.requirements),
-        "conditions": [asdict(test) for test in answer.tests],
+        "thresholds": encode(answer.thresholds),
+        "requirements": encode(answer.requirements),
+        "conditions": encode(answer.tests),
         "advice": None if answer.advice is Advice.NONE else str(answer.advice),
         "overrides": list(answer.overrides),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ptrain.errors import refused
 from ptrain.selection.figures import Ranked
@@ -20,7 +20,7 @@ class Demand:
     """What a training of so many tokens may take: seconds in all, money in all; None: any."""
 
     tokens: int
-    deadline: float | None = None
+    deadline: float | None = field(default=None, metadata={"key": "deadline_seconds"})
     budget: float | None = None
 
     def seconds(self, row: Ranked) -> float | None:

@@ -15,10 +15,10 @@ from torch import nn
 from ptrain.axes.context.run.randomness import MicroBatchCut
 from ptrain.axes.expert.run.apply import parallelize_experts
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
+from ptrain.codec import decode, encode
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import LayerWork, ModelWork, WorkByKind
 from ptrain.facts.passes import Passes, RowsPasses, passes_of
-from ptrain.facts.plain import from_plain, to_plain
 from ptrain.facts.rows_timeline import RowsTimeline
 from ptrain.facts.stages import Stage, Units
 from ptrain.models.heads import head_of
@@ -162,7 +162,7 @@ class _StageTraces:
                 strict=True,
             )
         ]
-        plain = [to_plain(formula, RowsTimeline) for formula in formulas]
+        plain = [encode(formula, RowsTimeline | None) for formula in formulas]
         return {"uneven": list(self.uneven.layers), "formulas": plain}
 
 
@@ -177,13 +177,13 @@ def _rows(traced: _StageTraces, stage: Stage, units: Units) -> dict[str, Any]:
     whole, halves = layers.recording, layers.halves
     assert whole.output is not None, "a stage hands something on"
     rows = {
-        "passes": to_plain(layers.timeline(stage.layers, units), Timeline),
+        "passes": encode(layers.timeline(stage.layers, units), Timeline),
         "output": whole.sizes[whole.output],
-        "work": to_plain(layers.work(stage.layers), WorkByKind),
+        "work": encode(layers.work(stage.layers), WorkByKind | None),
     }
     if halves is not None:
         timeline = to_timeline(_of_halves(halves))
-        rows["halves"] = to_plain(replace(timeline, saved=()), Timeline)
+        rows["halves"] = encode(replace(timeline, saved=()), Timeline)
     return rows | traced.formulas()
 
 
@@ -221,7 +221,7 @@ def _hidden_bytes(spec: Spec, facts: ModelFacts) -> int:
 
 
 def _formula(rows: Mapping[str, Any], index: int, hidden: int) -> RowsPasses:
-    whole, *halves = (from_plain(plain, RowsTimeline) for plain in rows["formulas"])
+    whole, *halves = (decode(plain, RowsTimeline) for plain in rows["formulas"])
     return RowsPasses(
         layers=tuple(rows["uneven"]),
         whole=whole,
@@ -237,9 +237,7 @@ def stage_works(by_place: Sequence[Rows]) -> tuple[WorkByKind, ...]:
     of one is not known."""
     if any(row["work"] is None for rows in by_place for row in rows):
         return ()
-    return tuple(
-        _joined([from_plain(row["work"], WorkByKind) for row in rows]) for rows in by_place
-    )
+    return tuple(_joined([decode(row["work"], WorkByKind) for row in rows]) for rows in by_place)
 
 
 def _joined(stages: Sequence[WorkByKind]) -> WorkByKind:
@@ -261,8 +259,8 @@ def _joined(stages: Sequence[WorkByKind]) -> WorkByKind:
 
 def _passes(rows: Mapping[str, Any], index: int, hidden: int) -> Passes:
     return passes_of(
-        from_plain(rows["passes"], Timeline),
-        from_plain(rows.get("halves"), Timeline),
+        decode(rows["passes"], Timeline),
+        decode(rows.get("halves"), Timeline | None),
         is_first=index == 0,
         output=rows["output"],
         hidden=hidden,

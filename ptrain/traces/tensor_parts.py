@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.axes.context.part import alike_by
+from ptrain.codec import decode, encode
 from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import WorkByKind
-from ptrain.facts.plain import from_plain, to_plain
 from ptrain.facts.rows_timeline import RowsTimeline
 from ptrain.facts.traced_part import traced_part
 from ptrain.internals.dtensor import forget_shapes
@@ -127,20 +127,20 @@ def _as_text(spec: Spec) -> str:
 
 def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
     """Return the timelines by place along the cutting axes. Raises PtrainError for a problem."""
-    return tuple(from_plain(plain, Timeline) for plain, *_ in by_place(traces))
+    return tuple(decode(plain, Timeline) for plain, *_ in by_place(traces))
 
 
 def rows_of(traces: Traced) -> tuple[RowsTimeline, ...]:
     """Return the timelines as formulas of where tokens go, by place along the cutting axes; nothing
     where that changes none, or there is no formula. Raises PtrainError for a problem."""
-    formulas = [from_plain(plain, RowsTimeline) for _, _, plain in by_place(traces)]
+    formulas = [decode(plain, RowsTimeline | None) for _, _, plain in by_place(traces)]
     return () if None in formulas else tuple(formulas)
 
 
 def works_of(traces: Traced) -> tuple[WorkByKind, ...]:
     """Return what the ranks compute by place along the cutting axes; nothing where an operator does
     not say it. Raises PtrainError for a problem."""
-    works = [from_plain(plain, WorkByKind) for _, plain, _ in by_place(traces)]
+    works = [decode(plain, WorkByKind | None) for _, plain, _ in by_place(traces)]
     return () if None in works else tuple(works)
 
 
@@ -286,9 +286,9 @@ def _part_of(
         layers = TracedLayers(first, names, units)
     timeline = layers.timeline(facts.blocks, facts.unit_modules)
     return [
-        to_plain(timeline, Timeline),
-        to_plain(layers.work(facts.blocks), WorkByKind),
-        to_plain(uneven.formula(first, *others) if uneven else None, RowsTimeline),
+        encode(timeline, Timeline),
+        encode(layers.work(facts.blocks), WorkByKind | None),
+        encode(uneven.formula(first, *others) if uneven else None, RowsTimeline | None),
     ]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ptrain.codec import decode, encode
 from ptrain.internals.dispatch import without_modes
 from ptrain.internals.process_groups import all_gather_single
 from ptrain.interpreter import agreement
@@ -45,13 +46,14 @@ class Exchange:
         """Rank 0's value, on every rank."""
         return self.gather(value if self.world.is_first else None)[0]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank, in the order of the ranks."""
+    def gather(self, value: Any, kind: Any = Any) -> list[Any]:
+        """Return every rank's value of this type, in the order of the ranks."""
         if self.group is None:
             return [value]
         if self._host is not None:
-            return [json.loads(text) for text in self._host.gather(json.dumps(value).encode())]
-        return agreement.gather(value, self.world.size, torch.device("cpu"), self.group)
+            texts = self._host.gather(json.dumps(encode(value, kind)).encode())
+            return [decode(json.loads(text), kind) for text in texts]
+        return agreement.gather(value, self.world.size, torch.device("cpu"), self.group, kind)
 
     def barrier(self) -> None:
         self.gather(None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -141,12 +141,8 @@ class Differences:
             )
         )  # fmt: skip
 
-    def plain(self) -> dict[str, Any]:
-        """Return it as plain data, for the other ranks."""
-        return {
-            "departures": [departure.plain() for departure in self.departures],
-            "largest": [[*kind, asdict(largest)] for kind, largest in self.largest.items()],
-        }
+
+_OF_RANK = tuple[dict[str, int], list[Departure], dict[Kind, LargestDifference]]
 
 
 class AllDifferences:
@@ -171,11 +167,12 @@ class AllDifferences:
         self._modules |= modules or {}
         own.departures = self._first_of_each_kind(own.departures)
         departures = list(self.departures)
-        for places, its in self.ranks.gather([list(self._modules.items()), own.plain()]):
-            self._modules |= dict(places)
-            departures += map(Departure.of, its["departures"])
-            for moment, subject, fields in its["largest"]:
-                self._see((Moment(moment), Subject(subject)), LargestDifference(**fields), own.step)
+        mine = self._modules, own.departures, own.largest
+        for places, its, largest in self.ranks.gather(mine, _OF_RANK):
+            self._modules |= places
+            departures += its
+            for kind, of_rank in largest.items():
+                self._see(kind, of_rank, own.step)
         self.departures = []
         self.add(departures)
         return bool(self.departures)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -109,11 +110,11 @@ class Onward:
             first = self._onward(ReferenceTraining(self.spec), state)
             own = [self._other(seed, first, state) for seed in seeds]
         self._first = first if world.is_first else None
-        self._others = [Other(*fields) for its in self.exchange.gather(own) for fields in its]
+        self._others = [*chain.from_iterable(self.exchange.gather(own, list[Other]))]
 
-    def _other(self, seed: int, first: ReferenceStep, states: States) -> tuple[float, float, float]:
+    def _other(self, seed: int, first: ReferenceStep, states: States) -> Other:
         its = self._onward(Permuted(self.spec, seed), states)
-        return its.loss, its.following, apart(first.gradients, its.gradients)
+        return Other(its.loss, its.following, apart(first.gradients, its.gradients))
 
     def _onward(self, device: ReferenceTraining, states: States) -> ReferenceStep:
         """Run two steps from a state; the second without an update."""

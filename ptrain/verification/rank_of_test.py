@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ptrain.codec import encode
 from ptrain.errors import refused
 from ptrain.rooms.world import World
 from ptrain.train.folder import write_json
@@ -43,8 +44,7 @@ def _function(target: str) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, OwnVerdict):
-        culprit = value.culprit.plain() if value.culprit else None
-        return {"holds": value.holds, "text": str(value), "culprit": culprit}
+        return {"holds": value.holds, "text": str(value), "culprit": encode(value.culprit)}
     return value
 
 

@@ -177,8 +177,7 @@ def checks(
 
 def from_rank(rank: int, own: list[Check], exchange: Exchange) -> tuple[Check, ...]:
     """Return the checks of one rank, on all."""
-    plain = [{name: getattr(check, name) for name in Check.__dataclass_fields__} for check in own]
-    return tuple(Check(**fields) for fields in exchange.gather(plain)[rank])
+    return tuple(exchange.gather(own, list[Check])[rank])
 
 
 def _by_parameter(measured: Mapping[str, float], allowed: Mapping[str, float]) -> Check:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
+from ptrain.codec import encode
 from ptrain.verification.jobs.verdict import OwnVerdict
 
 WORDS, WIDTH, LENGTH, ROWS = 17, 8, 9, 8  # 9 rows of the head on one of two ranks, 8 on the other
@@ -245,7 +246,7 @@ def told(way: str, fault: str = "", dtype: torch.dtype = torch.float64) -> dict[
     return {
         "holds": verdict.holds,
         "text": str(verdict),
-        "culprit": None if culprit is None else culprit.plain(),
+        "culprit": encode(culprit),
         "failing": [check.name for check in verdict.checks if not check.holds],
     }
 

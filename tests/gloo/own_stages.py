@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ptrain
+from ptrain.codec import encode
 from ptrain.verification.jobs.verdict import OwnVerdict
 from tests.gloo.own_loops import WIDTH, Net, batches, built, mean_loss, whole_batch
 
@@ -79,5 +80,4 @@ def judged(fault: str = "") -> OwnVerdict:
 
 def told(fault: str = "") -> dict[str, Any]:
     verdict = judged(fault)
-    culprit = verdict.culprit.plain() if verdict.culprit else None
-    return {"holds": verdict.holds, "text": str(verdict), "culprit": culprit}
+    return {"holds": verdict.holds, "text": str(verdict), "culprit": encode(verdict.culprit)}

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
+from ptrain.codec import encode
 from ptrain.verification.jobs.verdict import OwnVerdict
 from tests.gloo.context_loop import attentive, over_context
 from tests.gloo.expert_loop import of_experts, over_experts, routed, unevenness
@@ -371,5 +372,5 @@ def told(name: str, fault: bool) -> dict[str, Any]:
     return {
         "holds": verdict.holds,
         "text": str(verdict),
-        "culprit": None if verdict.culprit is None else verdict.culprit.plain(),
+        "culprit": encode(verdict.culprit),
     }

@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.gloo
 
 # What is named: state, axis (ranks of DDP, dp of FSDP2), factor, step, ranks, and what was tried.
-ALL, ONE = (0, 1), (1,)
+ALL, ONE = [0, 1], [1]
 NAMED = {
     "resumed": ("optimizer", False, "moments lost", 3, ALL, "exp_avg_sq and step 3 for none"),
     "moments of zeros": ("optimizer", True, "moments lost", 3, ONE, "one device's exp_avg is"),

@@ -17,6 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
+from ptrain.codec import encode
 from ptrain.verification.jobs.verdict import OwnVerdict
 from tests.gloo import own_loops
 from tests.gloo.own_loops import (
@@ -163,7 +164,7 @@ UNSOUND = {
 
 def told(name: str) -> tuple[bool, str, dict[str, Any]]:
     verdict = globals()[name]()
-    return verdict.holds, str(verdict), verdict.culprit.plain() if verdict.culprit else {}
+    return verdict.holds, str(verdict), encode(verdict.culprit) or {}
 
 
 @pytest.mark.parametrize("name", [program.__name__ for program in SOUND])

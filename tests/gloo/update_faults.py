@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ptrain
+from ptrain.codec import encode
 from ptrain.verification.jobs.verdict import OwnVerdict
 from tests.gloo.own_loops import MICRO_BATCHES, WRAPPERS, batches, built, mean_loss, part_of
 
@@ -319,6 +320,6 @@ def verdicts(way: str, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         results[name] = {
             "holds": verdict.holds,
             "text": str(verdict),
-            "culprit": None if culprit is None else culprit.plain(),
+            "culprit": encode(culprit),
         }
     return results

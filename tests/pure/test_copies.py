@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ptrain.report import calls, copies
@@ -75,10 +77,6 @@ def test_what_happens_first_is_told_first():
     assert names == ["g", "u"]
 
 
-def test_a_copy_survives_being_told():
-    assert Copy.of(copy("a").plain()) == copy("a")
-
-
 @pytest.mark.parametrize(
     ("odd", "ranks", "axes"),
     [
@@ -143,7 +141,7 @@ def first(*ledgers: list[Call]) -> list[tuple[int, int, Way, str]]:
 
 
 def changed(**fields: object) -> Call:
-    return Call.of(SUM.plain() | fields)
+    return replace(SUM, **fields)
 
 
 def test_ranks_that_call_the_same_depart_from_nothing():

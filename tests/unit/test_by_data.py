@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ptrain.algebra.legality import require
+from ptrain.codec import decode, encode
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.plain import from_plain, to_plain
 from ptrain.models.build import build
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import to_timeline
@@ -202,7 +202,7 @@ def test_experts_that_run_on_no_rows_have_gradients(name):
 
 def test_facts_with_bounds_are_kept_as_plain_data():
     facts = facts_of(spec_of(MODELS["experts in a list"]))
-    assert from_plain(to_plain(facts, ModelFacts), ModelFacts) == facts
+    assert decode(encode(facts, ModelFacts), ModelFacts) == facts
 
 
 def logits(dtype: torch.dtype, **config: Any) -> Tensor:

@@ -123,7 +123,7 @@ class Told:
 
     world: Any
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, kind: Any = Any) -> list[Any]:
         return [value]
 
 

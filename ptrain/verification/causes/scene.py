@@ -109,11 +109,10 @@ class Investigation:
 
     def boxes(self, own: Mapping[str, TensorBox]) -> dict[str, dict[int, TensorBox]]:
         """Return by name and rank which part of a tensor every rank has. Collective."""
-        plain = {name: [part.offset, part.shape] for name, part in own.items()}
         boxes: dict[str, dict[int, TensorBox]] = {}
-        for rank, its in enumerate(self.ranks.gather(plain)):
-            for name, (offset, shape) in its.items():
-                boxes.setdefault(name, {})[rank] = TensorBox(tuple(offset), tuple(shape))
+        for rank, its in enumerate(self.ranks.gather(own, dict[str, TensorBox])):
+            for name, box in its.items():
+                boxes.setdefault(name, {})[rank] = box
         return boxes
 
     def at(self, moment: Moment, subject: Subject | None = None) -> list[Departure]:

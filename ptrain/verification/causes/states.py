@@ -44,9 +44,10 @@ def state_cause(scene: Investigation) -> Culprit:
     }
     first = one.subject, one.name
     everyone = scene.ranks.gather(
-        [said.get(first), [bool(its.tried) for its in said.values() if its is not None]]
+        (said.get(first), [bool(its.tried) for its in said.values() if its is not None]),
+        tuple[Explanation | None, list[bool]],
     )
-    wrong = Counter(Explanation(*its) for its, _ in everyone if its) or {_other(one): 1}
+    wrong = Counter(its for its, _ in everyone if its) or {_other(one): 1}
     agreed = max(wrong, key=lambda its: wrong[its])
     axis = agreed.axis or _axis(scene, one)
     cause = scene.culprit(axis, agreed.factor, agreed.sentence)

@@ -28,10 +28,7 @@ def agreed(
     explanation does not say it. Collective."""
     own = Own.departing(scene)
     said = [] if own is None else explanations(own)
-    everyone = [
-        [Explanation(*explanation) for explanation in its]
-        for its in scene.ranks.gather(list(map(list, said)))
-    ]
+    everyone = scene.ranks.gather(list(said), list[Explanation])
     factors = Counter(factor for its in everyone for factor in {why.factor: why for why in its})
     if not factors:
         return None

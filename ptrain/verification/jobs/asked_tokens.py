@@ -4,7 +4,6 @@ probabilities less 1 at the target, times a positive number, so it is negative t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,12 +49,6 @@ class AskedTokens:
     @property
     def is_right(self) -> bool:
         return not (self.other or self.lacking)
-
-    def plain(self) -> dict[str, Any]:
-        return {
-            "other": self.other, "lacking": self.lacking, "at_end": self.at_end,
-            "factor": self.factor, "count": self.count,
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

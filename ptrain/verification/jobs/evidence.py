@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -187,7 +187,9 @@ def evidence(
     return replace(
         sampled(ranks, own),
         micro_batches=max(ranks.gather(len(probe.gradients))),
-        rows=tuple(_gathered(ranks, compare_rows(reference.calls, run.calls, ROW_TOLERANCE))),
+        rows=tuple(
+            ranks.gather(compare_rows(reference.calls, run.calls, ROW_TOLERANCE), RowReport)
+        ),
         ledger=ledger_of(rows_of(reference.calls), ranks.gather(rows_of(run.calls))),
     )
 
@@ -223,11 +225,6 @@ def sampled(ranks: Ranks, own: OwnGradients, known: KnownFactors | None = None) 
         own=own,
         known=known,
     )
-
-
-def _gathered(ranks: Ranks, report: RowReport) -> Iterator[RowReport]:
-    for plain in ranks.gather(asdict(report)):
-        yield RowReport(**plain)
 
 
 def _is_near(own: Tensor, right: Tensor, dtype: torch.dtype) -> bool:

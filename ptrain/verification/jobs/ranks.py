@@ -34,9 +34,11 @@ class Ranks:
     axes: Axes = field(default_factory=dict)
     group: dist.ProcessGroup | None = None
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, on every rank."""
-        return gather(value, self.size, self.device, self.group) if self.size > 1 else [value]
+    def gather(self, value: Any, kind: Any = Any) -> list[Any]:
+        """Return every rank's value of this type."""
+        if self.size == 1:
+            return [value]
+        return gather(value, self.size, self.device, self.group, kind)
 
     def stack(self, tensor: Tensor) -> Tensor:
         """Every rank's tensor of the same shape: [ranks, …] in fp64."""

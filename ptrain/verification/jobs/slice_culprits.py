@@ -132,7 +132,7 @@ class SliceInquiry:
             return None
         assert own is not None and truth is not None, "every rank has both"
         labels = AskedTokens.of(own, truth)
-        reports = [AskedTokens(**its) for its in self.ranks.gather(labels.plain())]
+        reports = self.ranks.gather(labels, AskedTokens)
         with_targets = [report for report in reports if report.count] or reports
         factors = [report.factor for report in with_targets]
         is_even = max(factors) - min(factors) <= _NEAR * max(map(abs, factors))

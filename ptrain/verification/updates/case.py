@@ -4,7 +4,7 @@ repeated update leaves is from one device's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -42,14 +42,14 @@ class Remainder:
     def worst(self) -> float:
         return max(self.parameters, self.state)
 
-    def plain(self) -> list[float]:
-        return [self.count, self.parameters, self.state]
-
     @classmethod
-    def of_all(cls, everyones: list[list[float]]) -> Remainder:
+    def of_all(cls, everyones: Sequence[Remainder]) -> Remainder:
         """Return the largest of all ranks' differences."""
-        counts, parameters, state = zip(*everyones, strict=True)
-        return cls(int(sum(counts)), max(parameters), max(state))
+        return cls(
+            count=sum(its.count for its in everyones),
+            parameters=max(its.parameters for its in everyones),
+            state=max(its.state for its in everyones),
+        )
 
     def is_cure_of(self, departure: Remainder) -> bool:
         """Return whether nothing departs any more, and what is left is a tenth or less of what

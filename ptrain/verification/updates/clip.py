@@ -7,10 +7,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -92,9 +92,6 @@ class ClippedGradient:
             return None
         return cls(squares, factor)
 
-    def plain(self) -> list[Any]:
-        return [dict(self.squares), self.factor]
-
     def norm(self, names: Sequence[str] | None = None) -> float:
         """Return that of these parameters, or of all, before clipping."""
         chosen = self.squares if names is None else names
@@ -130,13 +127,13 @@ def clipping(
     tolerance = min(_LOOSE * case.limit.gradients, _LOOSEST)
     gradient = ClippedGradient.of(*wholes, tolerance)
     mine = list(_scalings(case, wholes[1], gradient, tolerance)) if gradient else []
-    everyones = ranks.gather([gradient and gradient.plain(), [list(astuple(row)) for row in mine]])
-    rows = [Scaling(*row) for _, its in everyones for row in its]
+    everyones = ranks.gather((gradient, mine), tuple[ClippedGradient | None, list[Scaling]])
+    rows = [row for _, its in everyones for row in its]
+    gradient = everyones[0][0]  # ranks' own floats might decide otherwise
     if any(known is None for known, _ in everyones) or not all(
         math.isfinite(row.factor) for row in rows
     ):
         return None
-    gradient = ClippedGradient(*everyones[0][0])  # ranks' own floats might decide otherwise
     departure = max((abs(row.factor - 1.0) for row in rows), default=0.0)
     if departure <= tolerance:
         return None

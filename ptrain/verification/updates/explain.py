@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -96,7 +97,7 @@ class UpdateExplainer:
         return [(rank, name) for rank, its in enumerate(everyones) for name in its]
 
     def _of_all(self, remainder: Remainder) -> Remainder:
-        return Remainder.of_all(self.ranks.gather(remainder.plain()))
+        return Remainder.of_all(self.ranks.gather(remainder, Remainder))
 
     def _repeated(
         self, taken: dict[str, Ingredients]
@@ -260,13 +261,12 @@ device's to {left.worst:.2g}"
 
     def _differing(self) -> str:
         """What is not one device's before an update of which nothing can be tried."""
-        mine = [[swap.ingredient, swap.key] for swap in differing(self.case)]
+        everyones = self.ranks.gather(list(differing(self.case)), list[Swap])
         noise = (Ingredient.GRADIENT, Ingredient.VALUE)  # roundings of these alone are no reason
         titles = {
-            key or kind
-            for rank in self.ranks.gather(mine)
-            for kind, key in rank
-            if kind not in noise
+            swap.key or swap.ingredient
+            for swap in chain.from_iterable(everyones)
+            if swap.ingredient not in noise
         }
         listed = ", ".join(sorted(titles)) or "none of its settings and state"
         return f"; {listed} differed from one device's before it"
@@ -295,8 +295,8 @@ device's to {left.worst:.2g}"
         )  # fmt: skip
 
     def _exchanged(self, result: SwapSearch, was: str) -> Culprit:
-        mine = [pair.plain() for pair in differing_pairs(self.case, result.cure)]
-        rows = [IngredientPair.of(plain) for rank in self.ranks.gather(mine) for plain in rank]
+        mine = differing_pairs(self.case, result.cure)
+        rows = [*chain.from_iterable(self.ranks.gather(mine, list[IngredientPair]))]
         said = words(result.cure, rows, self.ranks.degrees, is_first=self.case.step == 0)
         what = " and ".join(_with(swap, rows) for swap in result.cure[:3])
         if len(result.cure) > 3:

@@ -142,11 +142,10 @@ class SwapSearch:
 def search(case: UpdateCase, ranks: Ranks, departure: Remainder) -> SwapSearch:
     """Try one ingredient, then all of a kind, then pairs. All ranks call it with the same
     `departure`, which is that of the update as it was."""
-    mine = [[swap.ingredient, swap.key] for swap in differing(case)]
-    everyones = {(kind, key) for rank in ranks.gather(mine) for kind, key in rank}
+    everyones = ranks.gather(list(differing(case)), list[Swap])
     order = list(Ingredient)
     swaps = sorted(
-        (Swap(Ingredient(kind), key) for kind, key in everyones),
+        {swap for of_rank in everyones for swap in of_rank},
         key=lambda swap: (order.index(swap.ingredient), swap.key),
     )
     singles = _all_ranks(case, ranks, [(swap,) for swap in swaps])
@@ -178,9 +177,6 @@ def _several(swaps: Sequence[Swap]) -> list[Swaps]:
 
 
 def _all_ranks(case: UpdateCase, ranks: Ranks, trials: Sequence[Swaps]) -> dict[Swaps, Remainder]:
-    mine = [left_with(case, swaps).plain() for swaps in trials]
-    everyones = ranks.gather(mine)
-    return {
-        swaps: Remainder.of_all([rank[number] for rank in everyones])
-        for number, swaps in enumerate(trials)
-    }
+    mine = [left_with(case, swaps) for swaps in trials]
+    everyones = zip(*ranks.gather(mine, list[Remainder]), strict=True)
+    return {swaps: Remainder.of_all(its) for swaps, its in zip(trials, everyones, strict=True)}

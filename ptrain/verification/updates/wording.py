@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,15 +33,6 @@ class IngredientPair:
     is_rounded: bool = False
     is_master: bool = False
     kinds: tuple[str, str] = ("", "")
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self) | {"swap": [self.swap.ingredient, self.swap.key]}
-
-    @classmethod
-    def of(cls, plain: dict[str, Any]) -> IngredientPair:
-        ingredient, key = plain["swap"]
-        pairs = {name: tuple(plain[name]) for name in ("numbers", "kinds")}
-        return cls(**plain | pairs | {"swap": Swap(Ingredient(ingredient), key)})
 
 
 @dataclass(frozen=True, slots=True)

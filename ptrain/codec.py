@@ -1,0 +1,233 @@
+"""Encode dataclasses as plain data, which JSON can hold, and decode them by their type hints.
+
+A dataclass is an object of its fields. A field's metadata changes how it is written: as `FLAT`, the
+fields of its value stand in the place of the value; as `RARE`, it follows the others, and only if
+it differs from its default; `{"key": ...}` gives it another key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields, is_dataclass
+from enum import Enum
+from functools import cache, partial
+from itertools import repeat
+from operator import attrgetter
+from pathlib import PurePath
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+FLAT, RARE = {"flat": True}, {"rare": True}
+_SCALARS = (int, str, bool, float)
+
+
+class Malformed(ValueError):
+    """Plain data that is not what its type says: the path to it, of keys and indices, and why."""
+
+    def __init__(self, place: str, finding: object) -> None:
+        self.place, self.finding = place, finding
+        super().__init__(f"{place}: {finding}")
+
+
+class _Codec(NamedTuple):
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+def encode(value: Any, kind: Any = Any) -> Any:
+    """Return a value as numbers, texts, truths, lists and objects with texts as keys.
+
+    Args:
+        value: a dataclass or named tuple, or a container of some.
+        kind: its type hint, needed if that is a union of several classes; by default its class.
+
+    Raises:
+        TypeError: for a type that has no plain form.
+
+    Example:
+        >>> encode(Footprint(state=State.GRADIENTS, rank=0, device_bytes=8))
+        {'state': 'gradients', 'rank': 0, 'device_bytes': 8, 'host_bytes': 0, 'file_bytes': 0}
+    """
+    return _codec(kind).encode(value)
+
+
+def decode(plain: Any, kind: Any) -> Any:
+    """Return the value that `encode` was given.
+
+    A missing key leaves its field's default and an unknown key is ignored: records of other
+    versions have fewer keys, or more.
+
+    Args:
+        plain: plain data, from JSON or from another rank.
+        kind: the class or type hint of the value.
+
+    Raises:
+        ValueError: if the data is not of this type; `Malformed`, with the place, if that is within.
+
+    Example:
+        >>> decode({"state": "gradients", "rank": 0, "device_bytes": 8}, Footprint).host_bytes
+        0
+    """
+    return _codec(kind).decode(plain)
+
+
+def _encode_any(value: Any) -> Any:
+    """Encode by the class of the value."""
+    if value is None or (isinstance(value, _SCALARS) and not isinstance(value, Enum)):
+        return value
+    if isinstance(value, Mapping):
+        return {_encode_any(key): _encode_any(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str) and not hasattr(value, "_fields"):
+        return [_encode_any(item) for item in value]
+    return encode(value, type(value))
+
+
+@cache
+def _codec(kind: Any) -> _Codec:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in (Any, object):
+        return _Codec(_encode_any, _same)
+    if kind in _SCALARS:
+        return _Codec(_same, partial(_scalar, kind))
+    if origin in (Union, UnionType):
+        return _union(arguments)
+    base = origin or kind
+    if not isinstance(base, type):
+        raise TypeError(f"{kind} has no plain form")
+    if issubclass(base, Enum):
+        return _Codec(attrgetter("value"), base)
+    if is_dataclass(base) or hasattr(base, "_fields"):
+        return _Codec(partial(_encode_fields, base), partial(_decode_fields, base))
+    if issubclass(base, PurePath):
+        return _Codec(str, base)
+    if issubclass(base, Mapping):
+        return _mapping(*(arguments or (str, Any)))
+    if issubclass(base, Sequence):
+        items = arguments if base is tuple and arguments else (*(arguments or (Any,)), ...)
+        return _sequence(list if issubclass(base, list) else tuple, items)
+    raise TypeError(f"{kind} has no plain form")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _scalar(kind: type, plain: Any) -> Any:
+    """A whole number is a float too: JSON has both."""
+    if type(plain) is not kind and not (kind is float and type(plain) is int):
+        raise ValueError(f"{plain!r:.60} is no {kind.__name__}")
+    return plain
+
+
+def _at(place: object, decode: Callable[[Any], Any], plain: Any) -> Any:
+    """Decode what stands at a place, which an error names."""
+    try:
+        return decode(plain)
+    except Malformed as error:
+        raise Malformed(f"{place}.{error.place}", error.finding) from None
+    except ValueError as error:
+        raise Malformed(str(place), error) from None
+
+
+def _sequence(container: type, kinds: tuple[Any, ...]) -> _Codec:
+    """All items are of one type (`tuple[X, ...]`), or each of the type at its place."""
+    codecs = [_codec(kind) for kind in kinds if kind is not Ellipsis]
+    is_fixed = kinds[-1] is not Ellipsis
+
+    def paired(items: Any) -> Iterator[tuple[_Codec, Any]]:
+        return zip(codecs if is_fixed else repeat(codecs[0]), items, strict=is_fixed)
+
+    def decode_items(plain: Any) -> Any:
+        if not isinstance(plain, list | tuple):
+            raise ValueError(f"{plain!r:.60} is no list")
+        return container(_at(at, its.decode, item) for at, (its, item) in enumerate(paired(plain)))
+
+    return _Codec(lambda items: [its.encode(item) for its, item in paired(items)], decode_items)
+
+
+def _mapping(key_kind: Any, item_kind: Any) -> _Codec:
+    """Keys that are texts make an object, others a list of pairs."""
+    key, item = _codec(key_kind), _codec(item_kind)
+    if not (isinstance(key_kind, type) and issubclass(key_kind, str)):
+        pairs = _codec(tuple[tuple[key_kind, item_kind], ...])
+        return _Codec(
+            lambda rows: pairs.encode(rows.items()), lambda rows: dict(pairs.decode(rows))
+        )
+    return _Codec(
+        lambda rows: {key.encode(name): item.encode(its) for name, its in rows.items()},
+        lambda rows: {
+            key.decode(name): _at(name, item.decode, its) for name, its in _object(rows).items()
+        },
+    )
+
+
+def _object(plain: Any) -> Mapping[str, Any]:
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"{plain!r:.60} is no object")
+    return plain
+
+
+def _union(kinds: Sequence[Any]) -> _Codec:
+    """None, numbers and texts stand for themselves; a class that is one of several bears its name
+    in front."""
+    scalars = {NoneType, *(kind for kind in kinds if kind in _SCALARS)}
+    scalars |= {int} if float in scalars else set()
+    codecs = {getattr(kind, "__name__", ""): _codec(kind) for kind in kinds if kind not in scalars}
+    only = next(iter(codecs.values())) if len(codecs) == 1 else None
+
+    def encode_union(value: Any) -> Any:
+        if type(value) in scalars:
+            return value
+        name = type(value).__name__
+        return only.encode(value) if only else [name, codecs[name].encode(value)]
+
+    def decode_union(plain: Any) -> Any:
+        if type(plain) in scalars:
+            return plain
+        if only:
+            return only.decode(plain)
+        if not isinstance(plain, list) or len(plain) != 2 or plain[0] not in codecs:
+            raise ValueError(f"{plain!r:.60} is none of {', '.join(map(str, kinds))}")
+        return codecs[plain[0]].decode(plain[1])
+
+    return _Codec(encode_union, decode_union)
+
+
+@cache
+def _fields(kind: Any) -> list[tuple[str, _Codec, Field[Any]]]:
+    """Return name, codec and field of each argument that the constructor takes."""
+    hints = get_type_hints(kind)
+    if is_dataclass(kind):
+        return [(its.name, _codec(hints[its.name]), its) for its in fields(kind) if its.init]
+    defaults = {name: kind._field_defaults.get(name, MISSING) for name in kind._fields}
+    return [(name, _codec(hints[name]), field(default=its)) for name, its in defaults.items()]
+
+
+def _encode_fields(kind: Any, value: Any) -> dict[str, Any]:
+    plain, rare = dict[str, Any](), dict[str, Any]()
+    _add_fields(kind, value, plain, rare)
+    return plain | rare
+
+
+def _add_fields(kind: Any, value: Any, plain: dict[str, Any], rare: dict[str, Any]) -> None:
+    for name, codec, its in _fields(kind):
+        item, marks = getattr(value, name), its.metadata
+        if "flat" in marks:
+            _add_fields(type(item), item, plain, rare)
+        elif "rare" not in marks:
+            plain[marks.get("key", name)] = codec.encode(item)
+        elif item != its.default:
+            rare[name] = codec.encode(item)
+
+
+def _decode_fields(kind: Any, plain: Any) -> Any:
+    values = {}
+    for name, codec, its in _fields(kind):
+        key = its.metadata.get("key", name)
+        if "flat" in its.metadata:
+            values[name] = codec.decode(plain)
+        elif key in _object(plain):
+            values[name] = _at(key, codec.decode, plain[key])
+        elif its.default is MISSING and its.default_factory is MISSING:
+            raise ValueError(f"it lacks {key}")
+    return kind(**values)
