@@ -24,6 +24,7 @@ from rich.text import Text
 
 from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
+from ptrain.report.table import TableColumn, named, render
 from ptrain.spec.leaf import nearest
 from ptrain.spec.reference import reference
 
@@ -159,14 +160,13 @@ def page_sections(page: str) -> list[PageSection]:
 
 def _listing() -> str:
     listed = {page: [section.anchor for section in page_sections(page)] for page in PAGES}
-    width = max(map(len, PAGES))
-    rows = [f"  {page:<{width}}  {', '.join(topics)}" for page, topics in listed.items()]
+    topics = TableColumn("", cells=[", ".join(anchors) for anchors in listed.values()], left=True)
     return "\n".join(
         [
             "usage: ptrain help TOPIC",
             "",
             "prints a section of these pages; in brackets are topics that it refers to:",
-            *rows,
+            textwrap.indent(render([named("", [*listed]), topics]), "  "),
             "",
             "A key of a spec is a topic too: ptrain help optimizer.clip",
             "`ptrain --help` lists the commands, `ptrain COMMAND --help` the options of one.",

@@ -13,7 +13,7 @@ from ptrain.report.comparison import (
     RecordComparison,
 )
 from ptrain.report.recorded import FigureKind, sources
-from ptrain.report.table import MISSING, render
+from ptrain.report.table import MISSING, TableColumn, columns_of, compared, render
 from ptrain.units import counted, format_bytes, format_count, format_seconds
 
 _BYTES = (FigureKind.MEMORY, FigureKind.PEAK, FigureKind.BYTES)
@@ -25,9 +25,8 @@ def as_text(comparison: RecordComparison, *, shows_all: bool) -> str:
     """Return a table for every training: verdicts, and the figures that differ."""
     blocks = [f"{comparison.base} → {comparison.head}"]
     for training in comparison.trainings:
-        rows = [*_cells(training, shows_all=shows_all)]
-        header = (training.title, "base", "head", "difference")
-        lines = [render(header, rows), *_remarks(training, shows_all=shows_all)]
+        columns = _columns(training, shows_all=shows_all)
+        lines = [render(columns), *_remarks(training, shows_all=shows_all)]
         blocks.append("\n".join(lines))
     blocks += ["\n".join(alone)] if (alone := [*_alone(comparison)]) else []
     return "\n\n".join(blocks)
@@ -37,13 +36,10 @@ def as_markdown(comparison: RecordComparison, *, shows_all: bool) -> str:
     """Return the same for a comment on a pull request."""
     blocks = [f"### {_escaped(comparison.base)} → {_escaped(comparison.head)}"]
     for training in comparison.trainings:
-        rows = [*_cells(training, shows_all=shows_all)]
-        lines = [
-            _markdown_row((training.title, "base", "head", "difference")),
-            "| --- | ---: | ---: | ---: |",
-            *map(_markdown_row, rows),
-        ]
-        blocks.append("\n".join(lines))
+        columns = _columns(training, shows_all=shows_all)
+        rows = zip(*((column.title, *column.cells) for column in columns), strict=True)
+        head, *lines = map(_markdown_row, rows)
+        blocks.append("\n".join([head, "| --- | ---: | ---: | ---: |", *lines]))
         blocks += [_quoted(remark) for remark in _remarks(training, shows_all=shows_all)]
     blocks += map(_escaped, _alone(comparison))
     return "\n\n".join(blocks)
@@ -87,6 +83,11 @@ def _training_record(training: ComparedTraining) -> dict[str, object]:
 def _finite(value: int | float | None) -> int | float | str | None:
     """JSON has no word for what is not a number."""
     return value if value is None or math.isfinite(value) else str(value)
+
+
+def _columns(training: ComparedTraining, *, shows_all: bool) -> list[TableColumn]:
+    heads = compared(training.title, before="base", after="head")
+    return columns_of(_cells(training, shows_all=shows_all), *heads)
 
 
 def _cells(training: ComparedTraining, *, shows_all: bool) -> Iterator[Cells]:

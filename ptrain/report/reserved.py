@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from ptrain.derivation.allocator import COMPUTING, Reserved
 from ptrain.derivation.workspaces import Workspace
-from ptrain.report.table import render, size
+from ptrain.report.table import Importance, TableColumn, columns_of, named, render, size
 
 _NOT_RESERVED = "not claimed: without what is unknown below, and CUDA's context"
 
@@ -28,20 +28,21 @@ def reserved_lines(
         between = held.beyond.get(COMPUTING, 0) - held.gap
         figures = (held.device_bytes, held.living, held.gap, between, elsewhere)
         rows.append((segments, *map(size, figures)))
-    head = (
-        "reserved by CUDA's allocator",
-        "in all",
-        "allocated",
-        "largest gap",
-        "other gaps",
-        "streams",
+    columns = columns_of(
+        rows,
+        named("reserved by CUDA's allocator"),
+        TableColumn("in all", Importance.RESULT),
+        TableColumn("allocated"),
+        TableColumn("largest gap"),
+        TableColumn("other gaps", Importance.DETAIL),
+        TableColumn("streams", Importance.DETAIL),
     )
     within = [
         (space.what, "unknown" if space.device_bytes is None else size(space.device_bytes))
         for space in workspaces
     ]
-    table = [render(("of that within kernels", "bytes"), within)] if within else []
-    return ["", render(head, rows), _NOT_RESERVED, *table]
+    space = columns_of(within, named("of that within kernels"), TableColumn("bytes"))
+    return ["", render(columns), _NOT_RESERVED, *([render(space)] if within else [])]
 
 
 def reserved_record(reserved: Mapping[str, Reserved | None]) -> dict[str, object]:

@@ -22,7 +22,12 @@ from ptrain.report.record import Check, checks_line, compared_ranks, exchange_of
 from ptrain.report.step_time import time_table
 from ptrain.report.table import (
     MISSING,
+    Importance,
+    TableColumn,
+    columns_of,
+    compared,
     moved_bytes,
+    named,
     on_tiers,
     render,
     size,
@@ -43,7 +48,8 @@ def end_table(
     apart, else the largest. `names` head the two columns."""
     rows = [*_memory_rows(exact, measured), *_peak_rows(exact, measured)]
     rows += [*_traffic_rows(exact, measured), *_operations_rows(exact, measured)]
-    return render(("per rank and step", *names, "difference"), rows)
+    before, after = names
+    return render(columns_of(rows, *compared("per rank and step", before=before, after=after)))
 
 
 def summary(
@@ -237,8 +243,8 @@ def wire_table(wire: Sequence[WireRow]) -> str:
         )
         for row in wire
     ]
-    columns = ("on the wire", "predicted", "measured", "difference", "sent by the backend")
-    return render(columns, rows, left=(0, 4)) if rows else ""
+    factor = TableColumn("sent by the backend", Importance.DETAIL, left=True)
+    return render(columns_of(rows, *compared("on the wire"), factor)) if rows else ""
 
 
 def blocked_table(measured: Estimate) -> str:
@@ -251,7 +257,8 @@ def blocked_table(measured: Estimate) -> str:
         ("+".join(axes), f"{min(waits):.3f} s", f"{max(waits):.3f} s")
         for axes, waits in seconds.items()
     ]
-    return render(("blocked per step", "least", "most of the ranks"), rows) if rows else ""
+    heads = TableColumn("least", Importance.DETAIL), TableColumn("most of the ranks")
+    return render(columns_of(rows, named("blocked per step"), *heads)) if rows else ""
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, set[Traffic]]:
