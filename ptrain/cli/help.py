@@ -24,7 +24,7 @@ from rich.text import Text
 
 from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
-from ptrain.report.table import TableColumn, named, render
+from ptrain.report.table import TableColumn, name_column, render
 from ptrain.spec.leaf import nearest
 from ptrain.spec.reference import reference
 
@@ -166,7 +166,7 @@ def _listing() -> str:
             "usage: ptrain help TOPIC",
             "",
             "prints a section of these pages; in brackets are topics that it refers to:",
-            textwrap.indent(render([named("", [*listed]), topics]), "  "),
+            textwrap.indent(render([name_column("", [*listed]), topics]), "  "),
             "",
             "A key of a spec is a topic too: ptrain help optimizer.clip",
             "`ptrain --help` lists the commands, `ptrain COMMAND --help` the options of one.",

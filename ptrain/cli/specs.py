@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ptrain.algebra.obeyed import shown
 from ptrain.errors import PtrainError
-from ptrain.report.table import Importance, TableColumn, named, render
+from ptrain.report.table import Importance, TableColumn, name_column, render
 from ptrain.spec.load import expand, load
 from ptrain.spec.names import SPEC_FOLDERS, listing, names
 from ptrain.spec.text import read
@@ -84,7 +84,7 @@ def _about(path: Path) -> str:
 
 
 def _table(folder: str, rows: list[Row]) -> str:
-    columns = [named("", [str(row["name"]) for row in rows])]
+    columns = [name_column("", [str(row["name"]) for row in rows])]
     if folder in SPEC_FOLDERS:
         ranks = [f"{row['ranks']} ranks" for row in rows]
         columns.append(TableColumn("", cells=ranks, left=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from ptrain.report.comparison import (
     ComparedFigure,
@@ -13,7 +14,7 @@ from ptrain.report.comparison import (
     RecordComparison,
 )
 from ptrain.report.recorded import FigureKind, sources
-from ptrain.report.table import MISSING, TableColumn, columns_of, compared, render
+from ptrain.report.table import TableColumn, difference_columns, make_columns, or_missing, render
 from ptrain.units import counted, format_bytes, format_count, format_seconds
 
 _BYTES = (FigureKind.MEMORY, FigureKind.PEAK, FigureKind.BYTES)
@@ -86,8 +87,8 @@ def _finite(value: int | float | None) -> int | float | str | None:
 
 
 def _columns(training: ComparedTraining, *, shows_all: bool) -> list[TableColumn]:
-    heads = compared(training.title, before="base", after="head")
-    return columns_of(_cells(training, shows_all=shows_all), *heads)
+    heads = difference_columns(training.title, "base", "head")
+    return make_columns(_cells(training, shows_all=shows_all), *heads)
 
 
 def _cells(training: ComparedTraining, *, shows_all: bool) -> Iterator[Cells]:
@@ -106,7 +107,7 @@ def _verdict_cells(verdict: ComparedVerdict) -> Cells:
 
 
 def _value(row: ComparedFigure, value: int | float | None) -> str:
-    return MISSING if value is None else _written(row.group.kind, value)
+    return or_missing(value, partial(_written, row.group.kind))
 
 
 def _written(kind: FigureKind, value: int | float) -> str:

@@ -8,7 +8,15 @@ from ptrain.costs import PLACED, State
 from ptrain.report.heading import placement
 from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, sent_bytes
 from ptrain.report.sweep import SweepPoint, remarks
-from ptrain.report.table import Importance, TableColumn, largest, named, on_tiers, render, size
+from ptrain.report.table import (
+    Importance,
+    TableColumn,
+    largest,
+    name_column,
+    on_tiers,
+    render,
+    size,
+)
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import unwritten
 
@@ -24,7 +32,7 @@ def pair(first: Prediction, second: Prediction) -> str:
     differing = [row for row in _figures(first, second) if row[1] != row[2]]
     names, before, after = zip(*differing, strict=True) if differing else ((), (), ())
     columns = [
-        named("per rank and step", names),
+        name_column("per rank and step", names),
         TableColumn(first.label, cells=[*map(size, before)]),
         TableColumn(second.label, cells=[*map(size, after)]),
         TableColumn("ratio", Importance.RESULT, [*map(ratio, before, after)]),

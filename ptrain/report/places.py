@@ -12,7 +12,7 @@ from ptrain.report.table import (
     TableColumn,
     largest,
     least,
-    named,
+    name_column,
     on_tiers,
     render,
     span,
@@ -39,7 +39,7 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
     stages = [step.stages_of(place) for place in range(len(ranks))]
     pairs = [*zip(fewest, most, strict=True)]
     columns = [
-        named(str(step.axis), [str(place) for place in range(len(ranks))]),
+        name_column(str(step.axis), [str(place) for place in range(len(ranks))]),
         TableColumn("ranks", Importance.DETAIL, [*map(ranks_text, ranks)], left=True),
         TableColumn("stages", cells=[" ".join(map(str, own)) for own in stages], left=True),
         TableColumn(

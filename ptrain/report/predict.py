@@ -34,11 +34,11 @@ from ptrain.report.table import (
     Importance,
     Largest,
     TableColumn,
-    columns_of,
     largest,
     least,
+    make_columns,
     moved_bytes,
-    named,
+    name_column,
     on_tiers,
     render,
     size,
@@ -164,7 +164,7 @@ def account(estimate: Estimate) -> str:
     """Return what one column says, a measured one too: the tables of `one` without the other."""
     column = str(estimate.column)
     wire = [
-        named("sent on the wire", ["+".join(row.axes) for row in estimate.wire]),
+        name_column("sent on the wire", ["+".join(row.axes) for row in estimate.wire]),
         TableColumn(column, cells=[size(row.sent_bytes) for row in estimate.wire]),
     ]
     undefined = [f"{column} has no {kind}: {why}" for kind, why in estimate.undefined.items()]
@@ -311,7 +311,7 @@ def _memory(*estimates: Estimate) -> str:
             rows.append((f"peak {phase}", peaks, _peak(last, phase, lower_bytes)))
     drawn = ["█" * round(_BAR * number / longest) for number in bars]
     columns = [
-        named("memory per rank", [label for label, _, _ in rows]),
+        name_column("memory per rank", [label for label, _, _ in rows]),
         *(
             TableColumn(str(estimate.column), Importance.DETAIL, [size(row[1][at]) for row in rows])
             for at, estimate in enumerate(estimates[:-1])
@@ -346,13 +346,13 @@ def _traffic(*estimates: Estimate) -> str:
         rows.append(("copied between tiers per step", *dashes, size(copied), "", ""))
     rows += [_traffic_row(key, accounts) for key in keys if key not in steady]
     heads = [
-        named("traffic per rank and step"),
+        name_column("traffic per rank and step"),
         *(TableColumn(str(estimate.column), Importance.DETAIL) for estimate in others),
         TableColumn(str(last.column), Importance.RESULT),
         TableColumn("calls"),
         TableColumn("payload", Importance.DETAIL),
     ]
-    return render(columns_of(rows, *heads))
+    return render(make_columns(rows, *heads))
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from ptrain.derivation.allocator import COMPUTING, Reserved
 from ptrain.derivation.workspaces import Workspace
-from ptrain.report.table import Importance, TableColumn, columns_of, named, render, size
+from ptrain.report.table import Importance, TableColumn, make_columns, name_column, render, size
 
 _NOT_RESERVED = "not claimed: without what is unknown below, and CUDA's context"
 
@@ -28,9 +28,9 @@ def reserved_lines(
         between = held.beyond.get(COMPUTING, 0) - held.gap
         figures = (held.device_bytes, held.living, held.gap, between, elsewhere)
         rows.append((segments, *map(size, figures)))
-    columns = columns_of(
+    columns = make_columns(
         rows,
-        named("reserved by CUDA's allocator"),
+        name_column("reserved by CUDA's allocator"),
         TableColumn("in all", Importance.RESULT),
         TableColumn("allocated"),
         TableColumn("largest gap"),
@@ -41,7 +41,7 @@ def reserved_lines(
         (space.what, "unknown" if space.device_bytes is None else size(space.device_bytes))
         for space in workspaces
     ]
-    space = columns_of(within, named("of that within kernels"), TableColumn("bytes"))
+    space = make_columns(within, name_column("of that within kernels"), TableColumn("bytes"))
     return ["", render(columns), _NOT_RESERVED, *([render(space)] if within else [])]
 
 

@@ -13,8 +13,8 @@ from ptrain.report.table import (
     MISSING,
     Importance,
     TableColumn,
-    columns_of,
-    named,
+    make_columns,
+    name_column,
     or_missing,
     render,
 )
@@ -142,12 +142,12 @@ def _by_number(selection: PlacementRanking) -> Iterator[str]:
     )
     heads = (
         TableColumn("devices", Importance.NAME),
-        named("its best"),
+        name_column("its best"),
         TableColumn("time"),
         TableColumn(f"{tokens} tokens take", Importance.RESULT),
         TableColumn("money", Importance.RESULT),
     )
-    yield render(columns_of(table, *heads))
+    yield render(make_columns(table, *heads))
     yield ""
 
 
@@ -164,13 +164,13 @@ def _untimed(selection: PlacementRanking, top: int) -> Iterator[str]:
 def _lost(selection: PlacementRanking) -> Iterator[str]:
     rows = [(lost.name, *_figures(selection, lost), lost.why) for lost in selection.lost]
     heads = (
-        named("choice"),
+        name_column("choice"),
         TableColumn("its best", left=True),
         TableColumn("time", Importance.RESULT),
         TableColumn("peak", Importance.RESULT),
         TableColumn("", Importance.DETAIL, left=True),
     )
-    yield render(columns_of(rows, *heads))
+    yield render(make_columns(rows, *heads))
 
 
 def _figures(selection: PlacementRanking, lost: Lost) -> tuple[str, str, str]:
@@ -222,7 +222,7 @@ def _table(rows: Sequence[Ranked], selection: PlacementRanking) -> str:
     placements = [described(row.spec) + more for row, more in zip(rows, alike, strict=True)]
     columns = [
         TableColumn("", Importance.NAME, [str(number) for number, _ in enumerate(rows, 1)]),
-        named("placement", placements),
+        name_column("placement", placements),
         TableColumn("time", Importance.RESULT, [_seconds(row) for row in rows]),
         TableColumn(
             "tokens/s", cells=[or_missing(row.tokens_per_second, format_count) for row in rows]

@@ -16,7 +16,7 @@ from ptrain.report.predict import operations_lines
 from ptrain.report.record import Check, compare
 from ptrain.report.reserved import reserved_lines
 from ptrain.report.summary import end_table
-from ptrain.report.table import Importance, TableColumn, columns_of, named, render, size
+from ptrain.report.table import Importance, TableColumn, make_columns, name_column, render, size
 
 GARBAGE = (
     "values are garbage, for collectives moved nothing: this says nothing of whether the training "
@@ -124,7 +124,7 @@ def by_phase(course: MemoryHistory) -> str:
         for place, state in enumerate(State)
         if any(moment.device_bytes[place] for moment in highest.values())
     }
-    columns = [named("when a phase needs most", [*states, "all"])]
+    columns = [name_column("when a phase needs most", [*states, "all"])]
     for phase, moment in highest.items():
         figures = [*(moment.device_bytes[place] for place in states.values()), moment.total]
         columns.append(TableColumn(str(phase), cells=[*map(size, figures)]))
@@ -142,9 +142,9 @@ def peak(course: MemoryHistory) -> str:
         left, tensors = sum(row.device_bytes for row in rest), sum(row.tensors for row in rest)
         rows.append((f"{len(rest)} kinds more", "", size(left), str(tensors)))
     when = f"{course.peak.phase}, micro-batch {course.peak.micro_batch}"
-    columns = columns_of(
+    columns = make_columns(
         rows,
-        named("what lives then"),
+        name_column("what lives then"),
         TableColumn("state", left=True),
         TableColumn("bytes", Importance.RESULT),
         TableColumn("tensors", Importance.DETAIL),

@@ -10,9 +10,9 @@ from ptrain.derivation.throughput import throughput
 from ptrain.report.table import (
     Importance,
     TableColumn,
-    columns_of,
-    compared,
-    named,
+    difference_columns,
+    make_columns,
+    name_column,
     or_missing,
     render,
 )
@@ -113,7 +113,7 @@ def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) 
         _compared(f"waits for {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
         for axes in sorted({*exposed, *waits})
     ]
-    return render(columns_of(rows, *compared("time per step")))
+    return render(make_columns(rows, *difference_columns("time per step")))
 
 
 def _compared(what: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ def _table(step: StepTime) -> str:
     ]
     bars = ["█" * round(_BAR * seconds / longest) if longest else "" for _, seconds, _ in parts]
     columns = [
-        named("time per step", [name for name, _, _ in rows]),
+        name_column("time per step", [name for name, _, _ in rows]),
         TableColumn(
             "exact", Importance.RESULT, [format_seconds(seconds) for _, seconds, _ in rows]
         ),

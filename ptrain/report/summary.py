@@ -24,11 +24,12 @@ from ptrain.report.table import (
     MISSING,
     Importance,
     TableColumn,
-    columns_of,
-    compared,
+    difference_columns,
+    make_columns,
     moved_bytes,
-    named,
+    name_column,
     on_tiers,
+    or_missing,
     render,
     size,
     span,
@@ -48,8 +49,7 @@ def end_table(
     apart, else the largest. `names` head the two columns."""
     rows = [*_memory_rows(exact, measured), *_peak_rows(exact, measured)]
     rows += [*_traffic_rows(exact, measured), *_operations_rows(exact, measured)]
-    before, after = names
-    return render(columns_of(rows, *compared("per rank and step", before=before, after=after)))
+    return render(make_columns(rows, *difference_columns("per rank and step", *names)))
 
 
 def summary(
@@ -190,8 +190,8 @@ def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
         if left or right:
             yield (
                 f"operations {name}",
-                MISSING if left is None else format_operations(left),
-                MISSING if right is None else format_operations(right),
+                or_missing(left, format_operations),
+                or_missing(right, format_operations),
                 difference(left, right, format_operations),
             )
 
@@ -244,7 +244,7 @@ def wire_table(wire: Sequence[WireRow]) -> str:
         for row in wire
     ]
     factor = TableColumn("sent by the backend", Importance.DETAIL, left=True)
-    return render(columns_of(rows, *compared("on the wire"), factor)) if rows else ""
+    return render(make_columns(rows, *difference_columns("on the wire"), factor)) if rows else ""
 
 
 def blocked_table(measured: Estimate) -> str:
@@ -258,7 +258,7 @@ def blocked_table(measured: Estimate) -> str:
         for axes, waits in seconds.items()
     ]
     heads = TableColumn("least", Importance.DETAIL), TableColumn("most of the ranks")
-    return render(columns_of(rows, named("blocked per step"), *heads)) if rows else ""
+    return render(make_columns(rows, name_column("blocked per step"), *heads)) if rows else ""
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, set[Traffic]]:

@@ -14,7 +14,15 @@ from ptrain.errors import Fault
 from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
 from ptrain.report.step_time import untimed
-from ptrain.report.table import MISSING, Importance, TableColumn, named, or_missing, render, size
+from ptrain.report.table import (
+    MISSING,
+    Importance,
+    TableColumn,
+    name_column,
+    or_missing,
+    render,
+    size,
+)
 from ptrain.selection.fit import HOST_UNKNOWN, usable_text
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.follow import MeshFollower
@@ -123,7 +131,7 @@ def table(points: Sequence[SweepPoint]) -> str:
         return column("ratio", Importance.DETAIL, lambda one: _relative(figure(one), base))
 
     columns = [
-        named("per rank", [point.label for point in points]),
+        name_column("per rank", [point.label for point in points]),
         column(
             "Θ+Ω+G paper",
             Importance.DETAIL,

@@ -55,24 +55,24 @@ class TableColumn:
         return [cell + blank if self.left else blank + cell for cell, blank in pairs]
 
 
-def named(title: str, cells: Sequence[str] = ()) -> TableColumn:
+def name_column(title: str, cells: Sequence[str] = ()) -> TableColumn:
     """Return the column of what the rows are about."""
     return TableColumn(title, Importance.NAME, cells, left=True)
 
 
-def compared(
-    title: str, *, before: str = "predicted", after: str = "measured"
+def difference_columns(
+    title: str, before: str = "predicted", after: str = "measured"
 ) -> list[TableColumn]:
     """Return the heads of rows with two sides and their difference."""
     return [
-        named(title),
+        name_column(title),
         TableColumn(before),
         TableColumn(after),
         TableColumn("difference", Importance.RESULT),
     ]
 
 
-def columns_of(rows: Iterable[Sequence[str]], *heads: TableColumn) -> list[TableColumn]:
+def make_columns(rows: Iterable[Sequence[str]], *heads: TableColumn) -> list[TableColumn]:
     """Return the columns of rows that have a cell for each of `heads`."""
     lines = list(rows)
     return [replace(head, cells=[row[at] for row in lines]) for at, head in enumerate(heads)]
@@ -90,9 +90,9 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
         The lines, without blanks at their ends.
 
     Example:
-        >>> print(render([named("state", ["gradients"]), TableColumn("bytes", cells=["12 B"])]))
-        state      bytes
-        gradients   12 B
+        >>> print(render([name_column("state", ["theta"]), TableColumn("bytes", cells=["12 B"])]))
+        state  bytes
+        theta   12 B
     """
     kept = list(columns)
     while width is not None and sum(column.width + len(_BETWEEN) for column in kept) > width + 2:

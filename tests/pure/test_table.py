@@ -18,24 +18,34 @@ from ptrain.costs import (
 )
 from ptrain.report.record import compare
 from ptrain.report.summary import difference, end_table, summary
-from ptrain.report.table import Importance, TableColumn, columns_of, compared, named, render
+from ptrain.report.table import (
+    Importance,
+    TableColumn,
+    difference_columns,
+    make_columns,
+    name_column,
+    render,
+)
 from tests.pure.test_record import EXACT, MEASURED
 
 
 def test_columns_align_and_no_line_has_trailing_blanks():
     rows = [("a", "1"), ("long name", "1000")]
-    lines = render(columns_of(rows, named("what"), TableColumn("bytes"))).splitlines()
+    lines = render(make_columns(rows, name_column("what"), TableColumn("bytes"))).splitlines()
     assert lines == ["what       bytes", "a              1", "long name   1000"]
 
 
 def test_a_table_whose_columns_have_no_titles_has_no_line_of_them():
-    assert render([named("", ["a", "bc"]), TableColumn("", cells=["10", "2"])]) == "a   10\nbc   2"
-    assert render(columns_of((), named("what"), TableColumn("bytes"))) == "what  bytes"
+    assert (
+        render([name_column("", ["a", "bc"]), TableColumn("", cells=["10", "2"])])
+        == "a   10\nbc   2"
+    )
+    assert render(make_columns((), name_column("what"), TableColumn("bytes"))) == "what  bytes"
 
 
 def test_a_table_that_is_too_wide_loses_its_least_important_columns_and_says_which():
     columns = [
-        named("what", ["gradients"]),
+        name_column("what", ["gradients"]),
         TableColumn("paper", Importance.DETAIL, ["12 B"]),
         TableColumn("exact", Importance.RESULT, ["13 B"]),
         TableColumn("", Importance.PICTURE, ["█" * 10], left=True),
@@ -60,7 +70,7 @@ def test_a_table_that_is_too_wide_loses_its_least_important_columns_and_says_whi
 
 def test_a_table_with_a_width_is_never_wider_than_it_while_a_column_can_go():
     rows = [("all_gather dp_shard", "3 calls, 150 B", "4 calls, 150 B", "+1 call")]
-    columns = columns_of(rows, *compared("per rank and step"))
+    columns = make_columns(rows, *difference_columns("per rank and step"))
     for width in range(19, 80):
         *lines, last = render(columns, width).splitlines()
         lines += [] if "left out" in last else [last]
