@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from operator import attrgetter
+from typing import TypeVar
 
 from ptrain.by_rank import distinct
 from ptrain.costs import TIERS, Footprint, Phase, Traffic, TrafficKey, lower_bytes
 from ptrain.units import counted, format_bytes
 
 MISSING = "–"
+NumberT = TypeVar("NumberT", bound=float)
 Largest = Mapping[tuple[str, str], int]  # bytes by state and tier
 _SIZES = attrgetter("state", *TIERS)
 _BETWEEN = "  "
@@ -122,7 +124,7 @@ def _columns(letter: str) -> int:
     return 2 if unicodedata.east_asian_width(letter) in _TWO_WIDE else 1
 
 
-def or_missing(number: float | None, text: Callable[[float], str]) -> str:
+def or_missing(number: NumberT | None, text: Callable[[NumberT], str]) -> str:
     """Return the number as `text` writes it, or a dash where there is none."""
     return MISSING if number is None else text(number)
 
