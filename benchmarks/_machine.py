@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-_PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "rich")
+_PACKAGES = ("torch", "numpy", "PyYAML", "rich")
 
 
 def header(title: str, command: Sequence[str]) -> str:

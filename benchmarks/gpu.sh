@@ -5,7 +5,7 @@
 #   benchmarks/gpu.sh [--dry] FOLDER [SLICE ...]
 #
 # A second machine that has neither network nor all packages gets them from WHEELS, a folder of
-# wheels (pip download pydantic pyyaml rich). PYTHON is the interpreter, default python3.
+# wheels (pip download pyyaml rich). PYTHON is the interpreter, default python3.
 # --dry: on a CPU, with tiny models. It tests this script and proves nothing else.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -25,8 +25,8 @@ python="${PYTHON:-python3}"
 mkdir -p "$folder"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-if ! "$python" -c 'import pydantic, yaml, rich' 2>/dev/null; then
-    "$python" -m pip install --quiet --no-index --find-links "${WHEELS:?a folder of wheels}" pydantic pyyaml rich
+if ! "$python" -c 'import yaml, rich' 2>/dev/null; then
+    "$python" -m pip install --quiet --no-index --find-links "${WHEELS:?a folder of wheels}" pyyaml rich
 fi
 
 slices=("$@")

@@ -3,19 +3,28 @@ the section of that name, as text; `ptrain help KEY`: what the table of keys has
 
 A topic is a section's anchor, so that `specs/README.md#dials` and `ptrain help dials` are the same
 text. A wheel carries the pages of `specs/` as `ptrain/_specs`, of `launch/` as `ptrain/_launch` …
+Pages are Markdown, which rich renders; of the comments in it those that mark a generated block are
+left out, and a link's target is written as the topic that it leads to.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import CodeBlock, Markdown, TableElement
+from rich.table import Table
+from rich.text import Text
 
 from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
-from ptrain.report.page import PageSection, as_text, sections
+from ptrain.report.table import TableColumn, name_column, render
 from ptrain.spec.leaf import nearest
 from ptrain.spec.reference import reference
 
@@ -34,6 +43,46 @@ PAGES = (
 )
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDEST = 100  # columns: longer lines are hard to read
+_FENCE = "```"
+_COMMENT = re.compile(r"<!-- .*? -->\n?")
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class PageSection:
+    """A second heading of a page with all that stands below it, up to the next one."""
+
+    title: str
+    text: str
+
+    @property
+    def anchor(self) -> str:
+        return anchor(self.title)
+
+
+class _Code(CodeBlock):
+    """Code whose lines are kept as they are, so that they can be copied."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = textwrap.indent(str(self.text).rstrip(), "  ")
+        yield Text(code, self.style_name, no_wrap=True, overflow="ignore")
+
+
+class _Table(TableElement):
+    """A table of which no word is cut short: rich would write a long key as `optimizer.sched…`."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in super().__rich_console__(console, options):
+            assert isinstance(table, Table) and self.body is not None
+            for column in table.columns:
+                column.overflow = "fold"
+            names = [row.cells[0].content.plain for row in self.body.rows]
+            table.columns[0].no_wrap = not any(" " in name for name in names)
+            yield table
+
+
+class _Page(Markdown):
+    elements = Markdown.elements | {"fence": _Code, "table_open": _Table}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -57,6 +106,43 @@ def run(args: Namespace) -> int:
     return 0
 
 
+def as_text(markdown: str, width: int) -> str:
+    """Return the text for a standard output of so many columns: with colours on a terminal, where
+    NO_COLOR does not forbid them, and plain elsewhere. Code keeps its lines."""
+    console = Console(width=width)
+    page = _Page(_LINK.sub(_linked, _COMMENT.sub("", markdown)), hyperlinks=False)
+    with console.capture() as capture:
+        console.print(page, crop=False)
+    lines = map(str.rstrip, capture.get().splitlines())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+
+
+def _linked(link: re.Match[str]) -> str:
+    """Return what a link is called and, in brackets, the topic that it leads to."""
+    _, _, topic = link[2].partition("#")
+    is_said = not topic or topic == anchor(link[1])
+    return link[1] if is_said else f"{link[1]} \\[{topic}]"
+
+
+def anchor(title: str) -> str:
+    """Return what a forge calls a heading in a link: small letters, hyphens, no other sign."""
+    return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+
+
+def sections(page: str) -> list[PageSection]:
+    """Return the sections of a page in their order; what stands before the first one is not in
+    them."""
+    parts: list[tuple[str, list[str]]] = []
+    is_code = False
+    for line in page.splitlines():
+        is_code ^= line.startswith(_FENCE)
+        if line.startswith("## ") and not is_code:
+            parts.append((line[3:].strip(), []))
+        elif parts:
+            parts[-1][1].append(line)
+    return [PageSection(title, "\n".join(lines).strip() + "\n") for title, lines in parts]
+
+
 def _of_key(key: str, table: PageSection) -> str:
     """The rows of a key and of those below it, with the table's head; nothing for another word."""
     head, rule, *rows = (line for line in table.text.splitlines() if line.startswith("|"))
@@ -74,14 +160,13 @@ def page_sections(page: str) -> list[PageSection]:
 
 def _listing() -> str:
     listed = {page: [section.anchor for section in page_sections(page)] for page in PAGES}
-    width = max(map(len, PAGES))
-    rows = [f"  {page:<{width}}  {', '.join(topics)}" for page, topics in listed.items()]
+    topics = TableColumn("", cells=[", ".join(anchors) for anchors in listed.values()], left=True)
     return "\n".join(
         [
             "usage: ptrain help TOPIC",
             "",
             "prints a section of these pages; in brackets are topics that it refers to:",
-            *rows,
+            textwrap.indent(render([name_column("", [*listed]), topics]), "  "),
             "",
             "A key of a spec is a topic too: ptrain help optimizer.clip",
             "`ptrain --help` lists the commands, `ptrain COMMAND --help` the options of one.",

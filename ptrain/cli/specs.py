@@ -4,11 +4,13 @@ one of them, resolved, as YAML that can be saved and run."""
 from __future__ import annotations
 
 import json
+import textwrap
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from ptrain.algebra.obeyed import shown
 from ptrain.errors import PtrainError
+from ptrain.report.table import Importance, TableColumn, name_column, render
 from ptrain.spec.load import expand, load
 from ptrain.spec.names import SPEC_FOLDERS, listing, names
 from ptrain.spec.text import read
@@ -82,18 +84,20 @@ def _about(path: Path) -> str:
 
 
 def _table(folder: str, rows: list[Row]) -> str:
-    cells = [[str(row["name"]), *_placed(row), str(row["about"])] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
-    lines = ["  " + "  ".join([*map(str.ljust, line[:-1], widths), line[-1]]) for line in cells]
-    return "\n".join([f"{folder}:", *lines])
+    columns = [name_column("", [str(row["name"]) for row in rows])]
+    if folder in SPEC_FOLDERS:
+        ranks = [f"{row['ranks']} ranks" for row in rows]
+        columns.append(TableColumn("", cells=ranks, left=True))
+        columns.append(TableColumn("", Importance.RESULT, [*map(_placed, rows)], left=True))
+    about = [str(row["about"]) for row in rows]
+    columns.append(TableColumn("", Importance.DETAIL, about, left=True))
+    return f"{folder}:\n{textwrap.indent(render(columns), '  ')}"
 
 
-def _placed(row: Row) -> list[str]:
-    placement = row.get("placement")
-    if not isinstance(placement, dict):
-        return []
-    tuples = " ⊗ ".join(f"{axis}: {modes}" for axis, modes in placement.items())
-    return [f"{row['ranks']} ranks", tuples]
+def _placed(row: Row) -> str:
+    placement = row["placement"]
+    assert isinstance(placement, dict), "a spec's row says where its states are"
+    return " ⊗ ".join(f"{axis}: {modes}" for axis, modes in placement.items())
 
 
 def _wrapped(title: str, words: list[str]) -> str:

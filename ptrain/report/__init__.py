@@ -1,1 +1,1 @@
-"""What the reader sees: records, tables, differences, and pages as text."""
+"""What the reader sees: records, tables and differences."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from ptrain.codec import encode
 from ptrain.report.comparison import (
@@ -13,7 +14,7 @@ from ptrain.report.comparison import (
     RecordComparison,
 )
 from ptrain.report.recorded import FigureKind, sources
-from ptrain.report.table import MISSING, render
+from ptrain.report.table import TableColumn, difference_columns, make_columns, or_missing, render
 from ptrain.units import counted, format_bytes, format_count, format_seconds
 
 _BYTES = (FigureKind.MEMORY, FigureKind.PEAK, FigureKind.BYTES)
@@ -25,9 +26,8 @@ def as_text(comparison: RecordComparison, *, shows_all: bool) -> str:
     """Return a table for every training: verdicts, and the figures that differ."""
     blocks = [f"{comparison.base} → {comparison.head}"]
     for training in comparison.trainings:
-        rows = [*_cells(training, shows_all=shows_all)]
-        header = (training.title, "base", "head", "difference")
-        lines = [render(header, rows), *_remarks(training, shows_all=shows_all)]
+        columns = _columns(training, shows_all=shows_all)
+        lines = [render(columns), *_remarks(training, shows_all=shows_all)]
         blocks.append("\n".join(lines))
     blocks += ["\n".join(alone)] if (alone := [*_alone(comparison)]) else []
     return "\n\n".join(blocks)
@@ -37,13 +37,10 @@ def as_markdown(comparison: RecordComparison, *, shows_all: bool) -> str:
     """Return the same for a comment on a pull request."""
     blocks = [f"### {_escaped(comparison.base)} → {_escaped(comparison.head)}"]
     for training in comparison.trainings:
-        rows = [*_cells(training, shows_all=shows_all)]
-        lines = [
-            _markdown_row((training.title, "base", "head", "difference")),
-            "| --- | ---: | ---: | ---: |",
-            *map(_markdown_row, rows),
-        ]
-        blocks.append("\n".join(lines))
+        columns = _columns(training, shows_all=shows_all)
+        rows = zip(*((column.title, *column.cells) for column in columns), strict=True)
+        head, *lines = map(_markdown_row, rows)
+        blocks.append("\n".join([head, "| --- | ---: | ---: | ---: |", *lines]))
         blocks += [_quoted(remark) for remark in _remarks(training, shows_all=shows_all)]
     blocks += map(_escaped, _alone(comparison))
     return "\n\n".join(blocks)
@@ -89,6 +86,11 @@ def _finite(value: int | float | None) -> int | float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
+def _columns(training: ComparedTraining, *, shows_all: bool) -> list[TableColumn]:
+    heads = difference_columns(training.title, "base", "head")
+    return make_columns(_cells(training, shows_all=shows_all), *heads)
+
+
 def _cells(training: ComparedTraining, *, shows_all: bool) -> Iterator[Cells]:
     for verdict in training.verdicts:
         yield _verdict_cells(verdict)
@@ -105,7 +107,7 @@ def _verdict_cells(verdict: ComparedVerdict) -> Cells:
 
 
 def _value(row: ComparedFigure, value: int | float | None) -> str:
-    return MISSING if value is None else _written(row.group.kind, value)
+    return or_missing(value, partial(_written, row.group.kind))
 
 
 def _written(kind: FigureKind, value: int | float) -> str:

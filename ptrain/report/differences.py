@@ -8,7 +8,15 @@ from ptrain.costs import PLACED, State
 from ptrain.report.heading import placement
 from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, sent_bytes
 from ptrain.report.sweep import SweepPoint, remarks
-from ptrain.report.table import largest, on_tiers, render, size
+from ptrain.report.table import (
+    Importance,
+    TableColumn,
+    largest,
+    name_column,
+    on_tiers,
+    render,
+    size,
+)
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import unwritten
 
@@ -22,13 +30,18 @@ def pair(first: Prediction, second: Prediction) -> str:
     """Settings that differ as `before → after`, then the figures that differ with their ratio; and
     what is said of each."""
     differing = [row for row in _figures(first, second) if row[1] != row[2]]
-    table = render(
-        ("per rank and step", first.label, second.label, "ratio"),
-        [(name, size(left), size(right), ratio(left, right)) for name, left, right in differing],
-    )
+    names, before, after = zip(*differing, strict=True) if differing else ((), (), ())
+    columns = [
+        name_column("per rank and step", names),
+        TableColumn(first.label, cells=[*map(size, before)]),
+        TableColumn(second.label, cells=[*map(size, after)]),
+        TableColumn("ratio", Importance.RESULT, [*map(ratio, before, after)]),
+    ]
     points = [SweepPoint(label=side.label, prediction=side) for side in (first, second)]
     settings = _settings(first.spec, second.spec)
-    return "\n".join([f"{first.label} → {second.label}", *settings, "", table, *remarks(points)])
+    return "\n".join(
+        [f"{first.label} → {second.label}", *settings, "", render(columns), *remarks(points)]
+    )
 
 
 def ratio(before: int | None, after: int | None) -> str:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from ptrain.by_rank import unranked
-from ptrain.costs import Estimate, State, lower_bytes
+from ptrain.costs import Estimate, Peak, State, lower_bytes
 from ptrain.plan.composition import ranks_text
-from ptrain.report.table import largest, least, on_tiers, render, span
+from ptrain.report.table import (
+    Importance,
+    TableColumn,
+    largest,
+    least,
+    name_column,
+    on_tiers,
+    render,
+    span,
+)
 from ptrain.spec.layout import positions
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -23,34 +32,37 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
     ranks: list[list[int]] = [[] for _ in range(max(places) + 1)]
     for rank, place in enumerate(places):
         ranks[place].append(rank)
-    most = largest(exact.memory)
-    kept = [
-        (state, tier, label)
-        for state in State
-        for tier, label in on_tiers(state)
-        if most.get((state, tier))
-    ]
-
-    def rows() -> Iterator[tuple[str, ...]]:
-        for place, own in enumerate(map(set, ranks)):
-            memory, stages = [*unranked(exact.memory, own)], step.stages_of(place)
-            here, lowers = largest(memory), least(memory)
-            peaks = [*unranked(exact.peak, own)]
-            yield (
-                str(place),
-                ranks_text(ranks[place]),
-                " ".join(map(str, stages)),
-                str(sum(len(step.layers[stage]) for stage in stages)),
-                *(
-                    span(lowers.get((state, tier)), here.get((state, tier)))
-                    for state, tier, _ in kept
-                ),
-                span(
-                    max(map(lower_bytes, peaks), default=None),
-                    max((row.device_bytes for row in peaks), default=None),
-                ),
+    holders = [set(own) for own in ranks]
+    memory = [[*unranked(exact.memory, own)] for own in holders]
+    peaks = [[*unranked(exact.peak, own)] for own in holders]
+    most, fewest = [*map(largest, memory)], [*map(least, memory)]
+    stages = [step.stages_of(place) for place in range(len(ranks))]
+    pairs = [*zip(fewest, most, strict=True)]
+    columns = [
+        name_column(str(step.axis), [str(place) for place in range(len(ranks))]),
+        TableColumn("ranks", Importance.DETAIL, [*map(ranks_text, ranks)], left=True),
+        TableColumn("stages", cells=[" ".join(map(str, own)) for own in stages], left=True),
+        TableColumn(
+            "layers",
+            Importance.DETAIL,
+            [str(sum(len(step.layers[stage]) for stage in own)) for own in stages],
+        ),
+        *(
+            TableColumn(
+                label,
+                cells=[
+                    span(low.get((state, tier)), high.get((state, tier))) for low, high in pairs
+                ],
             )
+            for state in State
+            for tier, label in on_tiers(state)
+            if any(high.get((state, tier)) for high in most)
+        ),
+        TableColumn("peak", Importance.RESULT, [_peak(own) for own in peaks]),
+    ]
+    return render(columns)
 
-    labels = (label for _, _, label in kept)
-    columns = (str(step.axis), "ranks", "stages", "layers", *labels, "peak")
-    return render(columns, rows(), left=(0, 1, 2))
+
+def _peak(rows: Sequence[Peak]) -> str:
+    bounds = max(map(lower_bytes, rows), default=None)
+    return span(bounds, max((row.device_bytes for row in rows), default=None))

@@ -31,10 +31,14 @@ from ptrain.report.places import by_place
 from ptrain.report.step_time import time_lines
 from ptrain.report.table import (
     MISSING,
+    Importance,
     Largest,
+    TableColumn,
     largest,
     least,
+    make_columns,
     moved_bytes,
+    name_column,
     on_tiers,
     render,
     size,
@@ -159,12 +163,15 @@ def require_cuda(predictions: Sequence[Prediction]) -> None:
 def account(estimate: Estimate) -> str:
     """Return what one column says, a measured one too: the tables of `one` without the other."""
     column = str(estimate.column)
-    wire = [("+".join(row.axes), size(row.sent_bytes)) for row in estimate.wire]
+    wire = [
+        name_column("sent on the wire", ["+".join(row.axes) for row in estimate.wire]),
+        TableColumn(column, cells=[size(row.sent_bytes) for row in estimate.wire]),
+    ]
     undefined = [f"{column} has no {kind}: {why}" for kind, why in estimate.undefined.items()]
     parts = [
         _memory(estimate),
         _traffic(estimate),
-        *([render(("sent on the wire", column), wire)] if wire else []),
+        *([render(wire)] if estimate.wire else []),
         *(["\n".join(lines)] if (lines := [*operations_lines(estimate), *undefined]) else []),
     ]
     return "\n\n".join(parts)
@@ -290,47 +297,39 @@ def _memory(*estimates: Estimate) -> str:
         (label, [most.get((state, tier)) for most in held], lowers.get((state, tier)))
         for state in State
         for tier, label in on_tiers(state)
+        if any(most.get((state, tier)) for most in held)
     ]
-    sums = [
-        (label, [_model_states(most, tier) for most in held], None)
-        for tier, label in on_tiers("Θ + Ω + G")
-    ]
-    peaks = [
-        (
-            f"peak {phase}",
-            [_peak(estimate, phase) for estimate in estimates],
-            _peak(last, phase, lower_bytes),
-        )
-        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
-    ]
+    bars = [numbers[-1] or 0 for _, numbers, _ in rows]
     longest = max((number or 0 for _, numbers, _ in rows for number in numbers), default=0)
-    return render(
-        ("memory per rank", *(str(estimate.column) for estimate in estimates), ""),
-        [
-            *((*_cells(row), _bar(row[1][-1], longest)) for row in rows if any(row[1])),
-            *((*_cells(row), "") for row in sums if row is sums[0] or any(row[1])),
-            *((*_cells(row), "") for row in peaks if any(row[1])),
-        ],
-        left=(0, len(estimates) + 1),
-    )
-
-
-def _cells(row: tuple[str, list[int | None], int | None]) -> tuple[str, ...]:
-    """The last of the figures lies above a lower one, where there is one."""
-    label, (*others, last), lower = row
-    return label, *map(size, others), span(lower, last)
+    for tier, label in on_tiers("Θ + Ω + G"):
+        sums = [_model_states(most, tier) for most in held]
+        if tier == TIERS[0] or any(sums):
+            rows.append((label, sums, None))
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
+        peaks = [_peak(estimate, phase) for estimate in estimates]
+        if any(peaks):
+            rows.append((f"peak {phase}", peaks, _peak(last, phase, lower_bytes)))
+    drawn = ["█" * round(_BAR * number / longest) for number in bars]
+    columns = [
+        name_column("memory per rank", [label for label, _, _ in rows]),
+        *(
+            TableColumn(str(estimate.column), Importance.DETAIL, [size(row[1][at]) for row in rows])
+            for at, estimate in enumerate(estimates[:-1])
+        ),
+        TableColumn(
+            str(last.column),
+            Importance.RESULT,
+            [span(lower, numbers[-1]) for _, numbers, lower in rows],
+        ),
+        TableColumn("", Importance.PICTURE, drawn + [""] * (len(rows) - len(bars)), left=True),
+    ]
+    return render(columns)
 
 
 def _peak(
     estimate: Estimate, phase: Phase, of: Callable[[Peak], int] = attrgetter("device_bytes")
 ) -> int | None:
     return max((of(row) for row in distinct(estimate.peak) if row.phase is phase), default=None)
-
-
-def _bar(number: int | None, longest: int) -> str:
-    if not number or not longest:
-        return ""
-    return "█" * round(_BAR * number / longest)
 
 
 def _traffic(*estimates: Estimate) -> str:
@@ -346,8 +345,14 @@ def _traffic(*estimates: Estimate) -> str:
         dashes = [MISSING] * len(others)
         rows.append(("copied between tiers per step", *dashes, size(copied), "", ""))
     rows += [_traffic_row(key, accounts) for key in keys if key not in steady]
-    columns = (str(estimate.column) for estimate in estimates)
-    return render(("traffic per rank and step", *columns, "calls", "payload"), rows)
+    heads = [
+        name_column("traffic per rank and step"),
+        *(TableColumn(str(estimate.column), Importance.DETAIL) for estimate in others),
+        TableColumn(str(last.column), Importance.RESULT),
+        TableColumn("calls"),
+        TableColumn("payload", Importance.DETAIL),
+    ]
+    return render(make_columns(rows, *heads))
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:

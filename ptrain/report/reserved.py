@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ptrain.derivation.allocator import COMPUTING, Reserved
 from ptrain.derivation.workspaces import Workspace
-from ptrain.report.table import render, size
+from ptrain.report.table import Importance, TableColumn, make_columns, name_column, render, size
 
 _NOT_RESERVED = "not claimed: without what is unknown below, and CUDA's context"
 
@@ -27,17 +27,18 @@ def reserved_lines(
         between = held.beyond.get(COMPUTING, 0) - held.gap
         figures = (held.device_bytes, held.living, held.gap, between, elsewhere)
         rows.append((segments, *map(size, figures)))
-    head = (
-        "reserved by CUDA's allocator",
-        "in all",
-        "allocated",
-        "largest gap",
-        "other gaps",
-        "streams",
+    columns = make_columns(
+        rows,
+        name_column("reserved by CUDA's allocator"),
+        TableColumn("in all", Importance.RESULT),
+        TableColumn("allocated"),
+        TableColumn("largest gap"),
+        TableColumn("other gaps", Importance.DETAIL),
+        TableColumn("streams", Importance.DETAIL),
     )
     within = [
         (space.what, "unknown" if space.device_bytes is None else size(space.device_bytes))
         for space in workspaces
     ]
-    table = [render(("of that within kernels", "bytes"), within)] if within else []
-    return ["", render(head, rows), _NOT_RESERVED, *table]
+    space = make_columns(within, name_column("of that within kernels"), TableColumn("bytes"))
+    return ["", render(columns), _NOT_RESERVED, *([render(space)] if within else [])]

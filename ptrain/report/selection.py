@@ -9,7 +9,15 @@ from math import isfinite
 from ptrain.axes.candidates import Written
 from ptrain.axes.context.form import written_attention
 from ptrain.axes.data.form import form_of, joins_units
-from ptrain.report.table import MISSING, render
+from ptrain.report.table import (
+    MISSING,
+    Importance,
+    TableColumn,
+    make_columns,
+    name_column,
+    or_missing,
+    render,
+)
 from ptrain.selection.demand import Demand
 from ptrain.selection.figures import Ranked
 from ptrain.selection.fit import room_text, usable_text
@@ -132,8 +140,14 @@ def _by_number(selection: PlacementRanking) -> Iterator[str]:
         if selection.demand
         else (f"{_MARKED[selection.objective]} is marked:")
     )
-    columns = ("devices", "its best", "time", f"{tokens} tokens take", "money")
-    yield render(columns, table, left=(1,))
+    heads = (
+        TableColumn("devices", Importance.NAME),
+        name_column("its best"),
+        TableColumn("time"),
+        TableColumn(f"{tokens} tokens take", Importance.RESULT),
+        TableColumn("money", Importance.RESULT),
+    )
+    yield render(make_columns(table, *heads))
     yield ""
 
 
@@ -148,10 +162,15 @@ def _untimed(selection: PlacementRanking, top: int) -> Iterator[str]:
 
 
 def _lost(selection: PlacementRanking) -> Iterator[str]:
-    table = []
-    for lost in selection.lost:
-        table.append((lost.name, *_figures(selection, lost), lost.why))
-    yield render(("choice", "its best", "time", "peak", ""), table, left=(0, 1, 4))
+    rows = [(lost.name, *_figures(selection, lost), lost.why) for lost in selection.lost]
+    heads = (
+        name_column("choice"),
+        TableColumn("its best", left=True),
+        TableColumn("time", Importance.RESULT),
+        TableColumn("peak", Importance.RESULT),
+        TableColumn("", Importance.DETAIL, left=True),
+    )
+    yield render(make_columns(rows, *heads))
 
 
 def _figures(selection: PlacementRanking, lost: Lost) -> tuple[str, str, str]:
@@ -162,8 +181,7 @@ def _figures(selection: PlacementRanking, lost: Lost) -> tuple[str, str, str]:
     if lost.closed is None:
         return "", MISSING, MISSING
     spec, closed = lost.closed
-    seconds = closed_seconds(selection, closed)
-    time = MISSING if seconds is None else f"about {seconds:.3g} s"
+    time = or_missing(closed_seconds(selection, closed), "about {:.3g} s".format)
     return described(spec), time, f"about {format_bytes(closed.peak)}"
 
 
@@ -200,34 +218,38 @@ def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
 
 def _table(rows: Sequence[Ranked], selection: PlacementRanking) -> str:
     """Return a table of rows. It has a column for the host if a row offloads states."""
-    has_price = any(row.price is not None for row in selection.ranking)
-    price = ("per 1B tokens",) if has_price else ()
-    host = ("on a host",) if any(row.memory.host_bytes for row in rows) else ()
-    columns = ("", "placement", "time", "tokens/s", "MFU", "peak", *host, "between nodes", "within")
-    cells = _rows(rows, has_price=bool(price), has_host=bool(host))
-    return render((*columns, *price), cells, left=(1,))
-
-
-def _rows(rows: Sequence[Ranked], *, has_price: bool, has_host: bool) -> Iterator[tuple[str, ...]]:
-    for number, row in enumerate(rows, 1):
-        rate, mfu = row.tokens_per_second, row.mfu
-        price = (MISSING if row.price is None else f"{row.price:.0f}",) if has_price else ()
-        yield (
-            str(number),
-            described(row.spec) + (f" (and {row.alike} alike)" if row.alike else ""),
-            _seconds(row),
-            MISSING if rate is None else format_count(rate),
-            MISSING if mfu is None else f"{mfu:.1%}",
-            format_bytes(row.peak_bytes),
-            *((format_bytes(row.memory.host_needed_bytes),) if has_host else ()),
-            format_bytes(row.tiers.between),
-            format_bytes(row.tiers.within),
-            *price,
-        )
+    alike = [f" (and {row.alike} alike)" if row.alike else "" for row in rows]
+    placements = [described(row.spec) + more for row, more in zip(rows, alike, strict=True)]
+    columns = [
+        TableColumn("", Importance.NAME, [str(number) for number, _ in enumerate(rows, 1)]),
+        name_column("placement", placements),
+        TableColumn("time", Importance.RESULT, [_seconds(row) for row in rows]),
+        TableColumn(
+            "tokens/s", cells=[or_missing(row.tokens_per_second, format_count) for row in rows]
+        ),
+        TableColumn("MFU", cells=[or_missing(row.mfu, "{:.1%}".format) for row in rows]),
+        TableColumn("peak", Importance.RESULT, [format_bytes(row.peak_bytes) for row in rows]),
+        TableColumn(
+            "on a host", cells=[format_bytes(row.memory.host_needed_bytes) for row in rows]
+        ),
+        TableColumn(
+            "between nodes", Importance.DETAIL, [format_bytes(row.tiers.between) for row in rows]
+        ),
+        TableColumn("within", Importance.DETAIL, [format_bytes(row.tiers.within) for row in rows]),
+        TableColumn(
+            "per 1B tokens", cells=[or_missing(row.price, "{:.0f}".format) for row in rows]
+        ),
+    ]
+    unused = set()
+    if not any(row.memory.host_bytes for row in rows):
+        unused.add("on a host")
+    if not any(row.price is not None for row in selection.ranking):
+        unused.add("per 1B tokens")
+    return render([column for column in columns if column.title not in unused])
 
 
 def _seconds(row: Ranked) -> str:
-    return MISSING if row.seconds is None else f"{row.seconds:.3g} s"
+    return or_missing(row.seconds, "{:.3g} s".format)
 
 
 def written_texts(written: Written) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from ptrain.report.predict import operations_lines
 from ptrain.report.record import Check, compare
 from ptrain.report.reserved import reserved_lines
 from ptrain.report.summary import end_table
-from ptrain.report.table import render, size
+from ptrain.report.table import Importance, TableColumn, make_columns, name_column, render, size
 
 GARBAGE = (
     "values are garbage, for collectives moved nothing: this says nothing of whether the training "
@@ -119,13 +119,16 @@ def foreign(report: RankReport) -> list[str]:
 def by_phase(course: MemoryHistory) -> str:
     """Each state when a phase needs most."""
     highest = course.by_phase()
-    rows = [
-        (str(state), *(size(moment.device_bytes[place]) for moment in highest.values()))
+    states = {
+        str(state): place
         for place, state in enumerate(State)
         if any(moment.device_bytes[place] for moment in highest.values())
-    ]
-    total = ("all", *(size(moment.total) for moment in highest.values()))
-    return render(("when a phase needs most", *map(str, highest)), [*rows, total])
+    }
+    columns = [name_column("when a phase needs most", [*states, "all"])]
+    for phase, moment in highest.items():
+        figures = [*(moment.device_bytes[place] for place in states.values()), moment.total]
+        columns.append(TableColumn(str(phase), cells=[*map(size, figures)]))
+    return render(columns)
 
 
 def peak(course: MemoryHistory) -> str:
@@ -139,5 +142,11 @@ def peak(course: MemoryHistory) -> str:
         left, tensors = sum(row.device_bytes for row in rest), sum(row.tensors for row in rest)
         rows.append((f"{len(rest)} kinds more", "", size(left), str(tensors)))
     when = f"{course.peak.phase}, micro-batch {course.peak.micro_batch}"
-    table = render(("what lives then", "state", "bytes", "tensors"), rows, left=(0, 1))
-    return f"peak {size(course.peak.total)} in {when}\n{table}"
+    columns = make_columns(
+        rows,
+        name_column("what lives then"),
+        TableColumn("state", left=True),
+        TableColumn("bytes", Importance.RESULT),
+        TableColumn("tensors", Importance.DETAIL),
+    )
+    return f"peak {size(course.peak.total)} in {when}\n{render(columns)}"

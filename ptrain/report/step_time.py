@@ -8,7 +8,15 @@ from ptrain.codec import encode
 from ptrain.costs import Collective, Column, Estimate, Phase, Spent, StepTime
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.throughput import throughput
-from ptrain.report.table import MISSING, render
+from ptrain.report.table import (
+    Importance,
+    TableColumn,
+    difference_columns,
+    make_columns,
+    name_column,
+    or_missing,
+    render,
+)
 from ptrain.units import format_count, format_seconds
 
 _BAR = 24  # columns of the longest bar
@@ -95,42 +103,34 @@ def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) 
         _compared(f"waits for {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
         for axes in sorted({*exposed, *waits})
     ]
-    return render(("time per step", "predicted", "measured", "difference"), rows)
+    return render(make_columns(rows, *difference_columns("time per step")))
 
 
 def _compared(what: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:
     difference = f"{measured / predicted - 1:+.1%}" if predicted and measured is not None else ""
-    cells = (
-        MISSING if seconds is None else format_seconds(seconds) for seconds in (predicted, measured)
-    )
+    cells = (or_missing(seconds, format_seconds) for seconds in (predicted, measured))
     return what, *cells, difference
 
 
 def _table(step: StepTime) -> str:
     parts = [*_parts(step)]
     longest = max((seconds for _, seconds, _ in parts), default=0.0)
-    rows = [
-        (
-            name,
-            format_seconds(seconds),
-            _hidden(seconds, moving),
-            "█" * round(_BAR * seconds / longest) if longest else "",
-        )
-        for name, seconds, moving in parts
+    rows = [*parts, ("step", step.seconds, 0.0)]
+    rows += [(f"in {phase}", taken, 0.0) for phase in _PHASES if (taken := step.of_phase(phase))]
+    hidden = [
+        f"and {format_seconds(moving - seconds)} hidden" if moving > seconds * 1.0005 else ""
+        for _, seconds, moving in rows
     ]
-    phases = [
-        (f"in {phase}", format_seconds(seconds), "", "")
-        for phase in _PHASES
-        if (seconds := step.of_phase(phase))
+    bars = ["█" * round(_BAR * seconds / longest) if longest else "" for _, seconds, _ in parts]
+    columns = [
+        name_column("time per step", [name for name, _, _ in rows]),
+        TableColumn(
+            "exact", Importance.RESULT, [format_seconds(seconds) for _, seconds, _ in rows]
+        ),
+        TableColumn("", Importance.DETAIL, hidden),
+        TableColumn("", Importance.PICTURE, bars + [""] * (len(rows) - len(parts)), left=True),
     ]
-    head = ("time per step", "exact", "", "")
-    return render(
-        head, [*rows, ("step", format_seconds(step.seconds), "", ""), *phases], left=(0, 3)
-    )
-
-
-def _hidden(seconds: float, moving: float) -> str:
-    return f"and {format_seconds(moving - seconds)} hidden" if moving > seconds * 1.0005 else ""
+    return render(columns)
 
 
 def _parts(step: StepTime) -> Iterator[Part]:

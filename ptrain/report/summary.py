@@ -22,8 +22,14 @@ from ptrain.report.record import Check, checks_line, compared_ranks, exchange_of
 from ptrain.report.step_time import time_table
 from ptrain.report.table import (
     MISSING,
+    Importance,
+    TableColumn,
+    difference_columns,
+    make_columns,
     moved_bytes,
+    name_column,
     on_tiers,
+    or_missing,
     render,
     size,
     span,
@@ -43,7 +49,7 @@ def end_table(
     apart, else the largest. `names` head the two columns."""
     rows = [*_memory_rows(exact, measured), *_peak_rows(exact, measured)]
     rows += [*_traffic_rows(exact, measured), *_operations_rows(exact, measured)]
-    return render(("per rank and step", *names, "difference"), rows)
+    return render(make_columns(rows, *difference_columns("per rank and step", *names)))
 
 
 def summary(
@@ -184,8 +190,8 @@ def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
         if left or right:
             yield (
                 f"operations {name}",
-                MISSING if left is None else format_operations(left),
-                MISSING if right is None else format_operations(right),
+                or_missing(left, format_operations),
+                or_missing(right, format_operations),
                 difference(left, right, format_operations),
             )
 
@@ -237,8 +243,8 @@ def wire_table(wire: Sequence[WireRow]) -> str:
         )
         for row in wire
     ]
-    columns = ("on the wire", "predicted", "measured", "difference", "sent by the backend")
-    return render(columns, rows, left=(0, 4)) if rows else ""
+    factor = TableColumn("sent by the backend", Importance.DETAIL, left=True)
+    return render(make_columns(rows, *difference_columns("on the wire"), factor)) if rows else ""
 
 
 def blocked_table(measured: Estimate) -> str:
@@ -251,7 +257,8 @@ def blocked_table(measured: Estimate) -> str:
         ("+".join(axes), f"{min(waits):.3f} s", f"{max(waits):.3f} s")
         for axes, waits in seconds.items()
     ]
-    return render(("blocked per step", "least", "most of the ranks"), rows) if rows else ""
+    heads = TableColumn("least", Importance.DETAIL), TableColumn("most of the ranks")
+    return render(make_columns(rows, name_column("blocked per step"), *heads)) if rows else ""
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, set[Traffic]]:

@@ -14,7 +14,15 @@ from ptrain.errors import Fault
 from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
 from ptrain.report.step_time import untimed
-from ptrain.report.table import MISSING, render, size
+from ptrain.report.table import (
+    MISSING,
+    Importance,
+    TableColumn,
+    name_column,
+    or_missing,
+    render,
+    size,
+)
 from ptrain.selection.fit import HOST_UNKNOWN, usable_text
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.follow import MeshFollower
@@ -111,61 +119,58 @@ def table(points: Sequence[SweepPoint]) -> str:
         step_seconds(prediction.derivation.exact) is not None or untimed(prediction.derivation)
         for prediction in predictions
     )
-    has_host = any(prediction.fit.host_bytes for prediction in predictions)
+
+    def column(
+        title: str, importance: Importance, of: Callable[[Prediction], str], refused: str = MISSING
+    ) -> TableColumn:
+        cells = [of(point.prediction) if point.prediction else refused for point in points]
+        return TableColumn(title, importance, cells)
+
+    def ratio(figure: _Figure) -> TableColumn:
+        base = figure(predictions[0])
+        return column("ratio", Importance.DETAIL, lambda one: _relative(figure(one), base))
+
     columns = [
-        "per rank",
-        "Θ+Ω+G paper",
-        "exact",
-        "B/param",
-        "ratio",
-        f"peak of {size(room)}" if room else "peak",
-        "fits",
-        *(["on a host"] if has_host else []),
-        *(["step s", "tokens/s per device"] if is_timed else []),
-        "sent paper",
-        "exact",
-        "ratio",
-        "calls",
+        name_column("per rank", [point.label for point in points]),
+        column(
+            "Θ+Ω+G paper",
+            Importance.DETAIL,
+            lambda one: size(model_state_bytes(one.derivation.paper)),
+        ),
+        column(
+            "exact", Importance.FIGURE, lambda one: size(model_state_bytes(one.derivation.exact))
+        ),
+        column("B/param", Importance.DETAIL, _bytes_per_parameter),
+        ratio(SORTS["states"]),
+        column(
+            f"peak of {size(room)}" if room else "peak",
+            Importance.RESULT,
+            lambda one: size(one.fit.peak_bytes),
+        ),
+        column("fits", Importance.RESULT, fits_word, "refused"),
+        column("on a host", Importance.FIGURE, lambda one: size(one.fit.host_needed_bytes)),
+        column(
+            "step s", Importance.RESULT, lambda one: or_missing(SORTS["time"](one), "{:.3g}".format)
+        ),
+        column(
+            "tokens/s per device",
+            Importance.FIGURE,
+            lambda one: or_missing(device_pace(one), format_count),
+        ),
+        column("sent paper", Importance.DETAIL, lambda one: size(sent_bytes(one.derivation.paper))),
+        column("exact", Importance.FIGURE, lambda one: size(sent_bytes(one.derivation.exact))),
+        ratio(SORTS["sent"]),
+        column("calls", Importance.FIGURE, lambda one: str(collectives(one.derivation.exact))),
     ]
-    cells = [
-        _cells(point, predictions[0], is_timed=is_timed, has_host=has_host) for point in points
-    ]
-    return "\n".join([render(columns, cells), *remarks(points)])
+    unused = set() if is_timed else {"step s", "tokens/s per device"}
+    if not any(prediction.fit.host_bytes for prediction in predictions):
+        unused.add("on a host")
+    used = [figure for figure in columns if figure.title not in unused]
+    return "\n".join([render(used), *remarks(points)])
 
 
-def _cells(
-    point: SweepPoint, base: Prediction, *, is_timed: bool, has_host: bool
-) -> tuple[str, ...]:
-    prediction = point.prediction
-    if prediction is None:
-        return (point.label, *[MISSING] * 5, "refused", *[MISSING] * (4 + has_host + 2 * is_timed))
-    paper, exact = prediction.derivation.paper, prediction.derivation.exact
-    memory, sent = model_state_bytes(exact), sent_bytes(exact)
-    return (
-        point.label,
-        size(model_state_bytes(paper)),
-        size(memory),
-        f"{(memory or 0) / prediction.num_parameters:.3g}",
-        _relative(memory, model_state_bytes(base.derivation.exact)),
-        size(prediction.fit.peak_bytes),
-        fits_word(prediction),
-        *([size(prediction.fit.host_needed_bytes)] if has_host else []),
-        *([_seconds_cell(exact), _pace_cell(prediction)] if is_timed else []),
-        size(sent_bytes(paper)),
-        size(sent),
-        _relative(sent, sent_bytes(base.derivation.exact)),
-        str(collectives(exact)),
-    )
-
-
-def _seconds_cell(exact: Estimate) -> str:
-    seconds = step_seconds(exact)
-    return MISSING if seconds is None else f"{seconds:.3g}"
-
-
-def _pace_cell(prediction: Prediction) -> str:
-    pace = device_pace(prediction)
-    return MISSING if pace is None else format_count(pace)
+def _bytes_per_parameter(prediction: Prediction) -> str:
+    return f"{(SORTS['states'](prediction) or 0) / prediction.num_parameters:.3g}"
 
 
 def fits_word(prediction: Prediction) -> str:
@@ -178,7 +183,7 @@ def fits_word(prediction: Prediction) -> str:
     return "yes" if prediction.fit.fits else "no"
 
 
-def _relative(number: int | None, base: int | None) -> str:
+def _relative(number: float | None, base: float | None) -> str:
     return f"{number / base:.3g}×" if number is not None and base else ""
 
 

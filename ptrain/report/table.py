@@ -1,4 +1,4 @@
-"""Tables as plain text, and what their rows are called.
+"""Tables as lists of columns, printed as plain text, and what their rows are called.
 
 The text has no colour, so a file, a log and a terminal show the same. Laid out here: rich, which
 draws a training's bar, takes as long to be imported as a small spec to be derived.
@@ -7,37 +7,108 @@ draws a training's bar, takes as long to be imported as a small spec to be deriv
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from operator import attrgetter
+from typing import TypeVar
 
 from ptrain.by_rank import distinct
 from ptrain.costs import TIERS, Footprint, Phase, Traffic, TrafficKey, lower_bytes
-from ptrain.units import format_bytes
+from ptrain.units import counted, format_bytes
 
 MISSING = "–"
+NumberT = TypeVar("NumberT", bound=float)
 Largest = Mapping[tuple[str, str], int]  # bytes by state and tier
 _SIZES = attrgetter("state", *TIERS)
 _BETWEEN = "  "
 _TWO_WIDE = ("W", "F")  # Unicode's East Asian width of what takes two columns of a terminal
 
 
-def render(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)
-) -> str:
-    """A table without frames, two blanks between its columns; all but those in `left` to the
-    right."""
-    lines = [columns, *rows]
-    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(_line(cells, widths, left) for cells in lines)
+class Importance(IntEnum):
+    """How long a column stays in a table that is too wide: the least important goes first."""
+
+    PICTURE = 0  # bars: a figure that stands beside them, drawn
+    DETAIL = 1  # what follows from other columns, or explains them
+    FIGURE = 2
+    RESULT = 3  # what the table is read for: a difference, a peak, whether it fits
+    NAME = 4  # what the row is about; it always stays
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[int]) -> str:
-    padded = []
-    for index, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-        blanks = " " * (width - _width(cell))
-        padded.append(cell + blanks if index in left else blanks + cell)
-    return _BETWEEN.join(padded).rstrip()
+@dataclass(frozen=True, slots=True)
+class TableColumn:
+    """A column of a table: its title, a cell for each row, and how important it is. Text stands on
+    the `left`, numbers on the right."""
+
+    title: str
+    importance: Importance = Importance.FIGURE
+    cells: Sequence[str] = ()
+    left: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(map(_width, (self.title, *self.cells)))
+
+    def padded(self) -> list[str]:
+        """Return title and cells, as wide as the widest of them."""
+        cells, width = (self.title, *self.cells), self.width
+        blanks = [" " * (width - _width(cell)) for cell in cells]
+        pairs = zip(cells, blanks, strict=True)
+        return [cell + blank if self.left else blank + cell for cell, blank in pairs]
+
+
+def name_column(title: str, cells: Sequence[str] = ()) -> TableColumn:
+    """Return the column of what the rows are about."""
+    return TableColumn(title, Importance.NAME, cells, left=True)
+
+
+def difference_columns(
+    title: str, before: str = "predicted", after: str = "measured"
+) -> list[TableColumn]:
+    """Return the heads of rows with two sides and their difference."""
+    return [
+        name_column(title),
+        TableColumn(before),
+        TableColumn(after),
+        TableColumn("difference", Importance.RESULT),
+    ]
+
+
+def make_columns(rows: Iterable[Sequence[str]], *heads: TableColumn) -> list[TableColumn]:
+    """Return the columns of rows that have a cell for each of `heads`."""
+    lines = list(rows)
+    return [replace(head, cells=[row[at] for row in lines]) for at, head in enumerate(heads)]
+
+
+def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
+    """Write a table as text, without frames and with two blanks between its columns.
+
+    Args:
+        columns: from left to right. Where none has a title, the table has no line of titles.
+        width: of the terminal; the least important columns are left out until the table fits, of
+            equally important ones the last, and a line below the table names them. None: all stay.
+
+    Returns:
+        The lines, without blanks at their ends.
+
+    Example:
+        >>> print(render([name_column("state", ["theta"]), TableColumn("bytes", cells=["12 B"])]))
+        state  bytes
+        theta   12 B
+    """
+    kept = list(columns)
+    while width is not None and sum(column.width + len(_BETWEEN) for column in kept) > width + 2:
+        least = min(reversed(kept), key=attrgetter("importance"))
+        if least.importance is Importance.NAME:
+            break
+        kept = [column for column in kept if column is not least]
+    lines = [
+        _BETWEEN.join(cells).rstrip() for cells in zip(*map(TableColumn.padded, kept), strict=True)
+    ]
+    if len(kept) < len(columns):
+        titles = [column.title for column in columns if column not in kept and column.title]
+        lines.append(f"{counted(len(columns) - len(kept), 'column')} left out: {', '.join(titles)}")
+    return "\n".join(lines if any(column.title for column in kept) else lines[1:])
 
 
 def _width(text: str) -> int:
@@ -53,9 +124,14 @@ def _columns(letter: str) -> int:
     return 2 if unicodedata.east_asian_width(letter) in _TWO_WIDE else 1
 
 
+def or_missing(number: NumberT | None, text: Callable[[NumberT], str]) -> str:
+    """Return the number as `text` writes it, or a dash where there is none."""
+    return MISSING if number is None else text(number)
+
+
 def size(number: int | None) -> str:
     """Bytes to four digits, or a dash where a column has no such row."""
-    return MISSING if number is None else format_bytes(number)
+    return or_missing(number, format_bytes)
 
 
 def span(lower: int | None, upper: int | None) -> str:

@@ -14,14 +14,13 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
-
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing import Any, cast
 
 from ptrain.errors import PtrainError
+from ptrain.spec.leaf import Free, Leaf, Refused, Text, Whole, declared, describe, refuse
+from ptrain.spec.section import is_required
 
 FORMAT = 3  # of format 2: without `samples` and `data`
 UNSEALED = 1  # the format of manifests without a seal, which are still read
@@ -30,31 +29,55 @@ _STEP = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9_.-]+")  # bare names: nothing outside the folder is ever read
 _SEALED = re.compile(rb'(.*),\n "seal": "([0-9a-f]{64})"\n}', re.DOTALL)
 
-_Bytes = Annotated[int, Field(ge=0)]
-_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_MOST = 2**63 - 1  # what a file system counts to, in bytes and in nanoseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`step` counts finished steps, `samples` those that these steps trained on; None in an older
+    """A checkpoint's manifest; `_HOLDS` says what a file may hold in each field.
+
+    `step` counts finished steps, `samples` those that these steps trained on; None in an older
     manifest. `files`: name -> (bytes, SHA-256). `trained`: the sections of the resolved spec that a
     continuation is compared with, and `data`: name -> (size, digest, time of modification in ns) as
     `resume.data_prints` gives them; empty in a manifest that has none."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
-
-    step: Annotated[int, Field(ge=0)]
+    step: int
     spec: str
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: int
     torch: str
-    files: Mapping[str, tuple[_Bytes, _Digest]]
+    files: Mapping[str, tuple[int, str]]
     trained: Mapping[str, Any] = field(default_factory=dict)
-    samples: Annotated[int, Field(ge=0)] | None = None
-    data: Mapping[str, tuple[_Bytes, str, int]] = field(default_factory=dict)
-    format: Annotated[int, Field(ge=UNSEALED)] = FORMAT
+    samples: int | None = None
+    data: Mapping[str, tuple[int, str, int]] = field(default_factory=dict)
+    format: int = FORMAT
 
 
-_SCHEMA = TypeAdapter(Manifest)
+@declared
+class _Row(Leaf):
+    """A list with a leaf of its own for each value."""
+
+    leaves: tuple[Leaf, ...] = ()
+
+    def check(self, value: Any) -> object:
+        if not isinstance(value, list) or len(value) != len(self.leaves):
+            got = f"a list of {len(value)}" if isinstance(value, list) else describe(value)
+            refuse(f"must be a list of {len(self.leaves)}; got {got}")
+        return tuple(_taken(dict(enumerate(self.leaves)), dict(enumerate(value))).values())
+
+
+_COUNT, _TEXT = Whole("", 0, _MOST), Text("", r"(?s:.*)")
+_DIGEST = Text("", "[0-9a-f]{64}", "a SHA-256 as 64 hexadecimal digits")
+_HOLDS: Mapping[str, Leaf] = {
+    "step": _COUNT,
+    "spec": _TEXT,
+    "world_size": Whole("", 1, _MOST),
+    "torch": _TEXT,
+    "files": Free("", values=_Row("", leaves=(_COUNT, _DIGEST))),
+    "trained": Free(""),
+    "samples": Whole("", 0, _MOST, null=True),
+    "data": Free("", values=_Row("", leaves=(_COUNT, _TEXT, Whole("", -_MOST, _MOST)))),
+    "format": Whole("", UNSEALED, _MOST),
+}
 
 
 def folder_name(step: int) -> str:
@@ -137,26 +160,41 @@ def _unsealed(folder: Path) -> tuple[bytes, bool]:
 def _parsed(folder: Path, text: bytes) -> Manifest:
     """Raises PtrainError with the first thing that a manifest cannot be."""
     try:
-        manifest = _SCHEMA.validate_json(text)
-    except ValidationError as error:
-        _require_known_format(folder, text)
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        finding = f"{place}: {first['msg']}" if place else first["msg"]
-        raise PtrainError(f"checkpoint {folder}: no readable {NAME}: {finding}") from error
-    _require_known_format(folder, text)
-    return manifest
-
-
-def _require_known_format(folder: Path, text: bytes) -> None:
-    """Raises PtrainError for a format that came after this one, whose fields nobody here knows."""
-    with suppress(ValueError, RecursionError):
         content = json.loads(text)
         number = content.get("format") if isinstance(content, dict) else None
-        if isinstance(number, int) and number > FORMAT:
+        if isinstance(number, int) and number > FORMAT:  # its fields are not known here
             raise PtrainError(
                 f"checkpoint {folder}: has format {number}, this ptrain reads up to {FORMAT}"
             )
+        return _manifest(content)
+    except (ValueError, RecursionError) as error:
+        raise PtrainError(f"checkpoint {folder}: no readable {NAME}: {error}") from error
+    except Refused as error:
+        finding = f"{error.finding}; {error.remedy}" if error.remedy else error.finding
+        raise PtrainError(f"checkpoint {folder}: no readable {NAME}: {finding}") from error
+
+
+def _manifest(content: object) -> Manifest:
+    """Build a manifest of plain data. Raises Refused, with the place, where a value is not what its
+    field holds, a field without a default is missing, or one is unknown."""
+    known = cast("dict[str, object]", Free("").check(content))
+    for spot in fields(Manifest):
+        if is_required(spot) and spot.name not in known:
+            refuse(f"{spot.name}: is missing")
+    if strange := known.keys() - _HOLDS.keys():
+        refuse(f"{min(strange)}: unknown field", f"its fields are {', '.join(_HOLDS)}")
+    return Manifest(**_taken(_HOLDS, known))
+
+
+def _taken(leaves: Mapping[Any, Leaf], values: Mapping[Any, object]) -> dict[Any, Any]:
+    """Return the values as their leaves take them; the fault of one names its key."""
+    taken = {}
+    for key, value in values.items():
+        try:
+            taken[key] = leaves[key].take(value)
+        except Refused as error:
+            refuse(f"{key}: {error.finding}", error.remedy)
+    return taken
 
 
 def _seal(text: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tomllib
 from collections import Counter
@@ -10,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from ptrain.cli import help
-from ptrain.cli.help import PAGES, page_sections
+from ptrain.cli.help import PAGES, anchor, as_text, page_sections, sections
 from ptrain.cli.main import main
-from ptrain.report.page import anchor, as_text, headings, sections
 from ptrain.spec.schema import schema
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def test_a_key_of_a_spec_is_a_topic_with_all_that_is_in_it(capsys):
     assert main(["help", "optimizer.clip"]) == 0
     assert capsys.readouterr().out.splitlines()[:2] == ["optimizer.clip", ""]
     assert main(["help", "optimizer"]) == 0
-    assert "`optimizer.schedule.warmup`" in capsys.readouterr().out
+    assert " optimizer.schedule.min_lr_ratio " in capsys.readouterr().out
 
 
 def test_every_key_of_a_spec_has_help(capsys):
@@ -134,7 +134,6 @@ def test_sections_end_at_the_next_heading_of_their_depth_and_code_has_none():
     assert (first.title, first.anchor) == ("First `part`", "first-part")
     assert first.text.startswith("Words") and "## no heading" in first.text
     assert first.text.endswith("### Below\n") and second.text.startswith("| a | b |")
-    assert [title for _, title in headings(PAGE)] == ["Title", "First `part`", "Below", "Second"]
 
 
 def test_a_section_as_text_has_no_signs_of_markdown():
@@ -142,14 +141,30 @@ def test_a_section_as_text_has_no_signs_of_markdown():
     assert as_text(first.text, 80) == (
         "Words that are bold, a link [a-topic], a file, S*.\n\n"
         "  ## no heading\n  | no | table |\n\n  after a blank line\n\n"
-        "- one item of two lines\n- another\n\nBelow"
+        " • one item of two lines\n • another\n\nBelow"
     )
-    assert as_text(second.text, 80) == "a    b\n`x`  1"
+    assert as_text(second.text, 20).split() == ["a", "b", "────", "x", "1"]
 
 
-def test_a_table_that_is_too_wide_is_a_paragraph_a_row():
-    table = "| key | values | default |\n|---|---|---|\n| `x` | one two | – |\n| `y` | 3 | 4 |\n"
-    assert as_text(table, 16) == "`x`\n  values: one\n    two\n`y`\n  values: 3\n  default: 4"
+def test_a_narrow_table_wraps_its_cells_and_cuts_no_word_short():
+    table = "| key | means |\n|---|---|\n| `optimizer.lr` | one two three |\n"
+    lines = as_text(table, 24).splitlines()
+    assert [line.split() for line in lines[-2:]] == [["optimizer.lr", "one", "two"], ["three"]]
+
+
+def test_code_keeps_its_lines():
+    line = "ptrain train zero1 checkpoint.at_end=true --run-dir runs/first"
+    assert as_text(f"```\n{line}\n```\n", 20) == f"  {line}"
+
+
+def test_a_terminal_gets_colours_unless_no_color_forbids_them(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = re.compile(r"\x1b\[[\d;]*3\d")
+    assert coloured.search(as_text("a `key`", 80))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not coloured.search(as_text("a `key`", 80))
 
 
 def test_an_anchor_is_what_a_forge_makes_of_a_title():

@@ -14,7 +14,7 @@ from ptrain.import_path import leave_current_folder
 from ptrain.train import environment
 
 ROOT = Path(__file__).parents[2]
-PLANTED = ("yaml", "typing", "json", "__future__", "pydantic")
+PLANTED = ("yaml", "typing", "json", "__future__", "rich")
 INSTALLED = "/lib/site-packages"
 
 

@@ -18,13 +18,64 @@ from ptrain.costs import (
 )
 from ptrain.report.record import compare
 from ptrain.report.summary import difference, end_table, summary
-from ptrain.report.table import render
+from ptrain.report.table import (
+    Importance,
+    TableColumn,
+    difference_columns,
+    make_columns,
+    name_column,
+    render,
+)
 from tests.pure.test_record import EXACT, MEASURED
 
 
 def test_columns_align_and_no_line_has_trailing_blanks():
-    lines = render(("what", "bytes"), [("a", "1"), ("long name", "1000")]).splitlines()
+    rows = [("a", "1"), ("long name", "1000")]
+    lines = render(make_columns(rows, name_column("what"), TableColumn("bytes"))).splitlines()
     assert lines == ["what       bytes", "a              1", "long name   1000"]
+
+
+def test_a_table_whose_columns_have_no_titles_has_no_line_of_them():
+    assert (
+        render([name_column("", ["a", "bc"]), TableColumn("", cells=["10", "2"])])
+        == "a   10\nbc   2"
+    )
+    assert render(make_columns((), name_column("what"), TableColumn("bytes"))) == "what  bytes"
+
+
+def test_a_table_that_is_too_wide_loses_its_least_important_columns_and_says_which():
+    columns = [
+        name_column("what", ["gradients"]),
+        TableColumn("paper", Importance.DETAIL, ["12 B"]),
+        TableColumn("exact", Importance.RESULT, ["13 B"]),
+        TableColumn("", Importance.PICTURE, ["█" * 10], left=True),
+        TableColumn("calls", Importance.DETAIL, ["3"]),
+    ]
+    whole = render(columns)
+    width = len(whole.splitlines()[0])
+    assert render(columns, width) == whole and "left out" not in whole
+    fewer = render(columns, width - 1).splitlines()
+    assert fewer[:2] == ["what       paper  exact  calls", "gradients   12 B   13 B      3"]
+    assert render(columns, 23).splitlines() == [
+        "what       paper  exact",
+        "gradients   12 B   13 B",
+        "2 columns left out: calls",
+    ]
+    assert render(columns, 1).splitlines() == [
+        "what",
+        "gradients",
+        "4 columns left out: paper, exact, calls",
+    ]
+
+
+def test_a_table_with_a_width_is_never_wider_than_it_while_a_column_can_go():
+    rows = [("all_gather dp_shard", "3 calls, 150 B", "4 calls, 150 B", "+1 call")]
+    columns = make_columns(rows, *difference_columns("per rank and step"))
+    for width in range(19, 80):
+        *lines, last = render(columns, width).splitlines()
+        lines += [] if "left out" in last else [last]
+        assert max(map(len, lines)) <= width
+        assert "+1 call" in lines[1] or width < 31  # the difference goes last
 
 
 def test_a_difference_names_bytes_and_percent():
