@@ -24,15 +24,15 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 58630,
+    "ptrain": 58700,
     "ptrain/activations": 370,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
-    "ptrain/axes/context": 1310,
+    "ptrain/axes/context": 1330,
     "ptrain/axes/data": 2410,
-    "ptrain/axes/expert": 700,
+    "ptrain/axes/expert": 720,
     "ptrain/axes/pipeline": 1790,
-    "ptrain/axes/tensor": 790,
+    "ptrain/axes/tensor": 810,
     "ptrain/calibration": 1220,
     "ptrain/charts": 870,
     "ptrain/cli": 1330,
@@ -57,8 +57,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/train": 3170,
     "ptrain/verification": 9990,
 }
-ONE_IMPORTER = 204  # modules that exactly one other imports
-SMALL_MODULES = 211  # modules with fewer lines than SMALL
+ONE_IMPORTER = 214  # modules that exactly one other imports
+SMALL_MODULES = 218  # modules with fewer lines than SMALL
 # end
 
 

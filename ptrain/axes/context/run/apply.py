@@ -9,12 +9,13 @@ from functools import partial
 from torch import nn
 
 from ptrain.axes.context.attention import all_spans, spans_at
-from ptrain.axes.context.run.cores import GatheredCore, RingCore, UlyssesCore
+from ptrain.axes.context.run.cores import GatheredCore, RingCore
 from ptrain.axes.context.run.documents import SlicedDocuments
 from ptrain.axes.context.run.own_models import give_positions, reach
 from ptrain.axes.context.run.randomness import MicroBatchCut, masks_at
 from ptrain.axes.context.run.routing import SampleSlices, route_slices
 from ptrain.axes.context.run.slices import sliced
+from ptrain.axes.context.run.ulysses import UlyssesCore
 from ptrain.axes.context.tokens import Span
 from ptrain.facts.attention import Attending
 from ptrain.models.attention import Core

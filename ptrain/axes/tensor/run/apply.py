@@ -8,10 +8,9 @@ gradients are summed once: Megatron's two sums forward and two backward per bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ptrain.axes.tensor.cost import shards_differ, slices
+from ptrain.axes.tensor.run.counts import OwnCounts
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.axes.tensor.run.gradients import GradientsAsKept, SummedGradients
 from ptrain.axes.tensor.run.randomness import OwnRandomness, drawn_by_rank
@@ -40,14 +40,12 @@ from ptrain.axes.tensor.run.styles import (
     OwnTokens,
     OwnWholeInput,
     ReplicateParallel,
-    TransposedColumn,
-    TransposedRow,
     WholeInput,
     WholeOutput,
 )
+from ptrain.axes.tensor.run.transposed import TransposedColumn, TransposedRow
 from ptrain.errors import refused
 from ptrain.facts.stages import is_within
-from ptrain.models.arguments import with_first
 from ptrain.models.chunked import LossInside
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.sub_blocks import standing_alone
@@ -263,41 +261,3 @@ def _gathered(logits: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits, DTensor):
         return logits
     return logits.redistribute(placements=[Replicate()]).to_local()
-
-
-class OwnCounts:
-    """For a sub-block whose code counts features or heads by attributes of its own, or by the width
-    of what it is given. While it runs, its first floating tensor is as wide as the rank's part of
-    it; `columns`, which take it, get all of it."""
-
-    def __init__(self, degree: int) -> None:
-        self.degree = degree
-        self._narrow: torch.Tensor | None = None
-        self._whole: torch.Tensor | None = None
-
-    def around(
-        self, module: nn.Module, attributes: Iterable[str], columns: list[nn.Module]
-    ) -> None:
-        """Called once the styles of the columns are applied, before which they are to look."""
-        for attribute in attributes:
-            setattr(module, attribute, getattr(module, attribute) // self.degree)
-        if columns:
-            module.register_forward_pre_hook(self._enter, with_kwargs=True)
-            module.register_forward_hook(self._leave, always_call=True)
-        for column in columns:
-            column.register_forward_pre_hook(self._give, prepend=True)
-
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_first(args, kwargs, self._narrowed)
-
-    def _narrowed(self, whole: torch.Tensor) -> torch.Tensor:
-        self._whole = whole
-        self._narrow = whole.narrow(-1, 0, whole.shape[-1] // self.degree)
-        return self._narrow
-
-    def _give(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
-        assert args and args[0] is self._narrow, "a column takes what its sub-block is given"
-        return (self._whole, *args[1:])
-
-    def _leave(self, *_: object) -> None:
-        self._narrow = self._whole = None
