@@ -11,9 +11,7 @@ from ptrain.axes.context.costs import sent as sent_over_context
 from ptrain.axes.data.frozen import require_executed
 from ptrain.axes.expert.costs import sent as sent_to_experts
 from ptrain.axes.expert.form import assumed
-from ptrain.axes.expert.loads import loads_of
 from ptrain.axes.pipeline.catalogue import schedule_of
-from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.by_rank import ByRank
 from ptrain.costs import (
     Column,
@@ -44,12 +42,9 @@ from ptrain.derivation.pipeline_notes import pipeline_notes
 from ptrain.derivation.tables import setting_of
 from ptrain.derivation.timeline import Replay, replay
 from ptrain.derivation.traffic import sent
-from ptrain.errors import Fault, SpecError, refused
+from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.parameters import expert_modules
-from ptrain.facts.parameters import facts as facts_of
-from ptrain.facts.stages import Stage
-from ptrain.plan.lower import lower
+from ptrain.plan.lower import lower, own_facts
 from ptrain.rates.pace import UnknownRate
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Tier
@@ -66,7 +61,7 @@ _EVEN_TIME = "every expert is chosen as often: how long uneven rows take is not 
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where a trace would run"
 
 
-_OfStep = Callable[[Spec, Plan, ModelFacts, Sequence[Stage] | None, Machine | None], Estimate]
+_OfStep = Callable[[Spec, Plan, ModelFacts, Machine | None], Estimate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +106,16 @@ def _estimated(
     spec: Spec, facts: ModelFacts, machine: Machine | None, of_step: _OfStep
 ) -> tuple[Plan, Estimate]:
     _require_gradients(spec, facts)
-    spec = spec if facts.model is None else replace(spec, model=facts.model)
-    stages = stages_of(spec, facts)
-    plan = lower(
-        spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
-    )
-    require_executed(spec, plan, facts, stages)
-    estimate = of_step(spec, plan, facts, stages, machine)
+    plan = lower(spec, facts)
+    spec = plan.spec
+    require_executed(spec, plan, facts)
+    estimate = of_step(spec, plan, facts, machine)
     foreign = unclaimed(spec, facts)
     own = spec.model.ignored if isinstance(spec.model, ModelShape) else ()
     ignored = ", ".join(own or facts.ignored)
     return plan, replace(
         estimate,
-        operations=operations(spec, plan, stages),
+        operations=operations(spec, plan),
         unclaimed=foreign,
         assumed=assumed(spec),
         startup_bytes=startup_bytes(spec, facts),
@@ -140,22 +132,23 @@ def _timed(
     spec: Spec,
     plan: Plan,
     facts: ModelFacts,
-    stages: Sequence[Stage] | None,
     machine: Machine | None,
 ) -> Estimate:
     """With the step's time, or why there is none."""
-    why, loads = _NOT_PLAYED, loads_of(spec, plan)
+    why = _NOT_PLAYED
     try:
         machine = machine_of(spec, plan, facts) if machine is None else machine
-        timed = None if loads is None else spec.but(routing=None)
-        estimate = _exact(timed or spec, plan, facts, stages, machine)
-        if timed is not None:
+        if plan.loads is None:
+            estimate = _exact(spec, plan, facts, machine)
+        else:
+            even = spec.but(routing=None), replace(plan, loads=None)
+            estimate = _exact(*even, facts, machine)
             step = estimate.step and replace(
                 estimate.step, assumed=(*estimate.step.assumed, _EVEN_TIME)
             )
-            estimate = replace(_exact(spec, plan, facts, stages, None), step=step)
+            estimate = replace(_exact(spec, plan, facts, None), step=step)
     except UnknownRate as unknown:
-        estimate, why = _exact(spec, plan, facts, stages, None), str(unknown)
+        estimate, why = _exact(spec, plan, facts, None), str(unknown)
     if estimate.step is not None:
         return estimate
     return replace(estimate, undefined={**estimate.undefined, "step_seconds": why})
@@ -179,29 +172,14 @@ def _exact(
     spec: Spec,
     plan: Plan,
     facts: ModelFacts,
-    stages: Sequence[Stage] | None,
     machine: Machine | None,
     *,
     is_fullest: bool = False,
 ) -> Estimate:
     """Where sizes depend on data, their bounds."""
-    estimate = exact(spec, plan, facts, stages, machine, is_fullest=is_fullest)
-    others = [exact(spec, plan, other, stages, is_fullest=is_fullest) for other in facts.others]
+    estimate = exact(spec, plan, facts, machine, is_fullest=is_fullest)
+    others = [exact(spec, plan, other, is_fullest=is_fullest) for other in facts.others]
     return bounded(estimate, others, facts.by_data) if others else estimate
-
-
-def own_facts(spec: Spec) -> ModelFacts:
-    """The facts of a built-in model, from its shape."""
-    if not isinstance(spec.model, ModelShape):
-        raise SpecError(
-            Fault(
-                place="model",
-                finding="the sizes of this model are known only to its code",
-                remedy="allow the import (--allow-import; in Python, give derive the facts: "
-                "read_facts(spec, allow_import=True)), or use a preset or a shape",
-            )
-        )
-    return facts_of(spec.model, spec.batch.sequence, spec.unit, expert_modules(spec))
 
 
 def facts_from_shape(spec: Spec) -> ModelFacts | None:
@@ -241,17 +219,15 @@ def exact(
     spec: Spec,
     plan: Plan,
     facts: ModelFacts,
-    stages: Sequence[Stage] | None = None,
     machine: Machine | None = None,
     *,
     is_fullest: bool = False,
 ) -> Estimate:
     """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase.
-    `stages` are those that the spec cuts, if they are known already; of a `machine` the step's
-    time, too. `is_fullest`: of the ranks of a pipeline the fullest are asked about."""
+    Of a `machine` the step's time, too. `is_fullest`: of the ranks of a pipeline the fullest are
+    asked about."""
     if plan.pipeline is not None:
-        cut = stages or stages_of(spec, facts)
-        return _exact_stages(spec, plan, facts, cut, machine, is_fullest=is_fullest)
+        return _exact_stages(spec, plan, facts, machine, is_fullest=is_fullest)
     ranks = parts_of_ranks(spec, plan, facts)
     estimate = joined(spec, ranks, [_exact_part(spec, plan, part, machine) for part in ranks.parts])
     operators = add_traffic(
@@ -294,13 +270,12 @@ def _exact_stages(
     spec: Spec,
     plan: Plan,
     facts: ModelFacts,
-    cut: Sequence[Stage],
     machine: Machine | None,
     *,
     is_fullest: bool,
 ) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
-    stages = pipeline.staged(spec, plan, facts, cut)
+    stages = pipeline.staged(spec, plan, facts)
     schedule = schedule_of(spec)
     accounts, account_of = pipeline.accounts(spec, plan, facts, stages, schedule)
     keys = dict.fromkeys(row.key for rows in accounts for row in rows)
@@ -309,7 +284,7 @@ def _exact_stages(
     peaks: Sequence[Peak] = ()
     undefined: dict[str, str] = {}
     step: StepTime | None = None
-    is_counted = loads_of(spec, plan) is None or bool(facts.stage_rows)
+    is_counted = plan.loads is None or bool(facts.stage_rows)
     if is_tabulated(spec) or (facts.stage_passes and is_counted):
         timing = machine.of_pipeline(spec, plan, facts, schedule) if machine else None
         if spec.activations.tiers != {Tier.DEVICE}:
@@ -327,7 +302,7 @@ def _exact_stages(
         peak=peaks,
         traffic=traffic,
         undefined=undefined,
-        notes=tuple(pipeline_notes(plan, facts, cut, schedule)),
+        notes=tuple(pipeline_notes(plan, facts, schedule)),
         warnings=tuple(warnings(spec, traffic)),
         accounts=accounts,
         account_of=account_of,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ptrain.axes.expert.loads import ByLayer, loads_of
 from ptrain.axes.pipeline.instructions import training
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.by_rank import ByRank, rows_by_rank
@@ -22,6 +21,7 @@ from ptrain.derivation.timeline import always, peaks, play_update
 from ptrain.spec.axis import Axis
 from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.spec import Spec
+from ptrain.steps.experts import ByLayer
 
 Place = tuple[int, int, int]  # along pp, along tp, and of a rank's tokens where these differ
 
@@ -49,7 +49,7 @@ def in_flight(
     like: dict[Place, Place] = {}
     first: dict[Hashable, Place] = {}
     instructions, parts = training(schedule), _PartsOfStages(spec, stages, timing)
-    cutting, loads = stages[0].plan.cutting_axes, loads_of(spec, stages[0].plan)
+    cutting, loads = stages[0].plan.cutting_axes, stages[0].plan.loads
     axes = (Axis.PP,), cutting, spec.routing_axes if loads else ()
     places = list(zip(*(positions(spec, names) for names in axes), strict=True))
     for place, index, tokens in sorted(set(places)):

@@ -19,7 +19,6 @@ from itertools import chain
 from ptrain.axes.context.costs import own_kept
 from ptrain.axes.context.costs import sent as sent_over_context
 from ptrain.axes.expert.costs import sent as sent_to_experts
-from ptrain.axes.expert.loads import ByLayer, Loads, loads_of
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.holdings import Transfer, transfers
 from ptrain.axes.pipeline.schedule import Schedule
@@ -47,6 +46,7 @@ from ptrain.spec.activations import Kept
 from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
+from ptrain.steps.experts import ByLayer, Loads
 from ptrain.steps.step import Plan
 
 _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
@@ -113,15 +113,13 @@ class StageParts:
         return next((ghost, places[0]) for ghost, places in self.parts if index in places)
 
 
-def staged(
-    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage]
-) -> tuple[StageParts, ...]:
+def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
     """The stages, first to last; of equal ones the first is taken apart for all."""
     ends = chain_of(spec, facts).ends
     first: dict[Hashable, StageParts] = {}
     all_parts = []
-    for stage in stages:
-        kind = _kind(spec, facts, stage, len(stages))
+    for stage in plan.stages:
+        kind = _kind(spec, facts, stage, len(plan.stages))
         if kind not in first:
             narrowed, part = stage_plan(plan, stage, ends), stage_facts(spec, facts, stage)
             passes = facts.stage_passes[stage.index] if facts.stage_passes else ()
@@ -237,7 +235,7 @@ def accounts(
         if (taken.like, gathers) not in known:
             known[taken.like, gathers] = _of_stage(spec, schedule, taken)
         of_stage.append(known[taken.like, gathers])
-    loads = loads_of(spec, plan)
+    loads = plan.loads
     place_of = _places(spec, plan, stages, of_stage, loads)
     ghost = wrapping(spec, plan, facts)
     places = sorted(set(place_of))

@@ -15,10 +15,9 @@ from ptrain.steps.step import Plan
 from ptrain.units import format_bytes
 
 
-def pipeline_notes(
-    plan: Plan, facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule
-) -> Iterator[str]:
+def pipeline_notes(plan: Plan, facts: ModelFacts, schedule: Schedule) -> Iterator[str]:
     """A sentence for each thing that the stages of a model have and no theorem counts."""
+    stages = plan.stages
     yield from _unequal(facts, stages, schedule)
     yield from _tied(facts, stages)
     yield from _gathered(plan, schedule)

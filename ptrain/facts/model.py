@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Self
 
 from ptrain.facts.attention import Attending
 from ptrain.facts.experts import ExpertLayers
 from ptrain.facts.operators import WorkByKind
 from ptrain.facts.passes import Passes, RowsPasses
 from ptrain.facts.rows_timeline import RowsTimeline
-from ptrain.facts.stages import Chain
+from ptrain.facts.stages import Chain, Units
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelSpec
 from ptrain.spec.role import Fusions, Roles
@@ -153,6 +154,11 @@ class ModelFacts:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors
         costs milliseconds."""
         return hash((tuple(unit.numel for unit in self.units), self.buffers, self.chain is None))
+
+    @classmethod
+    def of_units(cls, units: Units, roles: Roles = ()) -> Self:
+        """Return those of a model of which only the modules of each unit are known."""
+        return cls(units=tuple(UnitFacts(modules=own, tensors=()) for own in units), roles=roles)
 
     def as_one_unit(self) -> ModelFacts:
         """Return the same model with its root for its only unit; its trace knows others."""

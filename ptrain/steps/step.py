@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from ptrain.facts.stages import Stage, Units
 from ptrain.spec.activations import Kept
 from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName
@@ -17,12 +18,10 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.axes import PlanAxes
 from ptrain.steps.balance import BalanceExperts
 from ptrain.steps.context import ContextParallel
-from ptrain.steps.experts import ExpertParallel
+from ptrain.steps.experts import ExpertParallel, Loads
 from ptrain.steps.kind import PlanStep
-from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
+from ptrain.steps.wraps import FlatUnits, Form, FullyShard, LocalGradients, Replicate, Wrap
 from ptrain.wording import Worded
-
-Units = tuple[tuple[str, ...], ...]  # a wrap unit is the modules that are gathered together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,11 +186,17 @@ Step = CreateMesh | Cut | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
 class Plan(PlanAxes, Worded):
     """What the interpreter does: `steps`, in the order of execution. Of each kind there is at most
     one, at hand by its name too; a mesh, a wrap, micro-batches and an update there always are.
-    `units` are in the order of wrapping, the root ("",) last; `spec` is what it was made from."""
+    `units` are in the order of wrapping, the root ("",) last; `spec` is what it was made from.
+    `form` says by which parts of torch the wrap is executed, `stages` are those that pp cuts the
+    model into, none without it, and `loads` say where rows of tokens go to experts, None where they
+    go evenly."""
 
     spec: Spec = field(compare=False)
     steps: tuple[Step, ...]
     units: Units
+    form: Form = field(compare=False)
+    stages: tuple[Stage, ...] = field(default=(), compare=False)
+    loads: Loads | None = field(default=None, compare=False)
     mesh: CreateMesh = field(init=False, compare=False)
     wrap: Wrap = field(init=False, compare=False)
     accumulate: Accumulate = field(init=False, compare=False)

@@ -202,7 +202,7 @@ def lowered(spec: Spec, facts: ModelFacts, **dials: object) -> Setting | None:
     made of master copies that there are none of, gradients used up that are to be accumulated or
     looked through for one that overflowed."""
     layout = spec.precision.layout
-    plan = lower(spec, facts.unit_modules)
+    plan = lower(spec, facts)
     wrap = plan.wrap
     if isinstance(wrap, FlatUnits):
         if wrap.materialized and layout.master is None:
@@ -308,7 +308,7 @@ def _with_dials(
         accumulate=count,
         bucket_bytes=draw.choice((25 * 2**20, 64, 1000)),
     )
-    plan = lower(spec, facts.unit_modules)
+    plan = lower(spec, facts)
     dials: dict[str, object] = {"overlaps": draw.random() < 0.5}
     forwards: list[bool | int | Reshard] = [True, False, Reshard.NON_ROOT]
     if isinstance(plan.wrap, FullyShard):

@@ -70,7 +70,7 @@ def planned(spec: Spec) -> tuple[Plan, ModelFacts]:
     shape = spec.model
     assert isinstance(shape, ModelShape)
     known = facts(shape, spec.batch.sequence, apart=expert_modules(spec))
-    return lower(spec, known.unit_modules), known
+    return lower(spec, known), known
 
 
 def totals(spec: Spec, plan: Plan, axis: str = "ep") -> Counter[tuple[Any, ...]]:

@@ -46,7 +46,7 @@ def on_two(placement: Placement, **options) -> Spec:
 
 def plan_of(spec: Spec, **dials) -> Plan:
     """The plan of a spec, its wrap with other dials."""
-    plan = lower(spec, FACTS.unit_modules)
+    plan = lower(spec, FACTS)
     assert isinstance(plan.wrap, FlatUnits)
     return plan.having(replace(plan.wrap, **dials))
 
@@ -226,7 +226,7 @@ def plans(draw) -> tuple[Spec, Plan]:
         momentum=0.9,
         model=BY_HAND,
     )
-    plan = lower(spec, FACTS.unit_modules)
+    plan = lower(spec, FACTS)
     assert isinstance(plan.wrap, FlatUnits)
     optimizer = draw(some_axes)
     by_tensor = spec.optimizer.name == "muon"

@@ -50,7 +50,7 @@ POLICIES = [
 
 def planned(mesh, **options) -> tuple[Spec, Plan]:
     spec = make_spec(mesh, clip=None, model=BY_HAND, **options)
-    return spec, lower(spec, FACTS.unit_modules)
+    return spec, lower(spec, FACTS)
 
 
 def calls(spec: Spec, plan: Plan, facts: ModelFacts = FACTS) -> dict:

@@ -11,12 +11,13 @@ import pytest
 from ptrain.axes.pipeline.stage_facts import stages_of as cut_by
 from ptrain.costs import Phase, State
 from ptrain.derivation import in_flight
-from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.estimate import derive
 from ptrain.derivation.layers import passes
 from ptrain.derivation.pipeline import staged
 from ptrain.derivation.repeats import everyone
 from ptrain.derivation.tables import RankCut
 from ptrain.facts.passes import Passes, net
+from ptrain.plan.lower import own_facts
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from ptrain.axes.data.form import (
-    REPLICAS,
-    Form,
     data_factors,
     form_of,
     frozen_factors,
@@ -38,6 +36,7 @@ from ptrain.spec.offload import Offload
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.spec import Spec
 from ptrain.spec.tuples import two_ranks
+from ptrain.steps.wraps import REPLICAS, Form
 
 REASON = "every key of a spec has an effect"
 _FULLY_SHARD = (Form.FULLY_SHARD, Form.MATERIALIZE)

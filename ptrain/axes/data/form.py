@@ -4,7 +4,6 @@ and the optimizer alone. The plan is made from it, and the rules about dials ask
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum, auto
 
 from ptrain.axes.data.costs import in_memory, lies_in_group_order
 from ptrain.costs import State
@@ -13,6 +12,7 @@ from ptrain.spec.dials import GatherAfterUpdate, Overlap
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, S_STAR, TIER_DISTANCE, Distribution, M, Mode, R, S, Tier
 from ptrain.spec.spec import Spec
+from ptrain.steps.wraps import Form
 
 MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 _WHOLE = (R, R, R)
@@ -20,21 +20,6 @@ _FULLY_SHARDED = (S_STAR, S, S)
 _MATERIALIZED = (M, S, S)
 _SPREAD_UPDATE = (R, S, R)
 ELEMENTWISE = ("adamw", "sgd")  # an update of any slice is the slice of the update
-
-
-class Form(Enum):
-    """The parts of torch that execute some tuples, and flat units for all others."""
-
-    LOCAL = auto()  # one device, gradients as autograd leaves them
-    REPLICATE = auto()  # DistributedDataParallel
-    SPREAD_UPDATE = auto()  # DistributedDataParallel and ZeroRedundancyOptimizer
-    FULLY_SHARD = auto()  # FSDP2
-    MATERIALIZE = auto()  # FSDP2 on master copies that are cast when they are gathered
-    FLAT = auto()
-
-
-REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)  # gradients are summed by DistributedDataParallel
-BY_TENSOR = (Form.FULLY_SHARD, Form.MATERIALIZE)  # each tensor's rows are cut by themselves
 
 
 def reduces_in_backward(spec: Spec, form: Form, *, keeps_parts: bool) -> bool:

@@ -6,23 +6,20 @@ from collections.abc import Iterator, Sequence
 
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.stages import Stage
 from ptrain.spec.dials import Reshard
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Wrap
+from ptrain.steps.wraps import Form, FullyShard
 
 
-def require_executed(
-    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage] | None
-) -> None:
+def require_executed(spec: Spec, plan: Plan, facts: ModelFacts) -> None:
     """Raises SpecError for frozen parameters where nothing executes them, or where what is held and
     sent for them is not derived."""
     require_any(spec, any(tensor.is_frozen for tensor in facts.tensors))
     frozen = [tensor.name for tensor in facts.tensors if tensor.is_frozen]
     if not frozen:
         return
-    for where, names, remedy in (*_cut(plan, frozen), *_idle(plan, facts, stages or ())):
+    for where, names, remedy in (*_cut(plan, frozen), *_idle(plan, facts)):
         raise _not_yet(where, names, remedy)
 
 
@@ -37,6 +34,7 @@ def require_any(spec: Spec, is_any: bool) -> None:
         )
 
 
+_TAKE_IDLE = (Form.LOCAL, Form.FLAT)  # torch's wrappers expect a gradient in every stage
 _Refusal = tuple[str, Sequence[str], str]  # where, which of them, and the remedy
 
 
@@ -50,12 +48,12 @@ def _cut(plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
         yield "over ep", frozen, "leave ep out"
 
 
-def _idle(plan: Plan, facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[_Refusal]:
+def _idle(plan: Plan, facts: ModelFacts) -> Iterator[_Refusal]:
     """Yield units and stages of which nothing is trained."""
     trained = {tensor.name for tensor in facts.trained}
-    for stage in stages:
+    for stage in plan.stages:
         own = [*stage.tensors, *(name for name, _ in stage.copied)]
-        if own and not trained & {*own} and not _takes_idle(plan.wrap):
+        if own and not trained & {*own} and plan.form not in _TAKE_IDLE:
             remedy = "leave pp out, or take a tuple of flat units, as zero2's"
             yield "of a stage of which nothing is trained", own, remedy
     passed = [t.name for unit in facts.units if facts.is_passed_by(unit) for t in unit.tensors]
@@ -65,11 +63,6 @@ def _idle(plan: Plan, facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[_R
             yield f"{where} in smaller shards", passed, "write sync.reshard_after_forward=true"
         if plan.pipeline is not None and plan.wrap.sync.reshard_after_backward:
             yield f"{where} after each pass of a stage", passed, "leave sync out"
-
-
-def _takes_idle(wrap: Wrap) -> bool:
-    """Return whether a whole stage may have no gradient: torch's wrappers expect one."""
-    return isinstance(wrap, LocalGradients | FlatUnits)
 
 
 def _not_yet(where: str, frozen: Sequence[str], remedy: str) -> SpecError:

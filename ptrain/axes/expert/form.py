@@ -14,7 +14,7 @@ from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import FORM, Bound, Histogram
 from ptrain.spec.spec import Spec
-from ptrain.steps.experts import ExpertParallel, Span
+from ptrain.steps.experts import BoundLoads, CountedLoads, ExpertParallel, Loads, Span
 
 
 def factor_of(spec: Spec) -> Factor | None:
@@ -114,6 +114,17 @@ def is_by_routing(spec: Spec) -> bool:
     shape = spec.model
     has_places = isinstance(shape, ModelShape) and shape.capacity_factor is not None
     return factor_of(spec) is not None and not has_places
+
+
+def loads_of(spec: Spec, step: ExpertParallel | None) -> Loads | None:
+    """Return where rows go as the spec says it; None where they go evenly, or no size depends on
+    it."""
+    routing = spec.routing
+    if step is None or routing is None or not is_by_routing(spec):
+        return None
+    if isinstance(routing, Histogram):
+        return CountedLoads(spec, routing)
+    return BoundLoads(spec, step, routing, spec.batch.accumulate)
 
 
 def assumed(spec: Spec) -> dict[str, str]:

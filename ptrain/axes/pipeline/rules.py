@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ptrain.axes.data.form import ELEMENTWISE, Form, data_factors, form_of
+from ptrain.axes.data.form import ELEMENTWISE, data_factors, form_of
 from ptrain.axes.pipeline.catalogue import faults, takes_any_stages
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.user_schedule import faults_of_rows
@@ -28,6 +28,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, M, Placement, R, S, Tier
 from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
+from ptrain.steps.wraps import Form
 from ptrain.units import counted
 
 _DISJOINT = "Theorem 4 (state consistency)"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd, prod
 
-from ptrain.axes.data.form import BY_TENSOR, ELEMENTWISE, data_factors, form_of
+from ptrain.axes.data.form import ELEMENTWISE, data_factors, form_of
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.axes.tensor.costs import cut_sizes, shards_differ, slices
 from ptrain.errors import Fault
@@ -21,6 +21,7 @@ from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Placement, R, S
 from ptrain.spec.spec import Spec
+from ptrain.steps.wraps import BY_TENSOR
 from ptrain.units import ceil_div, counted
 
 _AXES = (Axis.TP,)

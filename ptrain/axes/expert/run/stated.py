@@ -7,11 +7,11 @@ from functools import partial
 
 from torch import nn
 
-from ptrain.axes.expert.loads import Loads
 from ptrain.axes.expert.run.apply import assume
 from ptrain.axes.expert.run.exchange import Counts, Routed
 from ptrain.costs import Phase
 from ptrain.spec.routing import Choices
+from ptrain.steps.experts import Loads
 
 
 class StatedRouting:
