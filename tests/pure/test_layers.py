@@ -119,7 +119,7 @@ REPEATED_CLASSES = {"Run", "_Rank"}
 NAMING_CONTEXT = r"ptrain\.axes\.context\..*|ptrain\.spec\.axis|ptrain\.traces\.context_\w+"
 FILLED = {"ptrain.report.finding"}  # `told` is a key of its record
 
-MAX_FILE, MAX_FUNCTION = 400, 60
+MAX_FILE, MAX_FUNCTION = 600, 60
 
 
 SOURCES = SourceTree(ROOT)
