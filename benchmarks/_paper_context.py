@@ -12,7 +12,6 @@ from _paper_seconds import HIDDEN
 
 from ptrain.algebra.legality import require
 from ptrain.axes.context.attention import context_of
-from ptrain.axes.context.cost import keys_and_values
 from ptrain.axes.context.tokens import balance, blocks_of
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.beside import messages_of
@@ -25,6 +24,7 @@ from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
+from tests.oracles.context import keys_and_values
 
 RANKS, TOKENS = 8, 131_072
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD

@@ -29,6 +29,12 @@ class SourceTree:
         return {self.name_of(path): path for path in sorted((self.root / "ptrain").rglob("*.py"))}
 
     @cached_property
+    def oracles(self) -> dict[str, Path]:
+        """The modules of closed forms, by their full names: `tests.oracles.tensor`."""
+        folder = self.root / "tests" / "oracles"
+        return {self.name_of(path): path for path in sorted(folder.rglob("*.py"))}
+
+    @cached_property
     def python_files(self) -> list[Path]:
         """The package, its tests, its benchmarks and its launchers."""
         return [path for folder in FOLDERS for path in sorted((self.root / folder).rglob("*.py"))]
@@ -70,9 +76,10 @@ class SourceTree:
         return self._parsed[path]
 
     def imports(self, module: str) -> Iterator[str]:
-        """Every module that an import statement of `module` names, those for types only included.
-        A relative import raises AssertionError."""
-        for node in ast.walk(self.parsed(self.modules[module])):
+        """Every module that an import statement of `module`, one of the package or an oracle,
+        names, those for types only included. A relative import raises AssertionError."""
+        known = self.modules | self.oracles
+        for node in ast.walk(self.parsed(known[module])):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -80,7 +87,7 @@ class SourceTree:
                 assert node.module
                 for alias in node.names:
                     submodule = f"{node.module}.{alias.name}"
-                    yield submodule if submodule in self.modules else node.module
+                    yield submodule if submodule in known else node.module
 
     def functions(self, path: Path) -> Iterator[tuple[str, int]]:
         """The name and the number of lines of every function of a file."""

@@ -150,7 +150,7 @@ def block(setting: Setting, kept: Kept, attention: Attention) -> BlockPasses:
 
 def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasses:
     """The same where the rank attends to the tokens of others. What it sends is no part of it
-    (`axes.context.costs`)."""
+    (`axes.context.cost`)."""
     evaluated = table(TablePart.CONTEXT, setting)
     entry = evaluated.content[variant(kept)]
     own = entry["places"][part.name]
@@ -216,7 +216,7 @@ def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]
 def repeated(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:
     """Return the (collective, bytes of the whole tensor) of everything that the blocks' backward
     passes send again over tp."""
-    setting = setting.without_context  # `axes.context.costs` counts what they send over cp
+    setting = setting.without_context  # `axes.context.cost` counts what they send over cp
     return tuple(
         (collective.value, size)
         for mode in kept

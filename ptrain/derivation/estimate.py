@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ptrain.axes.context.costs import own_kept
-from ptrain.axes.context.costs import sent as sent_over_context
+from ptrain.axes.context.cost import own_kept
+from ptrain.axes.context.cost import sent as sent_over_context
 from ptrain.axes.data.frozen import require_executed
-from ptrain.axes.expert.costs import sent as sent_to_experts
+from ptrain.axes.expert.cost import sent as sent_to_experts
 from ptrain.axes.expert.form import assumed
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import ByRank

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ptrain.axes.data.costs import padded_flat
+from ptrain.axes.data.cost import padded_flat
 from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.flat import SCALE_BYTES, Flat, cut_axes, flat_step_of, joined
 from ptrain.derivation.ghosts.wrapping import micro_batches

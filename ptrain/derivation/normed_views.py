@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import product
 
-from ptrain.axes.data.costs import runs, shard_runs, whole_runs
+from ptrain.axes.data.cost import runs, shard_runs, whole_runs
 from ptrain.axes.data.cuts import Axes
 from ptrain.axes.data.update import UnitState
 from ptrain.rooms.ghost import Ghost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ptrain.axes.tensor.costs import cut_dims
+from ptrain.axes.tensor.cost import cut_dims
 from ptrain.costs import Collective, Phase, Traffic
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_whole_tensors

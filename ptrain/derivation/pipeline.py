@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
-from ptrain.axes.context.costs import own_kept
-from ptrain.axes.context.costs import sent as sent_over_context
-from ptrain.axes.expert.costs import sent as sent_to_experts
+from ptrain.axes.context.cost import own_kept
+from ptrain.axes.context.cost import sent as sent_over_context
+from ptrain.axes.expert.cost import sent as sent_to_experts
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.holdings import Transfer, transfers
 from ptrain.axes.pipeline.schedule import Schedule

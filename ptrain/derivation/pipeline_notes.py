@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from ptrain.axes.data.costs import reductions
+from ptrain.axes.data.cost import reductions
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.facts.model import ModelFacts

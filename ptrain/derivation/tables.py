@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from ptrain.axes.context.part import ContextPart
-from ptrain.axes.tensor.costs import Cut
+from ptrain.axes.tensor.cost import Cut
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.attention import Statistics, statistics_of

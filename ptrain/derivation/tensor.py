@@ -15,7 +15,7 @@ from ptrain.axes.context.part import ContextPart, part_at
 from ptrain.axes.expert.part import with_own_experts
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
-from ptrain.axes.tensor.costs import Cut, ModuleRoles, cut_dims, slices
+from ptrain.axes.tensor.cost import Cut, ModuleRoles, cut_dims, slices
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation import activations
 from ptrain.derivation.tables import RankCut

@@ -11,8 +11,8 @@ from typing import Any
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.pipeline.bubble import Relation, closed_form
 from ptrain.axes.pipeline.catalogue import schedule
-from ptrain.axes.pipeline.cost.chunks import PipelineSize
-from ptrain.axes.pipeline.cost.chunks import stages_of as stages_of_rank
+from ptrain.axes.pipeline.cost import PipelineSize
+from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
 from ptrain.axes.pipeline.form import stages_of
 from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import StageCost, equal_stages, simulate

@@ -1,4 +1,4 @@
-"""When the ranks of a flow may be fullest (`axes.pipeline.cost.moments`), with what they have of a
+"""When the ranks of a flow may be fullest (`axes.pipeline.cost`), with what they have of a
 model then, as arrays."""
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from functools import lru_cache
 from operator import add, and_, ge, gt, mul, sub
 from typing import Any, NamedTuple
 
-from ptrain.axes.pipeline.cost.chunks import PipelineSize, chunks_between, stages_of
-from ptrain.axes.pipeline.cost.moments import FlightMoment, moments
+from ptrain.axes.pipeline.cost import FlightMoment, PipelineSize, chunks_between, moments, stages_of
 from ptrain.derivation.tables import Place
 from ptrain.selection.activity import STAGE_PLACES
 from ptrain.selection.arrays import numpy

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ptrain.axes.expert.cost import ranks_of_experts, rows_bytes
+from ptrain.axes.expert.cost import rows_bytes
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.costs import Collective
 from ptrain.derivation.activation_moves import COPIES
@@ -24,6 +24,7 @@ from ptrain.selection.issuing import IssueSeconds, issue_seconds
 from ptrain.selection.space import without_experts
 from ptrain.spec.activations import PLAIN, Kept, Scope
 from ptrain.spec.axis import EXPERT_AXES, Axis
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.rates import Hook
@@ -110,7 +111,7 @@ class Seconds:
 def exchange_seconds(spec: Spec, shape: ModelShape, pace: Pace, kept: Kept) -> tuple[float, float]:
     """Return for how long a block waits, forward and backward, for rows that go to experts of other
     ranks and come back; what is computed again sends again."""
-    ranks, inside = ranks_of_experts(spec), spec.degree(Axis.TP)
+    ranks, inside = ranks_over(spec, spec.expert_axes), spec.degree(Axis.TP)
     if spec.degree(Axis.EP) == 1:
         return 0.0, 0.0
     once = pace.collective_seconds(

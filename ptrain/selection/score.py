@@ -2,7 +2,7 @@
 axes and the flows, for one way to cut blocks and one micro-batch.
 
 What is summed up here by formula, `derive` plays event by event for those that are best. A peak is
-the largest of a few moments (`axes.pipeline.cost.moments`), and around each of these: a forward
+the largest of a few moments (`axes.pipeline.cost`), and around each of these: a forward
 pass in its last block and at its end, a backward pass at its begin, in the first block that it
 comes to and in the last one, the update.
 """

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptrain.axes.context.part import ContextKind
 from ptrain.axes.pipeline.stage_facts import TIED
-from ptrain.axes.tensor.costs import Cut
+from ptrain.axes.tensor.cost import Cut
 from ptrain.derivation.tables import Setting
 from ptrain.facts.parameters import facts
 from ptrain.facts.roles import roles_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.axes.data.costs import spread
+from ptrain.axes.data.cost import spread
 from ptrain.costs import Collective, Phase, State
 from ptrain.data.corpus import corpus
 from ptrain.data.source import Split

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.tensor.costs import cut_dims
+from ptrain.axes.tensor.cost import cut_dims
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.ledger import local
 from ptrain.rooms.world import World

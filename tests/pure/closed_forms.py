@@ -10,9 +10,6 @@ from dataclasses import replace
 from functools import cache
 from random import Random
 
-from ptrain.axes.data.cost.chain import ChainUnit, UnitChain
-from ptrain.axes.data.cost.wrap import closed_form
-from ptrain.axes.data.cost.wrap import sent as sent_in_closed_form
 from ptrain.costs import State, Traffic
 from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.flat import joined
@@ -31,6 +28,9 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits, FullyShard
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
+from tests.oracles.data.chain import ChainUnit, UnitChain
+from tests.oracles.data.wrap import closed_form
+from tests.oracles.data.wrap import sent as sent_in_closed_form
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
 
 SHARD, REPLICATE, CONTEXT = Axis.DP_SHARD, Axis.DP_REPLICATE, Axis.CP

@@ -12,16 +12,7 @@ from random import Random
 import pytest
 
 from ptrain.axes.context.attention import all_spans, context_of
-from ptrain.axes.context.cost import (
-    edges,
-    exchanged,
-    gathered_bytes,
-    keys_and_values,
-    queries,
-    slowest,
-    tokens,
-)
-from ptrain.axes.context.costs import sent
+from ptrain.axes.context.cost import sent
 from ptrain.axes.context.draw import balance_text
 from ptrain.axes.context.tokens import balance, blocks_of, multiplied
 from ptrain.costs import Collective, Phase
@@ -34,6 +25,15 @@ from ptrain.spec.model import ExternalModel, Family, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
+from tests.oracles.context import (
+    edges,
+    exchanged,
+    gathered_bytes,
+    keys_and_values,
+    queries,
+    slowest,
+    tokens,
+)
 from tests.pure.build import make_spec, tuple_of
 
 ATTENTIONS = (*ContextAttention, Hybrid(ulysses=2, ring=2), Hybrid(ulysses=2, ring=3))

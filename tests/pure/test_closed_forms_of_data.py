@@ -3,19 +3,14 @@ gathered and at most there, on models in which each unit in turn dominates."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from random import Random
 
 import pytest
 
-import ptrain.axes.data.cost
 from ptrain import version
-from ptrain.axes.data.cost.chain import NoClosedForm
-from ptrain.axes.data.cost.optimizer import orthogonalization
 from ptrain.axes.data.fsdp2 import HABITS, habits
 from ptrain.costs import Phase, State
 from ptrain.facts.model import ModelFacts
@@ -28,6 +23,8 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import LONG_NORM, Pipeline
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 from ptrain.version import TESTED_TORCH
+from tests.oracles.data.chain import NoClosedForm
+from tests.oracles.data.optimizer import orthogonalization
 from tests.pure.build import (
     BY_HAND,
     GATHERED,
@@ -58,7 +55,6 @@ from tests.pure.closed_forms import (
 SAMPLE = 60  # of each model's settings
 DRAWN, DRAWN_AT_NIGHT = 250, 20_000
 STRIDE = 50  # of the drawn settings: a test for so many, so that a difference is found soon
-PACKAGE = Path(ptrain.axes.data.cost.__path__[0])
 
 
 def report(
@@ -281,18 +277,6 @@ def test_what_has_no_closed_form_is_refused_by_name():
 def test_muon_s_temporaries_are_a_gradient_two_matrices_and_two_grams():
     assert orthogonalization((8, 4), FP32) == 32 * 4 + 2 * 32 * 2 + 2 * 16 * 2
     assert orthogonalization((4, 8), FP32) == orthogonalization((8, 4), FP32)
-
-
-def test_the_closed_forms_import_neither_what_predicts_nor_what_runs():
-    life = tuple(f"ptrain.axes.data.{name}" for name in ("cuts", "theta", "gradients", "route"))
-    foreign = (
-        *("ptrain.derivation", "ptrain.interpreter", "ptrain.rooms", "ptrain.optimizers"),
-        *(*life, "ptrain.axes.data.update", "ptrain.axes.data.units", "ptrain.axes.data.run"),
-    )
-    for path in PACKAGE.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom):
-                assert not str(node.module).startswith(foreign), f"{path.name}: {node.module}"
 
 
 def test_every_figure_of_a_plan_is_compared():

@@ -12,15 +12,8 @@ from typing import Any
 import pytest
 
 from ptrain.axes.context.attention import all_spans
-from ptrain.axes.expert.cost import (
-    of_a_layer,
-    of_a_router,
-    own_experts,
-    ranks_of_experts,
-    rows_bytes,
-    trip_bytes,
-)
-from ptrain.axes.expert.costs import sent
+from ptrain.axes.expert.cost import rows_bytes as searched_rows
+from ptrain.axes.expert.cost import sent
 from ptrain.axes.expert.form import own_places
 from ptrain.axes.expert.part import with_own_experts
 from ptrain.costs import Phase
@@ -36,6 +29,14 @@ from ptrain.spec.spec import Spec
 from ptrain.spec.tensor import FOLDED as FOLDED_EXPERTS
 from ptrain.spec.tensor import TensorSpec
 from ptrain.steps.step import Plan
+from tests.oracles.expert import (
+    of_a_layer,
+    of_a_router,
+    own_experts,
+    ranks_of_experts,
+    rows_bytes,
+    trip_bytes,
+)
 from tests.pure.build import make_spec, tuple_of
 
 SHAPE = ModelShape(
@@ -229,3 +230,13 @@ def test_figures_worked_by_hand():
     assert trip_bytes(spec, shape) == 2 * 2560
     sizes = [size for _, _, _, size in of_a_layer(spec, shape)]
     assert sizes == [2 * 1280, 2 * 1280]  # two trips of half of the rows
+
+
+@pytest.mark.parametrize(("name", "ranks", "tp"), [*product(SHAPES, RANKS, (1, 2))])
+def test_a_search_counts_the_rows_that_the_closed_form_does(name, ranks, tp):
+    shape = replace(SHAPE, **SHAPES[name])
+    mesh = {Axis.EP: (ranks, tuple_of("S*,S,S")), Axis.TP: (tp, tuple_of("S*,S,S,R"))}
+    spec = make_spec(mesh, model=shape, layout=LAYOUTS["bf16"])
+    for experts in (spec.tensor, TensorSpec(experts=FOLDED_EXPERTS)):
+        spec = replace(spec, tensor=experts)
+        assert searched_rows(spec, shape) == rows_bytes(spec, shape)

@@ -9,21 +9,9 @@ from collections import Counter
 import pytest
 
 from ptrain.axes.pipeline.catalogue import schedule
-from ptrain.axes.pipeline.cost.chunks import (
-    PipelineSize,
-    boundary_bytes,
-    chunks_in_flight,
-    crossings,
-    forwards_first,
-    rank_parameters,
-    shared_elements,
-    size_of,
-    spans,
-    stages_of,
-)
+from ptrain.axes.pipeline.cost import PipelineSize, chunks_in_flight, forwards_first, stages_of
 from ptrain.axes.pipeline.holdings import most_held
 from ptrain.axes.pipeline.schedule import Action, Schedule
-from ptrain.axes.tensor.cost import scalars, traffic, words
 from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.spec.axis import Axis
@@ -31,6 +19,15 @@ from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Pipeline
 from ptrain.timeline import Kind
+from tests.oracles.pipeline import (
+    boundary_bytes,
+    crossings,
+    rank_parameters,
+    shared_elements,
+    size_of,
+    spans,
+)
+from tests.oracles.tensor import scalars, traffic, words
 from tests.pure.piped import legal
 from tests.pure.pipelines import GRID, pipeline, stages_per_rank
 from tests.pure.test_closed_forms_of_tensor import PLANS, shape_of

@@ -9,8 +9,15 @@ from itertools import product
 
 import pytest
 
-from ptrain.axes.expert.cost import of_a_router, own_experts
-from ptrain.axes.tensor.cost import (
+from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.derivation.estimate import Derivation, derive
+from ptrain.facts.parameters import facts
+from ptrain.spec.axis import Axis
+from ptrain.spec.model import ExternalModel, ModelShape
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import Parallelize
+from tests.oracles.expert import of_a_router, own_experts
+from tests.oracles.tensor import (
     CallKey,
     LayerSpan,
     Sent,
@@ -24,13 +31,6 @@ from ptrain.axes.tensor.cost import (
     whole,
     whole_input_bytes,
 )
-from ptrain.costs import Collective, Estimate, Phase, State
-from ptrain.derivation.estimate import Derivation, derive
-from ptrain.facts.parameters import facts
-from ptrain.spec.axis import Axis
-from ptrain.spec.model import ExternalModel, ModelShape
-from ptrain.spec.spec import Spec
-from ptrain.steps.step import Parallelize
 from tests.pure.build import ODD_SHAPE
 from tests.pure.piped import legal
 

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from ptrain.axes.context.attention import context_of
-from ptrain.axes.context.cost import exchanged, gathered_bytes, keys_and_values
 from ptrain.axes.context.part import ContextPart, part_at
 from ptrain.axes.context.tokens import multiplied
 from ptrain.costs import Collective, Phase
@@ -20,6 +19,7 @@ from ptrain.derivation.work import model_work
 from ptrain.facts.operators import InnerCollective, Operator
 from ptrain.spec.load import load
 from ptrain.spec.rates import OperatorKind
+from tests.oracles.context import exchanged, gathered_bytes, keys_and_values
 
 HYBRID = {"ulysses": 2, "ring": 4}
 WAYS = ("ring", "zigzag", "all-gather", "ulysses", HYBRID)

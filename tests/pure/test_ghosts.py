@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from ptrain.axes.data.costs import (
+from ptrain.axes.data.cost import (
     GatherCounts,
     gathers,
     kept_ranks,

@@ -5,19 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.axes.pipeline.cost.chunks import (
-    PipelineSize,
-    boundary_bytes,
-    chunks_between,
-    held_behind,
-    held_bytes,
-    kept_at_boundaries,
-    least_held_bytes,
-    peak_beyond_naive,
-    round_size,
-    size_of,
-    stages_of,
-)
+from ptrain.axes.pipeline.cost import PipelineSize, chunks_between, round_size, stages_of
 from ptrain.axes.pipeline.instructions import (
     Message,
     Receive,
@@ -30,6 +18,15 @@ from ptrain.costs import Phase, State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
+from tests.oracles.pipeline import (
+    boundary_bytes,
+    held_behind,
+    held_bytes,
+    kept_at_boundaries,
+    least_held_bytes,
+    peak_beyond_naive,
+    size_of,
+)
 from tests.pure.piped import legal
 from tests.pure.pipelines import VEES, stages_per_rank
 from tests.pure.test_closed_forms_of_pipeline import (

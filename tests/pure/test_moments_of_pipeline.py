@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.axes.pipeline.catalogue import faults, schedule
-from ptrain.axes.pipeline.cost.chunks import PipelineSize, stages_of
-from ptrain.axes.pipeline.cost.moments import moments
+from ptrain.axes.pipeline.cost import PipelineSize, moments, stages_of
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
 from ptrain.selection import moments as search
 from ptrain.spec.pipeline import ScheduleName

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.axes.data.costs import GatherCounts, gathers
+from ptrain.axes.data.cost import GatherCounts, gathers
 from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.gathers import stage_gathers
 from ptrain.derivation.estimate import derive

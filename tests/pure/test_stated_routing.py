@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ptrain.algebra.legality import require
-from ptrain.axes.expert.costs import sent
+from ptrain.axes.expert.cost import sent
 from ptrain.costs import Phase
 from ptrain.errors import SpecError
 from ptrain.facts.rows_timeline import RowsSize, RowsTimeline, StorageEvent, StorageEvents

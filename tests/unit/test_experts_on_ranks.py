@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.expert.cost import rows_bytes, trip_bytes
 from ptrain.axes.expert.run.exchange import JourneyOverRanks, Travels
 from ptrain.models.moe import MoE
 from ptrain.models.recorder import Recorder
@@ -21,6 +20,7 @@ from ptrain.models.work import OperatorSizes, SentTensor
 from ptrain.rooms.fake import fake_world
 from ptrain.spec.model import ModelShape
 from ptrain.spec.rates import OperatorKind
+from tests.oracles.expert import rows_bytes, trip_bytes
 from tests.pure.test_closed_forms_of_experts import SHAPE, spec_of
 
 EXPERTS, RANKS = 12, 3

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from ptrain.axes.data.costs import bucket_caps, bucket_sizes, local_rows, padded_rows, spread
+from ptrain.axes.data.cost import bucket_caps, bucket_sizes, local_rows, padded_rows, spread
 from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
 from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
 from ptrain.costs import Collective, Phase, State

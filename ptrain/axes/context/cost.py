@@ -1,121 +1,151 @@
-"""What the context axis costs, in closed form: a second opinion beside the derivation.
-
-Counted from what the variants mean, of one layer, one micro-batch and one rank. s tokens of a
-sample, b samples, n_q heads and n_kv of keys and values on the rank (of those that tp leaves it), d
-features of a head, e bytes an element of what the model computes in, a bytes an element of what dK
-and dV are summed in. Of N ranks, U of Ulysses times R of a ring, a rank has s/N tokens;
-
-    kappa = 2 · b · s/N · n_kv · d · e      its keys and values
-    theta = b · s/N · n_q · d · e           its queries
-
-Of packed documents it gets once a micro-batch, a byte a token, which tokens the others have that
-begin or end one.
-
-Sources: Liu et al. 2023 (a ring: keys and values go round in forward, and again in backward, where
-their gradients go with them and once more, home), Jacobs et al. 2023 (Ulysses: queries, keys,
-values and what was attended to are exchanged, both ways), Llama 3, section 3.3.2 (keys and values
-gathered, their gradients scattered), Fang and Zhao 2024 (both).
-"""
+"""What attention over cp sends, call by call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from fractions import Fraction
-from math import lcm
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from ptrain.costs import Collective, Phase
+from ptrain.axes.context.attention import repeats
+from ptrain.axes.ring import Calls, Group
+from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.facts.attention import Attending, AttentionHeads
+from ptrain.facts.stages import is_within
+from ptrain.spec.activations import PLAIN, Kept, Operators, Scope
 from ptrain.spec.axis import Axis
+from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import ModelShape
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import Plan
 
-Exchange = tuple[Collective, Phase]
-Exchanged = tuple[int, int]  # calls, and the bytes that a rank sends in all of them
-_ACCUMULATED = 4  # bytes: sums of gradients are in fp32, or in what the model computes in if wider
-
-
-def tokens(step: ContextParallel) -> int:
-    """Return how many tokens of a sample a rank has."""
-    return step.sequence // (step.ulysses * step.ring)
+_ACTIVATIONS = State.ACTIVATIONS
 
 
-def exchanged(spec: Spec, step: ContextParallel) -> Mapping[Exchange, Exchanged] | None:
-    """Return what a layer sends over cp in a micro-batch, by collective and phase: calls, and bytes
-    that leave the rank. A hop of a ring is an all-to-all all of which goes to the next rank. None
-    for a model that is not built in."""
-    if not isinstance(spec.model, ModelShape):
-        return None
-    sums: dict[Exchange, Exchanged] = {}
-    for collective, phase, calls, size in _exchanges(spec, spec.model, step):
-        if calls:
-            known_calls, known = sums.get((collective, phase), (0, 0))
-            sums[collective, phase] = known_calls + calls, known + size
-    return sums
+def sent(
+    spec: Spec, plan: Plan, kept: tuple[Kept, ...], own: tuple[AttentionHeads, ...] = ()
+) -> Iterator[Traffic]:
+    """Yield what layers whose activations are `kept` so send over cp in a step; one that is
+    computed again sends again, but for what arrived and is kept. `own`: the heads of each, of a
+    model that is not built in."""
+    step = plan.context
+    if step is None:
+        return
+    times = plan.accumulate.micro_batches
+    yield from _documents(spec, step, times)
+    alike: dict[AttentionHeads, list[Kept]] = {}
+    for heads, mode in zip(own or (_heads_of(spec),) * len(kept), kept, strict=True):
+        alike.setdefault(heads, []).append(mode)
+    for heads, modes in alike.items():
+        exchange = _Exchange(spec, plan, step, heads)
+        yield from _of_layers(exchange, times, modes)
 
 
-def _exchanges(
-    spec: Spec, shape: ModelShape, step: ContextParallel
-) -> Iterator[tuple[Collective, Phase, int, int]]:
-    ulysses, ring = step.ulysses, step.ring
-    theta, kappa = queries(spec, shape, step), keys_and_values(spec, shape, step)
-    both = Phase.FORWARD, Phase.BACKWARD
-    if ulysses > 1:
-        for phase in both:  # q, k, v there; what was attended to back
-            size = (2 * theta + kappa) * (ulysses - 1) // ulysses
-            yield Collective.ALL_TO_ALL, phase, 4, size
-    if step.gathers:
-        yield Collective.ALL_GATHER, Phase.FORWARD, 1, (ring - 1) * kappa
-        yield Collective.REDUCE_SCATTER, Phase.BACKWARD, 1, (ring - 1) * kappa
-    elif ring > 1:
-        size = _itemsize(spec)
-        for phase in both:
-            yield Collective.ALL_TO_ALL, phase, ring - 1, (ring - 1) * kappa
-        home = ring * kappa * max(size, _ACCUMULATED) // size
-        yield Collective.ALL_TO_ALL, Phase.BACKWARD, ring, home
+def _documents(spec: Spec, step: ContextParallel, times: int) -> Iterator[Traffic]:
+    """A byte a token says whether a document begins or ends with it."""
+    shape = spec.model
+    if isinstance(shape, ModelShape) and shape.has_documents:
+        calls = Calls(Collective.ALL_GATHER, _ACTIVATIONS, Phase.FORWARD, times, None)
+        ranks = step.ulysses * step.ring
+        yield calls.over(Group((step.axis,), ranks), spec.batch.micro * step.sequence)
 
 
-def edges(spec: Spec, step: ContextParallel) -> Exchanged:
-    """Return what all micro-batches of a step gather of where documents begin or end."""
-    ranks, count = step.ulysses * step.ring, spec.batch.accumulate
-    return count, count * (ranks - 1) * spec.batch.micro * tokens(step)
+def own_kept(
+    spec: Spec, blocks: Sequence[str], attending: Attending, within: Sequence[str] | None = None
+) -> tuple[tuple[Kept, ...], tuple[AttentionHeads, ...]]:
+    """Return how the activations of each module that attends are kept, of a model that is not built
+    in, and its heads; of those alone that are `within` these layers."""
+    modes = dict(zip(blocks, spec.activations.of(len(blocks)), strict=True))
+    kept, heads = [], []
+    for module in attending.modules:
+        if within is None or is_within(module.name, within):
+            around = (mode for block, mode in modes.items() if is_within(module.name, (block,)))
+            kept.append(next(around, PLAIN))
+            heads.append(module.heads)
+    return tuple(kept), tuple(heads)
 
 
-def keys_and_values(spec: Spec, shape: ModelShape, step: ContextParallel) -> int:
-    """Return kappa, the bytes of a rank's keys and values in a layer, of grouped heads as they are:
-    but the ranks of Ulysses have whole heads, and there are as many as both divide."""
-    heads = lcm(shape.kv_heads // spec.degree(Axis.TP), step.ulysses)
-    return 2 * _features(spec, step) * heads * shape.head_dim
+def _heads_of(spec: Spec) -> AttentionHeads:
+    shape = spec.model
+    assert isinstance(shape, ModelShape), "of another model its modules say it"
+    return AttentionHeads(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
 
 
-def queries(spec: Spec, shape: ModelShape, step: ContextParallel) -> int:
-    """Return theta, the bytes of a rank's queries in a layer."""
-    return _features(spec, step) * shape.heads // spec.degree(Axis.TP) * shape.head_dim
+def _of_layers(exchange: _Exchange, times: int, kept: Sequence[Kept]) -> Iterator[Traffic]:
+    """Of layers with the same heads, in so many micro-batches."""
+    policies = (mode.policy for mode in kept if mode.policy is not None)
+    scopes = Counter(policy.scope for policy in policies if Operators.COLLECTIVE not in policy.keep)
+    attention = times * scopes[Scope.ATTENTION]
+    again = times * scopes[Scope.BLOCK]
+    yield from exchange.forward(Phase.FORWARD, times * len(kept))
+    yield from exchange.forward(Phase.BACKWARD, again)
+    # torch computes no more again than backward needs: nothing within attention needs its output
+    yield from exchange.forward(Phase.BACKWARD, attention, gives_back=False)
+    yield from exchange.backward(times * len(kept))
 
 
-def _features(spec: Spec, step: ContextParallel) -> int:
-    """Bytes of one feature of a rank's tokens."""
-    return spec.batch.micro * tokens(step) * _itemsize(spec)
+class _Exchange:
+    """A layer's attention, of so many `times`: `head` are bytes of one head of a rank's tokens,
+    `keys` those of its keys and values, as often as they are sent, `queries` those of its
+    queries."""
 
+    def __init__(
+        self, spec: Spec, plan: Plan, step: ContextParallel, heads: AttentionHeads
+    ) -> None:
+        compute = spec.precision.effective.parameters
+        self.step, self.via = step, spec.reduce_scatter
+        cut = spec.degree(Axis.TP)
+        head = spec.batch.micro * plan.tokens * heads.head_dim * compute.itemsize
+        kv_heads = heads.kv_heads // cut
+        kv_heads *= repeats(step.ulysses, kv_heads)
+        self.queries, self.keys = head * heads.heads // cut, 2 * head * kv_heads
+        wide = max(compute.itemsize, DType.FP32.itemsize)
+        self.gradients = self.keys // compute.itemsize * wide  # of keys and values, as they travel
 
-def _itemsize(spec: Spec) -> int:
-    return spec.precision.effective.parameters.itemsize
+    def forward(self, phase: Phase, times: int, *, gives_back: bool = True) -> Iterator[Traffic]:
+        """`gives_back`: what was attended to is exchanged back."""
+        ring = self.step.ring
+        yield from self._ulysses(phase, times, gives_back=gives_back)
+        if self.step.gathers:
+            yield from self._over(Collective.ALL_GATHER, phase, times, ring, ring * self.keys)
+        else:
+            yield from self._hops(phase, times * (ring - 1), self.keys)
 
+    def backward(self, times: int) -> Iterator[Traffic]:
+        ring, phase = self.step.ring, Phase.BACKWARD
+        yield from self._ulysses(phase, times)
+        if self.step.gathers:
+            yield from self._over(Collective.REDUCE_SCATTER, phase, times, ring, ring * self.keys)
+        else:
+            yield from self._hops(phase, times * (ring - 1), self.keys)
+            yield from self._hops(phase, times * ring if ring > 1 else 0, self.gradients)
 
-def gathered_bytes(spec: Spec, shape: ModelShape, step: ContextParallel) -> int:
-    """Return the bytes of all ranks' keys and values that a layer keeps until its backward pass:
-    none where they are passed on."""
-    return step.ring * keys_and_values(spec, shape, step) if step.gathers else 0
+    def _ulysses(self, phase: Phase, times: int, *, gives_back: bool = True) -> Iterator[Traffic]:
+        """Queries, keys, values; then what was attended to."""
+        back = (self.queries,) if gives_back else ()
+        for size in (self.queries, self.keys // 2, self.keys // 2, *back):
+            yield from self._over(Collective.ALL_TO_ALL, phase, times, self.step.ulysses, size)
 
+    def _over(
+        self, collective: Collective, phase: Phase, times: int, ranks: int, payload: int
+    ) -> Iterator[Traffic]:
+        if not times or ranks == 1:
+            return
+        is_exchanged = self.via is not ReduceScatterVia.NATIVE
+        via = None
+        if collective is Collective.REDUCE_SCATTER and is_exchanged:
+            via = Collective.ALL_TO_ALL.value
+        calls = Calls(collective, _ACTIVATIONS, phase, times, via)
+        yield calls.over(Group((self.step.axis,), ranks), payload)
 
-def slowest(step: ContextParallel) -> Fraction:
-    """Return how many scores the rank with most of them computes under a causal mask, over the mean
-    of all ranks.
-
-    Token t meets t + 1. The last of R contiguous slices of c tokens has (2R - 1) · c + 1 where the
-    mean is R · c + 1, which tends to (2R - 1) / R. An early and a late chunk have as much as any
-    other two, and Ulysses' ranks all tokens of as many heads: 1.
-    """
-    ring, length = step.ring, step.sequence // step.ring
-    if step.is_balanced:
-        return Fraction(1)
-    return Fraction((2 * ring - 1) * length + 1, ring * length + 1)
+    def _hops(self, phase: Phase, times: int, size: int) -> Iterator[Traffic]:
+        """Exchanges of which all goes to the next rank."""
+        if not times:
+            return
+        key = TrafficKey(
+            axes=(self.step.axis.value,),
+            collective=Collective.ALL_TO_ALL,
+            state=_ACTIVATIONS,
+            phase=phase,
+        )
+        yield Traffic(key=key, calls=times, payload_bytes=times * size, sent_bytes=times * size)

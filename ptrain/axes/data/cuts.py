@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic
 
-from ptrain.axes.data.costs import Run, in_memory, padded_flat, shard_runs, stretches
+from ptrain.axes.data.cost import Run, in_memory, padded_flat, shard_runs, stretches
 from ptrain.costs import State
 from ptrain.rooms.room import Move, Room, T
 from ptrain.spec.axis import Axis, without

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ptrain.axes.data.costs import in_memory, lies_in_group_order
+from ptrain.axes.data.cost import in_memory, lies_in_group_order
 from ptrain.costs import State
 from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, Axis, Factor, without
 from ptrain.spec.dials import GatherAfterUpdate, Overlap

@@ -7,7 +7,7 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Generic
 
-from ptrain.axes.data.costs import Run
+from ptrain.axes.data.cost import Run
 from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.axes.data.route import Route
 from ptrain.costs import State

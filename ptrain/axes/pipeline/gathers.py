@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.axes.data.costs import GatherCounts
+from ptrain.axes.data.cost import GatherCounts
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.spec.dials import SyncPolicy
 from ptrain.timeline import Kind

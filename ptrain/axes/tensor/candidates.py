@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
-from ptrain.axes.tensor.costs import cut_sizes
+from ptrain.axes.tensor.cost import cut_sizes
 from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Placement, R, S

@@ -1,337 +1,157 @@
-"""What the tensor axis costs, in closed form: a second opinion beside the derivation.
-
-Counted from what the axis means, not from the tables, facts or roles that the derivation reads: of
-a rank's elements, of its collectives, and of those bytes whose number follows from the loss and
-from the slices of the tokens alone. b samples of s tokens a micro-batch, H features, F of the MLP,
-V words, L layers, t ranks, e bytes an element of what the model computes in.
-
-Sources: Shoeybi et al. 2019 (two sums of b·s·H forward and two backward a layer), Korthikanti et
-al. 2022, section 4.2 (each sum as a reduce-scatter and an all-gather; inputs saved as slices), and
-Theorem 6 of the paper. What has no closed form is None: the activations of a block between its
-operators depend on its kernels and are traced; so does what a policy makes a recomputation send.
-"""
+"""What one rank of the tensor axis has of a model: the local shape of every tensor, and the local
+value of every dimension that a table of allocations is written in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
 
-from ptrain.costs import Collective, Phase, State
-from ptrain.spec.activations import FULL, Kept
-from ptrain.spec.axis import Axis
-from ptrain.spec.block import Bias, Positions
 from ptrain.spec.model import ModelShape
-from ptrain.spec.precision import DType
-from ptrain.spec.spec import Spec
-from ptrain.steps.step import Parallelize
+from ptrain.spec.role import Role, Roles, fits
 from ptrain.units import ceil_div
 
-CallKey = tuple[Collective, State, Phase]
-Sent = tuple[int, int]  # calls, and the bytes of their full tensors
-_Call = tuple[Collective, State, Phase, int, int]  # number, and the payload of each
+Shape = tuple[int, ...]
+
+_NUMBERS = re.compile(r"\d+")
+# The dimension along which a role cuts a weight, and that along which it cuts a bias.
+_CUT_DIM = {
+    Role.COLUMN: (0, 0),
+    Role.TRANSPOSED_COLUMN: (1, 0),
+    Role.HEAD: (0, 0),
+    Role.VOCABULARY: (0, None),
+    Role.ROW: (1, None),
+    Role.TRANSPOSED_ROW: (0, None),
+    Role.INNER_COLUMN: (-2, None),
+    Role.INNER_ROW: (-1, None),
+}
+_MATRICES = (2, 3)  # dimensions of one, and of those of all experts
+
+
+def slices(size: int, degree: int) -> list[int]:
+    """Elements of each rank's slice of a dimension, as DTensor cuts: equal ones, rounded up, the
+    last shorter or empty."""
+    chunk = ceil_div(size, degree)
+    return [max(0, min(size, (index + 1) * chunk) - index * chunk) for index in range(degree)]
+
+
+def shards_differ(size: int, degree: int, shards: int) -> bool:
+    """Return whether the slices of a tensor's rows are cut into shards of different heights: the
+    offsets that torch then computes for a DTensor that is cut twice are wrong (2.11 to 2.13)."""
+    heights = {ceil_div(rows, shards) for rows in slices(size, degree)}
+    return shards > 1 and len(heights) > 1
+
+
+def cut_sizes(shape: ModelShape, *, has_whole_experts: bool = False) -> dict[str, int]:
+    """Return by field what a degree must divide, so that every rank has as much of an operator; of
+    experts that are whole on a rank, those that are shared are cut all the same."""
+    sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads}
+    if shape.experts is None or shape.dense_layers:
+        sizes["ffn"] = shape.ffn
+    if shape.experts is not None and (shape.shared_experts or not has_whole_experts):
+        sizes["expert_ffn" if shape.expert_ffn else "ffn"] = shape.width_of_expert
+    return sizes
+
+
+class HowCut(Protocol):
+    """What a plan says of a model's operators (`steps.step.Parallelize`)."""
+
+    @property
+    def roles(self) -> Roles: ...
+    @property
+    def is_sequence(self) -> bool: ...
+    @property
+    def is_saved_cut(self) -> bool: ...
+    @property
+    def loss_parallel(self) -> bool: ...
+    @property
+    def is_naive(self) -> bool: ...
+
+
+class ModuleRoles:
+    """The modules that roles are of: of a name in a model of many blocks it is known after the
+    first one."""
+
+    def __init__(self, roles: Roles) -> None:
+        self._roles = roles
+        # a pattern without a digit means modules of any number
+        self._by_number = any(map(str.isdigit, "".join(pattern for pattern, _ in roles)))
+        self._known: dict[str, tuple[Role, ...]] = {}  # by a module's name, of any block and of one
+
+    def roles(self, module: str) -> tuple[Role, ...]:
+        """All that a module has, in their order."""
+        if module not in self._known:
+            key = module if self._by_number else _NUMBERS.sub("0", module)
+            if key not in self._known:
+                self._known[key] = tuple(r for pattern, r in self._roles if fits(pattern, key))
+            self._known[module] = self._known[key]
+        return self._known[module]
+
+    def of_tensor(self, name: str) -> Role | None:
+        """The first role of the module that a tensor belongs to."""
+        return next(iter(self.roles(name.rpartition(".")[0])), None)
+
+
+@lru_cache(maxsize=16)
+def _modules(roles: Roles) -> ModuleRoles:
+    """Return what is known of the modules of models with these roles."""
+    return ModuleRoles(roles)
+
+
+def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, int]:
+    """The dimension along which ranks have different slices of a tensor, by its name; those that
+    every rank has whole are left out. Equal slices, rounded up, the last one shorter, as DTensor
+    cuts."""
+    modules = _modules(step.roles)
+    dims: dict[str, int] = {}
+    for name, shape in tensors:
+        role = modules.of_tensor(name)
+        of_weight, of_bias = _CUT_DIM.get(role, (None, None)) if role else (None, None)
+        dim = of_weight if len(shape) in _MATRICES else of_bias
+        if dim is not None:
+            dims[name] = dim % len(shape)
+    return dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpan:
-    """Neighbouring layers of a model, counted from 0 and `end` excluded, with the embedding in
-    front of the first one and the norm and the head behind the last one, where it reaches these."""
+class Cut:
+    """Rank `index` of `degree` ranks that share the operators of a model as `step` says."""
 
-    start: int
-    end: int
-    layers: int  # of the model
-
-    @property
-    def numbers(self) -> range:
-        """The layers, by their numbers."""
-        return range(self.start, self.end)
+    step: HowCut
+    degree: int
+    index: int
 
     @property
-    def is_first(self) -> bool:
-        """Whether the embedding is its."""
-        return self.start == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the final norm and the head are its."""
-        return self.end == self.layers
-
-
-def whole(shape: ModelShape) -> LayerSpan:
-    """Return the span of all layers."""
-    return LayerSpan(start=0, end=shape.layers, layers=shape.layers)
-
-
-def words(vocab: int, degree: int, index: int) -> int:
-    """Return how many words rank `index` of `degree` has of a vocabulary: as many as the others,
-    rounded up; the last ranks have what is left."""
-    height = ceil_div(vocab, degree)
-    return max(0, min(height, vocab - index * height))
-
-
-def parameters(
-    shape: ModelShape,
-    span: LayerSpan,
-    *,
-    sequence: int,
-    degree: int = 1,
-    index: int = 0,
-    has_whole_experts: bool = False,
-) -> int:
-    """Return the elements of Theta that rank `index` of `degree` has of a span, with
-    `has_whole_experts` but for experts that are nobody else's.
-
-    A matrix is cut into `degree` parts, with its bias where its outputs are cut; norms, positions
-    and the biases behind a sum are whole on every rank. A tied head of a span that does not reach
-    the embedding is a copy of its rows.
-    """
-    hidden, ffn = shape.hidden, shape.ffn
-    table = words(shape.vocab, degree, index) * hidden
-    has_head = span.is_last and (not shape.tied or not span.is_first)
-    tables = table * (span.is_first + has_head)
-    norm = len(shape.norm.tensors)
-    all_biased = shape.bias is Bias.ALL
-    inner = 2 + shape.activation.is_gated  # up and down, and perhaps gate
-    num_layers = span.end - span.start
-    with_experts = _with_experts(shape, span)
-    cut = _of_heads(shape)
-    dense = inner * hidden * ffn + (inner - 1) * ffn * all_biased
-    whole_there = 2 * hidden * all_biased
-    whole_there += _norms(shape) * norm * hidden + 2 * shape.qk_norm * norm * shape.head_dim
-    whole_there += sum(_latents(shape))
-    ends = norm * hidden * span.is_last
-    if shape.positions is Positions.LEARNED:
-        ends += sequence * hidden * span.is_first
-    if shape.head_bias:
-        ends += words(shape.vocab, degree, index) * span.is_last
-    mlps = (num_layers - with_experts) * (dense // degree)
-    mlps += with_experts * _of_experts(shape, degree, 0 if has_whole_experts else shape.experts)
-    return num_layers * (cut // degree + whole_there) + mlps + tables + ends
-
-
-def _of_heads(shape: ModelShape) -> int:
-    """Return the elements of a layer's attention that its heads have, each its own."""
-    hidden, width = shape.hidden, shape.head_dim
-    if shape.kv_lora_rank is not None:
-        own = width * (shape.q_lora_rank or hidden) + shape.v_head_dim * hidden
-        return shape.heads * (
-            own + (shape.qk_nope_head_dim + shape.v_head_dim) * shape.kv_lora_rank
-        )
-    # query and output, key and value of perhaps fewer heads
-    matrices = 2 * hidden * width * (shape.heads + shape.kv_heads)
-    biases = width * (shape.heads + 2 * shape.kv_heads)
-    return matrices + biases * (shape.bias is not Bias.NONE)
-
-
-def _latents(shape: ModelShape) -> Iterator[int]:
-    """Yield the elements of each tensor that makes latent features, or norms them."""
-    if shape.kv_lora_rank is None:
-        return
-    norm = len(shape.norm.tensors)
-    if shape.q_lora_rank is not None:
-        yield from (shape.q_lora_rank * shape.hidden, *[shape.q_lora_rank] * norm)
-    yield (shape.kv_lora_rank + shape.qk_rope_head_dim) * shape.hidden
-    yield from [shape.kv_lora_rank] * norm
-
-
-def _with_experts(shape: ModelShape, span: LayerSpan) -> int:
-    """Return how many layers of a span have experts."""
-    return sum(map(shape.has_experts, span.numbers))
-
-
-def _of_experts(shape: ModelShape, degree: int, cut: int | None) -> int:
-    """Return the elements of a layer's router, which is whole, and of a rank's slices of so many
-    experts that are cut and of those that are shared."""
-    if shape.experts is None:
-        return 0
-    matrices = (2 + shape.activation.is_gated) * shape.width_of_expert
-    of_experts = ((cut or 0) + shape.shared_experts) * matrices // degree
-    return shape.hidden * (shape.experts + of_experts)
-
-
-def _norms(shape: ModelShape) -> int:
-    """Norms of a layer between its sub-blocks."""
-    return 2 - shape.parallel + 2 * shape.post_norm
-
-
-def traffic(spec: Spec, step: Parallelize, span: LayerSpan) -> Mapping[CallKey, Sent] | None:
-    """Return calls and payload bytes of a step by collective, state and phase: what the operators
-    of `span` send over `step.axis`.
-
-    None for a model that is not built in, and where a policy keeps some results of a block that is
-    computed again: which of its collectives then run twice is known from its trace. None too for a
-    loss in chunks whose backward passes are in halves, of which a schedule tells how many are.
-    """
-    shape = spec.model
-    if not isinstance(shape, ModelShape):
-        return None
-    in_halves = spec.degree(Axis.PP) > 1 and spec.pipeline.is_in_halves
-    if span.is_last and spec.loss.chunk is not None and in_halves:
-        return None
-    kept = spec.activations.of(shape.layers)[span.start : span.end]
-    if any(mode.policy not in (None, FULL) for mode in kept):
-        return None
-    totals: dict[CallKey, Sent] = {}
-    for collective, state, phase, number, payload in _calls(spec, step, shape, span, kept):
-        calls, size = totals.get((collective, state, phase), (0, 0))
-        more = number * spec.batch.accumulate
-        totals[collective, state, phase] = (calls + more, size + more * payload)
-    return {key: sent for key, sent in totals.items() if sent[0]}
-
-
-def collectives(spec: Spec, step: Parallelize, span: LayerSpan) -> int | None:
-    """Return how many collectives the operators of a span issue in a step; None where `traffic`
-    is."""
-    sent = traffic(spec, step, span)
-    return None if sent is None else sum(calls for calls, _ in sent.values())
-
-
-def scalars(spec: Spec) -> Sent:
-    """Return calls and payload bytes of the sums of one number over an axis that cuts Theta, at the
-    end of a step: the square of the norm that gradients are clipped to, in at least fp32, and of a
-    scaled loss whether some gradient overflowed."""
-    layout = spec.precision.effective
-    sizes = []
-    if spec.optimizer.clip is not None:
-        sizes.append(max(layout.gradients.itemsize, DType.FP32.itemsize))
-    if layout.scales_loss:
-        sizes.append(DType.FP32.itemsize)
-    return len(sizes), sum(sizes)
-
-
-def _calls(
-    spec: Spec, step: Parallelize, shape: ModelShape, span: LayerSpan, kept: tuple[Kept, ...]
-) -> Iterator[_Call]:
-    """What is called in one micro-batch."""
-    layers, itemsize = span.end - span.start, spec.precision.effective.parameters.itemsize
-    features = shape.hidden * itemsize
-    stream = spec.batch.micro * spec.batch.sequence * features
-    # Of experts that are whole on a rank nothing is a sum.
-    with_experts = _with_experts(shape, span)
-    apart = with_experts if spec.tensor.is_folded else 0
-    # Attention and MLP each end in a sum; the embedding is a sum of what the ranks have of words.
-    sums = 2 * layers - apart + span.is_first
-    # A gradient is a sum where all of a rank's column operators begin; naively, where each does.
-    dense = 1 + shape.activation.is_gated if step.is_naive else 1
-    openings = (3 if step.is_naive else 1) * layers + span.is_last  # of attention
-    openings += dense * (layers - with_experts) + with_experts - apart
-    again = [layer for layer, mode in zip(span.numbers, kept, strict=True) if mode.policy]
-    apart_again = sum(map(shape.has_experts, again)) if apart else 0
-    for phase, ends, starts in (
-        (Phase.FORWARD, sums, openings),
-        (Phase.BACKWARD, openings, sums),
-        # Computed again up to the last result that backward needs: the MLP's sum is none.
-        (Phase.BACKWARD, len(again), 2 * len(again) - apart_again),
-    ):
-        if step.is_sequence:
-            yield Collective.REDUCE_SCATTER, State.ACTIVATIONS, phase, ends, stream
-            yield Collective.ALL_GATHER, State.ACTIVATIONS, phase, starts, stream
+    def kind(self) -> str:
+        """The name of the tables (`derivation.tables`) that hold what such a rank allocates."""
+        step = self.step
+        if step.is_naive:
+            name = "naive"
+        elif step.is_saved_cut:
+            name = "saved"
         else:
-            yield Collective.ALL_REDUCE, State.ACTIVATIONS, phase, ends, stream
-    yield from _around_experts(step, shape, apart, apart_again, stream)
-    gathered = Collective.ALL_GATHER, State.ACTIVATIONS, Phase.BACKWARD
-    if step.is_saved_cut:
-        yield *gathered, 2 * layers - apart * (not shape.shared_experts), stream
-    vectors = len(shape.norm.tensors)
-    summed = Collective.ALL_REDUCE, State.GRADIENTS, Phase.BACKWARD
-    if step.is_sequence:
-        # of positions all samples take the same: their gradient comes in slices of the tokens
-        is_learned = shape.positions is Positions.LEARNED
-        yield *gathered, int(is_learned and span.is_first), spec.batch.sequence * features
-        norms = _norms(shape) * layers + span.is_last
-        yield *summed, norms * vectors, features
-    if shape.qk_norm:  # of its own heads a rank has a part of their gradients
-        yield *summed, 2 * layers * vectors, shape.head_dim * itemsize
-    for elements in _latents(shape):  # a rank's heads give their gradients a part
-        yield *summed, layers, elements * itemsize
-    if shape.experts is not None:  # of a router a part, whose choices weigh a rank's addends
-        yield *summed, with_experts, shape.experts * features
-    if span.is_last:
-        yield from _of_loss(spec, step, shape)
+            name = "cut" if step.is_sequence else "whole"
+        return name if step.loss_parallel else f"{name}-gathered"
 
+    def slice_of(self, size: int) -> int:
+        """Elements of this rank's slice of a dimension."""
+        return slices(size, self.degree)[self.index]
 
-def _around_experts(
-    step: Parallelize, shape: ModelShape, layers: int, again: int, stream: int
-) -> Iterator[_Call]:
-    """Of so many layers whose experts are whole on a rank, so many of them computed again. Shared
-    ones are cut, and take slices of the tokens as they give them; where a rank has all tokens
-    between the sub-blocks the slices are gathered behind a layer, and in backward before it."""
-    gathered = Collective.ALL_GATHER, State.ACTIVATIONS
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        if not step.is_sequence:
-            yield *gathered, phase, layers, stream
-        if shape.shared_experts:
-            yield Collective.REDUCE_SCATTER, State.ACTIVATIONS, phase, layers, stream
-            yield *gathered, phase, layers, stream
-    if shape.shared_experts:
-        yield *gathered, Phase.BACKWARD, again, stream
-
-
-def _of_loss(spec: Spec, step: Parallelize, shape: ModelShape) -> Iterator[_Call]:
-    """Of the logits: each chunk's maximum, its sum of exponentials and the targets' logits; or all
-    of them, from slices of equal height. A loss in chunks sends it again in backward."""
-    tokens, itemsize = spec.batch.micro * spec.batch.sequence, _itemsize(spec)
-    chunk = min(spec.loss.chunk or tokens, tokens)
-    full, left = divmod(tokens, chunk)
-    degree = spec.degree(step.axis)
-    phases = (Phase.FORWARD,) if spec.loss.chunk is None else (Phase.FORWARD, Phase.BACKWARD)
-    for phase in phases:
-        for number, size in ((full, chunk), (1, left)):
-            if not size:
-                continue
-            if step.loss_parallel:
-                numbers = size * max(itemsize, DType.FP32.itemsize)
-                yield Collective.ALL_REDUCE, State.ACTIVATIONS, phase, 3 * number, numbers
-            else:
-                rows = degree * words(shape.vocab, degree, 0)
-                payload = size * rows * itemsize
-                yield Collective.ALL_GATHER, State.ACTIVATIONS, phase, number, payload
-
-
-def whole_input_bytes(spec: Spec, shape: ModelShape) -> int:
-    """Return the bytes of what a sub-block gathers for its column operators under sequence
-    parallelism: b·s·H·e, made in forward and, where it is saved as a slice, once more in
-    backward."""
-    return spec.batch.micro * spec.batch.sequence * shape.hidden * _itemsize(spec)
-
-
-def saved_slices_spare(spec: Spec, shape: ModelShape, degree: int) -> int:
-    """Return by how many bytes a micro-batch's activations are less where column operators save a
-    slice of their input (S*) and not all of it (S): (t-1)/t of two inputs a layer."""
-    return 2 * shape.layers * (whole_input_bytes(spec, shape) * (degree - 1) // degree)
-
-
-def loss_saved_bytes(spec: Spec, step: Parallelize, shape: ModelShape, index: int) -> int:
-    """Return the bytes that the loss saves of its logits for backward on rank `index`: their
-    logarithms of probabilities, in at least fp32, of the rank's words, or of all where logits are
-    gathered. A loss in chunks saves none."""
-    if spec.loss.chunk is not None:
-        return 0
-    width = words(shape.vocab, spec.degree(step.axis), index) if step.loss_parallel else shape.vocab
-    tokens = spec.batch.micro * spec.batch.sequence
-    return tokens * width * max(_itemsize(spec), DType.FP32.itemsize)
-
-
-def loss_peak_bytes(spec: Spec, step: Parallelize, shape: ModelShape, index: int) -> int | None:
-    """Return how many bytes of logits there are at once in the forward pass of rank `index`.
-
-    On a slice torch's loss_parallel goes operator by operator (`_log_softmax` in
-    torch/distributed/tensor/parallel/loss.py): beside the logits, and their fp32 copy where they
-    are narrower, the logits less their maximum and then their exponentials or the result. Gathered
-    logits are there as a slice, as what arrived, and in the order of the words; or, if that is
-    more, as they are, as their fp32 copy and as the result. None for a loss in chunks: of those
-    before, the saved inputs are there too, as checkpoint keeps them.
-    """
-    if spec.loss.chunk is not None:
-        return None
-    tokens, itemsize = spec.batch.micro * spec.batch.sequence, _itemsize(spec)
-    wide = max(itemsize, DType.FP32.itemsize)
-    copy = wide if itemsize < wide else 0
-    mine = words(shape.vocab, spec.degree(step.axis), index)
-    if step.loss_parallel:
-        return tokens * mine * (itemsize + copy + 2 * wide)
-    gathering = (mine + 2 * shape.vocab) * itemsize
-    return tokens * max(gathering, shape.vocab * (itemsize + copy + wide))
-
-
-def _itemsize(spec: Spec) -> int:
-    return spec.precision.effective.parameters.itemsize
+    def dimensions(self, shape: ModelShape, *, batch: int, sequence: int) -> dict[str, int]:
+        """Return the value of every symbol of a table, on this rank."""
+        degree = self.degree
+        return {
+            "tp": degree,
+            "batch": batch,
+            "sequence": sequence // degree if self.step.is_sequence else sequence,
+            "heads": shape.heads // degree,
+            "repeats": shape.heads // shape.kv_heads,
+            "kv_heads": shape.kv_heads // degree,
+            "head_dim": shape.head_dim,
+            "pairs": shape.head_dim // 2,
+            "ffn": shape.ffn // degree,
+            "vocab": self.slice_of(shape.vocab),
+            "vocab_all": shape.vocab,
+        }

@@ -13,7 +13,7 @@ from math import gcd, prod
 
 from ptrain.axes.data.form import ELEMENTWISE, data_factors, form_of
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
-from ptrain.axes.tensor.costs import cut_sizes, shards_differ, slices
+from ptrain.axes.tensor.cost import cut_sizes, shards_differ, slices
 from ptrain.errors import Fault
 from ptrain.spec.axis import Axis
 from ptrain.spec.batch import PADDED

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.axes.data.costs import bucket_caps, bucket_sizes
+from ptrain.axes.data.cost import bucket_caps, bucket_sizes
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation.clock_state import Arrival
 from ptrain.derivation.ghosts import autograd

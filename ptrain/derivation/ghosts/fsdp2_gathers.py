@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ptrain.axes.data.costs import kept_ranks
+from ptrain.axes.data.cost import kept_ranks
 from ptrain.axes.data.fsdp2 import habits
 from ptrain.costs import Collective, State
 from ptrain.derivation.clock_state import Arrival

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from enum import Enum, auto
 from functools import cached_property
 
-from ptrain.axes.data.costs import GatherCounts, reductions
+from ptrain.axes.data.cost import GatherCounts, reductions
 from ptrain.costs import Footprint, Phase, Traffic
 from ptrain.derivation.ghosts.fsdp2 import FullySharded
 from ptrain.derivation.ghosts.in_place import InPlace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.axes.data.costs import gathers, reductions
+from ptrain.axes.data.cost import gathers, reductions
 from ptrain.derivation.ghosts.wrapping import Wrapped
 from ptrain.spec.dials import GradientSync, Reshard
 from ptrain.units import format_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ptrain.axes.data.costs import local_rows, padded_rows
+from ptrain.axes.data.cost import local_rows, padded_rows
 from ptrain.facts.model import UnitFacts
 from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis, without

@@ -2,7 +2,7 @@
 replicas, and each owner broadcasts what it updated.
 
 `torch/distributed/optim/zero_redundancy_optimizer.py`: the largest tensor first, each to the rank
-that has least so far (`_partition_parameters`, `axes.data.costs.spread`). With
+that has least so far (`_partition_parameters`, `axes.data.cost.spread`). With
 `parameters_as_bucket_view` parameters are views of a bucket per owner, and a rank that owns nothing
 has a bucket of one element of fp32 (`_build_param_buckets`).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from functools import cached_property
 
-from ptrain.axes.data.costs import spread
+from ptrain.axes.data.cost import spread
 from ptrain.costs import Collective, Footprint, State
 from ptrain.derivation.ghosts.ddp import Replicas, Replicated
 from ptrain.derivation.ghosts.in_place import Shapes

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ptrain.axes.tensor.costs import shards_differ, slices
+from ptrain.axes.tensor.cost import shards_differ, slices
 from ptrain.axes.tensor.run.counts import OwnCounts
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.axes.tensor.run.gradients import GradientsAsKept, SummedGradients

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.run.target import Named, rows_of
-from ptrain.axes.tensor.costs import cut_dims
+from ptrain.axes.tensor.cost import cut_dims
 from ptrain.models.window import Window
 from ptrain.spec.role import fits
 from ptrain.steps.step import Parallelize

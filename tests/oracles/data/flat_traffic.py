@@ -12,17 +12,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost.buffer import Axes
-from ptrain.axes.data.cost.flat import FlatUnit, FlatUnitsForm
-from ptrain.axes.data.cost.flat_peaks import FLAG_BYTES
-from ptrain.axes.data.cost.update import StateTensorForm
-from ptrain.axes.data.costs import gathers, reductions
+from ptrain.axes.data.cost import gathers, reductions
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.spec.axis import without
 from ptrain.spec.dials import GatherAfterUpdate, ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.steps.wraps import FlatUnits
+from tests.oracles.data.buffer import Axes
+from tests.oracles.data.flat import FlatUnit, FlatUnitsForm
+from tests.oracles.data.flat_peaks import FLAG_BYTES
+from tests.oracles.data.update import StateTensorForm
 
 TO_DEVICE, TO_HOST = Collective.HOST_TO_DEVICE, Collective.DEVICE_TO_HOST
 READ, WRITE = Collective.FILE_READ, Collective.FILE_WRITE

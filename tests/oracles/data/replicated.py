@@ -14,15 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost.chain import Resident, UnitChain
-from ptrain.axes.data.cost.optimizer import (
-    COUNTER_BYTES,
-    has_counter,
-    norm,
-    num_moments,
-    update_casts,
-)
-from ptrain.axes.data.costs import bucket_caps, bucket_sizes, spread
+from ptrain.axes.data.cost import bucket_caps, bucket_sizes, spread
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.spec.placement import Tier
@@ -30,6 +22,14 @@ from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import LocalGradients, Replicate
+from tests.oracles.data.chain import Resident, UnitChain
+from tests.oracles.data.optimizer import (
+    COUNTER_BYTES,
+    has_counter,
+    norm,
+    num_moments,
+    update_casts,
+)
 
 _INDEX_BYTES = 4  # int32: of a bucket's tensors, broadcast when buckets are rebuilt
 

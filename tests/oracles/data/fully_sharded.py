@@ -19,13 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ptrain.axes.data.cost.chain import ChainUnit, NoClosedForm, Resident, UnitChain
-from ptrain.axes.data.cost.optimizer import (
-    COUNTER_BYTES,
-    has_counter,
-    num_moments,
-)
-from ptrain.axes.data.costs import gathers, kept_ranks, local_rows, padded_rows, reductions
+from ptrain.axes.data.cost import gathers, kept_ranks, local_rows, padded_rows, reductions
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.spec.axis import Axis
@@ -36,6 +30,12 @@ from ptrain.spec.precision import Layout
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FullyShard
+from tests.oracles.data.chain import ChainUnit, NoClosedForm, Resident, UnitChain
+from tests.oracles.data.optimizer import (
+    COUNTER_BYTES,
+    has_counter,
+    num_moments,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,28 +1,107 @@
-"""When a rank of a pipeline is fullest, in closed form: of how many micro-batches each of its
-stages holds the activations as a backward pass begins.
+"""What a rank of a pipeline holds, in closed form: its chunks in flight, and when it is fullest.
+
+Written from what the literature says of each schedule, not from a schedule's order. p ranks with v
+stages each, of which a loop gives rank r the stages r, p + r …, and a V the stages r and
+2p - 1 - r; m micro-batches a step. A chunk is one micro-batch's activations on one stage, from its
+forward to the last half of its backward.
 
 The stages of a looping schedule fill and empty one after the other, a round of micro-batches at a
 time, so that what they hold in all is largest where one of them is done with a round. These passes
-are few; which of them is the fullest depends on what the stages hold, which nobody here knows.
+are few; which of them is the fullest depends on the bytes of the stages, which are unknown here.
+
+Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (1F1B, interleaved), Lamy-Poirier
+2023 (breadth first), Qi et al. 2024 (ZB-H1, ZB-V), DeepSeek-V3's technical report, table 2, and Sea
+AI Lab 2025 (DualPipeV). The bubble is `axes.pipeline.bubble`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple, assert_never
 
-from ptrain.axes.pipeline.cost.chunks import (
-    PipelineSize,
-    chunks_in_flight,
-    forwards_first,
-    round_size,
-)
 from ptrain.spec.pipeline import ScheduleName
 
 Counts = tuple[int, ...]  # by stage of a rank, in the order of a forward pass
 
+V_SHAPED = (ScheduleName.ZBV, ScheduleName.DUALPIPEV)
 _NEVER = False, False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSize:
+    """A schedule with its p ranks, v stages on each and m micro-batches."""
+
+    schedule: ScheduleName
+    ranks: int
+    stages_per_rank: int
+    microbatches: int
+
+    @property
+    def stages(self) -> int:
+        """The number of stages over all ranks."""
+        return self.ranks * self.stages_per_rank
+
+
+def stages_of(size: PipelineSize, rank: int) -> tuple[int, ...]:
+    """Return the stages of a rank in the order of a forward pass."""
+    if size.schedule in V_SHAPED:
+        return rank, 2 * size.ranks - 1 - rank
+    return tuple(range(rank, size.stages, size.ranks))
+
+
+def round_size(size: PipelineSize) -> int:
+    """Return how many micro-batches of the interleaved schedules go through a rank's stages
+    together: p, or a few more where p does not divide m (as torch's Interleaved1F1B does)."""
+    return size.microbatches // max(1, size.microbatches // size.ranks)
+
+
+def chunks_in_flight(size: PipelineSize, rank: int) -> int:
+    """Return the most chunks whose activations a rank holds at once, over all of its stages."""
+    ranks, per_rank, microbatches = size.ranks, size.stages_per_rank, size.microbatches
+    ahead = ranks - 1 - rank  # ranks that a micro-batch has still to pass
+    match size.schedule:
+        case ScheduleName.NAIVE:
+            return 1
+        case ScheduleName.GPIPE | ScheduleName.BFS:
+            return per_rank * microbatches
+        case ScheduleName.ONE_F_ONE_B:
+            return min(microbatches, ahead + 1)
+        case ScheduleName.INTERLEAVED:
+            # a round through all stages but the last, two forwards for each hop, and one
+            return min(per_rank * microbatches, (per_rank - 1) * round_size(size) + 2 * ahead + 1)
+        case ScheduleName.ZERO_BUBBLE:
+            # 1F1B's of each rank, and the weights that lag `rank` behind: p on all of them
+            return min(per_rank * microbatches, (per_rank - 1) * round_size(size) + ranks)
+        case ScheduleName.ZBV:
+            # 2p halves of a 1F1B stage; of fewer micro-batches those that there are
+            return min(microbatches, ranks + ahead) + min(microbatches, rank + 1)
+        case ScheduleName.DUALPIPEV:
+            # "PP + 1" of DeepSeek's table, PP being the stages: a pair's forward is one more
+            return 2 * ranks + 1
+        case _:
+            assert_never(size.schedule)
+
+
+def forwards_first(size: PipelineSize, rank: int) -> int:
+    """Return the forwards of a rank before its first backward pass."""
+    flight = chunks_in_flight(size, rank)
+    match size.schedule:
+        case ScheduleName.ZERO_BUBBLE:
+            # ZB-H1 warms up as 1F1B does: what its weights hold comes later
+            warm_up = (size.stages_per_rank - 1) * round_size(size) + size.ranks - rank
+            return min(size.stages_per_rank * size.microbatches, warm_up)
+        case ScheduleName.DUALPIPEV:
+            return flight - 1 if rank < size.ranks - 1 else flight
+        case _:
+            return flight
+
+
+def chunks_between(size: PipelineSize, rank: int) -> int:
+    """Return how many chunks are in flight on the rank before and not on this one, at most, where
+    both have most of them."""
+    return chunks_in_flight(size, rank - 1) - chunks_in_flight(size, rank) if rank else 0
 
 
 class FlightMoment(NamedTuple):

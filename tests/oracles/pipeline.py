@@ -1,13 +1,7 @@
 """What the pipeline axis costs, in closed form: a second opinion beside schedules and derivation.
 
 Written from what the literature says of each schedule, and reading neither a schedule's order nor
-the exchanges that follow from it. p ranks with v stages each, of which a loop gives rank r the
-stages r, p + r …, and a V the stages r and 2p - 1 - r; m micro-batches a step. A chunk is one
-micro-batch's activations on one stage, from its forward to the last half of its backward.
-
-Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2019 and 2021 (1F1B, interleaved), Lamy-Poirier
-2023 (breadth first), Qi et al. 2024 (ZB-H1, ZB-V), DeepSeek-V3's technical report, table 2, and Sea
-AI Lab 2025 (DualPipeV). The bubble is `axes.pipeline.bubble`'s.
+the exchanges that follow from it; sizes and chunks in flight are `axes.pipeline.cost`'s.
 
 What lies between two ranks follows from the chunks in flight, where a buffer is made as its message
 is sent and a sent tensor is let go once an answer shows that it has come: of the chunks that are in
@@ -18,36 +12,28 @@ gradient, which has gone back and has no answer yet. Nothing of a chunk outlives
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import assert_never
+from dataclasses import replace
 
-from ptrain.axes.tensor.cost import LayerSpan, parameters
+from ptrain.axes.pipeline.cost import (
+    V_SHAPED,
+    PipelineSize,
+    chunks_between,
+    chunks_in_flight,
+    forwards_first,
+    round_size,
+    stages_of,
+)
 from ptrain.costs import Collective, Phase
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Pipeline
+from tests.oracles.tensor import LayerSpan, parameters
 
 Crossing = tuple[Collective, Phase]
 
-_V_SHAPED = (ScheduleName.ZBV, ScheduleName.DUALPIPEV)
-_HALVES = (ScheduleName.ZERO_BUBBLE, *_V_SHAPED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSize:
-    """A schedule with its p ranks, v stages on each and m micro-batches."""
-
-    schedule: ScheduleName
-    ranks: int
-    stages_per_rank: int
-    microbatches: int
-
-    @property
-    def stages(self) -> int:
-        """The number of stages over all ranks."""
-        return self.ranks * self.stages_per_rank
+_HALVES = (ScheduleName.ZERO_BUBBLE, *V_SHAPED)
 
 
 def size_of(step: Pipeline, microbatches: int) -> PipelineSize:
@@ -62,59 +48,13 @@ def size_of(step: Pipeline, microbatches: int) -> PipelineSize:
     )
 
 
-def stages_of(size: PipelineSize, rank: int) -> tuple[int, ...]:
-    """Return the stages of a rank in the order of a forward pass."""
-    if size.schedule in _V_SHAPED:
-        return rank, 2 * size.ranks - 1 - rank
-    return tuple(range(rank, size.stages, size.ranks))
-
-
-# -------- in flight
-
-
-def round_size(size: PipelineSize) -> int:
-    """Return how many micro-batches of the interleaved schedules go through a rank's stages
-    together: p, or a few more where p does not divide m (as torch's Interleaved1F1B does)."""
-    return size.microbatches // max(1, size.microbatches // size.ranks)
-
-
-def chunks_in_flight(size: PipelineSize, rank: int) -> int:
-    """Return the most chunks whose activations a rank holds at once, over all of its stages."""
-    ranks, per_rank, microbatches = size.ranks, size.stages_per_rank, size.microbatches
-    ahead = ranks - 1 - rank  # ranks that a micro-batch has still to pass
-    match size.schedule:
-        case ScheduleName.NAIVE:
-            return 1
-        case ScheduleName.GPIPE | ScheduleName.BFS:
-            return per_rank * microbatches
-        case ScheduleName.ONE_F_ONE_B:
-            return min(microbatches, ahead + 1)
-        case ScheduleName.INTERLEAVED:
-            # a round through all stages but the last, two forwards for each hop, and one
-            return min(per_rank * microbatches, (per_rank - 1) * round_size(size) + 2 * ahead + 1)
-        case ScheduleName.ZERO_BUBBLE:
-            # 1F1B's of each rank, and the weights that lag `rank` behind: p on all of them
-            return min(per_rank * microbatches, (per_rank - 1) * round_size(size) + ranks)
-        case ScheduleName.ZBV:
-            # 2p halves of a 1F1B stage; of fewer micro-batches those that there are
-            return min(microbatches, ranks + ahead) + min(microbatches, rank + 1)
-        case ScheduleName.DUALPIPEV:
-            # "PP + 1" of DeepSeek's table, PP being the stages: a pair's forward is one more
-            return 2 * ranks + 1
-        case _:
-            assert_never(size.schedule)
-
-
-# -------- sends and receives
-
-
 def crossings(size: PipelineSize, rank: int) -> Mapping[Crossing, int]:
     """Return a rank's sends and receives in a step, calls by collective and phase. Nothing is sent
     where two stages of a rank follow each other."""
     per_rank, last = size.stages_per_rank, size.ranks - 1
     if size.ranks == 1:
         onward = inward = 0
-    elif size.schedule in _V_SHAPED:
+    elif size.schedule in V_SHAPED:
         # to and from the next rank on the way down, to and from the rank before on the way up
         onward = inward = (rank < last) + (rank > 0)
     else:
@@ -136,9 +76,6 @@ def boundary_bytes(spec: Spec, hidden: int) -> int:
         if factor.axis is Axis.TP and str(factor.placement.activations) != "R":
             tokens //= factor.degree
     return tokens * hidden * spec.precision.effective.parameters.itemsize
-
-
-# -------- resident
 
 
 def spans(step: Pipeline) -> tuple[LayerSpan, ...]:
@@ -174,12 +111,9 @@ def shared_elements(shape: ModelShape, size: PipelineSize, rank: int, rows: int)
     """Return the elements of the gradient that a rank sums with another one's in a step, of a tied
     head of which it has so many rows: the ranks of the first and the last stage do, unless these
     are one."""
-    first, last = 0, 0 if size.schedule in _V_SHAPED else size.ranks - 1
+    first, last = 0, 0 if size.schedule in V_SHAPED else size.ranks - 1
     is_end = rank in (first, last) and first != last
     return rows * shape.hidden if shape.tied and is_end else 0
-
-
-# -------- activations
 
 
 def kept_at_boundaries(stages: int, boundary: int, logits: int, *, is_wide: bool) -> int:
@@ -208,12 +142,6 @@ def held_bytes(size: PipelineSize, rank: int, chunks: Sequence[int], boundary: i
     flight = chunks_in_flight(size, rank)
     in_flight = flight * sum(chunks) // len(chunks)  # equal chunks, or all micro-batches'
     return in_flight + boundary * ((rank < last) + chunks_between(size, rank))
-
-
-def chunks_between(size: PipelineSize, rank: int) -> int:
-    """Return how many chunks are in flight on the rank before and not on this one, at most, where
-    both have most of them."""
-    return chunks_in_flight(size, rank - 1) - chunks_in_flight(size, rank) if rank else 0
 
 
 def held_behind(size: PipelineSize, rank: int, chunk: int, boundary: int, done: int) -> int:
@@ -258,7 +186,7 @@ def least_held_bytes(size: PipelineSize, rank: int, chunks: Sequence[int], bound
     if held is not None:
         return held
     forwards = forwards_first(size, rank)
-    turns = size.schedule in _V_SHAPED and rank == size.ranks - 1
+    turns = size.schedule in V_SHAPED and rank == size.ranks - 1
     return forwards * min(chunks) - turns * (forwards // 2) * boundary
 
 
@@ -282,17 +210,3 @@ def _through(size: PipelineSize, chunks: int) -> list[int]:
     return [
         rounds * height + max(0, min(height, left - place * height)) for place in range(per_rank)
     ]
-
-
-def forwards_first(size: PipelineSize, rank: int) -> int:
-    """Return the forwards of a rank before its first backward pass."""
-    flight = chunks_in_flight(size, rank)
-    match size.schedule:
-        case ScheduleName.ZERO_BUBBLE:
-            # ZB-H1 warms up as 1F1B does: what its weights hold comes later
-            warm_up = (size.stages_per_rank - 1) * round_size(size) + size.ranks - rank
-            return min(size.stages_per_rank * size.microbatches, warm_up)
-        case ScheduleName.DUALPIPEV:
-            return flight - 1 if rank < size.ranks - 1 else flight
-        case _:
-            return flight

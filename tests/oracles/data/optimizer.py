@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ptrain.axes.data.cost.chain import ChainUnit, NoClosedForm, UnitChain
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import LONG_NORM, Plan
+from tests.oracles.data.chain import ChainUnit, NoClosedForm, UnitChain
 
 COUNTER_BYTES = 4
 

@@ -7,22 +7,22 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from ptrain.axes.data.cost.buffer import Buffer
-from ptrain.axes.data.cost.chain import (
+from ptrain.costs import State
+from ptrain.spec.placement import Tier
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
+from ptrain.steps.wraps import FlatUnits
+from tests.oracles.data.buffer import Buffer
+from tests.oracles.data.chain import (
     ChainUnit,
     MicroBatchPlace,
     Resident,
     UnitChain,
     micro_batches,
 )
-from ptrain.axes.data.cost.gradients import GradientsForm, Moments, Preparation
-from ptrain.axes.data.cost.parameters import ParametersForm
-from ptrain.axes.data.cost.update import UnitUpdate, UpdateTarget
-from ptrain.costs import State
-from ptrain.spec.placement import Tier
-from ptrain.spec.spec import Spec
-from ptrain.steps.step import Plan
-from ptrain.steps.wraps import FlatUnits
+from tests.oracles.data.gradients import GradientsForm, Moments, Preparation
+from tests.oracles.data.parameters import ParametersForm
+from tests.oracles.data.update import UnitUpdate, UpdateTarget
 
 
 @dataclass(frozen=True, slots=True, eq=False)

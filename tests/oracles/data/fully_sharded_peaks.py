@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ptrain.axes.data.cost.chain import MicroBatchPlace, micro_batches
-from ptrain.axes.data.cost.fully_sharded import FullyShardedForm, ShardedUnit
-from ptrain.axes.data.cost.optimizer import norm, update_casts
 from ptrain.axes.data.fsdp2 import Habits, habits
 from ptrain.costs import Phase
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
 from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import FullyShard
+from tests.oracles.data.chain import MicroBatchPlace, micro_batches
+from tests.oracles.data.fully_sharded import FullyShardedForm, ShardedUnit
+from tests.oracles.data.optimizer import norm, update_casts
 
 
 def fully_sharded_peaks(sharded: FullyShardedForm, index: int) -> dict[Phase, int]:

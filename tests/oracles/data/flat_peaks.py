@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost.chain import MicroBatchPlace, micro_batches
-from ptrain.axes.data.cost.flat import FlatUnit, FlatUnitsForm
-from ptrain.axes.data.cost.optimizer import norm
 from ptrain.costs import Phase
 from ptrain.spec.placement import Tier
+from tests.oracles.data.chain import MicroBatchPlace, micro_batches
+from tests.oracles.data.flat import FlatUnit, FlatUnitsForm
+from tests.oracles.data.optimizer import norm
 
 FLAG_BYTES = 4  # fp32: whether a gradient of a scaled loss overflowed
 

@@ -11,19 +11,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from ptrain.axes.data.cost.chain import NoClosedForm, Resident, UnitChain
-from ptrain.axes.data.cost.flat import FlatUnitsForm
-from ptrain.axes.data.cost.flat_peaks import flat_peaks
-from ptrain.axes.data.cost.flat_traffic import flat_sent
-from ptrain.axes.data.cost.fully_sharded import FullyShardedForm
-from ptrain.axes.data.cost.fully_sharded_peaks import fully_sharded_peaks
-from ptrain.axes.data.cost.replicated import ReplicatedForm
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
+from tests.oracles.data.chain import NoClosedForm, Resident, UnitChain
+from tests.oracles.data.flat import FlatUnitsForm
+from tests.oracles.data.flat_peaks import flat_peaks
+from tests.oracles.data.flat_traffic import flat_sent
+from tests.oracles.data.fully_sharded import FullyShardedForm
+from tests.oracles.data.fully_sharded_peaks import fully_sharded_peaks
+from tests.oracles.data.replicated import ReplicatedForm
 
 
 class WrapForm(Protocol):

@@ -14,18 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ptrain.axes.data.cost.buffer import Axes, Buffer
-from ptrain.axes.data.cost.chain import ChainUnit
-from ptrain.axes.data.cost.gradients import GradientsForm
-from ptrain.axes.data.cost.optimizer import (
-    COUNTER_BYTES,
-    has_counter,
-    is_by_tensor,
-    num_moments,
-    orthogonalization,
-    scalars,
-)
-from ptrain.axes.data.cost.parameters import ParametersForm
 from ptrain.spec.axis import without
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.job import OptimizerSpec
@@ -33,6 +21,18 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import FlatUnits
+from tests.oracles.data.buffer import Axes, Buffer
+from tests.oracles.data.chain import ChainUnit
+from tests.oracles.data.gradients import GradientsForm
+from tests.oracles.data.optimizer import (
+    COUNTER_BYTES,
+    has_counter,
+    is_by_tensor,
+    num_moments,
+    orthogonalization,
+    scalars,
+)
+from tests.oracles.data.parameters import ParametersForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

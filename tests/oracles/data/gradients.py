@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ptrain.axes.data.cost.buffer import Axes, Buffer
 from ptrain.spec.axis import without
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
 from ptrain.steps.wraps import FlatUnits
+from tests.oracles.data.buffer import Axes, Buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,90 @@
+"""What the expert axis costs in closed form: the second opinion on what ranks have, exchange and
+hold while they do.
+
+n ranks, E experts of which k are a token's, C places of each of them for a sample, T tokens of a
+sample that a rank routes, b samples, h features of e bytes. The rows of a trip are with a capacity
+b·E·min(C, T)·h·e; without one b·k·T·h·e, where as many go to each expert. Where N ranks have slices
+of a sample in L stretches each, routers count over them: b·E sums for a loss, N·L·k·b·E counts for
+places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from math import ceil
+
+from ptrain.costs import Collective, Phase
+from ptrain.spec.axis import TOKEN_AXES, Axis
+from ptrain.spec.model import ModelShape
+from ptrain.spec.spec import Spec
+
+_COUNT_BYTES = 8  # of rows for an expert: int64
+
+
+def rows_bytes(spec: Spec, shape: ModelShape) -> int:
+    """Return the bytes of a trip's rows: what one rank sends to all experts, its own among them."""
+    assert shape.experts is not None, "nothing travels"
+    tokens = spec.own_tokens // _folded(spec)
+    number = shape.experts_per_token * tokens
+    if shape.capacity_factor is not None:
+        choices = shape.experts_per_token * spec.batch.sequence
+        places = ceil(Fraction(str(shape.capacity_factor)) * choices / shape.experts)
+        number = shape.experts * min(places, tokens)
+    itemsize = spec.precision.effective.parameters.itemsize
+    return spec.batch.micro * number * shape.hidden * itemsize
+
+
+def of_a_layer(spec: Spec, shape: ModelShape) -> Iterator[tuple[Collective, Phase, int, int]]:
+    """Yield collective, phase, calls and the bytes that one rank sends by them for a layer and a
+    micro-batch, of which nothing is computed again: there and back, and the same for gradients,
+    (n - 1)/n of the rows, in whole rows; and what says how many come, where that depends on
+    data."""
+    assert shape.experts is not None, "nothing travels"
+    ranks, row = ranks_of_experts(spec), shape.hidden * spec.precision.effective.parameters.itemsize
+    leaving = rows_bytes(spec, shape) // row * (ranks - 1) // ranks * row
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        yield Collective.ALL_TO_ALL, phase, 2, 2 * leaving
+    if shape.capacity_factor is None:
+        counts = _COUNT_BYTES * shape.experts * (ranks - 1) // ranks
+        yield Collective.ALL_TO_ALL, Phase.FORWARD, 1, counts
+
+
+def of_a_router(
+    spec: Spec, shape: ModelShape, stretches: int
+) -> Iterator[tuple[Collective, Phase, int, int]]:
+    """Yield the same of what a layer's router asks the ranks of cp, or of a tp that is folded into
+    ep, each of which has so many stretches of a sample."""
+    assert shape.experts is not None, "nobody is chosen"
+    ranks, counts = spec.degree(*TOKEN_AXES) * _folded(spec), spec.batch.micro * shape.experts
+    if shape.aux_loss:
+        size = counts * max(4, spec.precision.effective.parameters.itemsize)
+        yield Collective.ALL_REDUCE, Phase.FORWARD, 1, ceil(Fraction(2 * (ranks - 1) * size, ranks))
+    if shape.capacity_factor is not None:
+        size = _COUNT_BYTES * stretches * shape.experts_per_token * counts
+        yield Collective.ALL_GATHER, Phase.FORWARD, 1, (ranks - 1) * size
+
+
+def trip_bytes(spec: Spec, shape: ModelShape) -> int:
+    """Return the bytes that a trip has at once: of what sets out and of what arrives. With a
+    capacity a rank gets as many places as it sends; without one as many rows, where loads are
+    even."""
+    return 2 * rows_bytes(spec, shape)
+
+
+def ranks_of_experts(spec: Spec) -> int:
+    """Return how many ranks have a layer's experts between them: those of ep, and where tp is
+    folded into it those of tp beside each."""
+    return spec.degree(Axis.EP) * _folded(spec)
+
+
+def _folded(spec: Spec) -> int:
+    """Return how many ranks of tp beside one of ep have experts, and tokens to route."""
+    return spec.degree(Axis.TP) if spec.tensor.is_folded else 1
+
+
+def own_experts(shape: ModelShape, ranks: int) -> int:
+    """Return the elements of a layer's experts that one of so many ranks has."""
+    assert shape.experts is not None, "nobody has any"
+    matrices = 3 if shape.activation.is_gated else 2
+    return shape.experts // ranks * matrices * shape.hidden * shape.width_of_expert
