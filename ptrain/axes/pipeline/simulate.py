@@ -12,35 +12,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, Protocol, assert_never
+from typing import NamedTuple, Protocol
 
 from ptrain.axes.pipeline.proof import step_work
-from ptrain.axes.pipeline.schedule import Action, Pair, Schedule, Step
+from ptrain.axes.pipeline.schedule import Action, Pair, Schedule, StageCost, Step
 from ptrain.errors import BrokenSchedule
-from ptrain.timeline import Kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
-    """Of one micro-batch on one stage, in any one unit of time. A whole backward is input and
-    weight. The first stage computes both in its weight step: nobody waits for its inputs."""
-
-    forward: float = 1
-    input: float = 1
-    weight: float = 1
-
-    def of(self, kind: Kind) -> float:
-        match kind:
-            case Kind.FORWARD:
-                return self.forward
-            case Kind.INPUT:
-                return self.input
-            case Kind.WEIGHT:
-                return self.weight
-            case Kind.BACKWARD:
-                return self.input + self.weight
-            case _:
-                assert_never(kind)
 
 
 class Durations(Protocol):
