@@ -23,7 +23,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 from tests.oracles.context import keys_and_values
 
 RANKS, TOKENS = 8, 131_072

@@ -20,7 +20,6 @@ from dataclasses import replace
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.beside import Messages, PassSeconds, Sent, messages_of
 from ptrain.derivation.clock_state import Arrival, ClockState, LaneSpan, Seconds
-from ptrain.derivation.launches import with_launches
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
@@ -35,6 +34,35 @@ from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
+
+# The lane of launches: what a device waits for its host.
+#
+# The host issues one thing after the other, and what it has issued begins when the device is done
+# with all before it. Nothing that the device does is read between two steps (`train.loop`), so
+# that the host of a steady step is as far ahead as the device is behind, up to a whole step. A
+# step then takes as long as the longer of both chains, for they meet in nothing but this (the
+# greatest mean of a cycle, Baccelli et al. 1992). The driver's queue, of a thousand launches or
+# so, is not counted.
+
+
+def with_launches(rows: Sequence[TimeRow], seconds: float) -> tuple[TimeRow, ...]:
+    """Return the rows of a step whose host issues for so many seconds: those by which it takes
+    longer than the rest are spent in the phases in which the host does, where these are longer."""
+    late = seconds - sum(row.seconds for row in rows)
+    issuing = {row.key.phase: row.moving for row in rows if row.key.spent is Spent.LAUNCHES}
+    if late <= 0 or not any(issuing.values()):  # a stage that issues nothing waits in the bubble
+        return tuple(rows)
+    own = {phase: sum(row.seconds for row in rows if row.key.phase is phase) for phase in issuing}
+    longer = {phase: max(0.0, taken - own[phase]) for phase, taken in issuing.items()}
+    weights = longer if any(longer.values()) else issuing  # it is another rank's host that is late
+    share = late / sum(weights.values())
+    return tuple(
+        replace(row, seconds=share * weights[row.key.phase])
+        if row.key.spent is Spent.LAUNCHES
+        else row
+        for row in rows
+    )
+
 
 _AGREED = 64  # bytes: a few numbers of 8
 _NEVER_BEHIND = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
+from typing import TypeVar
 
 from ptrain.axes.context.cost import own_kept
 from ptrain.axes.context.cost import sent as sent_over_context
@@ -12,7 +14,7 @@ from ptrain.axes.data.frozen import require_executed
 from ptrain.axes.expert.cost import sent as sent_to_experts
 from ptrain.axes.expert.form import assumed
 from ptrain.axes.pipeline.catalogue import schedule_of
-from ptrain.by_rank import ByRank
+from ptrain.by_rank import ByRank, distinct, rows_by_rank
 from ptrain.costs import (
     Column,
     Estimate,
@@ -27,27 +29,28 @@ from ptrain.costs import (
 from ptrain.derivation import balancing, blocks, pipeline, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.activations import drops_in_parts, is_tabulated
-from ptrain.derivation.bounds import bounded
+from ptrain.derivation.clock_state import LaneSpan
+from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.in_flight import fullest_of, in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kernels import kernel_warnings, unclaimed
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.memory import resident, startup_bytes
-from ptrain.derivation.notes import notes
+from ptrain.derivation.notes import notes, pipeline_notes
 from ptrain.derivation.operations import operations
 from ptrain.derivation.paper import paper
 from ptrain.derivation.parts import RanksPart, joined, parts_of_ranks
-from ptrain.derivation.pipeline_notes import pipeline_notes
 from ptrain.derivation.tables import setting_of
 from ptrain.derivation.timeline import Replay, replay
-from ptrain.derivation.traffic import sent
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower, own_facts
 from ptrain.rates.pace import UnknownRate
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Tier
+from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.wording import Worded
@@ -371,3 +374,107 @@ def _with_passing(spec: Spec, memory: ByRank[Footprint], played: Replay) -> ByRa
         Footprint(state=State.TRANSIENT, rank=0, device_bytes=played.transient_bytes),
     )
     return memory.and_then(ByRank(([passing], [0] * spec.world_size)))
+
+
+# Bounds in place of sizes, for a model that selects by data: the same step derived at several
+# extents of what is selected, of which the least and the largest figure are taken, row by row.
+# What does not depend on the traces (Θ, Ω, G, traffic) is alike in all, and stays exact.
+
+
+RowT = TypeVar("RowT", Footprint, Peak)
+
+_EXTENTS = (
+    "the bounds are for one element of each selection and for all of them, each by itself, and "
+    "hold if what is allocated grows with what is selected"
+)
+_OFF_DEVICE = attrgetter("state", "rank", "host_bytes", "file_bytes")
+_PASSING = (State.ACTIVATIONS, State.TRANSIENT)
+
+
+def bounded(estimate: Estimate, others: Sequence[Estimate], who: str) -> Estimate:
+    """Return `estimate` with bounds of what differs in `others`, the same step at other extents;
+    `who` selects by data. Where what is sent or leaves the device differs, nothing is said."""
+    if any(_moved(other) != _moved(estimate) for other in others):
+        why = f"{who}, and what it selects is moved off the device or sent again"
+        undefined = dict.fromkeys(("activations", "peak", "traffic"), why)
+        rows = tuple(row for row in estimate.memory if row.state not in _PASSING)
+        return replace(estimate, memory=rows, peak=(), undefined=estimate.undefined | undefined)
+    columns = (estimate, *others)
+    return replace(
+        estimate,
+        memory=_between([column.memory for column in columns]),
+        peak=_between([column.peak for column in columns]),
+        by_data=dict.fromkeys(("activations", "peak"), f"{who}; {_EXTENTS}"),
+    )
+
+
+def _moved(estimate: Estimate) -> object:
+    off_device = set(map(_OFF_DEVICE, distinct(estimate.memory)))
+    return set(estimate.traffic), estimate.account_of, off_device
+
+
+def _between(columns: Sequence[Sequence[RowT]]) -> Sequence[RowT]:
+    """Return each rank's rows, which all columns have in the same order, with their bounds."""
+    by_rank = [column for column in columns if isinstance(column, ByRank)]
+    if len(by_rank) < len(columns):
+        return [_bounds(rows) for rows in zip(*columns, strict=True)]
+    ranks = range(max((len(kind_of) for _, kind_of in by_rank[0].parts), default=0))
+    return rows_by_rank(
+        (tuple(column.kinds_of(rank) for column in by_rank) for rank in ranks),
+        lambda kinds: [
+            _bounds(rows) for rows in zip(*map(ByRank.of_kinds, by_rank, kinds), strict=True)
+        ],
+    )
+
+
+def _bounds(rows: Sequence[RowT]) -> RowT:
+    sizes = [row.device_bytes for row in rows]
+    lower = None if min(sizes) == max(sizes) else min(sizes)
+    return replace(rows[0], device_bytes=max(sizes), lower_bytes=lower)
+
+
+# Traffic of one steady step, call by call: the `exact` column of Theorem 2.
+#
+# Theorem 2 as printed forgets that a rank which updates a part of what it stores must gather the
+# rest; here every collective that the plan's wrap issues is counted, with its padding.
+
+
+def sent(ghost: Wrapping) -> tuple[Traffic, ...]:
+    """Return what every rank sends: once (setup) and in each step."""
+    return add_traffic((*ghost.sent(None), *norm(ghost)))
+
+
+# A step's lanes: what a rank does when, and what moves beside it; of a pipeline, what every rank
+# does.
+
+
+def step_lanes(derivation: Derivation) -> tuple[LaneSpan, ...]:
+    """Return the spans of a step whose time was predicted, every block by itself. Of micro-batches
+    between the first and the last there is one. Raises UnknownRate where there is no time."""
+    spec, facts = derivation.spec, derivation.facts
+    spans: list[LaneSpan] = []
+    machine = machine_of(spec, derivation.plan, facts)
+    derive(spec, facts, replace(machine, plays_all=True, spans=spans))
+    return tuple(spans)
+
+
+# What a run's own routing makes of the prediction: the formula of where tokens go, with the counts
+# of the step that was measured. It says nothing before a run, and is kept apart from what does.
+
+
+def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estimate | None:
+    """Return the exact column with the counts of a run's `step` (from 1) in place of what it
+    assumes; None where it assumes nothing of where tokens go."""
+    if not derivation.exact.assumed:
+        return None
+    spec = derivation.spec.but(routing=histogram)
+    exact = derive(spec, derivation.facts, is_timed=False).exact
+    why = f"by where the run's routers sent tokens in step {step}, counted on every rank"
+    return replace(
+        exact,
+        column=Column.COUNTED,
+        assumed={},
+        counted=dict.fromkeys(exact.assumed, why),
+        step=derivation.exact.step,
+        undefined={**derivation.exact.undefined, **exact.undefined},
+    )

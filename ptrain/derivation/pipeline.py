@@ -19,13 +19,12 @@ from itertools import chain
 from ptrain.axes.context.cost import own_kept
 from ptrain.axes.context.cost import sent as sent_over_context
 from ptrain.axes.expert.cost import sent as sent_to_experts
-from ptrain.axes.pipeline.gathers import stage_gathers
-from ptrain.axes.pipeline.holdings import Transfer, transfers
+from ptrain.axes.pipeline.holdings import Transfer, stage_gathers, transfers
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles
-from ptrain.axes.ring import Calls, group_over
+from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.by_rank import ByRank, rows_by_rank
-from ptrain.costs import Footprint, State, Traffic, add_traffic
+from ptrain.costs import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.activation_moves import kept_traffic
 from ptrain.derivation.balancing import summed
@@ -37,7 +36,6 @@ from ptrain.derivation.layers import Pairs, moved_and_repeated
 from ptrain.derivation.memory import by_shard, other_bytes
 from ptrain.derivation.repeats import alike
 from ptrain.derivation.tables import RankCut
-from ptrain.derivation.tied import Rows, tied_sums
 from ptrain.facts.attention import AttentionHeads
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Passes, RowsPasses
@@ -48,6 +46,35 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ByLayer, Loads
 from ptrain.steps.step import Plan
+
+# Gradients of tensors that the first and the last stage both have, summed over the two.
+
+
+_ENDS = 2  # ranks: the first stage's and the last one's
+
+Rows = tuple[Traffic, ...]
+
+
+def tied_sums(ghost: Wrapping, stage: Stage) -> tuple[Rows, ...]:
+    """Return the calls of a rank with this part of a stage for shared tensors: one for each, of its
+    gradient as it is kept between reduction and update. There is a row of them for each shard where
+    their slices differ in size, else one for all; `ghost` wraps one rank's part of tp."""
+    plan, part = ghost.wrapped.plan, ghost.wrapped.facts
+    step = plan.pipeline
+    assert step is not None
+    if not stage.shared or step.rank_of[0] == step.rank_of[-1]:
+        return ((),)
+    units = [unit for unit in part.units if {t.name for t in unit.trained} & {*stage.shared}]
+    if not units:  # what is frozen has no gradient
+        return ((),)
+    calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
+    group, itemsize = Group((step.axis,), _ENDS), plan.update.layout.gradients.itemsize
+    sums = tuple(
+        tuple(calls.over(group, numel * itemsize) for numel in numels)
+        for numels in zip(*map(ghost.kept_gradients, units), strict=True)
+    )
+    return sums if len(set(sums)) > 1 else sums[:1]
+
 
 _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 

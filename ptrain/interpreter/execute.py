@@ -39,14 +39,14 @@ from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.tiers import Tiers
 from ptrain.rooms.torch import TorchRoom
-from ptrain.steps.balance import BalanceExperts
-from ptrain.steps.context import ContextParallel
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.kind import PlanStep, Ran
 from ptrain.steps.step import (
     Accumulate,
+    BalanceExperts,
     ChunkedLoss,
     Clip,
+    ContextParallel,
     CreateMesh,
     Keep,
     Parallelize,

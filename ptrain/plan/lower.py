@@ -40,7 +40,6 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.role import Fusions, Roles
 from ptrain.spec.spec import Spec
-from ptrain.steps.balance import balance_of
 from ptrain.steps.step import (
     Accumulate,
     Clip,
@@ -50,6 +49,7 @@ from ptrain.steps.step import (
     Pipeline,
     Plan,
     Update,
+    balance_of,
     chunked_loss,
 )
 from ptrain.steps.wraps import (

@@ -35,8 +35,7 @@ from ptrain.rooms.registry import Registry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
-from ptrain.steps.context import ContextParallel
-from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
+from ptrain.steps.step import ChunkedLoss, ContextParallel, Keep, Parallelize
 from ptrain.traces.layer_rows import Names, only, running_units
 from ptrain.traces.record import TracedStage, Units, record, record_stage, run_unrecorded
 

@@ -12,11 +12,11 @@ from random import Random
 
 from ptrain.costs import State, Traffic
 from ptrain.derivation.differing import differing_axes
+from ptrain.derivation.estimate import sent
 from ptrain.derivation.flat import joined
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import resident
 from ptrain.derivation.timeline import replay
-from ptrain.derivation.traffic import sent
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from ptrain.algebra.legality import check
-from ptrain.axes.data.buckets import buckets_of
+from ptrain.axes.data.units import buckets_of
 from ptrain.derivation.flat import joined
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower

@@ -11,8 +11,8 @@ from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, Tr
 from ptrain.derivation import wire
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.derivation.flat_rows import flat_rows
 from ptrain.derivation.ghosts.clipping import clipping
+from ptrain.derivation.ghosts.flat_units import flat_rows
 from ptrain.derivation.ghosts.wrapping import micro_batches
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower

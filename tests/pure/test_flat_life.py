@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptrain.costs import Collective, Phase, State
+from ptrain.derivation.estimate import sent
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.flat_rows import flat_rows
+from ptrain.derivation.ghosts.flat_units import flat_rows
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import resident
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.derivation.timeline import play_update
-from ptrain.derivation.traffic import sent
 from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis

@@ -7,8 +7,7 @@ import pytest
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.plan.show import show
-from ptrain.plan.show_activations import keep_text
+from ptrain.plan.show import keep_text, show
 from ptrain.spec.activations import FULL, Kept
 from ptrain.spec.load import load
 from ptrain.steps.step import Keep

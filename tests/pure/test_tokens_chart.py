@@ -12,7 +12,7 @@ from ptrain.charts.sheet import WHITE, Rectangle, Sheet
 from ptrain.charts.tokens import tokens_sheet
 from ptrain.cli.main import main
 from ptrain.spec.load import load
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 
 SPECS = {
     "ring": ("cp-ring", "mesh.cp=4"),

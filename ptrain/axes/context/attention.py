@@ -12,7 +12,7 @@ from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR
 from ptrain.spec.spec import Spec
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 
 
 def factor_of(spec: Spec) -> Factor | None:

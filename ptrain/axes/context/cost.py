@@ -16,8 +16,7 @@ from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
-from ptrain.steps.context import ContextParallel
-from ptrain.steps.step import Plan
+from ptrain.steps.step import ContextParallel, Plan
 
 _ACTIVATIONS = State.ACTIVATIONS
 

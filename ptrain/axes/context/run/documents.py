@@ -19,7 +19,7 @@ from ptrain.costs import State
 from ptrain.models.documents import Documents, added_mask, are_apart, hiding
 from ptrain.rooms.comm import all_gather
 from ptrain.rooms.registry import Registry
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 
 
 class SlicedDocuments(Documents):

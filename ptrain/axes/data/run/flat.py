@@ -15,7 +15,6 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ptrain.axes.data.buckets import buckets_of
 from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.run.flat_target import (
@@ -27,9 +26,8 @@ from ptrain.axes.data.run.flat_target import (
 )
 from ptrain.axes.data.run.local_part import Parameter, stored_part
 from ptrain.axes.data.run.members import OwnRows, ParameterMembers, RowWriter
-from ptrain.axes.data.run.target import NamedTarget
-from ptrain.axes.data.run.whole import OfWholeModel
-from ptrain.axes.data.units import ModelLife, UnitLife, UnitParts, UnitUse
+from ptrain.axes.data.run.target import NamedTarget, OfWholeModel
+from ptrain.axes.data.units import ModelLife, UnitLife, UnitParts, UnitUse, buckets_of
 from ptrain.axes.data.update import TensorsUpdate
 from ptrain.costs import State
 from ptrain.models.leaving import when_left

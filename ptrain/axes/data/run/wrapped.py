@@ -12,8 +12,12 @@ import torch
 from torch import nn
 
 from ptrain.axes.data.run.flat import parameters_by_unit
-from ptrain.axes.data.run.target import Named, NamedTarget, ParameterTarget
-from ptrain.axes.data.run.whole import OfWholeModel
+from ptrain.axes.data.run.target import (
+    Named,
+    NamedTarget,
+    OfWholeModel,
+    ParameterTarget,
+)
 from ptrain.costs import State
 from ptrain.optimizers.update import Scale
 from ptrain.rooms.room import OptimizerLeaf
