@@ -14,7 +14,7 @@ from ptrain.algebra.legality import require
 from ptrain.axes.context.attention import context_of
 from ptrain.axes.context.tokens import balance, blocks_of
 from ptrain.costs import Collective, Phase, State
-from ptrain.derivation.beside import messages_of
+from ptrain.derivation.clock import messages_of
 from ptrain.facts.operators import InnerCollective, Operator
 from ptrain.rates.measured import pace_of
 from ptrain.rates.pace import Pace

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ptrain.axes.context.cost import own_kept
 from ptrain.axes.context.cost import sent as sent_over_context
-from ptrain.axes.data.frozen import require_executed
+from ptrain.axes.data.form import require_executed
 from ptrain.axes.expert.cost import sent as sent_to_experts
 from ptrain.axes.expert.form import assumed
 from ptrain.axes.pipeline.catalogue import schedule_of
@@ -26,10 +26,10 @@ from ptrain.costs import (
     TrafficKey,
     add_traffic,
 )
-from ptrain.derivation import balancing, blocks, pipeline, tensor
+from ptrain.derivation import blocks, memory, pipeline, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.activations import drops_in_parts, is_tabulated
-from ptrain.derivation.clock_state import LaneSpan
+from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
@@ -237,7 +237,7 @@ def exact(
         (
             *tensor.sent(spec, plan, facts),
             *_over_context(spec, plan, facts),
-            *balancing.summed(spec, plan, [facts]),
+            *memory.summed(spec, plan, [facts]),
         )
     )
     traffic = _with(estimate.traffic, operators)

@@ -18,7 +18,6 @@ from ptrain.axes.data.theta import Parameters
 from ptrain.axes.data.units import ModelLife, U, UnitLife, UnitParts, buckets_of
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import Collective, State
-from ptrain.derivation.differing import differing_axes, within_tp
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
 from ptrain.derivation.tape import Scene
@@ -403,7 +402,7 @@ class Flat:
         self.units.for_update()
         if self._is_by_view and self.tape.is_reading:
             self.views = NormedViews(self._counted())
-            differing = differing_axes(self.scene.plan)
+            differing = self.scene.plan.differing_axes
             self.kinds = self.views.kinds(
                 tuple((f.axis, f.degree) for f in self.scene.spec.factors if f.axis in differing)
             )
@@ -443,7 +442,7 @@ class Flat:
     @property
     def _is_by_view(self) -> bool:
         """Whether there is a norm of each view of G."""
-        return self._on_device and within_tp(self.scene.plan)
+        return self._on_device and self.scene.plan.is_clipped_apart
 
     @property
     def _on_device(self) -> bool:

@@ -27,17 +27,14 @@ from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.costs import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.activation_moves import kept_traffic
-from ptrain.derivation.balancing import summed
-from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.layers import Pairs, moved_and_repeated
-from ptrain.derivation.memory import by_shard, other_bytes
+from ptrain.derivation.memory import by_shard, other_bytes, summed
 from ptrain.derivation.repeats import alike
 from ptrain.derivation.tables import RankCut
-from ptrain.facts.attention import AttentionHeads
-from ptrain.facts.model import ModelFacts
+from ptrain.facts.model import AttentionHeads, ModelFacts
 from ptrain.facts.passes import Passes, RowsPasses
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
 from ptrain.spec.activations import Kept
@@ -207,7 +204,7 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
     places_within = range(ranks_over(spec, cut))
     held_by = [[[of_part[stage, i] for stage in held] for i in places_within] for held in stages_of]
     places = zip(
-        *(positions(spec, axes) for axes in ((step.axis,), cut, differing_axes(plan))),
+        *(positions(spec, axes) for axes in ((step.axis,), cut, plan.differing_axes)),
         strict=True,
     )
     return rows_by_rank(
@@ -308,7 +305,7 @@ def _places(
     assert step is not None
     cut = plan.cutting_axes if any(len(stage_parts.parts) > 1 for stage_parts in stages) else ()
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
-    shards = differing_axes(plan) if is_uneven else ()
+    shards = plan.differing_axes if is_uneven else ()
     axes = (step.axis,), cut, shards, spec.routing_axes if loads else ()
     return list(zip(*(positions(spec, names) for names in axes), strict=True))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
 
-from ptrain.axes.context.form import written_attention
+from ptrain.axes.context.attention import written_attention
 from ptrain.axes.data.candidates import OVERLAPS, UNITS
 from ptrain.axes.data.form import form_of, joins_units
 from ptrain.errors import refused

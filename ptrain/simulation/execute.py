@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from ptrain.axes.expert.run.stated import StatedRouting
+from ptrain.axes.expert.run.apply import StatedRouting
 from ptrain.costs import Column, Estimate, add_traffic
 from ptrain.data.sampler import blank_batch
 from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, reserved

@@ -347,6 +347,17 @@ class Plan(PlanAxes, Worded):
         for name in _NAMES.values():
             object.__setattr__(self, name, by_name.get(name))
 
+    @property
+    def is_clipped_apart(self) -> bool:
+        """Whether the norm is computed apart for operators that are cut and for others."""
+        return self.clip is not None and bool(self.clip.operator_axes)
+
+    @property
+    def differing_axes(self) -> tuple[Axis, ...]:
+        """The axes along which ranks store different numbers of bytes, or, of flat units within tp,
+        have other pieces of tensors in their shards, of each of which there is a norm."""
+        return self.wrap.differing_axes(within_tp=self.is_clipped_apart)
+
     def wrap_of(self, unit: Sequence[str]) -> Wrap:
         """Return how a unit of these modules is wrapped: one of experts as the axes say that do not
         give ranks other experts."""

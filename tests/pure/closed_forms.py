@@ -11,7 +11,6 @@ from functools import cache
 from random import Random
 
 from ptrain.costs import State, Traffic
-from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.estimate import sent
 from ptrain.derivation.flat import joined
 from ptrain.derivation.ghosts.table import wrapping
@@ -131,7 +130,7 @@ def in_closed_form(
     chain = chain_of(plan, facts, is_fresh=is_fresh)
     form = closed_form(spec, plan, chain)
     figures: Figures = {"transient": form.transient()}
-    for index in sorted({*positions(spec, differing_axes(plan))}):
+    for index in sorted({*positions(spec, plan.differing_axes)}):
         stored = form.resident(index)
         for state in STORED:
             for tier in Tier:
@@ -150,7 +149,7 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     rows = resident(wrapping(spec, plan, facts))
     step = replay(wrapping(spec, plan, replace(facts, timeline=timeline)), rows)
     figures: Figures = {"transient": step.transient_bytes}
-    index_of = positions(spec, differing_axes(plan))
+    index_of = positions(spec, plan.differing_axes)
     always = dict.fromkeys(index_of, 0)
     for row in rows:
         index = index_of[row.rank]

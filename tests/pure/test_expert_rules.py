@@ -14,7 +14,7 @@ from ptrain.axes.expert.rules import EXPERT
 from ptrain.costs import PLACED
 from ptrain.derivation.throughput import token_operations
 from ptrain.errors import Fault, SpecError
-from ptrain.facts.experts import ExpertLayers
+from ptrain.facts.model import ExpertLayers
 from ptrain.facts.parameters import facts
 from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.block import Bias

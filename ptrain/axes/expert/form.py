@@ -9,8 +9,7 @@ from functools import lru_cache
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.costs import Collective
 from ptrain.errors import Fault, SpecError
-from ptrain.facts.experts import ExpertLayers
-from ptrain.facts.model import ModelFacts, TensorFacts
+from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts
 from ptrain.spec.axis import TOKEN_AXES, Axis, Factor
 from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.model import ModelShape

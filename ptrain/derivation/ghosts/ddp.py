@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ptrain.axes.data.cost import bucket_caps, bucket_sizes, spread
 from ptrain.costs import Collective, Footprint, Phase, State, Traffic
-from ptrain.derivation.clock_state import Arrival
+from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.in_place import InPlace, Shapes
 from ptrain.derivation.ghosts.one_device import Local

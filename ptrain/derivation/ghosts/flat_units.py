@@ -10,8 +10,7 @@ from functools import cached_property
 from ptrain.axes.data.cost import padded_flat
 from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.flat import SCALE_BYTES, Flat, cut_axes, flat_step_of, joined, places_of
-from ptrain.derivation.ghosts.unit_notes import accumulation, kept_root
-from ptrain.derivation.ghosts.wrapping import Times, Wrapped, micro_batches
+from ptrain.derivation.ghosts.wrapping import Times, Wrapped, accumulation, kept_root, micro_batches
 from ptrain.derivation.optimizer_state import needs_whole_tensors
 from ptrain.derivation.tape import Account, Scene, Tape
 from ptrain.facts.model import ModelFacts, UnitFacts

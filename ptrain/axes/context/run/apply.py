@@ -17,7 +17,7 @@ from ptrain.axes.context.run.randomness import MicroBatchCut, masks_at
 from ptrain.axes.context.run.routing import SampleSlices, route_slices
 from ptrain.axes.context.run.slices import sliced
 from ptrain.axes.context.tokens import Span
-from ptrain.facts.attention import Attending
+from ptrain.facts.model import Attending
 from ptrain.internals.functional_collectives import all_to_all_single_autograd, awaited
 from ptrain.models.attention import Core, repeated
 from ptrain.models.batch import StepBatch

@@ -29,7 +29,7 @@ from ptrain.axes.context.run.own_models import positions_of
 from ptrain.axes.context.run.randomness import MicroBatchCut, SlicedMasks, masks_at
 from ptrain.axes.context.tokens import Span
 from ptrain.errors import SpecError, refused
-from ptrain.facts.attention import Attending
+from ptrain.facts.model import Attending
 from ptrain.internals.dispatch import without_modes
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.attending import POSITIONS, AttendingCall, AttentionWatch, logits_at, not_plain

@@ -3,7 +3,7 @@ the micro-batches in flight.
 
 Of a micro-batch a stage holds the input, the output and, on the last stage, the loss until its
 backward pass is over; of one in halves, the gradient of the output too. So a schedule's memory is
-what its instructions say (`derivation.stage_replay`).
+what its instructions say (`derivation.in_flight`).
 """
 
 from __future__ import annotations
