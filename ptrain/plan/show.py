@@ -18,6 +18,7 @@ from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.holdings import most_held_of
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.simulate import simulate
+from ptrain.facts.stages import Units
 from ptrain.plan.composition import all_conditions, condition_lines, ranks_text
 from ptrain.spec.activations import Kept, Operators, Scope
 from ptrain.spec.axis import Axis
@@ -48,7 +49,6 @@ from ptrain.steps.step import (
     Pipeline,
     Plan,
     Step,
-    Units,
     Update,
 )
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate

@@ -23,23 +23,23 @@ class ScheduleName(Word):
     words: tuple[str, ...]
     torch: str
     stages: int
-    in_halves: bool
+    is_in_halves: bool
 
     def __new__(
         cls,
         name: str,
-        meaning: str,
+        meaning: str = "",
         torch: str = "",
         words: tuple[str, ...] = (),
         stages: int = 1,
-        in_halves: bool = False,
+        is_in_halves: bool = False,
     ) -> Self:
         member = str.__new__(cls, name)
         member._value_ = name
         member.meaning, member.torch, member.stages = meaning, torch, stages
         class_name = torch.lower()
         member.words = (*words, class_name, class_name.removeprefix("schedule")) if torch else words
-        member.in_halves = in_halves
+        member.is_in_halves = is_in_halves
         return member
 
     NAIVE = "naive", "one micro-batch at a time: one rank works, the others wait"
@@ -237,6 +237,4 @@ class PipelineSpec:
     @property
     def is_in_halves(self) -> bool:
         """Whether some backward passes are computed in two halves."""
-        schedule = self.schedule
-        is_listed = isinstance(schedule, ListedSchedule)
-        return schedule.is_in_halves if is_listed else schedule.in_halves
+        return self.schedule.is_in_halves

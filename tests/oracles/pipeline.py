@@ -119,7 +119,7 @@ def held_bytes(size: PipelineSize, rank: int, chunks: Sequence[int], boundary: i
     """
     last = size.ranks - 1
     is_round = size.schedule is ScheduleName.INTERLEAVED and len(chunks) > 1
-    if size.schedule.in_halves or (is_round and (len({*chunks}) > 1 or rank in (0, last))):
+    if size.schedule.is_in_halves or (is_round and (len({*chunks}) > 1 or rank in (0, last))):
         return None
     flight = chunks_in_flight(size, rank)
     in_flight = flight * sum(chunks) // len(chunks)  # equal chunks, or all micro-batches'

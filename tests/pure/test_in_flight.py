@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 
-from ptrain.axes.pipeline.stage_facts import stages_of as cut_by
 from ptrain.costs import Phase, State
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive
@@ -31,7 +30,7 @@ every_layout = pytest.mark.parametrize("layout", ["fp32", "bf16"])
 def stages_of(spec: Spec) -> list[Passes]:
     """Each stage's passes, first to last."""
     plan, facts = derive(spec).plan, own_facts(spec)
-    all_facts = staged(spec, plan, facts, cut_by(spec, facts))
+    all_facts = staged(spec, plan, facts)
     taken_apart = [all_facts[stage_facts.like] for stage_facts in all_facts]
     return [
         passes(
@@ -60,7 +59,7 @@ def test_a_micro_batch_that_came_back_leaves_its_gradients_and_its_loss(model, l
 def test_gradients_of_weights_are_complete_once_in_the_second_half_if_there_are_two(model):
     spec = legal({"pp": 4}, model=model)
     facts = own_facts(spec)
-    found = staged(spec, derive(spec).plan, facts, cut_by(spec, facts))
+    found = staged(spec, derive(spec).plan, facts)
     for each, stage in zip(found, stages_of(spec), strict=True):
         names = Counter(tensor.name for tensor in each.facts.tensors)
         for kind, expected in (

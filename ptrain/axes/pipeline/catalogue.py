@@ -187,7 +187,7 @@ def faults(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Iter
             finding=f"{name} has {counted(row.stages, 'stage')} a rank, and "
             f"{pipeline.stages} over pp={pipeline.ranks} are {pipeline.stages_per_rank}",
             remedy=f"write {row.stages * pipeline.ranks}, or a schedule over any number a rank: "
-            f"{', '.join(filter(takes_any_stages, SCHEDULES))}",
+            f"{', '.join(other for other in SCHEDULES if takes_any_stages(other))}",
         )
     for need in row.needs:
         yield from need(name, pipeline)

@@ -30,6 +30,7 @@ from ptrain.axes.data.run.target import NamedTarget, OfWholeModel
 from ptrain.axes.data.units import ModelLife, UnitLife, UnitParts, UnitUse, buckets_of
 from ptrain.axes.data.update import TensorsUpdate
 from ptrain.costs import State
+from ptrain.facts.stages import Units as UnitModules
 from ptrain.models.leaving import when_left
 from ptrain.models.recomputing import runs_again
 from ptrain.models.units import ROOT
@@ -39,7 +40,6 @@ from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
 from ptrain.steps.step import Plan
-from ptrain.steps.step import Units as UnitModules
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind
 

@@ -19,11 +19,11 @@ from ptrain.axes.data.run.target import (
     ParameterTarget,
 )
 from ptrain.costs import State
+from ptrain.facts.stages import Units
 from ptrain.optimizers.update import Scale
 from ptrain.rooms.room import OptimizerLeaf
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
-from ptrain.steps.step import Units
 from ptrain.timeline import Kind
 
 
