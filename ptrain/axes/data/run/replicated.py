@@ -8,7 +8,7 @@ a model.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
+from ptrain.axes.data.run.summing import handing_over
 from ptrain.axes.data.run.wrapped import ParameterWrap
-from ptrain.costs import State
 from ptrain.facts.stages import Units
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
@@ -26,30 +26,6 @@ from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import Replicate
 from ptrain.timeline import Kind
-
-# DDP's communication hook: it hands the buckets over, to be summed by whoever takes them.
-#
-# Note: torch reads the hook's annotations as objects, so this module does not postpone them.
-
-
-Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
-
-
-def handing_over(receive: Callable[[torch.Tensor], None], registry: Registry) -> Hook:
-    """A hook that calls `receive` with each full bucket, and lets DDP wait for nothing: gradients
-    are views of the buckets, so they are reduced when these are. A future that is done spares a
-    callback in the backend's thread."""
-
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = registry.tag(bucket.buffer(), State.GRADIENTS)
-        receive(buffer)
-        devices = [buffer.device] if buffer.is_cuda else []
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        done.set_result(buffer)
-        return done
-
-    return hook
-
 
 _STOCK_BUCKET_MB = 25
 
