@@ -14,9 +14,10 @@ from ptrain.axes.pipeline.holdings import most_held
 from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import Simulation, simulate
 from ptrain.costs import State
-from ptrain.derivation.estimate import Derivation, derive, own_facts
+from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.interconnect import link
 from ptrain.plan.composition import Condition, theorem_6, theorem_7
+from ptrain.plan.lower import own_facts
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName

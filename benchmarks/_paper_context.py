@@ -14,7 +14,7 @@ from ptrain.algebra.legality import require
 from ptrain.axes.context.attention import context_of
 from ptrain.axes.context.tokens import balance, blocks_of
 from ptrain.costs import Collective, Phase, State
-from ptrain.derivation.beside import messages_of
+from ptrain.derivation.clock import messages_of
 from ptrain.facts.operators import InnerCollective, Operator
 from ptrain.rates.measured import pace_of
 from ptrain.rates.pace import Pace
@@ -23,7 +23,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 from tests.oracles.context import keys_and_values
 
 RANKS, TOKENS = 8, 131_072

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from _tables import table
 
 from ptrain.algebra.legality import require
-from ptrain.axes.pipeline.bubble import ClosedForm, Relation, closed_form
-from ptrain.axes.pipeline.catalogue import schedule
+from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule
+from ptrain.axes.pipeline.cost import ClosedForm, Relation
 from ptrain.axes.pipeline.holdings import most_held, transfers
-from ptrain.axes.pipeline.schedule import PipelineShape
-from ptrain.axes.pipeline.simulate import StageCost, simulate
+from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
+from ptrain.axes.pipeline.simulate import simulate
 from ptrain.costs import Collective, Traffic, busiest
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import link
@@ -57,7 +57,7 @@ def schedules() -> str:
 def _schedule_row(name: ScheduleName) -> Sequence[str]:
     sizes = [_pipeline(name, ranks, times) for ranks, times in SIZES]
     made = [simulate(schedule(name, size)) for size in sizes]
-    form = closed_form(name, sizes[0], UNIT)
+    form = SCHEDULES[name].cost.bubble(sizes[0], UNIT, 0)
     first = schedule(name, sizes[0])
     held = [most_held(first, rank) / sizes[0].stages_per_rank for rank in (0, first.ranks - 1)]
     sent = max(

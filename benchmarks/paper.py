@@ -32,7 +32,8 @@ from _paper_seconds import section as seconds
 from _paper_traffic import TRAFFIC
 
 from ptrain.algebra.legality import require
-from ptrain.derivation.estimate import Derivation, derive, own_facts
+from ptrain.derivation.estimate import Derivation, derive
+from ptrain.plan.lower import own_facts
 from ptrain.report.record import PEAK_TOLERANCE
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

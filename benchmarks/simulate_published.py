@@ -34,7 +34,7 @@ import torch
 from _machine import conclude, header, this_command
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ptrain.activations.run import recompute
+from ptrain.activations.run import apply
 from ptrain.derivation.allocator import COMPUTING, AllocatedStep, Reserved, reserved
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import Program
@@ -171,7 +171,7 @@ def as_torchtitan() -> Iterator[None]:
         return program
 
     with (
-        mock.patch.object(recompute, "create_selective_checkpoint_contexts", every_second_product),
+        mock.patch.object(apply, "create_selective_checkpoint_contexts", every_second_product),
         mock.patch.object(execute, "interpret", kept_gathered),
     ):
         yield

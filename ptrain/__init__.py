@@ -12,9 +12,9 @@ from ptrain.version import VERSION as __version__
 TYPE_CHECKING = False  # not typing's: `python -m ptrain` is here before its path is put right
 if TYPE_CHECKING:
     from ptrain.derivation.estimate import derive as derive
-    from ptrain.derivation.lowering import lower as lower
     from ptrain.interpreter.program import interpret as interpret
     from ptrain.meters.measure import measure as measure
+    from ptrain.plan.lower import lower as lower
     from ptrain.selection.choose import select as select
     from ptrain.selection.recompute import settled as settled
     from ptrain.spec.load import expand as expand
@@ -31,7 +31,7 @@ _HOMES = {
     "expand": "ptrain.spec.load",
     "compare": "ptrain.verification.comparison",
     "derive": "ptrain.derivation.estimate",
-    "lower": "ptrain.derivation.lowering",
+    "lower": "ptrain.plan.lower",
     "interpret": "ptrain.interpreter.program",
     "measure": "ptrain.meters.measure",
     "read_facts": "ptrain.traces.facts",

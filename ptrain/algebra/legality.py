@@ -14,10 +14,10 @@ from ptrain.activations import rules as activations
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
 from ptrain.axes.expert.rules import EXPERT
-from ptrain.axes.pipeline.dials import DIALS as PIPELINE_DIALS
+from ptrain.axes.pipeline.rules import DIALS as PIPELINE_DIALS
 from ptrain.axes.pipeline.rules import PIPELINE
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
-from ptrain.axes.tensor.dials import DIALS as TENSOR_DIALS
+from ptrain.axes.tensor.rules import DIALS as TENSOR_DIALS
 from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.axis import Factor

@@ -22,6 +22,8 @@ from ptrain.calibration.between import Between
 from ptrain.calibration.points import Points
 from ptrain.calibration.stage_passes import pipeline_pass
 from ptrain.costs import Collective, Phase
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.stages import Units
 from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.units import ROOT
@@ -32,7 +34,6 @@ from ptrain.spec.load import load
 from ptrain.spec.rates import Hook
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import Units
 
 _WIDTH, _ROWS, _LAYERS = 8, 4, 4
 _SETTING_UP = 3  # steps
@@ -85,7 +86,7 @@ def _stack(bench: Bench, units: int) -> nn.Sequential:
 
 
 def _wrapped(spec: Spec, bench: Bench, points: Points) -> tuple[WrappedModel, Mesh]:
-    plan = lower(spec, _units(points))
+    plan = lower(spec, ModelFacts.of_units(_units(points)))
     mesh = Mesh(plan.mesh, bench.world)
     return apply(_stack(bench, points.units), plan, mesh, mesh.registry), mesh
 
@@ -223,7 +224,7 @@ def _cut_product(bench: Bench, sheet: RateSheet, points: Points) -> None:
         ("*.up", Role.COLUMN),
         ("*.down", Role.ROW),
     )
-    plan = lower(spec, ((ROOT,),), roles)
+    plan = lower(spec, ModelFacts.of_units(((ROOT,),), roles))
     assert plan.tensor is not None, "a plan that cuts"
     mesh = Mesh(plan.mesh, bench.world)
     ranks = bench.world.size

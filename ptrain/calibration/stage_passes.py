@@ -18,11 +18,11 @@ from ptrain.axes.pipeline.run.staged import LocalStage
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.calibration.bench import Bench
-from ptrain.derivation.estimate import own_facts
 from ptrain.models.batch import SampleBatch, TokenPair
 from ptrain.models.build import build
 from ptrain.models.initialize import initialize
 from ptrain.models.units import ROOT
+from ptrain.plan.lower import own_facts
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec

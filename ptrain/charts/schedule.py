@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ptrain.axes.pipeline.draw import MEANINGS, bubble_text
-from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.axes.pipeline.simulate import Simulation, StageCost, simulate
+from ptrain.axes.pipeline.schedule import Schedule, StageCost
+from ptrain.axes.pipeline.simulate import Simulation, simulate
 from ptrain.charts.boxes import Box, boxes
 from ptrain.charts.colours import ink_on, shades
 from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet, width_of

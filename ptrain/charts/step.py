@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from ptrain.charts.colours import ink_on
 from ptrain.charts.sheet import GREY, LIGHT, WHITE, Label, Rectangle, Sheet, width_of
 from ptrain.costs import Collective, Phase, Spent, TimeKey
-from ptrain.derivation.clock_state import LaneSpan
+from ptrain.derivation.clock import LaneSpan
 from ptrain.units import format_seconds
 
 _EDGE, _RIGHT, _WIDTH, _ROW, _GAP = 14.0, 30.0, 900.0, 30.0, 6.0

@@ -16,7 +16,7 @@ from ptrain.axes.context.draw import balance_text, kind_text
 from ptrain.axes.context.tokens import MetBlock, Span, blocks_of, source_at
 from ptrain.charts.colours import ink_on, of_place
 from ptrain.charts.sheet import GREY, LIGHT, WHITE, Label, Rectangle, Sheet, width_of
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 
 _EDGE, _WIDTH = 14.0, 560.0
 _TITLE, _HEAD, _SMALL = 12.0, 9.0, 8.0

@@ -18,9 +18,10 @@ from ptrain.charts.sheet import Sheet
 from ptrain.charts.tokens import tokens_sheet
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
-from ptrain.derivation.estimate import Derivation, derive, own_facts
+from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, refused
 from ptrain.plan.composition import all_conditions
+from ptrain.plan.lower import own_facts
 from ptrain.plan.show import show
 from ptrain.selection.recompute import settled
 from ptrain.spec.batch import batch_lines

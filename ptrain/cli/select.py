@@ -15,9 +15,9 @@ from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.front import front_sheet
 from ptrain.cli.arguments import positive, print_json
 from ptrain.cli.predict import facts_of
-from ptrain.derivation.estimate import own_facts
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
+from ptrain.plan.lower import own_facts
 from ptrain.report.selection import TOP, as_spec, described, selection_text
 from ptrain.report.selection_record import as_csv, as_record
 from ptrain.selection.algorithm1 import (

@@ -7,8 +7,7 @@ from pathlib import Path
 from ptrain.charts.canvas import painted
 from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.step import step_sheet
-from ptrain.derivation.estimate import Derivation
-from ptrain.derivation.lanes import step_lanes
+from ptrain.derivation.estimate import Derivation, step_lanes
 from ptrain.errors import refused
 from ptrain.report.step_time import critical_path
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ptrain.cli.arguments import add_spec_arguments, print_json
-from ptrain.derivation.estimate import own_facts
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
+from ptrain.plan.lower import own_facts
 from ptrain.selection.recompute import settled
 from ptrain.spec.extras import require_leave, require_transformers
 from ptrain.spec.file_tier import require_file_tier

@@ -14,13 +14,11 @@ issued is there: `since` says from when on, where that is not the moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
-from ptrain.derivation.beside import Messages, PassSeconds, Sent, messages_of
-from ptrain.derivation.clock_state import Arrival, ClockState, LaneSpan, Seconds
-from ptrain.derivation.launches import with_launches
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
@@ -35,6 +33,159 @@ from ptrain.rooms.room import Shape
 from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
+
+# What a clock notes: what lies on its lanes, what is on its way, and how far everything is.
+
+
+Seconds = dict[TimeKey, float]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpan:
+    """Something on a lane, from when to when; None is the lane of the rank itself."""
+
+    lane: Hashable
+    key: TimeKey
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Something that is on its way, and there `at` a moment, until which somebody may wait."""
+
+    spend_until: Callable[[TimeKey, float], None]
+    key: TimeKey
+    at: float
+
+    def wait(self) -> None:
+        """The rank has nothing to do until it is there."""
+        self.spend_until(self.key, self.at)
+
+
+@dataclass(frozen=True, slots=True)
+class ClockState:
+    """A clock's state, to which it can go back; `met`: its own seconds at the last collective."""
+
+    now: float
+    free: dict[Hashable, float]
+    own: Seconds
+    moving: Seconds
+    spans: tuple[LaneSpan, ...]
+    met: float
+
+
+# What a pass takes, and what it sends beside its operators: a message sets out where the pass
+# sends it and is awaited where the pass reads it, and of its way the operators between the two
+# hide what they take.
+#
+# Messages over one axis move one after the other. A ring's hop sets out ahead of the block's
+# product and is read behind it (Liu et al. 2023).
+
+
+Sent = tuple[str, Collective]  # over an axis
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Messages of a kind: how long they are on their way, and how long the rank waits for them;
+    `spare` is how much later the first could set out without a wait."""
+
+    moving: float
+    waited: float
+    spare: float
+
+    def and_then(self, other: Messages) -> Messages:
+        """Return both as one, the other behind it."""
+        return Messages(self.moving + other.moving, self.waited + other.waited, self.spare)
+
+
+@dataclass(frozen=True, slots=True)
+class PassSeconds:
+    """What a pass takes of a layer's operators, of the collectives between them that are awaited at
+    once, by axis, and of the hooks of these. `messages`: those that are awaited later. `launches`:
+    in which the host issues the operators, where a device computes beside it."""
+
+    compute: float = 0.0
+    sums: tuple[tuple[Sent, float], ...] = ()
+    hooks: float = 0.0
+    messages: tuple[tuple[Sent, Messages], ...] = ()
+    launches: float = 0.0
+
+    def in_a_row(self, pace: Pace) -> float:
+        """Return the seconds of all this, one thing after the other; of a device that computes by
+        itself without its host's, which meet them in whole steps (`derivation.launches`)."""
+        sums = sum(seconds for _, seconds in self.sums)
+        waited = sum(messages.waited for _, messages in self.messages)
+        taken = self.compute + sums + waited
+        return taken if pace.overlaps else taken + self.on_host
+
+    @property
+    def on_host(self) -> float:
+        """Return the seconds of the host's."""
+        return self.launches + self.hooks
+
+
+def messages_of(
+    work: PassWork,
+    operator_seconds: Callable[[Operator], float],
+    message_seconds: Callable[[InnerCollective], float],
+) -> Iterator[tuple[InnerCollective, Messages]]:
+    """Yield each message of a pass, as it is awaited. Collectives that are awaited at once are not
+    among them."""
+    if not any(isinstance(item, InnerCollective) and item.beside for item in work):
+        return  # then nobody asks how long the operators take
+    now, free = 0.0, dict[str, float]()
+    under_way = dict[int, list[tuple[InnerCollective, float, float]]]()  # by who awaits them
+
+    def awaited(
+        arriving: list[tuple[InnerCollective, float, float]],
+    ) -> Iterator[tuple[InnerCollective, Messages]]:
+        nonlocal now
+        for item, seconds, arrival in arriving:
+            yield item, Messages(seconds, max(0.0, arrival - now), max(0.0, now - arrival))
+            now = max(now, arrival)
+
+    for place, item in enumerate(work):
+        yield from awaited(under_way.pop(place, []))
+        if isinstance(item, Operator):
+            now += operator_seconds(item)
+        elif item.beside:
+            seconds = message_seconds(item)
+            free[item.axis] = arrival = max(now, free.get(item.axis, 0.0)) + seconds
+            following = place + 1 + item.beside
+            under_way.setdefault(following, []).append((item, seconds, arrival))
+    yield from awaited([*chain.from_iterable(under_way.values())])
+
+
+# The lane of launches: what a device waits for its host.
+#
+# The host issues one thing after the other, and what it has issued begins when the device is done
+# with all before it. Nothing that the device does is read between two steps (`train.loop`), so
+# that the host of a steady step is as far ahead as the device is behind, up to a whole step. A
+# step then takes as long as the longer of both chains, for they meet in nothing but this (the
+# greatest mean of a cycle, Baccelli et al. 1992). The driver's queue, of a thousand launches or
+# so, is not counted.
+
+
+def with_launches(rows: Sequence[TimeRow], seconds: float) -> tuple[TimeRow, ...]:
+    """Return the rows of a step whose host issues for so many seconds: those by which it takes
+    longer than the rest are spent in the phases in which the host does, where these are longer."""
+    late = seconds - sum(row.seconds for row in rows)
+    issuing = {row.key.phase: row.moving for row in rows if row.key.spent is Spent.LAUNCHES}
+    if late <= 0 or not any(issuing.values()):  # a stage that issues nothing waits in the bubble
+        return tuple(rows)
+    own = {phase: sum(row.seconds for row in rows if row.key.phase is phase) for phase in issuing}
+    longer = {phase: max(0.0, taken - own[phase]) for phase, taken in issuing.items()}
+    weights = longer if any(longer.values()) else issuing  # it is another rank's host that is late
+    share = late / sum(weights.values())
+    return tuple(
+        replace(row, seconds=share * weights[row.key.phase])
+        if row.key.spent is Spent.LAUNCHES
+        else row
+        for row in rows
+    )
+
 
 _AGREED = 64  # bytes: a few numbers of 8
 _NEVER_BEHIND = (

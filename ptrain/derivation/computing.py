@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 
 from ptrain.costs import Collective
 from ptrain.derivation.activation_moves import COPIES
-from ptrain.derivation.beside import PassSeconds
-from ptrain.derivation.clock import Clock
-from ptrain.derivation.clock_state import Arrival
+from ptrain.derivation.clock import Arrival, Clock, PassSeconds
 from ptrain.derivation.repeats import Representatives
 from ptrain.derivation.tape import Marks, Scene
 from ptrain.facts.model import TensorFacts, UnitFacts, prefixes

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
+from typing import TypeVar
 
 from ptrain.axes.context.cost import own_kept
 from ptrain.axes.context.cost import sent as sent_over_context
-from ptrain.axes.data.frozen import require_executed
+from ptrain.axes.data.form import require_executed
 from ptrain.axes.expert.cost import sent as sent_to_experts
 from ptrain.axes.expert.form import assumed
-from ptrain.axes.expert.loads import loads_of
 from ptrain.axes.pipeline.catalogue import schedule_of
-from ptrain.axes.pipeline.stage_facts import stages_of
-from ptrain.by_rank import ByRank
+from ptrain.by_rank import ByRank, distinct, rows_by_rank
 from ptrain.costs import (
     Column,
     Estimate,
@@ -26,33 +26,31 @@ from ptrain.costs import (
     TrafficKey,
     add_traffic,
 )
-from ptrain.derivation import balancing, blocks, pipeline, tensor
+from ptrain.derivation import blocks, memory, pipeline, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.activations import drops_in_parts, is_tabulated
-from ptrain.derivation.bounds import bounded
+from ptrain.derivation.clock import LaneSpan
+from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.in_flight import fullest_of, in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kernels import kernel_warnings, unclaimed
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.memory import resident, startup_bytes
-from ptrain.derivation.notes import notes
+from ptrain.derivation.notes import notes, pipeline_notes
 from ptrain.derivation.operations import operations
 from ptrain.derivation.paper import paper
 from ptrain.derivation.parts import RanksPart, joined, parts_of_ranks
-from ptrain.derivation.pipeline_notes import pipeline_notes
 from ptrain.derivation.tables import setting_of
 from ptrain.derivation.timeline import Replay, replay
-from ptrain.derivation.traffic import sent
-from ptrain.errors import Fault, SpecError, refused
+from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.parameters import expert_modules
-from ptrain.facts.parameters import facts as facts_of
-from ptrain.facts.stages import Stage
-from ptrain.plan.lower import lower
+from ptrain.plan.lower import lower, own_facts
 from ptrain.rates.pace import UnknownRate
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Tier
+from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.wording import Worded
@@ -66,7 +64,7 @@ _EVEN_TIME = "every expert is chosen as often: how long uneven rows take is not 
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where a trace would run"
 
 
-_OfStep = Callable[[Spec, Plan, ModelFacts, Sequence[Stage] | None, Machine | None], Estimate]
+_OfStep = Callable[[Spec, Plan, ModelFacts, Machine | None], Estimate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +109,16 @@ def _estimated(
     spec: Spec, facts: ModelFacts, machine: Machine | None, of_step: _OfStep
 ) -> tuple[Plan, Estimate]:
     _require_gradients(spec, facts)
-    spec = spec if facts.model is None else replace(spec, model=facts.model)
-    stages = stages_of(spec, facts)
-    plan = lower(
-        spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
-    )
-    require_executed(spec, plan, facts, stages)
-    estimate = of_step(spec, plan, facts, stages, machine)
+    plan = lower(spec, facts)
+    spec = plan.spec
+    require_executed(spec, plan, facts)
+    estimate = of_step(spec, plan, facts, machine)
     foreign = unclaimed(spec, facts)
     own = spec.model.ignored if isinstance(spec.model, ModelShape) else ()
     ignored = ", ".join(own or facts.ignored)
     return plan, replace(
         estimate,
-        operations=operations(spec, plan, stages),
+        operations=operations(spec, plan),
         unclaimed=foreign,
         assumed=assumed(spec),
         startup_bytes=startup_bytes(spec, facts),
@@ -140,22 +135,23 @@ def _timed(
     spec: Spec,
     plan: Plan,
     facts: ModelFacts,
-    stages: Sequence[Stage] | None,
     machine: Machine | None,
 ) -> Estimate:
     """With the step's time, or why there is none."""
-    why, loads = _NOT_PLAYED, loads_of(spec, plan)
+    why = _NOT_PLAYED
     try:
         machine = machine_of(spec, plan, facts) if machine is None else machine
-        timed = None if loads is None else spec.but(routing=None)
-        estimate = _exact(timed or spec, plan, facts, stages, machine)
-        if timed is not None:
+        if plan.loads is None:
+            estimate = _exact(spec, plan, facts, machine)
+        else:
+            even = spec.but(routing=None), replace(plan, loads=None)
+            estimate = _exact(*even, facts, machine)
             step = estimate.step and replace(
                 estimate.step, assumed=(*estimate.step.assumed, _EVEN_TIME)
             )
-            estimate = replace(_exact(spec, plan, facts, stages, None), step=step)
+            estimate = replace(_exact(spec, plan, facts, None), step=step)
     except UnknownRate as unknown:
-        estimate, why = _exact(spec, plan, facts, stages, None), str(unknown)
+        estimate, why = _exact(spec, plan, facts, None), str(unknown)
     if estimate.step is not None:
         return estimate
     return replace(estimate, undefined={**estimate.undefined, "step_seconds": why})
@@ -179,29 +175,14 @@ def _exact(
     spec: Spec,
     plan: Plan,
     facts: ModelFacts,
-    stages: Sequence[Stage] | None,
     machine: Machine | None,
     *,
     is_fullest: bool = False,
 ) -> Estimate:
     """Where sizes depend on data, their bounds."""
-    estimate = exact(spec, plan, facts, stages, machine, is_fullest=is_fullest)
-    others = [exact(spec, plan, other, stages, is_fullest=is_fullest) for other in facts.others]
+    estimate = exact(spec, plan, facts, machine, is_fullest=is_fullest)
+    others = [exact(spec, plan, other, is_fullest=is_fullest) for other in facts.others]
     return bounded(estimate, others, facts.by_data) if others else estimate
-
-
-def own_facts(spec: Spec) -> ModelFacts:
-    """The facts of a built-in model, from its shape."""
-    if not isinstance(spec.model, ModelShape):
-        raise SpecError(
-            Fault(
-                place="model",
-                finding="the sizes of this model are known only to its code",
-                remedy="allow the import (--allow-import; in Python, give derive the facts: "
-                "read_facts(spec, allow_import=True)), or use a preset or a shape",
-            )
-        )
-    return facts_of(spec.model, spec.batch.sequence, spec.unit, expert_modules(spec))
 
 
 def facts_from_shape(spec: Spec) -> ModelFacts | None:
@@ -241,24 +222,22 @@ def exact(
     spec: Spec,
     plan: Plan,
     facts: ModelFacts,
-    stages: Sequence[Stage] | None = None,
     machine: Machine | None = None,
     *,
     is_fullest: bool = False,
 ) -> Estimate:
     """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase.
-    `stages` are those that the spec cuts, if they are known already; of a `machine` the step's
-    time, too. `is_fullest`: of the ranks of a pipeline the fullest are asked about."""
+    Of a `machine` the step's time, too. `is_fullest`: of the ranks of a pipeline the fullest are
+    asked about."""
     if plan.pipeline is not None:
-        cut = stages or stages_of(spec, facts)
-        return _exact_stages(spec, plan, facts, cut, machine, is_fullest=is_fullest)
+        return _exact_stages(spec, plan, facts, machine, is_fullest=is_fullest)
     ranks = parts_of_ranks(spec, plan, facts)
     estimate = joined(spec, ranks, [_exact_part(spec, plan, part, machine) for part in ranks.parts])
     operators = add_traffic(
         (
             *tensor.sent(spec, plan, facts),
             *_over_context(spec, plan, facts),
-            *balancing.summed(spec, plan, [facts]),
+            *memory.summed(spec, plan, [facts]),
         )
     )
     traffic = _with(estimate.traffic, operators)
@@ -294,13 +273,12 @@ def _exact_stages(
     spec: Spec,
     plan: Plan,
     facts: ModelFacts,
-    cut: Sequence[Stage],
     machine: Machine | None,
     *,
     is_fullest: bool,
 ) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
-    stages = pipeline.staged(spec, plan, facts, cut)
+    stages = pipeline.staged(spec, plan, facts)
     schedule = schedule_of(spec)
     accounts, account_of = pipeline.accounts(spec, plan, facts, stages, schedule)
     keys = dict.fromkeys(row.key for rows in accounts for row in rows)
@@ -309,7 +287,7 @@ def _exact_stages(
     peaks: Sequence[Peak] = ()
     undefined: dict[str, str] = {}
     step: StepTime | None = None
-    is_counted = loads_of(spec, plan) is None or bool(facts.stage_rows)
+    is_counted = plan.loads is None or bool(facts.stage_rows)
     if is_tabulated(spec) or (facts.stage_passes and is_counted):
         timing = machine.of_pipeline(spec, plan, facts, schedule) if machine else None
         if spec.activations.tiers != {Tier.DEVICE}:
@@ -327,7 +305,7 @@ def _exact_stages(
         peak=peaks,
         traffic=traffic,
         undefined=undefined,
-        notes=tuple(pipeline_notes(plan, facts, cut, schedule)),
+        notes=tuple(pipeline_notes(plan, facts, schedule)),
         warnings=tuple(warnings(spec, traffic)),
         accounts=accounts,
         account_of=account_of,
@@ -396,3 +374,107 @@ def _with_passing(spec: Spec, memory: ByRank[Footprint], played: Replay) -> ByRa
         Footprint(state=State.TRANSIENT, rank=0, device_bytes=played.transient_bytes),
     )
     return memory.and_then(ByRank(([passing], [0] * spec.world_size)))
+
+
+# Bounds in place of sizes, for a model that selects by data: the same step derived at several
+# extents of what is selected, of which the least and the largest figure are taken, row by row.
+# What does not depend on the traces (Θ, Ω, G, traffic) is alike in all, and stays exact.
+
+
+RowT = TypeVar("RowT", Footprint, Peak)
+
+_EXTENTS = (
+    "the bounds are for one element of each selection and for all of them, each by itself, and "
+    "hold if what is allocated grows with what is selected"
+)
+_OFF_DEVICE = attrgetter("state", "rank", "host_bytes", "file_bytes")
+_PASSING = (State.ACTIVATIONS, State.TRANSIENT)
+
+
+def bounded(estimate: Estimate, others: Sequence[Estimate], who: str) -> Estimate:
+    """Return `estimate` with bounds of what differs in `others`, the same step at other extents;
+    `who` selects by data. Where what is sent or leaves the device differs, nothing is said."""
+    if any(_moved(other) != _moved(estimate) for other in others):
+        why = f"{who}, and what it selects is moved off the device or sent again"
+        undefined = dict.fromkeys(("activations", "peak", "traffic"), why)
+        rows = tuple(row for row in estimate.memory if row.state not in _PASSING)
+        return replace(estimate, memory=rows, peak=(), undefined=estimate.undefined | undefined)
+    columns = (estimate, *others)
+    return replace(
+        estimate,
+        memory=_between([column.memory for column in columns]),
+        peak=_between([column.peak for column in columns]),
+        by_data=dict.fromkeys(("activations", "peak"), f"{who}; {_EXTENTS}"),
+    )
+
+
+def _moved(estimate: Estimate) -> object:
+    off_device = set(map(_OFF_DEVICE, distinct(estimate.memory)))
+    return set(estimate.traffic), estimate.account_of, off_device
+
+
+def _between(columns: Sequence[Sequence[RowT]]) -> Sequence[RowT]:
+    """Return each rank's rows, which all columns have in the same order, with their bounds."""
+    by_rank = [column for column in columns if isinstance(column, ByRank)]
+    if len(by_rank) < len(columns):
+        return [_bounds(rows) for rows in zip(*columns, strict=True)]
+    ranks = range(max((len(kind_of) for _, kind_of in by_rank[0].parts), default=0))
+    return rows_by_rank(
+        (tuple(column.kinds_of(rank) for column in by_rank) for rank in ranks),
+        lambda kinds: [
+            _bounds(rows) for rows in zip(*map(ByRank.of_kinds, by_rank, kinds), strict=True)
+        ],
+    )
+
+
+def _bounds(rows: Sequence[RowT]) -> RowT:
+    sizes = [row.device_bytes for row in rows]
+    lower = None if min(sizes) == max(sizes) else min(sizes)
+    return replace(rows[0], device_bytes=max(sizes), lower_bytes=lower)
+
+
+# Traffic of one steady step, call by call: the `exact` column of Theorem 2.
+#
+# Theorem 2 as printed forgets that a rank which updates a part of what it stores must gather the
+# rest; here every collective that the plan's wrap issues is counted, with its padding.
+
+
+def sent(ghost: Wrapping) -> tuple[Traffic, ...]:
+    """Return what every rank sends: once (setup) and in each step."""
+    return add_traffic((*ghost.sent(None), *norm(ghost)))
+
+
+# A step's lanes: what a rank does when, and what moves beside it; of a pipeline, what every rank
+# does.
+
+
+def step_lanes(derivation: Derivation) -> tuple[LaneSpan, ...]:
+    """Return the spans of a step whose time was predicted, every block by itself. Of micro-batches
+    between the first and the last there is one. Raises UnknownRate where there is no time."""
+    spec, facts = derivation.spec, derivation.facts
+    spans: list[LaneSpan] = []
+    machine = machine_of(spec, derivation.plan, facts)
+    derive(spec, facts, replace(machine, plays_all=True, spans=spans))
+    return tuple(spans)
+
+
+# What a run's own routing makes of the prediction: the formula of where tokens go, with the counts
+# of the step that was measured. It says nothing before a run, and is kept apart from what does.
+
+
+def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estimate | None:
+    """Return the exact column with the counts of a run's `step` (from 1) in place of what it
+    assumes; None where it assumes nothing of where tokens go."""
+    if not derivation.exact.assumed:
+        return None
+    spec = derivation.spec.but(routing=histogram)
+    exact = derive(spec, derivation.facts, is_timed=False).exact
+    why = f"by where the run's routers sent tokens in step {step}, counted on every rank"
+    return replace(
+        exact,
+        column=Column.COUNTED,
+        assumed={},
+        counted=dict.fromkeys(exact.assumed, why),
+        step=derivation.exact.step,
+        undefined={**derivation.exact.undefined, **exact.undefined},
+    )

@@ -9,8 +9,7 @@ from functools import cache, partial
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.costs import StepTime
-from ptrain.derivation.clock import Clock
-from ptrain.derivation.clock_state import LaneSpan
+from ptrain.derivation.clock import Clock, LaneSpan
 from ptrain.derivation.computing import Timing, block_names
 from ptrain.derivation.network import Network
 from ptrain.derivation.pipeline import message_bytes

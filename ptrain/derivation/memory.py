@@ -8,18 +8,20 @@ At start-up a rank makes its part of the initial parameters on the host (`startu
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 
-from ptrain.axes.context.form import held_buffers, held_tokens
+from ptrain.axes.context.attention import held_buffers, held_tokens
+from ptrain.axes.ring import Calls, group_over
 from ptrain.by_rank import ByRank
-from ptrain.costs import Footprint, State
-from ptrain.derivation.balancing import counts_bytes
-from ptrain.derivation.differing import differing_axes
+from ptrain.costs import Collective, Footprint, Phase, State, Traffic
 from ptrain.derivation.ghosts.wrapping import Wrapping
+from ptrain.derivation.tape import Tape
 from ptrain.facts.model import ModelFacts
+from ptrain.facts.parameters import COUNTS
 from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
 
 Rows = tuple[Footprint, ...]
 
@@ -32,7 +34,7 @@ _SCALING_BYTES = 12  # of a scaled loss: its scale, the steps since it grew, whe
 def resident(ghost: Wrapping) -> ByRank[Footprint]:
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
     kinds, kind_of = by_shard(ghost)
-    places = positions(ghost.wrapped.spec, differing_axes(ghost.wrapped.plan))
+    places = positions(ghost.wrapped.spec, ghost.wrapped.plan.differing_axes)
     return ByRank((kinds, [kind_of[shard] for shard in places]))
 
 
@@ -43,7 +45,7 @@ def by_shard(ghost: Wrapping) -> tuple[list[Rows], list[int]]:
     kinds: dict[Hashable, int] = {}
     rows: list[Rows] = []
     kind_of = []
-    for shard in range(ranks_over(spec, differing_axes(plan))):
+    for shard in range(ranks_over(spec, plan.differing_axes)):
         kind_of.append(kinds.setdefault(ghost.kind_of_shard(shard), len(kinds)))
         if len(rows) < len(kinds):
             rows.append((*ghost.footprints(shard), other))
@@ -86,3 +88,28 @@ def ranks_per_node(spec: Spec) -> int:
     """Return the number of ranks on a node: all of them, if the spec names no cluster."""
     cluster = spec.cluster
     return min(spec.world_size, cluster.devices_per_node) if cluster else spec.world_size
+
+
+# What routers' biases cost: counts of choices that ranks keep, and what is sent to add them up.
+
+
+def counts_bytes(facts: ModelFacts) -> int:
+    """Return the bytes of a model's counts, or those of a part of it, which all ranks keep that
+    have the part."""
+    return sum(size for name, size in facts.buffers if name.endswith(f".{COUNTS}"))
+
+
+def summed(spec: Spec, plan: Plan, parts: Iterable[ModelFacts]) -> Iterator[Traffic]:
+    """Yield what a rank that has these parts of the model sends in a step: one all-reduce of all
+    counts, where there are any and other ranks have tokens of their own."""
+    size, step = sum(map(counts_bytes, parts)), plan.balance
+    if step is not None and step.axes and size:
+        calls = Calls(Collective.ALL_REDUCE, State.OTHER, Phase.UPDATE)
+        yield calls.over(group_over(spec, step.axes), size)
+
+
+def sum_in_time(plan: Plan, tape: Tape, parts: Iterable[ModelFacts]) -> None:
+    """The same on a tape whose clock goes along. What is computed is a few hundred numbers."""
+    size, step = sum(map(counts_bytes, parts)), plan.balance
+    if tape.clock is not None and step is not None and step.axes and size:
+        tape.clock.send(Collective.ALL_REDUCE, step.axes, size).wait()

@@ -19,7 +19,6 @@ from ptrain.derivation import blocks
 from ptrain.derivation.attention import is_by_operators
 from ptrain.derivation.tables import Setting, setting_of
 from ptrain.derivation.tensor import cut_of
-from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis
 from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.model import Attention, ModelShape
@@ -29,7 +28,7 @@ from ptrain.steps.step import Plan
 _PASSES = ("forward", "backward", "again")
 
 
-def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Operations]:
+def operations(spec: Spec, plan: Plan) -> Sequence[Operations]:
     """Return each rank's operations; none for a model that is not built in, or whose blocks have no
     table."""
     shape = spec.model
@@ -58,7 +57,7 @@ def operations(spec: Spec, plan: Plan, stages: Sequence[Stage]) -> Sequence[Oper
 
     def of_rank(place: int, index: int, number: int) -> Operations:
         own = plan.pipeline.stages_of(place) if plan.pipeline else ()
-        layers = [layer for stage in own for layer in stages[stage].layers]
+        layers = [layer for stage in own for layer in plan.stages[stage].layers]
         numbers = [int(layer.rpartition(".")[2]) for layer in layers] or range(shape.layers)
         sums = Counter[str]()
         for mode, times in Counter(kept[number] for number in numbers).items():

@@ -14,7 +14,7 @@ from math import prod
 from typing import assert_never
 
 from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
-from ptrain.axes.context.form import left_to_others
+from ptrain.axes.context.attention import left_to_others
 from ptrain.axes.data.form import frozen_factors, places_frozen
 from ptrain.axes.ring import Calls, Group
 from ptrain.by_rank import ByRank

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ptrain.axes.expert.loads import ByLayer, loads_of, token_places
 from ptrain.by_rank import of_own
 from ptrain.costs import Estimate
 from ptrain.derivation import tensor
@@ -16,6 +15,7 @@ from ptrain.facts.rows_timeline import RowsTimeline
 from ptrain.spec.axis import Axis
 from ptrain.spec.layout import positions
 from ptrain.spec.spec import Spec
+from ptrain.steps.experts import ByLayer, token_places
 from ptrain.steps.step import Plan
 from ptrain.timeline import Timeline
 
@@ -46,7 +46,7 @@ def parts_of_ranks(spec: Spec, plan: Plan, facts: ModelFacts) -> RanksParts:
         RanksPart(facts=part, index=indices[0], places=indices)
         for part, indices in tensor.parts(spec, plan, facts)
     ]
-    if loads_of(spec, plan) is None:
+    if plan.loads is None:
         return RanksParts(axes=plan.cutting_axes, parts=parts)
     axes = tuple(factor.axis for factor in spec.factors)
     return RanksParts(axes=axes, parts=[*_by_loads(spec, plan, facts, parts)])
@@ -86,7 +86,7 @@ def _by_loads(
     spec: Spec, plan: Plan, facts: ModelFacts, parts: Sequence[RanksPart]
 ) -> Iterator[RanksPart]:
     """Yield the parts of ranks that send and get the same; a place is a rank."""
-    loads = loads_of(spec, plan)
+    loads = plan.loads
     assert loads is not None, "they are uneven"
     part_of = {index: part for part in parts for index in part.places}
     like: dict[tuple[int, int], list[int]] = {}

@@ -19,35 +19,59 @@ from itertools import chain
 from ptrain.axes.context.cost import own_kept
 from ptrain.axes.context.cost import sent as sent_over_context
 from ptrain.axes.expert.cost import sent as sent_to_experts
-from ptrain.axes.expert.loads import ByLayer, Loads, loads_of
-from ptrain.axes.pipeline.gathers import stage_gathers
-from ptrain.axes.pipeline.holdings import Transfer, transfers
+from ptrain.axes.pipeline.holdings import Transfer, stage_gathers, transfers
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles
-from ptrain.axes.ring import Calls, group_over
+from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.by_rank import ByRank, rows_by_rank
-from ptrain.costs import Footprint, State, Traffic, add_traffic
+from ptrain.costs import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.activation_moves import kept_traffic
-from ptrain.derivation.balancing import summed
-from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.layers import Pairs, moved_and_repeated
-from ptrain.derivation.memory import by_shard, other_bytes
+from ptrain.derivation.memory import by_shard, other_bytes, summed
 from ptrain.derivation.repeats import alike
 from ptrain.derivation.tables import RankCut
-from ptrain.derivation.tied import Rows, tied_sums
-from ptrain.facts.attention import AttentionHeads
-from ptrain.facts.model import ModelFacts
+from ptrain.facts.model import AttentionHeads, ModelFacts
 from ptrain.facts.passes import Passes, RowsPasses
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
 from ptrain.spec.activations import Kept
 from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
+from ptrain.steps.experts import ByLayer, Loads
 from ptrain.steps.step import Plan
+
+# Gradients of tensors that the first and the last stage both have, summed over the two.
+
+
+_ENDS = 2  # ranks: the first stage's and the last one's
+
+Rows = tuple[Traffic, ...]
+
+
+def tied_sums(ghost: Wrapping, stage: Stage) -> tuple[Rows, ...]:
+    """Return the calls of a rank with this part of a stage for shared tensors: one for each, of its
+    gradient as it is kept between reduction and update. There is a row of them for each shard where
+    their slices differ in size, else one for all; `ghost` wraps one rank's part of tp."""
+    plan, part = ghost.wrapped.plan, ghost.wrapped.facts
+    step = plan.pipeline
+    assert step is not None
+    if not stage.shared or step.rank_of[0] == step.rank_of[-1]:
+        return ((),)
+    units = [unit for unit in part.units if {t.name for t in unit.trained} & {*stage.shared}]
+    if not units:  # what is frozen has no gradient
+        return ((),)
+    calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
+    group, itemsize = Group((step.axis,), _ENDS), plan.update.layout.gradients.itemsize
+    sums = tuple(
+        tuple(calls.over(group, numel * itemsize) for numel in numels)
+        for numels in zip(*map(ghost.kept_gradients, units), strict=True)
+    )
+    return sums if len(set(sums)) > 1 else sums[:1]
+
 
 _PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
@@ -113,15 +137,13 @@ class StageParts:
         return next((ghost, places[0]) for ghost, places in self.parts if index in places)
 
 
-def staged(
-    spec: Spec, plan: Plan, facts: ModelFacts, stages: Sequence[Stage]
-) -> tuple[StageParts, ...]:
+def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
     """The stages, first to last; of equal ones the first is taken apart for all."""
     ends = chain_of(spec, facts).ends
     first: dict[Hashable, StageParts] = {}
     all_parts = []
-    for stage in stages:
-        kind = _kind(spec, facts, stage, len(stages))
+    for stage in plan.stages:
+        kind = _kind(spec, facts, stage, len(plan.stages))
         if kind not in first:
             narrowed, part = stage_plan(plan, stage, ends), stage_facts(spec, facts, stage)
             passes = facts.stage_passes[stage.index] if facts.stage_passes else ()
@@ -182,7 +204,7 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
     places_within = range(ranks_over(spec, cut))
     held_by = [[[of_part[stage, i] for stage in held] for i in places_within] for held in stages_of]
     places = zip(
-        *(positions(spec, axes) for axes in ((step.axis,), cut, differing_axes(plan))),
+        *(positions(spec, axes) for axes in ((step.axis,), cut, plan.differing_axes)),
         strict=True,
     )
     return rows_by_rank(
@@ -237,7 +259,7 @@ def accounts(
         if (taken.like, gathers) not in known:
             known[taken.like, gathers] = _of_stage(spec, schedule, taken)
         of_stage.append(known[taken.like, gathers])
-    loads = loads_of(spec, plan)
+    loads = plan.loads
     place_of = _places(spec, plan, stages, of_stage, loads)
     ghost = wrapping(spec, plan, facts)
     places = sorted(set(place_of))
@@ -283,7 +305,7 @@ def _places(
     assert step is not None
     cut = plan.cutting_axes if any(len(stage_parts.parts) > 1 for stage_parts in stages) else ()
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
-    shards = differing_axes(plan) if is_uneven else ()
+    shards = plan.differing_axes if is_uneven else ()
     axes = (step.axis,), cut, shards, spec.routing_axes if loads else ()
     return list(zip(*(positions(spec, names) for names in axes), strict=True))
 

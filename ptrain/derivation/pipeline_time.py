@@ -14,13 +14,10 @@ from dataclasses import dataclass, replace
 
 from ptrain.axes.pipeline.instructions import given
 from ptrain.axes.pipeline.schedule import Action, Schedule
-from ptrain.axes.pipeline.shared_cores import simulate_sharing
-from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate
+from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate, simulate_sharing
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
-from ptrain.derivation.clock import Clock
-from ptrain.derivation.clock_state import LaneSpan
+from ptrain.derivation.clock import Clock, LaneSpan, with_launches
 from ptrain.derivation.computing import PassScore, Timing
-from ptrain.derivation.launches import with_launches
 from ptrain.derivation.repeats import Representatives
 from ptrain.facts.model import UnitFacts
 from ptrain.facts.operators import ModelWork

@@ -9,8 +9,7 @@ from typing import Protocol
 
 from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.costs import Collective, Phase, Spent, State, Traffic, TrafficKey
-from ptrain.derivation.clock import Clock
-from ptrain.derivation.clock_state import Arrival
+from ptrain.derivation.clock import Arrival, Clock
 from ptrain.derivation.repeats import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.rates.pace import UnknownRate

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ptrain.axes.context.part import ContextPart, part_at
-from ptrain.axes.expert.part import with_own_experts
+from ptrain.axes.expert.form import with_own_experts
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.cost import Cut, ModuleRoles, cut_dims, slices

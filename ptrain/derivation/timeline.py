@@ -12,14 +12,11 @@ from typing import assert_never
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.costs import Footprint, Peak, Phase, State, StepTime
 from ptrain.derivation import activations
-from ptrain.derivation.balancing import sum_in_time
-from ptrain.derivation.clock import Clock
-from ptrain.derivation.clock_state import ClockState
+from ptrain.derivation.clock import Clock, ClockState
 from ptrain.derivation.computing import Computing, PassScore, Timing
-from ptrain.derivation.differing import differing_axes
 from ptrain.derivation.ghosts.clipping import clip, norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
-from ptrain.derivation.memory import resident
+from ptrain.derivation.memory import resident, sum_in_time
 from ptrain.derivation.repeats import Representatives, represent
 from ptrain.derivation.tables import RankCut, setting_of
 from ptrain.derivation.tape import Marks, Scene, Tape, Wrap
@@ -248,7 +245,7 @@ def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phase
 def _peaks(scene: Scene, wrap: Wrap, base: ByRank[Footprint]) -> ByRank[Peak]:
     """The update differs by the rows that a rank holds, and so does what lives always."""
     tape = scene.tape
-    of_rank = positions(scene.spec, differing_axes(scene.plan))
+    of_rank = positions(scene.spec, scene.plan.differing_axes)
     updates = play_update([wrap], sorted({*of_rank}))
     above = {update: {**tape.peaks, Phase.UPDATE: update} for update in updates.values()}
     return peaks(always(base), [updates[shard] for shard in of_rank], above)

@@ -10,17 +10,67 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Self
 
-from ptrain.facts.attention import Attending
-from ptrain.facts.experts import ExpertLayers
 from ptrain.facts.operators import WorkByKind
 from ptrain.facts.passes import Passes, RowsPasses
 from ptrain.facts.rows_timeline import RowsTimeline
-from ptrain.facts.stages import Chain
+from ptrain.facts.stages import Chain, Units
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelSpec
 from ptrain.spec.role import Fusions, Roles
 from ptrain.timeline import Timeline
+
+# Attention of a model that is not built in: the modules that compute it, and of what heads.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionHeads:
+    """Heads of queries, heads of keys and values, and the features of a head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttendingModule:
+    """A module whose own code attends, once in a forward pass; by its name in the model."""
+
+    name: str
+    heads: AttentionHeads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attending:
+    """What slices of the tokens need of a model: its modules that attend, in the order of a forward
+    pass, and the argument by which its forward takes the tokens' positions, int64 [1, T]; "" where
+    it takes none. `dropping`: the modules whose own code drops out something, outside of attention.
+    """
+
+    modules: tuple[AttendingModule, ...]
+    positions: str = ""
+    dropping: tuple[str, ...] = ()
+
+    @property
+    def heads(self) -> tuple[AttentionHeads, ...]:
+        """Of what heads each is."""
+        return tuple(module.heads for module in self.modules)
+
+
+# What is known of a model's layers with experts, of which ranks may have some each.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayers:
+    """All layers with experts of a model, which are alike: `modules` hold those of a layer, first
+    to last, a `number` of them; of these a token chooses so many (`chosen`), each of which gets a
+    row of `features` elements."""
+
+    modules: tuple[str, ...]
+    number: int
+    chosen: int
+    features: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +203,11 @@ class ModelFacts:
         """Of little: what is equal has units of equal sizes, and to go through all their tensors
         costs milliseconds."""
         return hash((tuple(unit.numel for unit in self.units), self.buffers, self.chain is None))
+
+    @classmethod
+    def of_units(cls, units: Units, roles: Roles = ()) -> Self:
+        """Return those of a model of which only the modules of each unit are known."""
+        return cls(units=tuple(UnitFacts(modules=own, tensors=()) for own in units), roles=roles)
 
     def as_one_unit(self) -> ModelFacts:
         """Return the same model with its root for its only unit; its trace knows others."""

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from ptrain.facts.experts import ExpertLayers
-from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
+from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts, UnitFacts
 from ptrain.spec.axis import EXPERT_AXES
 from ptrain.spec.block import Bias, Positions
 from ptrain.spec.dials import UnitKind, UnitSize

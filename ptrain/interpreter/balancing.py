@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ptrain.costs import State
 from ptrain.models.moe import Gate
 from ptrain.rooms.mesh import Mesh
-from ptrain.steps.balance import BalanceExperts
+from ptrain.steps.step import BalanceExperts
 
 
 class Balancing:

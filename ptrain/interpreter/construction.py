@@ -11,7 +11,7 @@ from torch import nn
 from ptrain.axes.context.run.apply import ContextGroups
 from ptrain.axes.data.run.wrapped import OwnUpdate, WrappedModel
 from ptrain.axes.tensor.run.fused import FusedOrder
-from ptrain.facts.attention import Attending
+from ptrain.facts.model import Attending
 from ptrain.interpreter.balancing import Balancing
 from ptrain.interpreter.clip import Clipping
 from ptrain.interpreter.loss import Loss, StepLoss

@@ -14,7 +14,7 @@ from typing import Any
 from ptrain.activations.run.apply import keep
 from ptrain.axes.context.run.apply import ContextGroups, own_tokens, parallelize_context
 from ptrain.axes.context.run.randomness import MicroBatchCut
-from ptrain.axes.data.frozen import require_any
+from ptrain.axes.data.form import require_any
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.axes.expert.run.apply import parallelize_experts
@@ -39,14 +39,14 @@ from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.tiers import Tiers
 from ptrain.rooms.torch import TorchRoom
-from ptrain.steps.balance import BalanceExperts
-from ptrain.steps.context import ContextParallel
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.kind import PlanStep, Ran
 from ptrain.steps.step import (
     Accumulate,
+    BalanceExperts,
     ChunkedLoss,
     Clip,
+    ContextParallel,
     CreateMesh,
     Keep,
     Parallelize,

@@ -52,10 +52,7 @@ def look_at(module: nn.Module, spec: Spec) -> Looked:
     tokens what it is on all."""
     facts = untraced_facts(module, spec)
     stages = stages_of_module(spec, module, facts)
-    cut = stages.all if stages else ()
-    plan = lower(
-        spec, facts.unit_modules, facts.roles, cut, facts.blocks, facts.fusions, facts.experts
-    )
+    plan = lower(spec, facts)
     head = head_of(module, spec) if plan.loss else ROOT
     return Looked(module=module, facts=facts, stages=stages, plan=plan, head=head)
 

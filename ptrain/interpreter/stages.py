@@ -11,9 +11,8 @@ from functools import partial
 from torch import nn
 
 from ptrain.axes.context.run.rehearsal import require_slices
-from ptrain.axes.pipeline.run.alike import require_alike
 from ptrain.axes.pipeline.run.apply import Pipelined
-from ptrain.axes.pipeline.run.cut import part_of
+from ptrain.axes.pipeline.run.cut import part_of, require_alike
 from ptrain.axes.pipeline.run.stage import PassCallbacks
 from ptrain.axes.pipeline.run.staged import LocalStage, Staged
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of

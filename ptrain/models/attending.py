@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.errors import SpecError, refused
-from ptrain.facts.attention import Attending, AttendingModule, AttentionHeads
+from ptrain.facts.model import Attending, AttendingModule, AttentionHeads
 from ptrain.models.buffers import copied_buffers
 from ptrain.models.chain import TOKENS
 from ptrain.models.contract import forward_of, require_logits

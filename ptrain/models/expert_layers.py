@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import Fault, refused
-from ptrain.facts.experts import ExpertLayers
+from ptrain.facts.model import ExpertLayers
 from ptrain.models.boundary import boundary, said
 from ptrain.models.one_pass import OnePass
 from ptrain.models.roles import named_in_spec, names_of_experts

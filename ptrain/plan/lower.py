@@ -8,12 +8,12 @@ tuple runs as flat units with one handler per state.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import assert_never
 
 from ptrain.activations.rules import blocks_outside
 from ptrain.axes.context.attention import context_of
 from ptrain.axes.data.form import (
-    Form,
     data_factors,
     form_of,
     frozen_factors,
@@ -24,13 +24,15 @@ from ptrain.axes.data.form import (
     when_gathered,
     whole_axes,
 )
-from ptrain.axes.expert.form import experts_of
+from ptrain.axes.expert.form import experts_of, loads_of
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.costs import State
 from ptrain.errors import SpecError, refused
-from ptrain.facts.experts import ExpertLayers
-from ptrain.facts.parameters import expert_layers
+from ptrain.facts.model import ModelFacts
+from ptrain.facts.parameters import expert_layers, expert_modules
+from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
 from ptrain.spec.axis import Axis, Factor
@@ -38,7 +40,6 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.role import Fusions, Roles
 from ptrain.spec.spec import Spec
-from ptrain.steps.balance import balance_of
 from ptrain.steps.step import (
     Accumulate,
     Clip,
@@ -47,29 +48,52 @@ from ptrain.steps.step import (
     Parallelize,
     Pipeline,
     Plan,
-    Units,
     Update,
+    balance_of,
     chunked_loss,
 )
-from ptrain.steps.wraps import FlatUnits, FrozenPlace, FullyShard, LocalGradients, Replicate, Wrap
+from ptrain.steps.wraps import (
+    FlatUnits,
+    Form,
+    FrozenPlace,
+    FullyShard,
+    LocalGradients,
+    Replicate,
+    Wrap,
+)
 
 
-def lower(
-    spec: Spec,
-    units: Units,
-    roles: Roles = (),
-    stages: tuple[Stage, ...] = (),
-    blocks: tuple[str, ...] = (),
-    fusions: Fusions = (),
-    experts: ExpertLayers | None = None,
-) -> Plan:
-    """Return the plan of a legal spec; `units` are the modules that are wrapped together, `roles`,
-    `fusions`, `blocks` and `experts` those of a module that is not built in, `stages` those that pp
-    cuts the model into. Raises SpecError where such a module's layers do not fit the spec."""
+def own_facts(spec: Spec) -> ModelFacts:
+    """Return the facts of a built-in model, from its shape. Raises SpecError for any other."""
+    if not isinstance(spec.model, ModelShape):
+        finding = "the sizes of this model are known only to its code"
+        remedy = "allow the import (--allow-import; in Python, give derive the facts: "
+        remedy += "read_facts(spec, allow_import=True)), or use a preset or a shape"
+        raise refused("model", finding, remedy)
+    return facts_of(spec.model, spec.batch.sequence, spec.unit, expert_modules(spec))
+
+
+def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
+    """Return the plan of a legal spec.
+
+    Args:
+        spec: what to run.
+        facts: what is known of its model; a built-in model needs none, any other model's are read
+            off the model itself (`read_facts`).
+
+    Raises:
+        SpecError: the model's layers do not fit the spec, or something in it is not chosen yet.
+
+    Example:
+        >>> print(ptrain.lower(ptrain.load("zero3").spec))
+    """
+    facts = own_facts(spec) if facts is None else facts
+    spec = spec if facts.model is None else replace(spec, model=facts.model)
+    units, stages, form = facts.unit_modules, stages_of(spec, facts), form_of(spec)
     factors = tuple(factor for factor in spec.factors if factor.degree > 1)
-    wrap, tensor = _wrap(spec), _parallelize(spec, roles, fusions)
+    wrap, tensor = _wrap(spec, form), _parallelize(spec, facts.roles, facts.fusions)
     pipeline = _pipeline(spec, stages)
-    own = experts_of(spec, units, experts or expert_layers(spec))
+    own = experts_of(spec, units, facts.experts or expert_layers(spec))
     # of what is whole on ep all ranks have the same, of the experts each has its own
     apart = () if own is None or own.axis in wrap.reduced_axes else (own.axis,)
     operator_axes = (*((tensor.axis,) if tensor else ()), *apart)
@@ -91,7 +115,7 @@ def lower(
         tensor,  # Theorem 6.2: operators are cut before units are wrapped
         context_of(spec),  # attention over cp is of the heads that tp leaves
         own,
-        _keep(spec, blocks),  # what wraps do before a block runs is then done once
+        _keep(spec, facts.blocks),  # what wraps do before a block runs is then done once
         wrap,
         chunked_loss(spec),  # whose head the wrap has gathered
         _accumulate(spec),
@@ -99,12 +123,18 @@ def lower(
         update,
         balance_of(spec, tuple(f.axis for f in factors if f.axis in routing_axes)),
     )
-    return Plan(spec=spec, steps=tuple(step for step in steps if step is not None), units=units)
+    return Plan(
+        spec=spec,
+        steps=tuple(step for step in steps if step is not None),
+        units=units,
+        form=form,
+        stages=stages,
+        loads=loads_of(spec, own),
+    )
 
 
-def _wrap(spec: Spec) -> Wrap:
+def _wrap(spec: Spec, form: Form) -> Wrap:
     data = data_factors(spec)
-    form = form_of(spec)
     match form:
         case Form.LOCAL:
             return LocalGradients()
@@ -179,7 +209,6 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
     size = pipeline_of(spec)
     if size is None:
         return None
-    assert len(stages) == size.stages, f"{len(stages)} stages are given, the spec has {size.stages}"
     return Pipeline(
         axis=Axis.PP,
         schedule=spec.pipeline.schedule,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import isfinite
 
 from ptrain.axes.candidates import Written
-from ptrain.axes.context.form import written_attention
+from ptrain.axes.context.attention import written_attention
 from ptrain.axes.data.form import form_of, joins_units
 from ptrain.report.table import (
     MISSING,

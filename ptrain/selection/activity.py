@@ -11,6 +11,7 @@ from ptrain.derivation import activations
 from ptrain.derivation.layers import passes_at
 from ptrain.derivation.tables import Place, Setting, setting_of
 from ptrain.derivation.tensor import cut_of, fullest_place
+from ptrain.facts.model import ModelFacts
 from ptrain.facts.passes import Items, Passes, net
 from ptrain.plan.lower import lower
 from ptrain.selection.arrays import Array, numpy
@@ -111,7 +112,9 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
     """Return the bytes of a spec whose tables are known; `spec` has axes within a block alone."""
     shape = spec.model
     assert isinstance(shape, ModelShape), "a built-in model"
-    facts_plan = lower(spec, (*((f"blocks.{i}",) for i in range(_LAYERS)), ("",)))
+    facts_plan = lower(
+        spec, ModelFacts.of_units((*((f"blocks.{i}",) for i in range(_LAYERS)), ("",)))
+    )
     setting = setting_of(spec, cut_of(spec, facts_plan, fullest_place(spec, facts_plan)))
     setting = replace(setting, shape=replace(shape, layers=_LAYERS))
     ways = (kept,) * _LAYERS

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ptrain.algebra.legality import is_sound
-from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.estimate import derive
 from ptrain.errors import refused
+from ptrain.plan.lower import own_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.form import (
-    Form,
     form_of,
     has,
     joins_units,
@@ -20,6 +19,7 @@ from ptrain.spec.axis import Factor
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, UnitKind, UnitSize
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.spec import Spec
+from ptrain.steps.wraps import Form
 
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 SUB_BLOCK, _BUCKET, _MODEL = 2, 3, 4  # of what is joined layers follow from the sizes

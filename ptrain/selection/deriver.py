@@ -9,15 +9,14 @@ from functools import cached_property
 
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
-from ptrain.axes.pipeline.stage_facts import stages_of
-from ptrain.derivation.estimate import derive, fullest_alone, own_facts
+from ptrain.derivation.estimate import derive, fullest_alone
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.tensor import fullest_place
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import ModelWork
-from ptrain.plan.lower import lower
+from ptrain.plan.lower import lower, own_facts
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.figures import Ranked, ranked
@@ -138,17 +137,7 @@ class Deriver:
         return self.machine(spec, self._plan(spec), self._facts(spec))
 
     def _plan(self, spec: Spec) -> Plan:
-        facts = self._facts(spec)
-        stages = stages_of(spec, facts)
-        return lower(
-            spec,
-            facts.unit_modules,
-            facts.roles,
-            stages,
-            facts.blocks,
-            facts.fusions,
-            facts.experts,
-        )
+        return lower(spec, self._facts(spec))
 
     def _facts(self, spec: Spec) -> ModelFacts:
         if self.cuts is not None and spec.model == self.job.base.model:

@@ -9,13 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
-from ptrain.axes.pipeline.bubble import Relation, closed_form
-from ptrain.axes.pipeline.catalogue import schedule
-from ptrain.axes.pipeline.cost import PipelineSize
+from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule, size_of
+from ptrain.axes.pipeline.cost import PipelineSize, Relation
 from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
 from ptrain.axes.pipeline.form import stages_of
-from ptrain.axes.pipeline.schedule import PipelineShape
-from ptrain.axes.pipeline.simulate import StageCost, equal_stages, simulate
+from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
+from ptrain.axes.pipeline.simulate import equal_stages, simulate
 from ptrain.axes.pipeline.stage_facts import layers
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Layers
@@ -47,21 +46,24 @@ class PipelineFlow:
     def shape(self) -> tuple[ScheduleName | None, int, int]:
         return self.schedule, self.ranks, self.per_rank
 
+    @property
+    def is_serial(self) -> bool:
+        """Whether each rank computes alone, while all others wait."""
+        return self.schedule is not None and SCHEDULES[self.schedule].is_serial
+
     def size(self, micro_batches: int) -> PipelineSize:
         """Return it with so many micro-batches; a rank alone has one of them at a time."""
-        return PipelineSize(
-            schedule=self.schedule or ScheduleName.NAIVE,
-            ranks=self.ranks,
-            stages_per_rank=self.per_rank,
-            microbatches=micro_batches,
+        shape = PipelineShape(
+            ranks=self.ranks, stages_per_rank=self.per_rank, microbatches=micro_batches
         )
+        return size_of(self.schedule or ScheduleName.NAIVE, shape)
 
     def crossings(self, micro_batches: int, *, overlaps: bool) -> int:
         """Return how often a rank waits for a message forward: of the first micro-batch's way, of
         every one's where each waits for the one before it, and of every one that it sends itself
         where nothing moves beside what is computed."""
         on_the_way = self.ranks - 1
-        if self.schedule is ScheduleName.NAIVE:
+        if self.is_serial:
             return micro_batches * on_the_way
         return on_the_way + (0 if overlaps else micro_batches * self.per_rank)
 
@@ -159,14 +161,14 @@ class PipelineFlows:
             return 0.0
         whole: float = self.computing(seconds)
         others = whole - sum(busy)
-        if name is ScheduleName.NAIVE:  # it waits while all others compute
+        if flow.is_serial:  # it waits while all others compute
             return micro_batches * others
         forward, backward = busy[0] / per_rank, busy[1] / per_rank
         share = seconds.weights / seconds.block[1] if seconds.block[1] else 0.0
         weight = backward * share
         cost = StageCost(forward=forward, input=backward - weight, weight=weight)
         size = PipelineShape(ranks=flow.ranks, stages_per_rank=per_rank, microbatches=micro_batches)
-        form = closed_form(name, size, cost)
+        form = SCHEDULES[name].cost.bubble(size, cost, 0)
         if form is not None and form.relation is Relation.AT_LEAST and micro_batches < flow.ranks:
             form = None  # a bound of what waits where the pipeline is never full
         idle = self._simulated(name, size) * (forward + backward) / 3 if form is None else form.idle
@@ -203,7 +205,7 @@ class FlowGroup:
         return numpy().array(
             [
                 through_of(flow.choice) is Through.HALVES
-                and flow.schedule is not ScheduleName.DUALPIPEV
+                and not (flow.schedule and SCHEDULES[flow.schedule].is_mostly_whole)
                 for flow in self.flows
             ]
         )
@@ -211,7 +213,7 @@ class FlowGroup:
     @cached_property
     def computes_alone(self) -> Array:
         """Return in which flows each rank computes alone, while all others wait."""
-        return numpy().array([flow.schedule is ScheduleName.NAIVE for flow in self.flows])
+        return numpy().array([flow.is_serial for flow in self.flows])
 
     @cached_property
     def moments(self) -> FlowMoments:

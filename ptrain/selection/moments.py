@@ -9,15 +9,19 @@ from functools import lru_cache
 from operator import add, and_, ge, gt, mul, sub
 from typing import Any, NamedTuple
 
-from ptrain.axes.pipeline.cost import FlightMoment, PipelineSize, chunks_between, moments, stages_of
+from ptrain.axes.pipeline.cost import (
+    FlightMoment,
+    PipelineSize,
+    chunks_between,
+    chunks_in_flight,
+    stages_of,
+)
 from ptrain.derivation.tables import Place
 from ptrain.selection.activity import STAGE_PLACES
 from ptrain.selection.arrays import numpy
 from ptrain.selection.score import FlowMoments, RankMoments
-from ptrain.spec.pipeline import ScheduleName
 
 _ENDLESS = 4  # micro-batches for a rank: with more of them the fullest moments are the same
-_GROWING = (ScheduleName.GPIPE, ScheduleName.BFS)
 _BY_PLACE = ("chunks", "waiting", "on")
 _NUMBERED = {place: number for number, place in enumerate(STAGE_PLACES)}
 _NOWHERE = (0,) * len(STAGE_PLACES)
@@ -95,7 +99,9 @@ class _Fullness(NamedTuple):
 def unlike(size: PipelineSize) -> int:
     """Return the fewest micro-batches with which a rank is as full as with the size's."""
     number, most = size.microbatches, _ENDLESS * size.ranks
-    is_same = size.schedule not in _GROWING and number > most and number % size.ranks == 0
+    if number <= most or number % size.ranks:
+        return number
+    is_same = chunks_in_flight(size, 0) == chunks_in_flight(replace(size, microbatches=most), 0)
     return most if is_same else number
 
 
@@ -106,7 +112,7 @@ def fullest(size: PipelineSize, counts: Sequence[int]) -> tuple[MomentRow, ...]:
     one, of_stages = replace(size, microbatches=1), tuple(counts)
     for rank in _unlike_ranks(size, counts):
         own = _stages_of_rank(one, rank, of_stages, max(0, chunks_between(size, rank)))
-        for row in map(own.row, dict.fromkeys(moments(size, rank))):
+        for row in map(own.row, dict.fromkeys(size.cost.moments(size, rank))):
             others, fullness = alike.setdefault(row.kind, []), _Fullness.of(row)
             if any(other.is_above(fullness) for other in others):
                 continue

@@ -17,10 +17,11 @@ from operator import attrgetter
 
 from ptrain.algebra.legality import Located
 from ptrain.costs import Estimate
-from ptrain.derivation.estimate import derive, facts_from_shape, fullest_alone, own_facts
+from ptrain.derivation.estimate import derive, facts_from_shape, fullest_alone
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
+from ptrain.plan.lower import own_facts
 from ptrain.selection.alternatives import (
     ON_DEVICE,
     ChangeKind,

@@ -58,9 +58,7 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
     of units of one block."""
     ranks = prod(spec.degree(axis) for axis in EXPERT_AXES)
     spec = without_experts(spec)
-    plan = lower(
-        spec, facts.unit_modules, facts.roles, (), facts.blocks, facts.fusions, facts.experts
-    )
+    plan = lower(spec, facts)
     units: Sequence[UnitFacts] = facts.units
     if plan.tensor is not None:
         units = local_units(facts, plan.tensor, spec.degree(plan.tensor.axis))[0][0]

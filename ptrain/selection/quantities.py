@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
 
-from ptrain.axes.context.form import written_attention
+from ptrain.axes.context.attention import written_attention
 from ptrain.axes.data.candidates import OVERLAPS, UNITS
-from ptrain.axes.data.form import REPLICAS, form_of, joins_units
+from ptrain.axes.data.form import form_of, joins_units
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, SELECTIVE, Kept
@@ -25,6 +25,7 @@ from ptrain.spec.placement import Tier
 from ptrain.spec.shorthand import expand_shorthands
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import Tree
+from ptrain.steps.wraps import REPLICAS
 
 FLAG = "--where"
 RESULTS = ("memory", "time")

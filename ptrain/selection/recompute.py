@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ptrain.algebra.legality import Located, is_sound, require
-from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.derivation.activations import is_tabulated
-from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.estimate import derive
 from ptrain.derivation.kernels import unclaimed
 from ptrain.derivation.operations import operations
 from ptrain.errors import Fault, refused
-from ptrain.plan.lower import lower
+from ptrain.plan.lower import lower, own_facts
 from ptrain.selection.micro import with_largest_micro
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Policy
 from ptrain.spec.axis import DATA_AXES, Factor
@@ -130,10 +129,7 @@ def _rungs(spec: Spec) -> Iterator[Spec]:
 
 def _again(spec: Spec) -> int:
     """Operations of a step that the rank with most of them repeats; 0 where no table tells."""
-    facts = own_facts(spec)
-    stages = stages_of(spec, facts)
-    plan = lower(spec, facts.unit_modules, facts.roles, stages)
-    return max((row.again for row in operations(spec, plan, stages)), default=0)
+    return max((row.again for row in operations(spec, lower(spec))), default=0)
 
 
 def _with(spec: Spec, policy: Policy | None, every: int | None = None) -> Spec:

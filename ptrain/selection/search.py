@@ -14,8 +14,8 @@ from typing import Any
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.data.candidates import units_of
 from ptrain.derivation.clock import Clock
-from ptrain.derivation.estimate import own_facts
 from ptrain.facts.model import ModelFacts
+from ptrain.plan.lower import own_facts
 from ptrain.rates.pace import UnknownRate
 from ptrain.selection.activity import Activity
 from ptrain.selection.arrays import Columns, distinct, numpy

@@ -24,10 +24,10 @@ from ptrain.axes.expert.candidates import SPACE as EXPERT_SPACE
 from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
 from ptrain.derivation.activations import is_tabulated
-from ptrain.derivation.estimate import own_facts
 from ptrain.derivation.kernels import takes_peak_of
 from ptrain.errors import Fault
 from ptrain.facts.model import ModelFacts
+from ptrain.plan.lower import own_facts
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.axis import EXPERT_AXES, SAMPLE_AXES, Axis, Factor
 from ptrain.spec.batch import Batch

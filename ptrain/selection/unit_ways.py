@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ptrain.axes.data.form import BY_TENSOR, REPLICAS, Form
 from ptrain.costs import State
 from ptrain.selection.arrays import Array, Columns, by_value, distinct, numpy
 from ptrain.selection.data_ways import SUB_BLOCK, DataWay
@@ -16,6 +15,7 @@ from ptrain.selection.profile import Sizes
 from ptrain.selection.wires import Wires
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
+from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form
 
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _UNITS = (1.0, 2.0, 0.5)  # layers of a unit, that of a sub-block being half of one

@@ -17,8 +17,6 @@ from typing import assert_never
 
 import torch
 
-from ptrain.axes.pipeline.stage_facts import stages_of
-from ptrain.derivation.estimate import own_facts
 from ptrain.derivation.flat import joined
 from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError
@@ -27,7 +25,7 @@ from ptrain.models.contract import forward_once
 from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.models.huggingface import layers_of, with_layers
-from ptrain.plan.lower import lower
+from ptrain.plan.lower import lower, own_facts
 from ptrain.simulation.sections import Section, SectionRecorder
 from ptrain.simulation.structure import (
     Incomparable,
@@ -42,7 +40,7 @@ from ptrain.spec.layout import positions
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.steps.wraps import FlatUnits
+from ptrain.steps.wraps import Form
 from ptrain.traces.on_fakes import FakeModel, fake_model
 
 FEWEST = 4  # blocks of the shortest run: more than are gathered ahead, so that it has an end
@@ -114,10 +112,7 @@ def _of_facts(
     is_far = spec.prefetch is not None and spec.prefetch >= fewest
     if not is_within or is_far or len({*spec.activations.of(layers)}) > 1:
         return None
-    stages = stages_of(spec, facts)
-    plan = lower(
-        spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
-    )
+    plan = lower(spec, facts)
     if not plan.wrap.treats_equal_blocks_alike or _are_joined(plan, facts):
         return None
     if plan.pipeline is None:
@@ -132,7 +127,7 @@ def _of_facts(
 
 def _are_joined(plan: Plan, facts: ModelFacts) -> bool:
     """Return whether some blocks of a rank are one unit: how many are is not as many of fewer."""
-    if not isinstance(plan.wrap, FlatUnits):
+    if plan.form is not Form.FLAT:
         return False
     parts = [facts.units]
     if plan.tensor is not None:

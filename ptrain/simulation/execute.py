@@ -16,8 +16,7 @@ from functools import cached_property
 
 import torch
 
-from ptrain.axes.expert.loads import loads_of, token_places
-from ptrain.axes.expert.run.stated import StatedRouting
+from ptrain.axes.expert.run.apply import StatedRouting
 from ptrain.costs import Column, Estimate, add_traffic
 from ptrain.data.sampler import blank_batch
 from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, reserved
@@ -41,6 +40,7 @@ from ptrain.simulation.replay import StepRecord, replayed
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
+from ptrain.steps.experts import token_places
 from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.train.probe import FIRST_STEADY, set_up
 
@@ -228,7 +228,7 @@ def _simulated(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
 
 def _follow_routing(program: Program) -> None:
     """Let rows go to experts as the spec says; where it says nothing they go evenly."""
-    loads = loads_of(program.spec, program.plan)
+    loads = program.plan.loads
     if loads is None:
         return
     routing = StatedRouting(loads, token_places(program.spec)[program.world.rank])

@@ -1,7 +1,7 @@
 """The schedules of a pipeline, by name, and what a spec says of its stages."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from ptrain.spec.leaf import Choice, Either, Numbers, Whole, one_of, refuse
 from ptrain.spec.schedule_file import ListedSchedule, listed, slip
@@ -12,14 +12,89 @@ MAX_LAYERS = 10_000
 
 
 class ScheduleName(Word):
-    NAIVE = "naive"  # one micro-batch at a time
-    GPIPE = "gpipe"  # Huang et al. 2019: all forward, all backward
-    ONE_F_ONE_B = "1f1b"  # Narayanan et al. 2019 (PipeDream-Flush)
-    BFS = "bfs"  # Lamy-Poirier 2023: gpipe, stage by stage on each rank
-    INTERLEAVED = "interleaved"  # Narayanan et al. 2021: 1f1b over several stages a rank
-    ZERO_BUBBLE = "zero-bubble"  # Qi et al. 2024 (ZB-H1), over several stages a rank
-    ZBV = "zbv"  # Qi et al. 2024, section 6
-    DUALPIPEV = "dualpipev"  # Sea AI Lab 2025: DeepSeek's DualPipe cut in half, each stage once
+    """The schedules that a spec names.
+
+    Each is a row: its name, its meaning, torch's class, other words for it, how many stages a rank
+    has where nothing says so, and whether it computes the gradients of weights apart from those of
+    inputs. What it does and costs is its row of `axes.pipeline.catalogue`.
+    """
+
+    meaning: str
+    words: tuple[str, ...]
+    torch: str
+    stages: int
+    is_in_halves: bool
+
+    def __new__(
+        cls,
+        name: str,
+        meaning: str = "",
+        torch: str = "",
+        words: tuple[str, ...] = (),
+        stages: int = 1,
+        is_in_halves: bool = False,
+    ) -> Self:
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.meaning, member.torch, member.stages = meaning, torch, stages
+        class_name = torch.lower()
+        member.words = (*words, class_name, class_name.removeprefix("schedule")) if torch else words
+        member.is_in_halves = is_in_halves
+        return member
+
+    NAIVE = "naive", "one micro-batch at a time: one rank works, the others wait"
+    # Huang et al. 2019
+    GPIPE = "gpipe", "all forward, all backward (AFAB)", "ScheduleGPipe", ("afab", "fill-drain")
+    # Narayanan et al. 2019 (PipeDream-Flush)
+    ONE_F_ONE_B = (
+        "1f1b",
+        "one forward, one backward: as few in flight as stages are behind",
+        "Schedule1F1B",
+        ("pipedream-flush", "one-f-one-b"),
+    )
+    # Lamy-Poirier 2023; made for two stages a rank: with one it is gpipe
+    BFS = (
+        "bfs",
+        "several stages a rank, breadth first: gpipe stage by stage",
+        "ScheduleLoopedBFS",
+        ("looped-bfs", "schedulelooped-bfs"),
+        2,
+    )
+    # Narayanan et al. 2021; with one stage a rank it is 1f1b
+    INTERLEAVED = (
+        "interleaved",
+        "several stages a rank, one forward, one backward",
+        "ScheduleInterleaved1F1B",
+        ("interleaved-1f1b",),
+        2,
+    )
+    # Qi et al. 2024 (ZB-H1), over several stages a rank
+    ZERO_BUBBLE = (
+        "zero-bubble",
+        "gradients of weights apart, to fill the drain (ZB-H1)",
+        "ScheduleInterleavedZeroBubble",
+        ("zb-h1", "zb1p", "zero_bubble"),
+        1,
+        True,
+    )
+    # Qi et al. 2024, section 6
+    ZBV = (
+        "zbv",
+        "two stages a rank in a V, gradients of weights apart",
+        "ScheduleZBVZeroBubble",
+        ("zb-v",),
+        2,
+        True,
+    )
+    # Sea AI Lab 2025: DeepSeek's DualPipe cut in half, each stage once
+    DUALPIPEV = (
+        "dualpipev",
+        "two stages a rank in a V, a forward beside a backward",
+        "ScheduleDualPipeV",
+        (),
+        2,
+        True,
+    )
 
 
 class SplitBy(Word):
@@ -30,46 +105,8 @@ class SplitBy(Word):
     LAYERS = "layers"
 
 
-# Those that are made for two stages a rank: with one, bfs is gpipe and interleaved is 1f1b.
-_TWO_A_RANK = (
-    ScheduleName.BFS,
-    ScheduleName.INTERLEAVED,
-    ScheduleName.ZBV,
-    ScheduleName.DUALPIPEV,
-)
-
-
-# Those that compute the gradients of weights apart from those of inputs.
-_IN_HALVES = (ScheduleName.ZERO_BUBBLE, ScheduleName.ZBV, ScheduleName.DUALPIPEV)
-
-
+*_FIRST_OF_TWO, _LAST_OF_TWO = [name for name in ScheduleName if name.stages == 2]
 _ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "async", "asynchronous", "pipemare", "wpipe")
-# Other words for schedules, torch's class names among them.
-_OTHER_WORDS = {
-    "afab": "gpipe",
-    "schedulegpipe": "gpipe",
-    "fill-drain": "gpipe",
-    "pipedream-flush": "1f1b",
-    "schedule1f1b": "1f1b",
-    "one-f-one-b": "1f1b",
-    "looped-bfs": "bfs",
-    "loopedbfs": "bfs",
-    "schedulelooped-bfs": "bfs",
-    "interleaved1f1b": "interleaved",
-    "interleaved-1f1b": "interleaved",
-    "scheduleinterleaved1f1b": "interleaved",
-    "interleavedzerobubble": "zero-bubble",
-    "scheduleinterleavedzerobubble": "zero-bubble",
-    "zb-h1": "zero-bubble",
-    "zb1p": "zero-bubble",
-    "zero_bubble": "zero-bubble",
-    "zb-v": "zbv",
-    "zbvzerobubble": "zbv",
-    "schedulezbvzerobubble": "zbv",
-    "scheduledualpipev": "dualpipev",
-}
-
-
 _TWO_COPIES = (
     "DualPipe runs the pipeline in both directions, so every rank has two stages where others have "
     "one: two copies of Θ, of its gradients and of its optimizer state (of 671B parameters in bf16 "
@@ -158,17 +195,8 @@ class PipelineSpec:
         ScheduleName | ListedSchedule,
         ScheduleText(
             "in which order a rank computes its micro-batches; or FILE.csv, a list of one's own",
-            {
-                "naive": "one micro-batch at a time: one rank works, the others wait",
-                "gpipe": "all forward, all backward (AFAB)",
-                "1f1b": "one forward, one backward: as few in flight as stages are behind",
-                "bfs": "several stages a rank, breadth first: gpipe stage by stage",
-                "interleaved": "several stages a rank, one forward, one backward",
-                "zero-bubble": "gradients of weights apart, to fill the drain (ZB-H1)",
-                "zbv": "two stages a rank in a V, gradients of weights apart",
-                "dualpipev": "two stages a rank in a V, a forward beside a backward",
-            },
-            slips=_OTHER_WORDS,
+            {name.value: name.meaning for name in ScheduleName},
+            slips={word: name.value for name in ScheduleName for word in name.words},
             read=_schedule,
             write=_written,
         ),
@@ -177,7 +205,7 @@ class PipelineSpec:
         int | None,
         Whole(
             "stages over all ranks of pp, a multiple of them; without: one a rank, and two with "
-            "bfs, interleaved, zbv and dualpipev",
+            f"{', '.join(_FIRST_OF_TWO)} and {_LAST_OF_TWO}",
             1,
             MAX_LAYERS,
         ),
@@ -204,11 +232,9 @@ class PipelineSpec:
             return self.schedule.stages
         if isinstance(self.split, tuple):
             return len(self.split)
-        return ranks * (2 if self.schedule in _TWO_A_RANK else 1)
+        return ranks * self.schedule.stages
 
     @property
     def is_in_halves(self) -> bool:
         """Whether some backward passes are computed in two halves."""
-        if isinstance(self.schedule, ListedSchedule):
-            return self.schedule.is_in_halves
-        return self.schedule in _IN_HALVES
+        return self.schedule.is_in_halves

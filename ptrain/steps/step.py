@@ -3,26 +3,155 @@ wrapper is decided anywhere else, and what others must know of a step they ask i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Protocol, Self
 
+from ptrain.facts.stages import Stage, Units
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import Axis
+from ptrain.spec.axis import SAMPLE_AXES, Axis
+from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
-from ptrain.steps.axes import PlanAxes
-from ptrain.steps.balance import BalanceExperts
-from ptrain.steps.context import ContextParallel
-from ptrain.steps.experts import ExpertParallel
+from ptrain.steps.experts import ExpertParallel, Loads
 from ptrain.steps.kind import PlanStep
-from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
+from ptrain.steps.wraps import FlatUnits, Form, FullyShard, LocalGradients, Replicate, Wrap
 from ptrain.wording import Worded
 
-Units = tuple[tuple[str, ...], ...]  # a wrap unit is the modules that are gathered together
+# The step of the context axis.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel(PlanStep):
+    """A is S or S* on `axis`: a rank has a slice of the tokens of every sample, and attention
+    reaches those of the others. Theta, Omega and G are the wrap's, as on a data axis.
+
+    `ulysses` neighbouring ranks exchange tokens for heads; `ring` such groups pass keys and values
+    on (`ulysses * ring` is the degree). `is_balanced`: zigzag, each of the ring's places has an
+    early and a late chunk; else slices are contiguous. `gathers`: A is S*, keys and values of the
+    ring's places are gathered, in place of passed on. `sequence`: tokens of a sample.
+    `has_documents`: samples are of several, and a mask says who attends to whom. Ranks draw the
+    same random numbers, the masks of all tokens, of which each has its slice.
+    """
+
+    axis: Axis
+    ulysses: int
+    ring: int
+    sequence: int
+    is_balanced: bool = False
+    gathers: bool = False
+    has_documents: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """Of how many stretches a rank's tokens are, at most."""
+        return 2 if self.is_balanced and self.ulysses % 2 else 1
+
+    @property
+    def cutting_axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
+
+    @property
+    def token_axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
+
+
+# The step that moves the biases of routers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceExperts(PlanStep):
+    """The bias of every expert rises by `rate` where the tokens of a step chose it less often than
+    the mean of its layer's experts, and falls by it where more often (DeepSeek-V3,
+    arXiv:2412.19437, section 2.1.2; Wang et al. 2024, arXiv:2408.15664, algorithm 1).
+
+    Choices are those of the global batch's tokens, `choices` in every layer, dropped ones too: each
+    rank's are summed over `axes`, whose ranks have tokens of their own. All ranks keep the same
+    biases.
+    """
+
+    rate: float
+    choices: int
+    axes: tuple[Axis, ...]
+
+
+def balance_of(spec: Spec, axes: tuple[Axis, ...]) -> BalanceExperts | None:
+    """Return the step of a spec whose gradients are summed over `axes`; None where no router has a
+    bias."""
+    shape = spec.model
+    if not isinstance(shape, ModelShape) or shape.bias_update_rate is None:
+        return None
+    tokens = spec.batch.global_samples * spec.batch.sequence
+    return BalanceExperts(
+        rate=shape.bias_update_rate, choices=tokens * shape.experts_per_token, axes=axes
+    )
+
+
+# What the steps of a plan say of the axes of its mesh.
+
+
+class _Mesh(Protocol):
+    @property
+    def axes(self) -> tuple[Axis, ...]: ...
+
+    @property
+    def degrees(self) -> tuple[int, ...]: ...
+
+
+class PlanAxes:
+    """The axes of a plan by what their ranks have."""
+
+    __slots__ = ()
+    spec: Spec
+    steps: Sequence[PlanStep]
+    mesh: _Mesh
+
+    @property
+    def sample_axes(self) -> tuple[Axis, ...]:
+        """The axes whose ranks have samples of their own, the outermost first."""
+        return tuple(axis for axis in SAMPLE_AXES if axis in self.mesh.axes)
+
+    @property
+    def cutting_axes(self) -> tuple[Axis, ...]:
+        """The axes whose ranks run other parts of a layer, or it on other tokens, outermost
+        first."""
+        cutting = [axis for step in self.steps for axis in step.cutting_axes]
+        return tuple(axis for axis in self.mesh.axes if axis in cutting)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of a sample a rank has in all of the model."""
+        axes = [axis for step in self.steps for axis in step.token_axes]
+        return self.spec.batch.sequence // self._ranks_over(axes)
+
+    @property
+    def boundary_slices(self) -> int:
+        """Into how many slices the tokens of a sample are cut between the blocks."""
+        return self._ranks_over([axis for step in self.steps for axis in step.boundary_axes])
+
+    def _ranks_over(self, axes: list[Axis]) -> int:
+        degrees = zip(self.mesh.axes, self.mesh.degrees, strict=True)
+        return math.prod(degree for axis, degree in degrees if axis in axes)
+
+    @property
+    def drawing_axes(self) -> tuple[Axis, ...]:
+        """The axes whose ranks draw random numbers of their own."""
+        return (*self.sample_axes, *(axis for step in self.steps for axis in step.drawing_axes))
+
+    @property
+    def summed_axes(self) -> tuple[Axis, ...]:
+        """The axes along which gradients are summed, the outermost first."""
+        summed = [axis for step in self.steps for axis in step.summed_axes]
+        return tuple(axis for axis in self.mesh.axes if axis in summed)
+
+    @property
+    def loss_axes(self) -> tuple[Axis, ...]:
+        """The axes whose ranks have the same loss of the same samples."""
+        return tuple(axis for step in self.steps for axis in step.loss_axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,11 +316,17 @@ Step = CreateMesh | Cut | Keep | Wrap | ChunkedLoss | Accumulate | Clip | Update
 class Plan(PlanAxes, Worded):
     """What the interpreter does: `steps`, in the order of execution. Of each kind there is at most
     one, at hand by its name too; a mesh, a wrap, micro-batches and an update there always are.
-    `units` are in the order of wrapping, the root ("",) last; `spec` is what it was made from."""
+    `units` are in the order of wrapping, the root ("",) last; `spec` is what it was made from.
+    `form` says by which parts of torch the wrap is executed, `stages` are those that pp cuts the
+    model into, none without it, and `loads` say where rows of tokens go to experts, None where they
+    go evenly."""
 
     spec: Spec = field(compare=False)
     steps: tuple[Step, ...]
     units: Units
+    form: Form = field(compare=False)
+    stages: tuple[Stage, ...] = field(default=(), compare=False)
+    loads: Loads | None = field(default=None, compare=False)
     mesh: CreateMesh = field(init=False, compare=False)
     wrap: Wrap = field(init=False, compare=False)
     accumulate: Accumulate = field(init=False, compare=False)
@@ -211,6 +346,17 @@ class Plan(PlanAxes, Worded):
         assert by_name.keys() >= _NEEDED, f"no {', '.join(sorted(_NEEDED - by_name.keys()))}"
         for name in _NAMES.values():
             object.__setattr__(self, name, by_name.get(name))
+
+    @property
+    def is_clipped_apart(self) -> bool:
+        """Whether the norm is computed apart for operators that are cut and for others."""
+        return self.clip is not None and bool(self.clip.operator_axes)
+
+    @property
+    def differing_axes(self) -> tuple[Axis, ...]:
+        """The axes along which ranks store different numbers of bytes, or, of flat units within tp,
+        have other pieces of tensors in their shards, of each of which there is a norm."""
+        return self.wrap.differing_axes(within_tp=self.is_clipped_apart)
 
     def wrap_of(self, unit: Sequence[str]) -> Wrap:
         """Return how a unit of these modules is wrapped: one of experts as the axes say that do not

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from ptrain.spec.axis import Axis, without
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.placement import Tier
 from ptrain.steps.kind import WrapStep
+
+
+class Form(Enum):
+    """The parts of torch that execute some tuples, and flat units for all others."""
+
+    LOCAL = auto()  # one device, gradients as autograd leaves them
+    REPLICATE = auto()  # DistributedDataParallel
+    SPREAD_UPDATE = auto()  # DistributedDataParallel and ZeroRedundancyOptimizer
+    FULLY_SHARD = auto()  # FSDP2
+    MATERIALIZE = auto()  # FSDP2 on master copies that are cast when they are gathered
+    FLAT = auto()
+
+
+REPLICAS = (Form.REPLICATE, Form.SPREAD_UPDATE)  # gradients are summed by DistributedDataParallel
+BY_TENSOR = (Form.FULLY_SHARD, Form.MATERIALIZE)  # each tensor's rows are cut by themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,8 +39,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import Family
 from ptrain.spec.precision import DType
-from ptrain.steps.context import ContextParallel
-from ptrain.steps.step import CreateMesh, Keep
+from ptrain.steps.step import ContextParallel, CreateMesh, Keep
 from ptrain.traces.block_tables import alike, frees_input
 from ptrain.traces.coded import CodedTrace
 from ptrain.traces.layer_works import Computed, by_layer, grouped

@@ -27,13 +27,13 @@ from ptrain.models.other_samples import other_samples
 from ptrain.models.routed_rows import route
 from ptrain.models.selection import Extent
 from ptrain.models.stops import stops_of
+from ptrain.plan.lower import lower
 from ptrain.spec.axis import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
 from ptrain.traces.by_data import facts_by_data, without_bounds
 from ptrain.traces.layer_rows import TracedLayers, only, running, running_units
 from ptrain.traces.record import record
-from ptrain.traces.stage_parts import plan_of
 
 
 def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
@@ -50,7 +50,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     units = running_units(known.unit_modules, known.blocks, names)
     samples = sample_batch(spec)
     if not _is_cut(spec):
-        keep_traced(model, plan_of(spec, known).keep)
+        keep_traced(model, lower(spec, known).keep)
     with (
         torch.random.fork_rng(devices=[]),
         only(model, known.blocks, names),

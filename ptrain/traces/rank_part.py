@@ -22,7 +22,7 @@ from ptrain.axes.context.run.slices import token_slices
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
-from ptrain.facts.attention import Attending
+from ptrain.facts.model import Attending
 from ptrain.facts.stages import Chain, Stage
 from ptrain.interpreter.loss import Loss
 from ptrain.models.batch import SampleBatch, of_tokens, sample_batch
@@ -35,8 +35,7 @@ from ptrain.rooms.registry import Registry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
-from ptrain.steps.context import ContextParallel
-from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
+from ptrain.steps.step import ChunkedLoss, ContextParallel, Keep, Parallelize
 from ptrain.traces.layer_rows import Names, only, running_units
 from ptrain.traces.record import TracedStage, Units, record, record_stage, run_unrecorded
 

@@ -15,7 +15,6 @@ from functools import partial
 from torch import nn
 
 from ptrain.axes.expert.form import is_by_routing
-from ptrain.axes.expert.loads import choices, layers_of
 from ptrain.axes.expert.run.apply import assume
 from ptrain.axes.expert.run.exchange import heavier
 from ptrain.facts.rows_timeline import RowsItem, RowsSize, RowsTimeline, StorageEvent, StorageEvents
@@ -31,6 +30,7 @@ from ptrain.models.trace import (
     last_views,
 )
 from ptrain.spec.spec import Spec
+from ptrain.steps.experts import choices, layers_of
 from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ptrain.axes.context.run.randomness import MicroBatchCut
 from ptrain.axes.expert.run.apply import parallelize_experts
-from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
+from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.codec import decode, encode
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.operators import LayerWork, ModelWork, WorkByKind
@@ -28,7 +28,6 @@ from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.spec import Spec
-from ptrain.steps.step import Plan
 from ptrain.timeline import Timeline
 from ptrain.traces.layer_rows import (
     TracedLayers,
@@ -44,14 +43,6 @@ from ptrain.traces.rows import UnevenLoads, uneven_loads
 Rows = list[dict[str, Any]]  # JSON, a mapping for each stage
 
 
-def plan_of(spec: Spec, facts: ModelFacts) -> Plan:
-    """Return the plan of a spec whose model has these facts."""
-    stages = stages_of(spec, facts)
-    return lower(
-        spec, facts.unit_modules, facts.roles, stages, facts.blocks, facts.fusions, facts.experts
-    )
-
-
 def rank_part(
     module: nn.Module,
     spec: Spec,
@@ -62,7 +53,7 @@ def rank_part(
 ) -> RankPart:
     """Return what the plan does to a module before it runs on one rank, over the `mesh` of the
     cutting axes where there are some. `extent`: how much operators select by data."""
-    plan = plan_of(spec, facts)
+    plan = lower(spec, facts)
     cut = MicroBatchCut(samples=spec.batch.micro, slices=plan.boundary_slices)
     return RankPart(
         batch=spec.batch.micro,
@@ -94,9 +85,9 @@ def stage_rows(
 ) -> Rows:
     """Return the rows of every stage, of which those that do alike are traced once; `mesh` and
     `extent` as of `rank_part`. The generator's state is left as it was."""
-    chain, stages = chain_of(spec, facts), stages_of(spec, facts)
-    cuts = StageCuts(stages=stages, chain=chain)
-    part, plan = rank_part(module, spec, facts, mesh, extent=extent), plan_of(spec, facts)
+    part, plan = rank_part(module, spec, facts, mesh, extent=extent), lower(spec, facts)
+    stages = plan.stages
+    cuts = StageCuts(stages=stages, chain=chain_of(spec, facts))
 
     def trace(stage: Stage, units: Units) -> _StageTraces:
         names = running(spec, stage.layers)
@@ -215,7 +206,7 @@ def stage_formulas(
 def _hidden_bytes(spec: Spec, facts: ModelFacts) -> int:
     """Return the bytes of what goes over a boundary, of a micro-batch."""
     itemsize = spec.precision.effective.parameters.itemsize
-    slices = plan_of(spec, facts).boundary_slices
+    slices = lower(spec, facts).boundary_slices
     shape = chain_of(spec, facts).sample_shape(spec.batch.sequence, slices)
     return spec.batch.micro * math.prod(shape) * itemsize
 

@@ -39,6 +39,7 @@ from ptrain.models.facts import untraced_facts
 from ptrain.models.initialize import cast
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.selection import Extent
+from ptrain.plan.lower import lower
 from ptrain.processor import cores
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.mesh import Mesh
@@ -53,7 +54,7 @@ from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.traces.layer_rows import TracedLayers, alike_of, only, running, running_units
 from ptrain.traces.on_fakes import FakeModel, fake_model
 from ptrain.traces.rows import uneven_loads
-from ptrain.traces.stage_parts import plan_of, rank_part, stage_rows
+from ptrain.traces.stage_parts import rank_part, stage_rows
 
 # A process that answers: its import path is this one's, before it imports anything.
 _ANSWER = f"""
@@ -97,7 +98,7 @@ def traced(
     `timeout.init`; with pp the rows of each stage in their place. `extent`: how much operators
     select by data."""
     alone = traced_part(spec)
-    plan = plan_of(alone, facts)
+    plan = lower(alone, facts)
     players = _players(alone, plan, facts)
     try:
         request = partial(_PartRequest, _as_text(spec), plan.cutting_axes)
@@ -280,7 +281,7 @@ def _part_of(
     units = running_units(facts.unit_modules, facts.blocks, names)
     with only(module, facts.blocks, names):
         own = _copied(module) if is_kept else module
-        uneven = uneven_loads(spec, plan_of(spec, facts))
+        uneven = uneven_loads(spec, lower(spec, facts))
         changes = [uneven.assume] if uneven else []
         first, *others = part.traces(own, units, alike_of(spec, names), *changes)
         layers = TracedLayers(first, names, units)

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from ptrain.costs import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
-from ptrain.derivation.counted import by_counts
-from ptrain.derivation.estimate import Derivation, derive
+from ptrain.derivation.estimate import Derivation, by_counts, derive
 from ptrain.derivation.throughput import step_tokens
 from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.interpreter.program import Program, interpret

@@ -13,8 +13,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from ptrain.axes.context.attention import context_of
 from ptrain.axes.context.run import cores
+from ptrain.axes.context.run.apply import UlyssesCore
 from ptrain.axes.context.run.cores import GatheredCore, RingCore, _blocks, _Gathered, _Ring
-from ptrain.axes.context.run.ulysses import UlyssesCore
 from ptrain.interpreter.program import Program
 from ptrain.models.attention import Core
 from ptrain.report.finding import Subject

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.costs import Estimate, Traffic
 from ptrain.data.corpus import corpus
-from ptrain.derivation.counted import by_counts
-from ptrain.derivation.estimate import Derivation
+from ptrain.derivation.estimate import Derivation, by_counts
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import measure
 from ptrain.meters.routing import Placed, RoutingMeter, histogram

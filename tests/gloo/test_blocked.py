@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ptrain.axes.data.run.summing import handing_over
+from ptrain.axes.data.run.replicated import handing_over
 from ptrain.meters.blocked import Stopwatch
 from ptrain.rooms.registry import Registry
 from tests.ranks import Ranks

@@ -41,7 +41,7 @@ CHOSEN = (
 def is_flat(setting: Setting) -> bool:
     """Whether no part of torch executes it."""
     spec = setting.spec()
-    return isinstance(lower(spec, facts_of(spec).unit_modules).wrap, FlatUnits)
+    return isinstance(lower(spec, facts_of(spec)).wrap, FlatUnits)
 
 
 def differences(ranks: Ranks, setting: Setting) -> list[str]:

@@ -19,10 +19,10 @@ from torch import nn
 
 from ptrain.algebra.legality import require
 from ptrain.data.corpus import corpus
-from ptrain.derivation.estimate import own_facts
 from ptrain.errors import RankFailed
 from ptrain.interpreter.program import interpret
 from ptrain.models.block import Block
+from ptrain.plan.lower import own_facts
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ptrain.axes.expert.loads import token_places
 from ptrain.derivation.estimate import derive
 from ptrain.facts.parameters import expert_modules
 from ptrain.report.record import compare
@@ -16,6 +15,7 @@ from ptrain.simulation.execute import simulate
 from ptrain.spec.model import ModelShape
 from ptrain.spec.routing import Bound, Histogram, Routing, read_routing
 from ptrain.spec.spec import Spec
+from ptrain.steps.experts import token_places
 from ptrain.traces.facts import facts_of
 from tests.gloo.expert_cases import spec_of
 

@@ -27,7 +27,7 @@ from ptrain.costs import Collective, Phase
 from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 
 Exchange = tuple[Collective, Phase]
 Exchanged = tuple[int, int]  # calls, and the bytes that a rank sends in all of them

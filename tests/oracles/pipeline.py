@@ -12,16 +12,13 @@ gradient, which has gone back and has no answer yet. Nothing of a chunk outlives
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ptrain.axes.pipeline.cost import (
-    V_SHAPED,
     PipelineSize,
     chunks_between,
     chunks_in_flight,
     forwards_first,
     round_size,
-    stages_of,
 )
 from ptrain.costs import Collective, Phase
 from ptrain.spec.axis import Axis
@@ -33,20 +30,6 @@ from tests.oracles.tensor import LayerSpan, parameters
 
 Crossing = tuple[Collective, Phase]
 
-_HALVES = (ScheduleName.ZERO_BUBBLE, *V_SHAPED)
-
-
-def size_of(step: Pipeline, microbatches: int) -> PipelineSize:
-    """Return the size of a plan's pipeline; there are no closed forms of a list of one's own."""
-    assert isinstance(step.schedule, ScheduleName), "a schedule with a name"
-    ranks = 1 + max(step.rank_of)
-    return PipelineSize(
-        schedule=step.schedule,
-        ranks=ranks,
-        stages_per_rank=step.stages // ranks,
-        microbatches=microbatches,
-    )
-
 
 def crossings(size: PipelineSize, rank: int) -> Mapping[Crossing, int]:
     """Return a rank's sends and receives in a step, calls by collective and phase. Nothing is sent
@@ -54,7 +37,7 @@ def crossings(size: PipelineSize, rank: int) -> Mapping[Crossing, int]:
     per_rank, last = size.stages_per_rank, size.ranks - 1
     if size.ranks == 1:
         onward = inward = 0
-    elif size.schedule in V_SHAPED:
+    elif size.cost.is_v_shaped:
         # to and from the next rank on the way down, to and from the rank before on the way up
         onward = inward = (rank < last) + (rank > 0)
     else:
@@ -93,7 +76,6 @@ def rank_parameters(
 ) -> int:
     """Return the elements of Theta of a rank's stages, of its slices at `index` along tp: layers,
     and the ends that its first and its last stage have. A tied head is on both."""
-    size = size_of(step, spec.batch.accumulate)
     of_stage = spans(step)
     return sum(
         parameters(
@@ -103,7 +85,7 @@ def rank_parameters(
             degree=spec.degree(Axis.TP),
             index=index,
         )
-        for stage in stages_of(size, rank)
+        for stage in step.stages_of(rank)
     )
 
 
@@ -111,7 +93,7 @@ def shared_elements(shape: ModelShape, size: PipelineSize, rank: int, rows: int)
     """Return the elements of the gradient that a rank sums with another one's in a step, of a tied
     head of which it has so many rows: the ranks of the first and the last stage do, unless these
     are one."""
-    first, last = 0, 0 if size.schedule in V_SHAPED else size.ranks - 1
+    first, last = 0, 0 if size.cost.is_v_shaped else size.ranks - 1
     is_end = rank in (first, last) and first != last
     return rows * shape.hidden if shape.tied and is_end else 0
 
@@ -137,7 +119,7 @@ def held_bytes(size: PipelineSize, rank: int, chunks: Sequence[int], boundary: i
     """
     last = size.ranks - 1
     is_round = size.schedule is ScheduleName.INTERLEAVED and len(chunks) > 1
-    if size.schedule in _HALVES or (is_round and (len({*chunks}) > 1 or rank in (0, last))):
+    if size.schedule.is_in_halves or (is_round and (len({*chunks}) > 1 or rank in (0, last))):
         return None
     flight = chunks_in_flight(size, rank)
     in_flight = flight * sum(chunks) // len(chunks)  # equal chunks, or all micro-batches'
@@ -169,9 +151,8 @@ def peak_beyond_naive(size: PipelineSize, rank: int, chunk: int, boundary: int) 
     ):
         return None
     held = held_bytes(size, rank, (chunk,), boundary)
-    alone = held_bytes(replace(size, schedule=ScheduleName.NAIVE), rank, (chunk,), boundary)
-    assert held is not None and alone is not None, "one stage a rank, whole backward passes"
-    return held - alone
+    assert held is not None, "one stage a rank, whole backward passes"
+    return held - chunk - boundary * (rank < size.ranks - 1)  # less one chunk and its gradient
 
 
 def least_held_bytes(size: PipelineSize, rank: int, chunks: Sequence[int], boundary: int) -> int:
@@ -186,7 +167,7 @@ def least_held_bytes(size: PipelineSize, rank: int, chunks: Sequence[int], bound
     if held is not None:
         return held
     forwards = forwards_first(size, rank)
-    turns = size.schedule in V_SHAPED and rank == size.ranks - 1
+    turns = size.cost.is_v_shaped and rank == size.ranks - 1
     return forwards * min(chunks) - turns * (forwards // 2) * boundary
 
 

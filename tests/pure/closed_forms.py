@@ -11,12 +11,11 @@ from functools import cache
 from random import Random
 
 from ptrain.costs import State, Traffic
-from ptrain.derivation.differing import differing_axes
+from ptrain.derivation.estimate import sent
 from ptrain.derivation.flat import joined
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import resident
 from ptrain.derivation.timeline import replay
-from ptrain.derivation.traffic import sent
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis
@@ -131,7 +130,7 @@ def in_closed_form(
     chain = chain_of(plan, facts, is_fresh=is_fresh)
     form = closed_form(spec, plan, chain)
     figures: Figures = {"transient": form.transient()}
-    for index in sorted({*positions(spec, differing_axes(plan))}):
+    for index in sorted({*positions(spec, plan.differing_axes)}):
         stored = form.resident(index)
         for state in STORED:
             for tier in Tier:
@@ -150,7 +149,7 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     rows = resident(wrapping(spec, plan, facts))
     step = replay(wrapping(spec, plan, replace(facts, timeline=timeline)), rows)
     figures: Figures = {"transient": step.transient_bytes}
-    index_of = positions(spec, differing_axes(plan))
+    index_of = positions(spec, plan.differing_axes)
     always = dict.fromkeys(index_of, 0)
     for row in rows:
         index = index_of[row.rank]
@@ -202,7 +201,7 @@ def lowered(spec: Spec, facts: ModelFacts, **dials: object) -> Setting | None:
     made of master copies that there are none of, gradients used up that are to be accumulated or
     looked through for one that overflowed."""
     layout = spec.precision.layout
-    plan = lower(spec, facts.unit_modules)
+    plan = lower(spec, facts)
     wrap = plan.wrap
     if isinstance(wrap, FlatUnits):
         if wrap.materialized and layout.master is None:
@@ -308,7 +307,7 @@ def _with_dials(
         accumulate=count,
         bucket_bytes=draw.choice((25 * 2**20, 64, 1000)),
     )
-    plan = lower(spec, facts.unit_modules)
+    plan = lower(spec, facts)
     dials: dict[str, object] = {"overlaps": draw.random() < 0.5}
     forwards: list[bool | int | Reshard] = [True, False, Reshard.NON_ROOT]
     if isinstance(plan.wrap, FullyShard):

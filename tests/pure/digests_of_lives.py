@@ -116,7 +116,7 @@ def settings(
             accumulate=micro_batches,
         )  # fmt: skip
         try:
-            plan = lower(spec, UNITS.unit_modules)
+            plan = lower(spec, UNITS)
         except PtrainError:
             continue
         if isinstance(plan.wrap, FlatUnits) and not (plan.wrap.consumed and micro_batches > 1):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ptrain.axes.pipeline.catalogue import faults
-from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
-from ptrain.axes.pipeline.simulate import Costs, StageCost, equal_stages
+from ptrain.axes.pipeline.catalogue import faults, size_of
+from ptrain.axes.pipeline.cost import PipelineSize
+from ptrain.axes.pipeline.schedule import PipelineShape, Schedule, StageCost
+from ptrain.axes.pipeline.simulate import Costs, equal_stages
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.steps.step import Pipeline
 
 ONE_STAGE = (ScheduleName.NAIVE, ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)
 VEES = (ScheduleName.ZBV, ScheduleName.DUALPIPEV)
@@ -32,6 +34,13 @@ GRID = [
     if not list(faults(name, pipeline(ranks, per_rank, microbatches)))
 ]
 BY_NAME = {name: [size for other, size in GRID if other is name] for name in ScheduleName}
+
+
+def size_of_step(step: Pipeline, microbatches: int) -> PipelineSize:
+    """The size of a plan's pipeline; there are no closed forms of a list of one's own."""
+    assert isinstance(step.schedule, ScheduleName), "a schedule with a name"
+    ranks = 1 + max(step.rank_of)
+    return size_of(step.schedule, pipeline(ranks, step.stages // ranks, microbatches))
 
 
 def costs_of(made: Schedule, cost: StageCost, **more: float) -> Costs:

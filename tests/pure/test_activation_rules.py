@@ -7,6 +7,7 @@ import pytest
 from ptrain.activations import rules
 from ptrain.algebra.legality import check, executed
 from ptrain.errors import SpecError
+from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.file_tier import require_file_tier
 from ptrain.spec.load import load
@@ -217,7 +218,7 @@ def test_blocks_of_another_model_are_counted_when_they_are_known():
     made = spec(**OTHER | {"activations": {"2-5": "M"}})
     assert not check(made)
     with pytest.raises(SpecError) as caught:
-        lower(made, (("",),), blocks=("layers.0", "layers.1"))
+        lower(made, ModelFacts(units=(), blocks=("layers.0", "layers.1")))
     (fault,) = caught.value.faults
     assert fault.finding == "blocks 2-5, and the model has 2, from 0 to 1"
     assert fault.remedy == 'write ranges within 0-1; "1-" is to the last one'
@@ -225,7 +226,7 @@ def test_blocks_of_another_model_are_counted_when_they_are_known():
 
 def test_a_model_without_blocks_keeps_nothing_by_block():
     with pytest.raises(SpecError) as caught:
-        lower(spec(**OTHER | {"activations": "M"}), (("",),))
+        lower(spec(**OTHER | {"activations": "M"}), ModelFacts.of_units((("",),)))
     (fault,) = caught.value.faults
     assert fault.finding == "they are kept by block, and no blocks are found in the model"
     assert fault.remedy == "name them: model.blocks=layers.*"
@@ -233,7 +234,7 @@ def test_a_model_without_blocks_keeps_nothing_by_block():
 
 def test_a_budget_is_settled_before_anything_is_planned():
     with pytest.raises(SpecError, match=r"what it recomputes is not chosen yet"):
-        lower(spec(recompute={"budget": "1 GiB"}), (("",),))
+        lower(spec(recompute={"budget": "1 GiB"}), ModelFacts.of_units((("",),)))
 
 
 def test_saved_tensors_in_files_need_a_folder_that_takes_them(tmp_path):

@@ -110,7 +110,7 @@ def test_exact_memory_falls_with_the_degree_up_to_padding(
 
     def stored(ranks: int) -> dict[State, int]:
         spec = make_spec({Axis.DP_SHARD: (ranks, placement)})
-        kinds, kind_of = by_shard(wrapping(spec, lower(spec, ("",)), facts))
+        kinds, kind_of = by_shard(wrapping(spec, lower(spec, facts), facts))
         return {row.state: row.device_bytes for row in kinds[kind_of[0]]}
 
     few, many = stored(degree), stored(degree * times)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.derivation.estimate import own_facts
 from ptrain.errors import SpecError
+from ptrain.plan.lower import own_facts
 from ptrain.selection.algorithm1 import (
     Advice,
     Requirements,

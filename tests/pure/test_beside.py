@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ptrain.costs import Collective, Spent
-from ptrain.derivation.beside import messages_of
-from ptrain.derivation.clock import Clock
+from ptrain.derivation.clock import Clock, messages_of
 from ptrain.derivation.network import Network
 from ptrain.facts.operators import InnerCollective, PassWork
 from ptrain.spec.axis import Axis

@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from ptrain.axes.pipeline.bubble import Relation, closed_form
-from ptrain.axes.pipeline.catalogue import schedule
+from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule
+from ptrain.axes.pipeline.cost import Relation
 from ptrain.axes.pipeline.holdings import held, most_held, most_held_of, transfers
-from ptrain.axes.pipeline.simulate import Costs, StageCost, equal_stages, simulate
+from ptrain.axes.pipeline.schedule import StageCost
+from ptrain.axes.pipeline.simulate import Costs, equal_stages, simulate
 from ptrain.costs import Collective, Phase
 from ptrain.spec.pipeline import ScheduleName
 from tests.pure.pipelines import BY_NAME, ONE_STAGE, costs_of, pipeline, stages_per_rank
@@ -27,7 +28,7 @@ def test_the_wait_is_that_of_the_closed_form(name, cost):
     forward, inputs, weight = cost
     stage = StageCost(forward=forward, input=inputs, weight=weight)
     for size in BY_NAME[name]:
-        expected = closed_form(name, size, stage)
+        expected = SCHEDULES[name].cost.bubble(size, stage, 0)
         if expected is None:
             continue
         made = schedule(name, size)
@@ -49,9 +50,9 @@ def test_a_closed_form_is_exact_wherever_the_literature_says_so():
     unit, ranks = StageCost(), 4
     for name in (*ONE_STAGE, ScheduleName.BFS, ScheduleName.INTERLEAVED, ScheduleName.ZERO_BUBBLE):
         for per_rank in stages_per_rank(name):
-            form = closed_form(name, pipeline(ranks, per_rank, 8), unit)
+            form = SCHEDULES[name].cost.bubble(pipeline(ranks, per_rank, 8), unit, 0)
             assert form and form.relation is Relation.EQUAL, name
-    assert closed_form(ScheduleName.ZBV, pipeline(ranks, 2, 8), unit) is None
+    assert SCHEDULES[ScheduleName.ZBV].cost.bubble(pipeline(ranks, 2, 8), unit, 0) is None
 
 
 @pytest.mark.parametrize(("microbatches", "percent"), [(32, "17.9"), (4, "63.6")])
@@ -83,7 +84,7 @@ def test_dualpipevs_bound_holds_where_pairs_overlap():
     for size in BY_NAME[ScheduleName.DUALPIPEV]:
         made = schedule(ScheduleName.DUALPIPEV, size)
         for hidden in (0, 1, 4):
-            bound = closed_form(ScheduleName.DUALPIPEV, size, stage, hidden=hidden)
+            bound = SCHEDULES[ScheduleName.DUALPIPEV].cost.bubble(size, stage, hidden)
             assert bound and bound.relation is Relation.AT_MOST
             assert max(simulate(made, costs_of(made, stage, hidden=hidden)).idle) <= bound.idle
 

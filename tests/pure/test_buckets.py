@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from ptrain.algebra.legality import check
-from ptrain.axes.data.buckets import buckets_of
+from ptrain.axes.data.units import buckets_of
 from ptrain.derivation.flat import joined
-from ptrain.derivation.lowering import lower as lower_of_facts
+from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy, UnitSize
@@ -44,7 +44,7 @@ MESHES = [
 
 def plan_of(size: int) -> Plan:
     spec = make_spec({Axis.DP_SHARD: (2, tuple_of("R,S,S"))}, bucket_bytes=size, unit=None)
-    return lower(spec, tuple(UNITS))
+    return lower(spec, ModelFacts.of_units(tuple(UNITS)))
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_what_is_frozen_altogether_is_no_part_of_a_bucket():
 @pytest.mark.parametrize(("modes", "are_joined"), OF_TUPLES.items())
 def test_units_are_joined_where_nothing_is_brought_or_made_whole_by_unit(modes, are_joined):
     spec = make_spec({Axis.DP_SHARD: (2, tuple_of(modes))}, unit=None, layout=LAYOUTS["megatron18"])
-    wrap = lower(spec, ()).wrap
+    wrap = lower(spec, ModelFacts.of_units(())).wrap
     assert isinstance(wrap, FlatUnits) and (wrap.bucket_bytes > 0) is are_joined
-    written = lower(replace(spec, unit=UnitSize()), ()).wrap
+    written = lower(replace(spec, unit=UnitSize()), ModelFacts.of_units(())).wrap
     assert isinstance(written, FlatUnits) and written.bucket_bytes == 0
-    own = lower(replace(spec, model=BY_HAND), ()).wrap
+    own = lower(replace(spec, model=BY_HAND), ModelFacts.of_units(())).wrap
     assert isinstance(own, FlatUnits) and own.bucket_bytes == 0, "it may skip a block"
 
 
@@ -89,7 +89,7 @@ def test_a_bucket_is_of_whole_parameters_and_no_unit_beside_it():
 
 def test_what_two_stages_share_is_summed_by_itself_and_stays_apart():
     spec = load("pp-zero2", ["mesh={pp: 2, dp_shard: 2}", "model={preset: gpt-tiny}"]).spec
-    plan = lower_of_facts(spec)
+    plan = lower(spec)
     assert plan.pipeline is not None and plan.pipeline.shared
     units = [(("blocks.0",), 5), (("embed",), 7), (ROOT, 2)]
     assert [*buckets_of(plan, units)] == [(1,), (0, 2)]
@@ -113,7 +113,7 @@ def _settings() -> Iterator[Spec]:
 def test_the_life_of_buckets_is_what_closed_forms_say(name, is_fresh):
     facts, compared = MODELS[name], 0
     for spec in Random(name).sample([*_settings()], SAMPLE):
-        plan = lower(spec, facts.unit_modules)
+        plan = lower(spec, facts)
         compared += len(joined(plan, facts.units)) < len(facts.units)
         assert not differences(spec, plan, facts, is_fresh=is_fresh)
     assert compared > SAMPLE // 4

@@ -54,7 +54,7 @@ def step(spec: Spec, pace: HandPace, blocks: int = BLOCKS) -> StepTime:
         (tier,) = spec.activations.tiers
         moved = ((tier.value, MOVED),) * blocks
         facts = replace(facts, timeline=replace(facts.timeline, moved=moved))
-    plan = lower(spec, facts.unit_modules, blocks=facts.blocks)
+    plan = lower(spec, facts)
     work = model(FORWARD, BACKWARD, layers=blocks, front=FRONT, behind=BEHIND)
     timing = Timing(clock=Clock(pace, Network(spec)), work=work)
     time = replay(wrapping(spec, plan, facts), timing=timing).step
@@ -389,7 +389,7 @@ def test_muon_takes_what_its_iterations_multiply_and_adamw_the_rest():
     timing = Timing(
         clock=Clock(HandPace(element=1000.0), Network(muon)), work=model(4, 4, layers=1)
     )
-    plan = lower(muon, facts.unit_modules, blocks=facts.blocks)
+    plan = lower(muon, facts)
     time = replay(wrapping(muon, plan, facts), timing=timing).step
     products = 5 * 2 * (4 * 6 * 4 + 4 * 4 * 4 + 4 * 4 * 6)
     assert time is not None and time.spent(Spent.UPDATE) == products + 1000 * (3 + 10)

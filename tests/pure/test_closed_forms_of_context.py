@@ -16,6 +16,7 @@ from ptrain.axes.context.cost import sent
 from ptrain.axes.context.draw import balance_text
 from ptrain.axes.context.tokens import balance, blocks_of, multiplied
 from ptrain.costs import Collective, Phase
+from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept, Operators, Policy
 from ptrain.spec.axis import Axis
@@ -68,7 +69,7 @@ def settings():
             yield drawn(attention, ranks, tp, layout)
 
 
-UNITS = (("blocks.0",), ("blocks.1",), ("blocks.2",), ("",))
+FACTS = ModelFacts.of_units((("blocks.0",), ("blocks.1",), ("blocks.2",), ("",)))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ UNITS = (("blocks.0",), ("blocks.1",), ("blocks.2",), ("",))
 )
 def test_what_is_sent_is_a_layers_exchange_times_layers_and_micro_batches(kept):
     for spec in settings():
-        plan = lower(spec, UNITS)
+        plan = lower(spec, FACTS)
         layer = exchanged(spec, plan.context)
         expected: Counter[tuple[Collective, Phase]] = Counter()
         calls: Counter[tuple[Collective, Phase]] = Counter()
@@ -99,7 +100,7 @@ def test_where_documents_begin_is_gathered_once_a_micro_batch_and_nothing_else_i
     for spec in settings():
         packed = replace(spec, model=replace(spec.model, document_start=1))
         plain, more = (
-            Counter(sent(of, lower(of, UNITS), (PLAIN, AGAIN, PLAIN))) for of in (spec, packed)
+            Counter(sent(of, lower(of, FACTS), (PLAIN, AGAIN, PLAIN))) for of in (spec, packed)
         )
         ((row, number),) = (more - plain).items()
         assert number == 1 and not plain - more

@@ -149,7 +149,7 @@ COPY = 25 * 4  # of the largest tensor's first gradient, which is no tensor of i
 
 
 def figures(spec: Spec, wrap=None, facts: ModelFacts = ALONE, **dials):
-    plan = lower(spec, facts.unit_modules)
+    plan = lower(spec, facts)
     plan = plan.having(replace(plan.wrap, **dials))
     assert wrap is None or isinstance(plan.wrap, wrap)
     return in_closed_form(spec, plan, facts, is_fresh=False)
@@ -192,7 +192,7 @@ def test_a_gradient_is_gone_when_the_state_goes_back():
     spec = on_shards(tuple_of("R,S*,R"), layout=LAYOUTS["zero16"], optimizer="muon", momentum=0.9)
     update = kept + max(gradient + 3 * state, 4 * state)
     assert peaks(spec, FlatUnits, facts)[-1] == update
-    plan = lower(spec, facts.unit_modules)
+    plan = lower(spec, facts)
     assert by_life(spec, plan, facts, is_fresh=False)[f"peak {Phase.UPDATE} 0"] == update
 
 
@@ -255,13 +255,13 @@ def test_one_device_ddp_and_torch_s_zero_1_agree_with_their_life(placement, coun
                 )
                 if layout.keeps_both and count > 1:
                     continue
-                plan = lower(spec, facts.unit_modules)
+                plan = lower(spec, facts)
                 assert not report(name, [(spec, plan)], facts, is_fresh=False)
 
 
 def test_what_has_no_closed_form_is_refused_by_name():
     spec = on_shards(ZERO_2, clip=1.0)
-    plan = lower(spec, ALONE.unit_modules)
+    plan = lower(spec, ALONE)
     assert plan.clip is not None
     within_tp = plan.having(replace(plan.clip, operator_axes=(Axis.TP,)))
     with pytest.raises(NoClosedForm, match="clip within tp"):
@@ -271,7 +271,7 @@ def test_what_has_no_closed_form_is_refused_by_name():
         in_closed_form(spec, replace(plan, steps=(*plan.steps, pipeline)), ALONE, is_fresh=False)
     long = make_facts(((LONG_NORM + 1,),), ())
     with pytest.raises(NoClosedForm, match="row by row"):
-        in_closed_form(spec, lower(spec, long.unit_modules), long, is_fresh=False)
+        in_closed_form(spec, lower(spec, long), long, is_fresh=False)
 
 
 def test_muon_s_temporaries_are_a_gradient_two_matrices_and_two_grams():

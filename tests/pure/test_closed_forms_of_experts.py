@@ -14,8 +14,7 @@ import pytest
 from ptrain.axes.context.attention import all_spans
 from ptrain.axes.expert.cost import rows_bytes as searched_rows
 from ptrain.axes.expert.cost import sent
-from ptrain.axes.expert.form import own_places
-from ptrain.axes.expert.part import with_own_experts
+from ptrain.axes.expert.form import own_places, with_own_experts
 from ptrain.costs import Phase
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_modules, facts
@@ -71,7 +70,7 @@ def planned(spec: Spec) -> tuple[Plan, ModelFacts]:
     shape = spec.model
     assert isinstance(shape, ModelShape)
     known = facts(shape, spec.batch.sequence, apart=expert_modules(spec))
-    return lower(spec, known.unit_modules), known
+    return lower(spec, known), known
 
 
 def totals(spec: Spec, plan: Plan, axis: str = "ep") -> Counter[tuple[Any, ...]]:

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from ptrain.axes.pipeline.catalogue import schedule
+from ptrain.axes.pipeline.catalogue import schedule, size_of
 from ptrain.axes.pipeline.cost import PipelineSize, chunks_in_flight, forwards_first, stages_of
 from ptrain.axes.pipeline.holdings import most_held
 from ptrain.axes.pipeline.schedule import Action, Schedule
@@ -24,12 +24,11 @@ from tests.oracles.pipeline import (
     crossings,
     rank_parameters,
     shared_elements,
-    size_of,
     spans,
 )
 from tests.oracles.tensor import scalars, traffic, words
 from tests.pure.piped import legal
-from tests.pure.pipelines import GRID, pipeline, stages_per_rank
+from tests.pure.pipelines import GRID, pipeline, size_of_step, stages_per_rank
 from tests.pure.test_closed_forms_of_tensor import PLANS, shape_of
 
 LARGE = [
@@ -39,15 +38,7 @@ LARGE = [
     for ranks in (5, 8)
     for times in (1, 3)
 ]
-SIZES = [
-    PipelineSize(
-        schedule=name,
-        ranks=size.ranks,
-        stages_per_rank=size.stages_per_rank,
-        microbatches=size.microbatches,
-    )
-    for name, size in [*GRID, *LARGE]
-]
+SIZES = [size_of(name, size) for name, size in [*GRID, *LARGE]]
 every_schedule = pytest.mark.parametrize("name", ScheduleName)
 HIDDEN, TOKENS, VOCAB = 96, 32, 259
 LLAMA = {"hidden": HIDDEN, "heads": 6, "kv_heads": 6, "ffn": 240, "vocab": VOCAB}
@@ -145,7 +136,7 @@ def test_a_rank_sends_and_receives_over_the_boundaries_of_its_stages(name, ranks
         split = drawn_split(ranks * per_rank, name)
         spec = spec_of(name, ranks, split, accumulate=2 * ranks, optimizer={"clip": None})
         derivation = derive(spec)
-        size = size_of(step_of(derivation), spec.batch.accumulate)
+        size = size_of_step(step_of(derivation), spec.batch.accumulate)
         assert (size.ranks, size.stages_per_rank) == (ranks, per_rank)
         for rank in range(ranks):
             rows = [row for row in derivation.exact.of_rank(rank).traffic if row.sent_bytes]
@@ -180,7 +171,7 @@ def test_each_rank_sends_what_its_stages_operators_and_ends_do(model, plan, loss
     )
     derivation = derive(spec)
     step, operators = step_of(derivation), derivation.plan.tensor
-    size, shape = size_of(step, spec.batch.accumulate), shape_of(spec)
+    size, shape = size_of_step(step, spec.batch.accumulate), shape_of(spec)
     assert operators is not None
     calls, payload = scalars(spec)
     norm = (Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)

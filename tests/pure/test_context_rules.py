@@ -12,6 +12,7 @@ from ptrain.axes.context.attention import attention_of, context_of, repeats, why
 from ptrain.axes.context.rules import CONTEXT
 from ptrain.axes.data.rules import DATA
 from ptrain.derivation.estimate import derive
+from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
 from ptrain.spec.axis import Axis
@@ -301,7 +302,7 @@ def test_one_token_a_rank_is_none_of_transformers_samples():
 
 
 def plan_of(made: Spec):
-    return lower(made, (("blocks.0",), ("blocks.1",), ("",)))
+    return lower(made, ModelFacts.of_units((("blocks.0",), ("blocks.1",), ("",))))
 
 
 def test_a_plan_slices_tokens_behind_tp_and_in_front_of_the_wrap():

@@ -11,8 +11,8 @@ from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, Tr
 from ptrain.derivation import wire
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive, facts_from_shape
-from ptrain.derivation.flat_rows import flat_rows
 from ptrain.derivation.ghosts.clipping import clipping
+from ptrain.derivation.ghosts.flat_units import flat_rows
 from ptrain.derivation.ghosts.wrapping import micro_batches
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
@@ -102,7 +102,7 @@ def test_units_are_in_the_order_of_the_mark_that_is_asked_for():
     marks = [(Mark.ENTER, 2), (Mark.ENTER, 0), (Mark.LEAVE, 0), (Mark.ENTER, 1), (Mark.LEAVE, 1)]
     forward = tuple(Boundary(mark, unit) for mark, unit in [*marks, (Mark.LEAVE, 2)])
     spec = make_spec({})
-    plan = lower(spec, FACTS.unit_modules)
+    plan = lower(spec, FACTS)
     timeline = Timeline(forward=forward, backward=())
     scene = Scene(tape=Tape(), spec=spec, facts=FACTS, plan=plan, timeline=timeline)
     assert (scene.order(Mark.ENTER), scene.order(Mark.LEAVE)) == ((2, 0, 1), (0, 1, 2))
@@ -110,7 +110,7 @@ def test_units_are_in_the_order_of_the_mark_that_is_asked_for():
 
 def test_norms_of_long_tensors_take_whole_bytes():
     spec = make_spec({})
-    plan = lower(spec, FACTS.unit_modules)
+    plan = lower(spec, FACTS)
     scene = SimpleNamespace(spec=replace(spec, device="cpu"), plan=plan)
     at_once, stays = clipping(scene, [[LONG_NORM + NORM_ROW // 2 + 1, 7]])
     norms = LONG_NORM // NORM_ROW + 1 + 1  # of rows, of what is left, of the short one
@@ -120,7 +120,7 @@ def test_norms_of_long_tensors_take_whole_bytes():
 
 def test_flat_buffers_are_those_of_rank_0():
     spec = make_spec({SHARD: (2, tuple_of("R,S,S"))})
-    plan = lower(spec, FACTS.unit_modules)
+    plan = lower(spec, FACTS)
     rows = list(flat_rows(spec, plan, plan.wrap, FACTS).footprints)
     assert [(row.rank, row.state.value) for row in rows] == [
         (0, "parameters"),

@@ -9,7 +9,7 @@ import pytest
 from ptrain.algebra.legality import check
 from ptrain.algebra.obeyed import shown
 from ptrain.axes.data.dials import DIALS
-from ptrain.axes.data.form import Form, form_of
+from ptrain.axes.data.form import form_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import (
     WHOLE_BUCKET,
@@ -27,6 +27,7 @@ from ptrain.spec.offload import Offload
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
+from ptrain.steps.wraps import Form
 from tests.pure.build import make_spec, tuple_of
 
 BATCH = {"global": 4, "micro": 1, "sequence": 16}

@@ -27,7 +27,7 @@ def spec(ranks: int = 2, placement=WHOLE, *, around=None, inside=None, model=SHA
 
 def plan_of(made: Spec) -> Plan:
     known = facts(made.model, made.batch.sequence, made.unit, expert_modules(made))
-    return lower(made, tuple(unit.modules for unit in known.units))
+    return lower(made, known)
 
 
 def lines(made: Spec, begin: str) -> list[str]:

@@ -10,12 +10,11 @@ import pytest
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.rules import DATA
 from ptrain.axes.expert.form import experts_of
-from ptrain.axes.expert.loads import token_places
 from ptrain.axes.expert.rules import EXPERT
 from ptrain.costs import PLACED
 from ptrain.derivation.throughput import token_operations
 from ptrain.errors import Fault, SpecError
-from ptrain.facts.experts import ExpertLayers
+from ptrain.facts.model import ExpertLayers
 from ptrain.facts.parameters import facts
 from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.block import Bias
@@ -27,6 +26,7 @@ from ptrain.spec.routing import histogram
 from ptrain.spec.spec import Spec
 from ptrain.spec.tensor import FOLDED as FOLDED_EXPERTS
 from ptrain.spec.tensor import NAIVE, TensorSpec
+from ptrain.steps.experts import token_places
 from tests.gloo.expert_cases import spec_of
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, make_spec, tuple_of
 

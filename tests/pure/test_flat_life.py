@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptrain.costs import Collective, Phase, State
+from ptrain.derivation.estimate import sent
 from ptrain.derivation.flat import Flat
-from ptrain.derivation.flat_rows import flat_rows
+from ptrain.derivation.ghosts.flat_units import flat_rows
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import resident
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.derivation.timeline import play_update
-from ptrain.derivation.traffic import sent
 from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.lower import lower
 from ptrain.spec.axis import Axis
@@ -46,7 +46,7 @@ def on_two(placement: Placement, **options) -> Spec:
 
 def plan_of(spec: Spec, **dials) -> Plan:
     """The plan of a spec, its wrap with other dials."""
-    plan = lower(spec, FACTS.unit_modules)
+    plan = lower(spec, FACTS)
     assert isinstance(plan.wrap, FlatUnits)
     return plan.having(replace(plan.wrap, **dials))
 
@@ -226,7 +226,7 @@ def plans(draw) -> tuple[Spec, Plan]:
         momentum=0.9,
         model=BY_HAND,
     )
-    plan = lower(spec, FACTS.unit_modules)
+    plan = lower(spec, FACTS)
     assert isinstance(plan.wrap, FlatUnits)
     optimizer = draw(some_axes)
     by_tensor = spec.optimizer.name == "muon"

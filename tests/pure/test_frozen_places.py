@@ -8,7 +8,7 @@ import re
 import pytest
 
 from ptrain.algebra.legality import check
-from ptrain.axes.data.form import Form, form_of, frozen_factors
+from ptrain.axes.data.form import form_of, frozen_factors
 from ptrain.costs import State
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.paper import paper
@@ -21,9 +21,9 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.placement import OFFLOADED, S_STAR, Mode, R, Tier
 from ptrain.spec.spec import Spec
-from ptrain.steps.wraps import FlatUnits, FrozenPlace, FullyShard
+from ptrain.steps.wraps import FlatUnits, Form, FrozenPlace, FullyShard
 
-UNITS = (("layer",), ("",))
+FACTS = ModelFacts.of_units((("layer",), ("",)))
 
 
 def spec_of(strategy: str, *words: str) -> Spec:
@@ -88,13 +88,13 @@ def test_a_model_of_which_nothing_is_frozen_has_no_place_for_it() -> None:
 
 def test_the_place_of_all_others_changes_nothing() -> None:
     spec = spec_of("zero3", "frozen=S*")
-    assert isinstance(lower(spec, UNITS).wrap, FullyShard)
+    assert isinstance(lower(spec, FACTS).wrap, FullyShard)
     assert frozen_factors(spec) == spec.factors
 
 
 def test_another_place_is_that_of_a_second_buffer_of_flat_units() -> None:
     spec = spec_of("ddp", "frozen=S*@host")
-    plan = lower(spec, UNITS)
+    plan = lower(spec, FACTS)
     assert form_of(spec) is Form.FLAT and isinstance(plan.wrap, FlatUnits)
     assert plan.wrap.frozen == FrozenPlace(axes=(Axis.DP_REPLICATE,), tier=Tier.HOST)
     own = plan.wrap.of_frozen
@@ -107,7 +107,10 @@ def test_another_place_is_that_of_a_second_buffer_of_flat_units() -> None:
 def test_without_a_place_what_others_are_made_of_masters_is_as_the_masters() -> None:
     (factor,) = frozen_factors(spec_of("fsdp-mixed"))
     assert factor.placement.parameters == S_STAR
-    wrap = lower(spec_of("zero3", "placement.dp_shard=M,O,S,R", "precision.layout=zero16"), UNITS)
+    wrap = lower(
+        spec_of("zero3", "placement.dp_shard=M,O,S,R", "precision.layout=zero16"),
+        FACTS,
+    )
     assert isinstance(wrap.wrap, FlatUnits)
     own = wrap.wrap.of_frozen
     assert (own.parameters, own.parameters_tier) == ((Axis.DP_SHARD,), Tier.HOST)

@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 
 from ptrain.algebra.legality import is_sound
-from ptrain.derivation.estimate import derive, fullest_alone, own_facts
+from ptrain.derivation.estimate import derive, fullest_alone
+from ptrain.plan.lower import own_facts
 from ptrain.selection.fit import fit
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName

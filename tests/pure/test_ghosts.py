@@ -18,11 +18,11 @@ from ptrain.axes.data.cost import (
     reductions,
 )
 from ptrain.costs import Collective, Phase, State, add_traffic
+from ptrain.derivation.estimate import sent
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapped
 from ptrain.derivation.memory import by_shard
-from ptrain.derivation.traffic import sent
 from ptrain.facts.model import ModelFacts
 from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.lower import lower
@@ -50,7 +50,7 @@ POLICIES = [
 
 def planned(mesh, **options) -> tuple[Spec, Plan]:
     spec = make_spec(mesh, clip=None, model=BY_HAND, **options)
-    return spec, lower(spec, FACTS.unit_modules)
+    return spec, lower(spec, FACTS)
 
 
 def calls(spec: Spec, plan: Plan, facts: ModelFacts = FACTS) -> dict:

@@ -8,15 +8,15 @@ from unittest.mock import patch
 
 import pytest
 
-from ptrain.axes.pipeline.stage_facts import stages_of as cut_by
 from ptrain.costs import Phase, State
 from ptrain.derivation import in_flight
-from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.estimate import derive
 from ptrain.derivation.layers import passes
 from ptrain.derivation.pipeline import staged
 from ptrain.derivation.repeats import everyone
 from ptrain.derivation.tables import RankCut
 from ptrain.facts.passes import Passes, net
+from ptrain.plan.lower import own_facts
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.spec import Spec
@@ -30,7 +30,7 @@ every_layout = pytest.mark.parametrize("layout", ["fp32", "bf16"])
 def stages_of(spec: Spec) -> list[Passes]:
     """Each stage's passes, first to last."""
     plan, facts = derive(spec).plan, own_facts(spec)
-    all_facts = staged(spec, plan, facts, cut_by(spec, facts))
+    all_facts = staged(spec, plan, facts)
     taken_apart = [all_facts[stage_facts.like] for stage_facts in all_facts]
     return [
         passes(
@@ -59,7 +59,7 @@ def test_a_micro_batch_that_came_back_leaves_its_gradients_and_its_loss(model, l
 def test_gradients_of_weights_are_complete_once_in_the_second_half_if_there_are_two(model):
     spec = legal({"pp": 4}, model=model)
     facts = own_facts(spec)
-    found = staged(spec, derive(spec).plan, facts, cut_by(spec, facts))
+    found = staged(spec, derive(spec).plan, facts)
     for each, stage in zip(found, stages_of(spec), strict=True):
         names = Counter(tensor.name for tensor in each.facts.tensors)
         for kind, expected in (
@@ -102,7 +102,7 @@ def test_what_a_pass_is_known_to_do_is_what_it_does(name, data):
     mesh = dict.fromkeys(placement, 2)
     spec = legal(mesh, {"schedule": str(name)}, placement=placement)
     known = derive(spec).exact
-    with patch("ptrain.derivation.stage_replay._Rank.known", lambda *_: None):
+    with patch("ptrain.derivation.in_flight._RankStep.known", lambda *_: None):
         assert derive(spec).exact == known
 
 

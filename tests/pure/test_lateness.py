@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ptrain.costs import Collective, Phase, Spent, StepTime
-from ptrain.derivation import stage_replay
+from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
 from ptrain.facts.operators import InnerCollective, ModelWork
@@ -111,7 +111,7 @@ def test_passes_that_are_known_are_as_late_as_those_that_are_played(name, schedu
     }
     pace = HandPace(overlaps=False, sent=1e-4, late=LATE)
     known = step(pace, **changes)
-    monkeypatch.setattr(stage_replay._Rank, "known", lambda *_: None)
+    monkeypatch.setattr(in_flight._RankStep, "known", lambda *_: None)
     assert step(pace, **changes).seconds == pytest.approx(known.seconds)
     of_passes = step(HandPace(), **changes).spent(Spent.COMPUTE)
     late = (

@@ -25,10 +25,9 @@ from tests.oracles.pipeline import (
     kept_at_boundaries,
     least_held_bytes,
     peak_beyond_naive,
-    size_of,
 )
 from tests.pure.piped import legal
-from tests.pure.pipelines import VEES, stages_per_rank
+from tests.pure.pipelines import VEES, size_of_step, stages_per_rank
 from tests.pure.test_closed_forms_of_pipeline import (
     HIDDEN,
     TOKENS,
@@ -59,7 +58,7 @@ def held_by(
     """A pipeline's size, the bytes of a boundary, and what each rank holds."""
     spec = spec_of(name, ranks, split, accumulate=accumulate)
     derivation = derive(spec)
-    size = size_of(step_of(derivation), accumulate)
+    size = size_of_step(step_of(derivation), accumulate)
     return size, boundary_bytes(spec, HIDDEN), held(derivation)
 
 
@@ -175,7 +174,7 @@ def test_a_further_micro_batch_leaves_nothing_when_it_has_gone(name, ranks):
         few, many = (
             derive(spec_of(name, ranks, split, accumulate=times * ranks)) for times in (4, 6)
         )
-        size, boundary = size_of(step_of(few), 4 * ranks), TOKENS * HIDDEN * 4
+        size, boundary = size_of_step(step_of(few), 4 * ranks), TOKENS * HIDDEN * 4
         for rank, (less, more) in enumerate(zip(held(few), held(many), strict=True)):
             of_rank = [chunks[stage] for stage in stages_of(size, rank)]
             grown = 2 * ranks * sum(of_rank) if name in ALL_IN_FLIGHT else 0
@@ -201,7 +200,7 @@ def test_peaks_are_those_of_one_micro_batch_and_what_is_in_flight_beside_it(name
     chunks = [*(size - boundary for size in others), last]
     for accumulate in (ranks, ranks + 1, 2 * ranks, 3 * ranks):
         derivation = derive(spec_of(name, ranks, split, batch=long_batch(accumulate)))
-        size = size_of(step_of(derivation), accumulate)
+        size = size_of_step(step_of(derivation), accumulate)
         for rank in range(ranks):
             for phase in (Phase.FORWARD, Phase.BACKWARD):
                 beyond = peak_beyond_naive(size, rank, chunks[rank], boundary)
@@ -221,7 +220,7 @@ def test_gpipe_peaks_as_it_begins_a_backward_pass_before_or_beside_gradients(ran
     alone = [derive(spec_of("naive", ranks, split, accumulate=times)).exact for times in (1, 2)]
     for accumulate in (1, 2, 2 * ranks):
         derivation = derive(spec_of("gpipe", ranks, split, accumulate=accumulate))
-        size = size_of(step_of(derivation), accumulate)
+        size = size_of_step(step_of(derivation), accumulate)
         for rank in range(ranks):
             begins = [
                 peak(alone[done > 0], Phase.BACKWARD, rank)

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.axes.pipeline.catalogue import faults, schedule
-from ptrain.axes.pipeline.cost import PipelineSize, moments, stages_of
-from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
+from ptrain.axes.pipeline.catalogue import faults, schedule, size_of
+from ptrain.axes.pipeline.cost import PipelineSize, stages_of
+from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.selection import moments as search
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
-from tests.pure.pipelines import VEES, stages_per_rank
+from tests.pure.pipelines import VEES, pipeline, stages_per_rank
 
 _BEGINS = (Kind.BACKWARD, Kind.INPUT)
 _GIVES = (Kind.BACKWARD, Kind.WEIGHT)
@@ -49,24 +49,16 @@ def sizes_of(name: ScheduleName) -> Iterator[PipelineSize]:
     for ranks in (2, 3, 4, 8):
         for per_rank in stages_per_rank(name):
             for number in (1, 2, 3, 4, 5, 7, 8, 16, 33):
-                size = PipelineSize(
-                    schedule=name, ranks=ranks, stages_per_rank=per_rank, microbatches=number
-                )
-                if not list(faults(name, shape_of(size))):
-                    yield size
-
-
-def shape_of(size: PipelineSize) -> PipelineShape:
-    return PipelineShape(
-        ranks=size.ranks, stages_per_rank=size.stages_per_rank, microbatches=size.microbatches
-    )
+                shape = pipeline(ranks, per_rank, number)
+                if not list(faults(name, shape)):
+                    yield size_of(name, shape)
 
 
 @pytest.mark.parametrize("name", ScheduleName)
 def test_no_pass_of_a_schedule_is_fuller_than_its_moments_and_one_is_as_full(name):
     draw = random.Random(1)
     for size in sizes_of(name):
-        planned = schedule(name, shape_of(size))
+        planned = schedule(name, size)
         for rank in range(size.ranks):
             own = stages_of(size, rank)
             sizes = {stage: draw.choice((1, 2, 5)) for stage in own}
@@ -78,7 +70,7 @@ def test_no_pass_of_a_schedule_is_fuller_than_its_moments_and_one_is_as_full(nam
                         for whole, half, stage in zip(moment.whole, moment.halved, own, strict=True)
                     ),
                 )
-                for moment in moments(size, rank)
+                for moment in size.cost.moments(size, rank)
             ]
             is_bound = name is ScheduleName.DUALPIPEV and size.microbatches == 2 * size.ranks
             played = fullest(list(passes(planned, rank, sizes)))
@@ -92,7 +84,7 @@ def test_no_pass_of_a_schedule_is_fuller_than_its_moments_and_one_is_as_full(nam
 def test_the_stage_of_a_moments_pass_holds_its_micro_batch(name):
     for size in sizes_of(name):
         for rank in range(size.ranks):
-            for moment in moments(size, rank):
+            for moment in size.cost.moments(size, rank):
                 assert moment.whole[moment.on] > 0
                 assert moment.is_half is False or name in (ScheduleName.ZERO_BUBBLE, *VEES)
 
@@ -103,8 +95,6 @@ def test_with_more_micro_batches_than_a_search_asks_about_a_rank_is_as_full(name
     for ranks in (1, 2, 3, 5, 8, 13):
         for per_rank in stages_per_rank(name):
             counts = [draw.choice((2, 3)) for _ in range(ranks * per_rank)]
-            size = PipelineSize(
-                schedule=name, ranks=ranks, stages_per_rank=per_rank, microbatches=16 * ranks
-            )
+            size = size_of(name, pipeline(ranks, per_rank, 16 * ranks))
             fewer = replace(size, microbatches=search.unlike(size))
             assert search.fullest(size, counts) == search.fullest(fewer, counts)

@@ -9,10 +9,12 @@ import yaml
 
 from ptrain.algebra.legality import require
 from ptrain.errors import SpecError
+from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
 from ptrain.spec.load import load
 from ptrain.spec.role import Role
+from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 
 SPEC: dict[str, Any] = {
@@ -23,6 +25,12 @@ SPEC: dict[str, Any] = {
     "batch": {"global": 2, "micro": 1, "sequence": 16},
 }
 PLAN = {"layers.*.up": "column", "layers.*": "whole input", "table": "vocabulary"}
+
+
+def facts_of(spec: Spec) -> ModelFacts:
+    return ModelFacts.of_units((("layers.0",), ("",)), spec.tensor.roles)
+
+
 FAULTS = [
     ({"model": {"hf": "a b"}}, "model.hf", "a class or a model type", ""),
     ({"model": {"hf": "llama", "arguments": {}}}, "model.arguments", "hf gives", "model.config"),
@@ -87,7 +95,7 @@ def test_a_plan_keeps_its_order():
 
 def test_a_plan_that_is_shown_has_the_roles_of_a_model_that_is_not_built_in():
     spec = load(SPEC | {"tensor": {"plan": PLAN}}).spec
-    lines = show(spec, lower(spec, (("layers.0",), ("",)), spec.tensor.roles)).splitlines()
+    lines = show(spec, lower(spec, facts_of(spec))).splitlines()
     assert lines[-3:] == [
         "roles    column: layers.*.up",
         "roles    whole input: layers.*",
@@ -107,4 +115,4 @@ def test_a_plan_that_is_shown_has_the_roles_of_a_model_that_is_not_built_in():
 )
 def test_a_plan_says_of_the_logits_what_its_head_is(model, tensor, words):
     spec = load(SPEC | {"model": model, "tensor": tensor}).spec
-    assert f"{words}\n" in show(spec, lower(spec, (("layers.0",), ("",)), spec.tensor.roles))
+    assert f"{words}\n" in show(spec, lower(spec, facts_of(spec)))

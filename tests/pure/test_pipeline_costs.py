@@ -9,9 +9,10 @@ import pytest
 
 from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
 from ptrain.costs import Collective, Phase, State, Traffic
-from ptrain.derivation.estimate import Derivation, derive, own_facts
+from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.wire import predicted_bytes
 from ptrain.facts.model import ModelFacts
+from ptrain.plan.lower import own_facts
 from ptrain.spec.axis import Axis
 from ptrain.spec.layout import position
 from ptrain.spec.load import load

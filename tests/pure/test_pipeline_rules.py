@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from ptrain.algebra.legality import check, executed
-from ptrain.axes.data.form import Form, form_of
+from ptrain.axes.data.form import form_of
 from ptrain.axes.pipeline.catalogue import takes_any_stages
 from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.rules import PIPELINE
@@ -18,6 +18,7 @@ from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import MODES, Placement
+from ptrain.steps.wraps import Form
 from tests.pure.piped import FULLY, SHAPE, spec
 from tests.pure.pipelines import VEES
 

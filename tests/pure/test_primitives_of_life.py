@@ -270,7 +270,7 @@ def test_what_is_kept_in_parts_is_reduced_beside_backward_unless_the_spec_says_o
     modes, overlap, overlaps
 ):
     spec = replace(on_two(tuple_of(modes)), overlap=overlap)
-    assert lower(spec, FACTS.unit_modules).wrap.overlaps is overlaps
+    assert lower(spec, FACTS).wrap.overlaps is overlaps
 
 
 @pytest.mark.parametrize(
@@ -291,13 +291,13 @@ def test_updated_parts_are_gathered_beside_the_update_where_that_takes_no_room(
 ):
     outer = {} if replicas is None else {Axis.DP_REPLICATE: (2, tuple_of(replicas))}
     spec = make_spec({**outer, Axis.DP_SHARD: (2, tuple_of(shards))}, clip=None)
-    wrap = lower(spec, FACTS.unit_modules).wrap
+    wrap = lower(spec, FACTS).wrap
     assert isinstance(wrap, FlatUnits)
     blocking = GatherAfterUpdate.BLOCKING
     when = GatherAfterUpdate.DURING_UPDATE if is_beside else blocking
     assert wrap.gather_after_update is when
     for said in ({"overlap": Overlap.NONE}, {"gather_after_update": blocking}):
-        plain = lower(replace(spec, **said), FACTS.unit_modules).wrap
+        plain = lower(replace(spec, **said), FACTS).wrap
         assert isinstance(plain, FlatUnits) and plain.gather_after_update is blocking
 
 
@@ -336,7 +336,7 @@ def test_state_of_whole_tensors_has_their_shape_where_it_is_used_as_it_is_kept(p
 def test_a_unit_of_one_tensor_bears_its_name_alone():
     spec = on_two(ZERO_2)
     facts = make_facts(((6,),), ())
-    plan = lower(spec, facts.unit_modules)
+    plan = lower(spec, facts)
     assert isinstance(plan.wrap, FlatUnits)
     nothing = Timeline(forward=(), backward=())
     scene = Scene(tape=Tape(), spec=spec, facts=facts, plan=plan, timeline=nothing)

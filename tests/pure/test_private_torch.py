@@ -16,7 +16,7 @@ KNOWN_TO_ALL = {"torch.utils._pytree", "torch.utils._python_dispatch"}
 # Modules beside `internals` that touch what is private. This list only shrinks.
 TOUCHES_PRIVATE = {
     "ptrain.axes.tensor.run.styles",  # overrides ColwiseParallel._prepare_output_fn
-    "ptrain.axes.tensor.run.transposed",  # calls it, and its like
+    "ptrain.axes.tensor.run.apply",  # calls it, and its like
     "ptrain.models.batch",  # samples where tensors are fake
     "ptrain.models.dataset",  # and those of a dataset, which are not
 }

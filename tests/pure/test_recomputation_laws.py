@@ -14,8 +14,9 @@ import pytest
 from ptrain.algebra.legality import check, executed
 from ptrain.cli.main import main
 from ptrain.costs import Collective, Estimate, Phase, State
-from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
+from ptrain.plan.lower import own_facts
 from ptrain.selection.recompute import useless_modes
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -3,21 +3,28 @@ wrong; what a schedule needs is refused clearly; and the drawings."""
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptrain.axes.pipeline.catalogue import faults, schedule
+from ptrain.axes.pipeline import cost
+from ptrain.axes.pipeline.catalogue import SCHEDULES, ScheduleRow, faults, schedule
+from ptrain.axes.pipeline.cost import ScheduleCost
 from ptrain.axes.pipeline.draw import draw
-from ptrain.axes.pipeline.schedule import Action, Pair, Step
-from ptrain.axes.pipeline.simulate import Costs, StageCost, simulate
+from ptrain.axes.pipeline.holdings import most_held
+from ptrain.axes.pipeline.schedule import Action, Pair, StageCost, Step
+from ptrain.axes.pipeline.simulate import Costs, simulate
 from ptrain.errors import BrokenSchedule, SpecError
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
 from tests.pure.pipelines import BY_NAME, GRID, ONE_STAGE, VEES, costs_of, pipeline
+from tests.source_tree import SourceTree
 
 every_schedule = pytest.mark.parametrize("name", ScheduleName)
 
@@ -247,3 +254,42 @@ def test_a_drawing_of_several_stages_a_rank_names_them():
         == "rank 0  0F0 1F0 0F1 1B0---- 1F1&0B0---- 0F2&1B1---- 1F2&0B1---- 1B2---- 0I2 0W2"
     )
     assert "stage before, micro-batch behind · & side by side" in lines[1]
+
+
+# -------- a schedule is a row
+
+
+def test_a_row_is_all_that_a_schedule_needs(monkeypatch):
+    def last_first(pipeline, rank):
+        numbers = range(pipeline.microbatches)
+        yield from (Action(Kind.FORWARD, rank, number) for number in numbers)
+        yield from (Action(Kind.BACKWARD, rank, number) for number in reversed(numbers))
+
+    row = ScheduleRow(
+        order=last_first,
+        stages=1,
+        cost=ScheduleCost(
+            bubble=cost.fill_and_drain, in_flight=cost.all_in_flight, moments=cost.moments_of_loops
+        ),
+    )
+    monkeypatch.setitem(SCHEDULES, ScheduleName.GPIPE, row)
+    size = pipeline(4, 1, 8)
+    order = schedule.__wrapped__(ScheduleName.GPIPE, size)  # behind the cache, which has another
+    assert order.orders[0][8] == Action(Kind.BACKWARD, 0, 7)
+    assert max(simulate(order).idle) == row.cost.bubble(size, StageCost(), 0).idle
+    assert most_held(order, 0) == row.cost.in_flight(size, 0)
+    (fault,) = faults(ScheduleName.GPIPE, pipeline(4, 2, 8))
+    assert fault.place == "pipeline.stages"
+
+
+def test_a_new_schedule_touches_its_two_rows_alone():
+    rows = {"ptrain.spec.pipeline", "ptrain.axes.pipeline.catalogue"}
+    tree = SourceTree(Path(__file__).parents[2])
+    for module in sorted(tree.modules.keys() - rows):
+        for node in ast.walk(tree.parsed(tree.modules[module])):
+            if isinstance(node, ast.Compare | ast.MatchValue):
+                named = re.search(r"\bScheduleName\.[A-Z]", ast.unparse(node))
+                assert not named, f"{module}: {ast.unparse(node)}"
+            keys = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", ())
+            named = [key for key in keys if key and ast.unparse(key).startswith("ScheduleName.")]
+            assert not named, f"{module}: {ast.unparse(node)}"

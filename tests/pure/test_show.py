@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ptrain.derivation.estimate import derive
+from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.plan.show import show
-from ptrain.plan.show_activations import keep_text
+from ptrain.plan.show import keep_text, show
 from ptrain.spec.activations import FULL, Kept
 from ptrain.spec.load import load
 from ptrain.steps.step import Keep
@@ -121,7 +121,7 @@ def test_owners_broadcast_where_torch_spreads_the_update():
 )
 def test_the_plan_says_what_blocks_keep_and_what_is_computed_in_slices(changes, words):
     spec = load(BASE | {"placement": {"dp_shard": FULLY}} | changes).spec
-    assert words in show(spec, lower(spec, (("",),)))
+    assert words in show(spec, lower(spec, ModelFacts.of_units((("",),))))
 
 
 def test_blocks_of_other_models_are_named_by_their_list():

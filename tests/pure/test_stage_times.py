@@ -8,7 +8,7 @@ import pytest
 
 from ptrain.axes.pipeline.form import count_operations, stages_of
 from ptrain.axes.pipeline.stage_facts import layers
-from ptrain.derivation.estimate import own_facts
+from ptrain.plan.lower import own_facts
 from ptrain.spec.spec import Spec
 from tests.pure.piped import SHAPE, legal
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.estimate import derive
 from ptrain.derivation.memory import ranks_per_node, startup_bytes
 from ptrain.errors import DoesNotFit
+from ptrain.plan.lower import own_facts
 from ptrain.report.predict import one, prediction_of
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import require_fit

@@ -14,7 +14,6 @@ import yaml
 
 from ptrain.algebra.legality import require
 from ptrain.axes.expert.cost import sent
-from ptrain.axes.expert.loads import Loads, RankRows, even, loads_of, token_places
 from ptrain.costs import Phase
 from ptrain.errors import SpecError
 from ptrain.facts.rows_timeline import RowsSize, RowsTimeline, StorageEvent, StorageEvents
@@ -24,6 +23,7 @@ from ptrain.spec.layout import coordinates
 from ptrain.spec.load import load
 from ptrain.spec.routing import read_routing
 from ptrain.spec.spec import Spec
+from ptrain.steps.experts import Loads, RankRows, even, token_places
 from ptrain.timeline import Boundary, Mark, Run
 from tests.pure.test_closed_forms_of_experts import planned
 
@@ -86,7 +86,7 @@ def counts_of(tokens: Sequence[Sequence[Sequence[Sequence[Sequence[int]]]]]) -> 
 
 
 def loads(spec: Spec) -> Loads:
-    stated = loads_of(spec, planned(spec)[0])
+    stated = planned(spec)[0].loads
     assert stated is not None
     return stated
 

@@ -21,7 +21,7 @@ from ptrain.costs import (
     TimeKey,
     TimeRow,
 )
-from ptrain.derivation.clock_state import LaneSpan
+from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.machine import Machine
 from ptrain.derivation.throughput import throughput, token_operations

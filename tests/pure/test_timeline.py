@@ -54,12 +54,12 @@ def small(numel: int = 100) -> ModelFacts:
 
 
 def play(spec: Spec, facts: ModelFacts) -> Replay:
-    return replay(wrapping(spec, lower(spec, tuple(unit.name for unit in facts.units)), facts))
+    return replay(wrapping(spec, lower(spec, facts), facts))
 
 
 def peaks(spec: Spec, facts: ModelFacts, rank: int = 0) -> dict[Phase, int]:
     """Above what lives for the whole step."""
-    plan = lower(spec, tuple(unit.name for unit in facts.units))
+    plan = lower(spec, facts)
     base = sum(
         row.device_bytes
         for row in resident(wrapping(spec, plan, facts))
@@ -238,7 +238,7 @@ def test_80_layers_replay_in_at_most_30_milliseconds():
     model = replace(spec.model, layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672)
     spec = replace(spec, model=model)
     facts = facts_of(model, 4096)
-    plan = lower(spec, tuple(unit.name for unit in facts.units))
+    plan = lower(spec, facts)
     best = float("inf")
     for _ in range(5):
         start = time.process_time()

@@ -12,7 +12,7 @@ from ptrain.charts.sheet import WHITE, Rectangle, Sheet
 from ptrain.charts.tokens import tokens_sheet
 from ptrain.cli.main import main
 from ptrain.spec.load import load
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 
 SPECS = {
     "ring": ("cp-ring", "mesh.cp=4"),
@@ -128,6 +128,7 @@ def test_stages_and_tokens_are_drawn_one_below_the_other(monkeypatch, tmp_path, 
 
 
 def _planned(spec, facts, **_):
-    from ptrain.derivation.estimate import derive, own_facts
+    from ptrain.derivation.estimate import derive
+    from ptrain.plan.lower import own_facts
 
     return derive(spec, own_facts(spec), is_timed=False)

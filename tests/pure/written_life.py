@@ -88,7 +88,7 @@ def write_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(spec: Spec, **dials: object) -> tuple[Pages, Flat]:
     """Nothing overlaps, unless the dials say so."""
-    plan = lower(spec, FACTS.unit_modules)
+    plan = lower(spec, FACTS)
     assert isinstance(plan.wrap, FlatUnits)
     plan = plan.having(replace(plan.wrap, **{"overlaps": False, **dials}))
     return opened_plan(spec, plan)

@@ -7,7 +7,7 @@ import torch
 
 from ptrain.report.copies import SHARED
 from ptrain.spec.axis import Axis
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 from ptrain.verification.causes.attended import _any_of, _hidden
 from ptrain.verification.causes.attention_gradients import under_other_strides
 from ptrain.verification.causes.positions import positions_text

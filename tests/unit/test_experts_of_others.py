@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import SpecError
-from ptrain.facts.experts import ExpertLayers
+from ptrain.facts.model import ExpertLayers
 from ptrain.models.build import build
 from ptrain.models.expert_layers import expert_layers_of
 from ptrain.models.facts import untraced_facts

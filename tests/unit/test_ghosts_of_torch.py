@@ -138,7 +138,7 @@ def of_ghost(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> dict[Phase, list[Ev
     recorder = Recorder(spec)
     facts = facts_of(spec)
     monkeypatch.setattr(timeline, "Tape", lambda clock: recorder)
-    timeline.replay(wrapping(spec, lower(spec, facts.unit_modules), facts))
+    timeline.replay(wrapping(spec, lower(spec, facts), facts))
     return recorder.events
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ptrain.activations.run import offload
+from ptrain.activations.run import apply
 from ptrain.activations.run.apply import keep
 from ptrain.errors import SpecError
 from ptrain.models import tags
@@ -215,13 +215,13 @@ def test_parameters_that_come_while_a_block_runs_stay_on_the_device():
 
 def test_modules_are_looked_through_once_a_pass_and_not_for_each_tensor(monkeypatch):
     looks: list[nn.Module] = []
-    homes = offload._homes
+    homes = apply._homes
 
     def looking(module: nn.Module, *kinds: str) -> object:
         looks.append(module)
         return homes(module, *kinds)
 
-    monkeypatch.setattr(offload, "_homes", looking)
+    monkeypatch.setattr(apply, "_homes", looking)
     module = made(kept=(AWAY,) * LAYERS)
     loss_of(module)
     assert looks.count(module) == 1
@@ -320,13 +320,13 @@ class _Copies:
 
 def test_with_streams_each_storage_sets_out_once_a_block_before_its_own(monkeypatch):
     copies = _Copies()
-    before = offload.OffloadHooks.__init__
+    before = apply.OffloadHooks.__init__
 
     def with_streams(self, model, tiers):
         before(self, model, tiers)
         self.streams = copies
 
-    monkeypatch.setattr(offload.OffloadHooks, "__init__", with_streams)
+    monkeypatch.setattr(apply.OffloadHooks, "__init__", with_streams)
     module, gave = made(kept=(AWAY,) * LAYERS), loss_of(made())
     loss = loss_of(module)
     out = [number for what, number in copies.log if what == "out"]

@@ -19,8 +19,7 @@ from ptrain.rooms.world import World
 from ptrain.spec.block import Activation
 from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
-from ptrain.steps.balance import BalanceExperts
-from ptrain.steps.step import CreateMesh
+from ptrain.steps.step import BalanceExperts, CreateMesh
 from ptrain.traces.facts import read_facts
 from tests.gloo.expert_cases import spec_of
 from tests.pure.build import ODD_SHAPE

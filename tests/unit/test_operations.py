@@ -13,11 +13,11 @@ import torch
 from ptrain.algebra.legality import require
 from ptrain.costs import Phase
 from ptrain.data.sampler import LocalBatch, blank_batch
-from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.estimate import derive
 from ptrain.derivation.operations import operations
 from ptrain.interpreter.program import interpret
 from ptrain.models.chunked import can_fuse
-from ptrain.plan.lower import lower
+from ptrain.plan.lower import lower, own_facts
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.world import World
 from ptrain.simulation.execute import simulate
@@ -119,7 +119,7 @@ def test_operations_of_ranks_with_slices_of_the_tokens_are_those_that_are_predic
         batch={"accumulate": 2, "micro": 2, "sequence": 24},
     )
     facts = own_facts(spec)
-    rows = operations(spec, lower(spec, facts.unit_modules, facts.roles), ())
+    rows = operations(spec, lower(spec, facts))
     for predicted in (rows[0], rows[degree - 1]):
         world = fake_world(predicted.rank, degree)
         try:
@@ -144,7 +144,7 @@ def test_a_simulation_counts_attention_over_cp_that_runs_again(attention):
         batch={"accumulate": 1, "micro": 1, "sequence": 24},
     )
     facts = own_facts(spec)
-    rows = operations(spec, lower(spec, facts.unit_modules, facts.roles), ())
+    rows = operations(spec, lower(spec, facts))
     assert rows[1].again
     assert simulate(spec, 1).estimate.operations == (rows[1],)
 

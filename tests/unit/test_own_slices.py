@@ -10,7 +10,7 @@ import torch
 
 from ptrain.axes.context.run.rehearsal import require_slices
 from ptrain.errors import SpecError
-from ptrain.facts.attention import Attending
+from ptrain.facts.model import Attending
 from ptrain.models.attending import attending_of
 from ptrain.models.build import build
 from ptrain.models.given import accept

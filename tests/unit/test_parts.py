@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.derivation.estimate import derive, own_facts
+from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
+from ptrain.plan.lower import own_facts
 from ptrain.spec.job import Timeout
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ptrain.algebra.legality import require
 from ptrain.errors import SpecError
+from ptrain.facts.model import ModelFacts
 from ptrain.facts.roles import roles_of
 from ptrain.models.build import build
 from ptrain.models.roles import cutting_of_module
@@ -185,7 +186,7 @@ def test_a_module_that_is_given_in_place_of_a_built_in_model_has_its_own_roles()
     mapping = {"name": "a", "model": shape, "mesh": {"tp": 2}, "placement": {"tp": "S,S,S,S"}}
     sliced = require(load(mapping | {"batch": {"micro": 1, "sequence": 16}}))
     assert dict(roles_of_module(pairs(), sliced))["layers.0"] is Role.FIRST_BLOCK
-    assert lower(spec_of(shape), ((""),), roles).tensor.roles == roles
+    assert lower(spec_of(shape), ModelFacts(units=(), roles=roles)).tensor.roles == roles
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
@@ -302,4 +303,4 @@ def test_looking_at_a_model_changes_nothing_in_it():
 def test_a_built_in_module_has_those_of_its_family():
     spec = spec_of({"preset": "llama-tiny"})
     assert roles_of_module(build(spec.model, sequence=16), spec) == ()
-    assert lower(spec, (("",),)).tensor.roles == roles_of(spec.model)
+    assert lower(spec, ModelFacts(units=())).tensor.roles == roles_of(spec.model)

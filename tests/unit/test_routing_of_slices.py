@@ -18,7 +18,7 @@ from ptrain.models.moe import ExpertPlaces
 from ptrain.rooms.registry import Registry
 from ptrain.spec.axis import Axis
 from ptrain.spec.experts import Router
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 from tests.pure.build import ODD_SHAPE
 
 SAMPLES, TOKENS = 3, 24

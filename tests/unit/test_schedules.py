@@ -18,15 +18,7 @@ from ptrain.errors import SpecError
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
 
-CLASSES = {
-    ScheduleName.GPIPE: theirs.ScheduleGPipe,
-    ScheduleName.ONE_F_ONE_B: theirs.Schedule1F1B,
-    ScheduleName.BFS: theirs.ScheduleLoopedBFS,
-    ScheduleName.INTERLEAVED: theirs.ScheduleInterleaved1F1B,
-    ScheduleName.ZERO_BUBBLE: theirs.ScheduleInterleavedZeroBubble,
-    ScheduleName.ZBV: theirs.ScheduleZBVZeroBubble,
-    ScheduleName.DUALPIPEV: theirs.ScheduleDualPipeV,
-}
+CLASSES = {name: getattr(theirs, name.torch) for name in ScheduleName if name.torch}
 VEES = (ScheduleName.ZBV, ScheduleName.DUALPIPEV)
 SINGLE = (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)
 GRID = [

@@ -7,18 +7,418 @@ before a block runs is then done once, and again by themselves where it is neede
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ptrain.activations.run.offload import OffloadHooks
-from ptrain.activations.run.recompute import recompute
+from ptrain.costs import State
 from ptrain.errors import refused
+from ptrain.internals.checkpoint import checkpoint
+from ptrain.internals.dispatch import operator_names
+from ptrain.internals.functional_collectives import AsyncCollectiveTensor
+from ptrain.models.ledger import storage_of
+from ptrain.models.recomputing import runs_again
+from ptrain.models.tags import is_tagged
 from ptrain.models.transformer import Transformer
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.tiers import Tiers
-from ptrain.spec.activations import Kept, Scope
+from ptrain.spec.activations import Kept, Operators, Policy, Scope
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
+
+# M: a module's results are computed again in backward, by torch's composable checkpoint; what a
+# policy keeps is not.
+#
+# A product over a dimension that tp shards is a partial sum of full size on each rank. In its
+# place the sum over the ranks is kept: sharded tokens make it smaller, and no rank sends it twice.
+
+
+# Operators by class; a name that ends in * stands for all that begin so.
+_NAMES = {
+    Operators.MATMUL: ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    Operators.ATTENTION: (
+        "aten::_scaled_dot_product_*",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+    ),
+    Operators.SOFTMAX: ("aten::_softmax", "aten::_safe_softmax"),
+    # Llama's norm is written out: what it reduces to is kept, a number for each token
+    Operators.NORM: (
+        "aten::native_layer_norm",
+        "aten::_fused_rms_norm",
+        "ptrain::fused_rms_norm",  # which stands in for it
+        "aten::rsqrt",
+    ),
+    # a wait of what is there already costs nothing, and how many there are may differ
+    Operators.COLLECTIVE: (
+        "_c10d_functional::all_gather_into_tensor",
+        "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::all_reduce",
+        "_c10d_functional::all_to_all_single",
+    ),
+}
+
+
+def recompute(module: nn.Module, policy: Policy, *, draws: bool) -> None:
+    """Make `module`'s forward pass run again in backward, until all that was not kept is there.
+    With `draws` it may draw random numbers, which are then the same."""
+    options: dict[str, Any] = {"preserve_rng_state": draws}
+    if policy.keep:
+        kept = list(dict.fromkeys(operator for kind in policy.keep for operator in operators(kind)))
+        options["context_fn"] = partial(_contexts, frozenset(kept))
+    checkpoint(module, **options)
+
+
+def _contexts(kept: frozenset[Any]) -> Any:
+    return create_selective_checkpoint_contexts(_Keeping(kept))
+
+
+class _Keeping:
+    """The choice of the results that one pass of a module keeps, in the order of its operators."""
+
+    def __init__(self, kept: frozenset[Any]) -> None:
+        self.kept = kept
+        self._has_partial = False
+
+    def __call__(self, _: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+        """Return whether the result of `operator` is kept; forward and backward agree on it."""
+        if self._has_partial and operator in _sums():
+            self._has_partial = False
+            return CheckpointPolicy.MUST_SAVE
+        if operator not in self.kept:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if operator in operators(Operators.MATMUL) and _is_partial(args):
+            self._has_partial = True
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+
+def _is_partial(args: tuple[Any, ...]) -> bool:
+    """Return True if the product of the last two arguments sums over a sharded dimension."""
+    left = args[-2]
+    return isinstance(left, DTensor) and any(p.is_shard(left.dim() - 1) for p in left.placements)
+
+
+@cache
+def _sums() -> tuple[Any, ...]:
+    names = ("reduce_scatter_tensor", "all_reduce")
+    return tuple(_overload(f"_c10d_functional::{name}") for name in names)
+
+
+@cache
+def operators(kind: Operators) -> tuple[Any, ...]:
+    """Return the operators of a kind that this torch has."""
+    overloads: list[Any] = []
+    for name in _NAMES[kind]:
+        overloads += [_overload(full_name) for full_name in _matching(name)]
+    if kind is Operators.ATTENTION:
+        overloads.append(torch.ops.higher_order.flex_attention)
+    return tuple(overloads)
+
+
+def _matching(name: str) -> Iterator[str]:
+    stem = name.removesuffix("*")
+    for full_name in operator_names():
+        is_forward = "." not in full_name and not full_name.endswith("_backward")
+        if is_forward and (full_name == name or (stem != name and full_name.startswith(stem))):
+            yield full_name
+
+
+def _overload(name: str) -> Any:
+    space, _, operator = name.partition("::")
+    return getattr(getattr(torch.ops, space), operator).default
+
+
+# O: what autograd saves while a module runs is moved to host memory or to files, and brought back
+# for backward.
+#
+# What moves is a storage, once however many tensors saved of it are views; it comes back when the
+# first of them is asked for, and stays until the last one is gone. Parameters, buffers and whole
+# numbers (tokens and places, which live anyway) stay.
+#
+# Note: on an accelerator copies run on streams of their own, in and out of pinned memory, and with
+# the first tensor that is asked for of one module all those of the module before it set out. On a
+# processor a copy is made where it is asked for. A file is written and read by the one that
+# computes.
+
+
+_SMALL = (torch.bool, torch.uint8)  # masks: not floating, and as many as activations
+
+
+class OffloadHooks:
+    """Hooks on what autograd saves within the modules of one model."""
+
+    def __init__(self, model: nn.Module, tiers: Tiers) -> None:
+        self.model = model
+        self.tiers = tiers
+        self.streams = _Streams(tiers.device) if tiers.device.type == "cuda" else None
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[Away]]]
+        self._known = {}
+        self._last: _ModulePass | None = None
+        self._buffers: list[_Home] | None = None  # of a forward pass
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._begin, always_call=True)
+
+    def around(self, module: nn.Module, tier: Tier) -> None:
+        """What autograd saves while `module` runs is kept on `tier`."""
+        entered: list[saved_tensors_hooks] = []
+
+        def enter(_: nn.Module, __: object) -> None:
+            if not torch.is_grad_enabled() or runs_again():
+                return
+            homes = _homes(module, "_parameters", "_buffers")
+            self._last = _ModulePass(tier, self._last, homes)
+            hooks = saved_tensors_hooks(partial(self._pack, self._last), _unpack)
+            hooks.__enter__()
+            entered.append(hooks)
+
+        def leave(*_: object) -> None:
+            if entered and not runs_again():
+                entered.pop().__exit__(None, None, None)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+
+    def _begin(self, *_: object) -> None:
+        """A micro-batch's forward pass begins or ends: no module is before the first one."""
+        if not runs_again():
+            self._last = self._buffers = None
+
+    def _pack(self, owner: _ModulePass, saved: torch.Tensor) -> Any:
+        with torch.no_grad():
+            held = _plain(saved)
+            if not self._moves(held, owner):
+                return saved
+            return _View(
+                away=self._away(held, owner),
+                owner=owner,
+                dtype=held.dtype,
+                place=(tuple(held.shape), held.stride(), held.storage_offset()),
+                cut=_Cut.of(saved),
+            )
+
+    def _moves(self, held: torch.Tensor, owner: _ModulePass) -> bool:
+        if held.layout is not torch.strided or held.device.type != self.tiers.device.type:
+            return False
+        if not held.is_floating_point() and held.dtype not in _SMALL:
+            return False
+        storage = held.untyped_storage()
+        size = storage.nbytes()
+        is_whole = bool(size) and size % held.itemsize == 0
+        if not is_whole or is_tagged(storage):
+            return False
+        return self._moved(held) is not None or not self._owns(storage, owner)
+
+    def _owns(self, storage: torch.UntypedStorage, owner: _ModulePass) -> bool:
+        """Whether it is of the module's parameters, as they are now: parts of it may be gathered
+        for their own time only; or of buffers, which a model hands to its modules."""
+        if self._buffers is None:
+            self._buffers = _homes(self.model, "_buffers")
+        homes = (*owner.homes, *self._buffers)
+        tensors = (tensor for home in homes for tensor in home.values() if tensor is not None)
+        return any(storage_of(tensor)._cdata == storage._cdata for tensor in tensors)
+
+    def _away(self, held: torch.Tensor, owner: _ModulePass) -> Away:
+        """The tensor's storage off the device."""
+        if away := self._moved(held):
+            return away
+        away = Away(held, owner.tier, self.tiers, self.streams)
+        owner.moved.append(weakref.ref(away))
+        storage = held.untyped_storage()
+        key = storage._cdata
+        forget = partial(_forget, self._known, key)
+        self._known[key] = weakref.ref(storage, forget), held._version, weakref.ref(away)
+        return away
+
+    def _moved(self, held: torch.Tensor) -> Away | None:
+        """As it was moved before, if it has not been written to since."""
+        storage = held.untyped_storage()
+        entry = self._known.get(storage._cdata)
+        if entry is None:
+            return None
+        known, version, reference = entry
+        return reference() if known() is storage and version == held._version else None
+
+
+def _forget(known: dict[int, Any], key: int, reference: object) -> None:
+    """A storage is gone; its address may be another's by now."""
+    if key in known and known[key][0] is reference:
+        del known[key]
+
+
+class Away:
+    """One storage off the device; on it too from its first use to its last."""
+
+    def __init__(
+        self, held: torch.Tensor, tier: Tier, tiers: Tiers, streams: _Streams | None
+    ) -> None:
+        numel = held.untyped_storage().nbytes() // held.itemsize
+        self.tiers = tiers
+        self.streams = streams if tier is Tier.HOST else None
+        self.kept = tiers.empty(numel, held.dtype, tier, State.ACTIVATIONS)
+        self.back: torch.Tensor | None = None
+        self._event: Any = None
+        whole = held.detach().as_strided((numel,), (1,), 0)
+        if self.streams is None:
+            self.kept.copy_(whole)
+        else:
+            self._event = self.streams.take(self.kept, whole)
+
+    def set_out(self) -> None:
+        """It is needed next."""
+        if self.streams is None:
+            self.tiers.ahead(self.kept)
+        elif self.back is None:
+            self.back = self._room()
+            self._event = self.streams.bring(self.back, self.kept, self._event)
+
+    def whole(self) -> torch.Tensor:
+        """On the device, in one dimension."""
+        if self.streams is not None:
+            self.set_out()
+            self.streams.wait(self._event)
+        elif self.back is None:
+            self.back = self._room().copy_(self.kept)
+        assert self.back is not None
+        return self.back
+
+    def _room(self) -> torch.Tensor:
+        return self.tiers.empty(self.kept.numel(), self.kept.dtype, Tier.DEVICE, State.ACTIVATIONS)
+
+
+_Home = dict[str, torch.Tensor | None]
+
+
+def _homes(module: nn.Module, *kinds: str) -> list[_Home]:
+    """Where a module and those within it have their tensors: what is there changes, and these
+    dictionaries do not."""
+    return [getattr(inner, kind) for inner in module.modules() for kind in kinds]
+
+
+class _ModulePass:
+    """One module in one forward pass: what was moved, the module before it, and where it has its
+    own tensors."""
+
+    def __init__(self, tier: Tier, previous: _ModulePass | None, homes: list[_Home]) -> None:
+        self.tier = tier
+        self.previous = previous
+        self.homes = homes
+        self.moved: list[weakref.ref[Away]] = []
+        self._is_back = False
+
+    def begin_backward(self) -> None:
+        """The first of its tensors is asked for."""
+        if self._is_back:
+            return
+        self._is_back = True
+        self.set_out()
+        if self.previous is not None:
+            self.previous.set_out()
+
+    def set_out(self) -> None:
+        """What it moved last is needed first."""
+        for reference in reversed(self.moved):
+            away = reference()
+            if away is not None:
+                away.set_out()
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What makes a rank's part a DTensor again."""
+
+    device_mesh: torch.distributed.DeviceMesh
+    placements: Sequence[Placement]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, saved: torch.Tensor) -> _Cut | None:
+        if not isinstance(saved, DTensor):
+            return None
+        return cls(saved.device_mesh, saved.placements, saved.shape, saved.stride())
+
+    def of_part(self, part: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            part,
+            self.device_mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """A saved tensor; `place`: size, strides and offset in its storage."""
+
+    away: Away
+    owner: _ModulePass
+    dtype: torch.dtype
+    place: tuple[tuple[int, ...], tuple[int, ...], int]
+    cut: _Cut | None
+
+    def tensor(self) -> torch.Tensor:
+        self.owner.begin_backward()
+        part = self.away.whole().view(self.dtype).as_strided(*self.place)
+        return part if self.cut is None else self.cut.of_part(part)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if not isinstance(packed, _View):
+        held: torch.Tensor = packed
+        return held
+    with torch.no_grad():
+        return packed.tensor()
+
+
+def _plain(saved: torch.Tensor) -> torch.Tensor:
+    """What this rank stores of it, when it is there."""
+    held = saved._local_tensor if isinstance(saved, DTensor) else saved
+    if isinstance(held, AsyncCollectiveTensor):
+        arrived: torch.Tensor = held.trigger_wait()
+        return arrived
+    return held
+
+
+class _Streams:
+    """Copies between an accelerator and pinned memory, each way beside what is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.leaving: Any = torch.cuda.Stream(device)
+        self.arriving: Any = torch.cuda.Stream(device)
+
+    def take(self, kept: torch.Tensor, whole: torch.Tensor) -> Any:
+        """The event when `kept` has the bytes; those of `whole` are not used again before it."""
+        self.leaving.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.leaving):
+            kept.copy_(whole, non_blocking=True)
+        whole.record_stream(self.leaving)
+        return self.leaving.record_event()
+
+    def bring(self, back: torch.Tensor, kept: torch.Tensor, taken: Any) -> Any:
+        """The event when `back` has the bytes, which `kept` has at `taken`."""
+        self.arriving.wait_event(taken)
+        self.arriving.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.arriving):
+            back.copy_(kept, non_blocking=True)
+        back.record_stream(self.arriving)
+        return self.arriving.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Nothing is computed until then."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
 
 _CORE = "attention.core"  # of a block of the built-in families
 

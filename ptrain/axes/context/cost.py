@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ptrain.axes.context.attention import repeats
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
-from ptrain.facts.attention import Attending, AttentionHeads
+from ptrain.facts.model import Attending, AttentionHeads
 from ptrain.facts.stages import is_within
 from ptrain.spec.activations import PLAIN, Kept, Operators, Scope
 from ptrain.spec.axis import Axis
@@ -16,8 +16,7 @@ from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
-from ptrain.steps.context import ContextParallel
-from ptrain.steps.step import Plan
+from ptrain.steps.step import ContextParallel, Plan
 
 _ACTIVATIONS = State.ACTIVATIONS
 

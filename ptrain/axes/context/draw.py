@@ -9,7 +9,7 @@ from itertools import islice
 from ptrain.axes.context.attention import all_spans, why
 from ptrain.axes.context.tokens import Span, balance
 from ptrain.spec.spec import Spec
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 
 _FEW_RANKS = 8
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ptrain.axes.context.attention import spans_at
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 
 _TOLD_APART = 3  # hops
 _ALIKE = 2  # hops from which on each more computes the same

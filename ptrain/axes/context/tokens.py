@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 
 Span = tuple[int, int]  # first token, and the one behind the last
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from ptrain.axes.data.form import (
-    REPLICAS,
-    Form,
     data_factors,
     form_of,
     frozen_factors,
@@ -38,9 +36,9 @@ from ptrain.spec.offload import Offload
 from ptrain.spec.placement import CUT, Distribution, Tier
 from ptrain.spec.spec import Spec
 from ptrain.spec.tuples import two_ranks
+from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form
 
 REASON = "every key of a spec has an effect"
-_FULLY_SHARD = (Form.FULLY_SHARD, Form.MATERIALIZE)
 
 
 def _without_data_axis(spec: Spec) -> Iterator[Fault]:
@@ -86,7 +84,7 @@ def _prefetch(spec: Spec) -> Iterator[Fault]:
             "whole all the time and nothing is gathered",
             remedy=f"remove prefetch, or write {_tuple_place(spec)}.parameters=S*",
         )
-    elif form_of(spec) in _FULLY_SHARD and spec.overlap is Overlap.NONE:
+    elif form_of(spec) in BY_TENSOR and spec.overlap is Overlap.NONE:
         yield Fault(
             place="prefetch",
             finding=f"{spec.prefetch} units ahead, but overlap: none lets nothing run beside the "
@@ -241,7 +239,7 @@ def _reshard(spec: Spec) -> Iterator[Fault]:
     if isinstance(shards, bool | Reshard) or not factors or not _comes_by_unit(spec):
         return
     place = "sync.reshard_after_forward"
-    if form_of(spec) not in _FULLY_SHARD:
+    if form_of(spec) not in BY_TENSOR:
         yield Fault(
             place=place,
             finding=f"{shards} shards from forward to backward: only fully_shard does that, which "

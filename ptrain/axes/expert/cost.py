@@ -15,7 +15,6 @@ from operator import add
 from typing import NamedTuple
 
 from ptrain.axes.expert.form import own_places
-from ptrain.axes.expert.loads import ByLayer, RankRows, even, layers_of
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.facts.stages import is_within
@@ -24,7 +23,7 @@ from ptrain.spec.layout import ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
-from ptrain.steps.experts import ExpertParallel
+from ptrain.steps.experts import ByLayer, ExpertParallel, RankRows, even, layers_of
 from ptrain.steps.step import Plan
 
 _TRIPS = 2  # of rows to their experts, and of what these make of them back

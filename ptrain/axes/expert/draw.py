@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from ptrain.axes.expert.loads import Loads, choices, loads_of, token_places
 from ptrain.spec.layout import ranks_over
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
-from ptrain.steps.experts import ExpertParallel
+from ptrain.steps.experts import ExpertParallel, Loads, choices, token_places
 from ptrain.steps.step import Plan
 from ptrain.units import counted, format_bytes
 
@@ -45,8 +44,8 @@ def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
     if ranks > _FEW_RANKS:
         yield f"experts  … {ranks} ranks of {_named(step)}"
     yield f"travels  {_travels(spec, step, ranks)}"
-    if (loads := loads_of(spec, plan)) is not None:
-        yield f"routing  {_routing(spec, loads)}"
+    if plan.loads is not None:
+        yield f"routing  {_routing(spec, plan.loads)}"
     yield f"summed   {_summed(plan, step)}"
 
 

@@ -3,18 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from ptrain.axes.context.attention import all_spans, context_of
-from ptrain.axes.expert.counts import misfit
 from ptrain.costs import Collective
 from ptrain.errors import Fault, SpecError
-from ptrain.facts.experts import ExpertLayers
+from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts
 from ptrain.spec.axis import TOKEN_AXES, Axis, Factor
 from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.model import ModelShape
-from ptrain.spec.routing import FORM, Bound, Histogram
+from ptrain.spec.routing import FORM, Bound, Choices, Histogram
 from ptrain.spec.spec import Spec
-from ptrain.steps.experts import ExpertParallel, Span
+from ptrain.steps.experts import BoundLoads, CountedLoads, ExpertParallel, Loads, Span
+
+# What a rank of ep has of a model: of a layer's experts some, of all else everything.
+
+
+@lru_cache(maxsize=64)
+def with_own_experts(facts: ModelFacts, step: ExpertParallel, ranks: int) -> ModelFacts:
+    """Return the facts with the experts that one rank has, which is as many as any other: of their
+    tensors an expert stands at every place of the first dimension."""
+
+    def own(tensor: TensorFacts) -> TensorFacts:
+        experts, *rest = tensor.shape
+        assert experts % ranks == 0, "a rule: ranks have as many"
+        return replace(tensor, shape=(experts // ranks, *rest), cut_over=step.axes)
+
+    units = tuple(
+        replace(unit, tensors=tuple(map(own, unit.tensors))) if step.has(unit.modules) else unit
+        for unit in facts.units
+    )
+    return replace(facts, units=units)
+
+
+# Whether counts of what tokens choose are those of a spec's layers with experts.
+
+
+def misfit(
+    spec: Spec, histogram: Histogram, layers: Sequence[str], number: int, chosen: int
+) -> str:
+    """Return what does not fit layers of so many experts, of which a token chooses so many
+    (`chosen`), with its place; empty where all does. It is one: what is wrong with counts in one
+    place mostly is in all of them."""
+    if missing := [layer for layer in layers if layer not in histogram.layers]:
+        return f"no counts of {', '.join(missing)}"
+    if others := [layer for layer in histogram.layers if layer not in layers]:
+        return f"{', '.join(others)}: the model has no such layer with experts"
+    ranks = ranks_over(spec, spec.routing_axes)
+    for layer, of_layer in zip(histogram.layers, histogram.counts, strict=True):
+        if len(of_layer) != ranks:
+            return f"{layer}: {len(of_layer)} ranks; {ranks} have tokens of their own"
+        for rank, of_rank in enumerate(of_layer):
+            place = f"{layer}, rank {rank}"
+            if len(of_rank) != spec.batch.accumulate:
+                return f"{place}: {len(of_rank)} micro-batches; a step has {spec.batch.accumulate}"
+            for index, of_experts in enumerate(of_rank):
+                if wrong := _misfit_of(spec, of_experts, number, chosen):
+                    return f"{place}, micro-batch {index}: {wrong}"
+    return ""
+
+
+def _misfit_of(spec: Spec, of_experts: Choices, number: int, chosen: int) -> str:
+    """Return what does not fit in the counts of one micro-batch."""
+    if len(of_experts) != number:
+        return f"{len(of_experts)} experts; the layer has {number}"
+    tokens = spec.batch.micro * spec.routed_tokens
+    if (choices := sum(of_experts)) != tokens * chosen:
+        return f"{choices} choices; {tokens} tokens make {chosen} each, which are {tokens * chosen}"
+    if (most := max(of_experts)) > tokens:
+        return f"{most} choices of expert {of_experts.index(most)}; there are {tokens} tokens"
+    return ""
 
 
 def factor_of(spec: Spec) -> Factor | None:
@@ -114,6 +173,17 @@ def is_by_routing(spec: Spec) -> bool:
     shape = spec.model
     has_places = isinstance(shape, ModelShape) and shape.capacity_factor is not None
     return factor_of(spec) is not None and not has_places
+
+
+def loads_of(spec: Spec, step: ExpertParallel | None) -> Loads | None:
+    """Return where rows go as the spec says it; None where they go evenly, or no size depends on
+    it."""
+    routing = spec.routing
+    if step is None or routing is None or not is_by_routing(spec):
+        return None
+    if isinstance(routing, Histogram):
+        return CountedLoads(spec, routing)
+    return BoundLoads(spec, step, routing, spec.batch.accumulate)
 
 
 def assumed(spec: Spec) -> dict[str, str]:

@@ -1,30 +1,141 @@
-"""The schedules by name: how each is made, and what it needs of a pipeline."""
+"""The schedules, a row each: the order of a rank, what it costs, what it needs of a pipeline."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 
-from ptrain.axes.pipeline import loops, vees
+from ptrain.axes.pipeline import cost, loops, vees
+from ptrain.axes.pipeline.cost import PipelineSize, ScheduleCost
 from ptrain.axes.pipeline.form import pipeline_of
-from ptrain.axes.pipeline.schedule import PipelineShape, Schedule, Step, looped, v_shaped
-from ptrain.axes.pipeline.user_schedule import as_schedule, faults_of_list
-from ptrain.errors import Fault, SpecError
+from ptrain.axes.pipeline.schedule import (
+    Action,
+    Pair,
+    PipelineShape,
+    Schedule,
+    Step,
+    looped,
+    v_shaped,
+)
+from ptrain.axes.pipeline.simulate import simulate
+from ptrain.errors import BrokenSchedule, Fault, SpecError
 from ptrain.spec.pipeline import ScheduleName
-from ptrain.spec.schedule_file import ListedSchedule
+from ptrain.spec.schedule_file import ListedSchedule, Pass
 from ptrain.spec.spec import Spec
 from ptrain.units import counted
+
+# A schedule that the user lists, pass by pass: proven by the simulator before it runs, or refused
+# with the place where it ends.
+
+
+_PLACE = "pipeline.schedule"
+
+
+def as_schedule(listed: ListedSchedule) -> Schedule:
+    """A list in which `faults_of_list` finds none."""
+    rank_of = _ranks(listed)
+    return Schedule(
+        microbatches=listed.microbatches,
+        rank_of=tuple(rank_of[stage] for stage in range(listed.stages)),
+        orders=tuple(tuple(map(_step, order)) for order in listed.orders),
+    )
+
+
+def faults_of_list(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
+    """Yield why the list is no step of this pipeline: other ranks, stages or micro-batches, or the
+    first place that is wrong or that nobody gets past."""
+    sizes = [*faults_of_rows(listed, pipeline.ranks), *_sizes(listed, pipeline)]
+    yield from sizes
+    if sizes:
+        return
+    schedule = as_schedule(listed)
+    try:
+        simulate(schedule)
+    except BrokenSchedule as broken:
+        order = schedule.orders[broken.rank]
+        places = [place for place, step in enumerate(order) if _is_of(broken.action, step)]
+        place = f"action {places[-1] + 1} of {len(order)}" if places else "in no place"
+        yield Fault(
+            place=_PLACE,
+            finding=f"rank {broken.rank}, {place}, {broken.action}: {broken.reason}",
+            remedy="list on every stage each micro-batch once forward and once backward (B, or I "
+            "and later W), each pass after those it needs",
+        )
+
+
+def faults_of_rows(listed: ListedSchedule, ranks: int) -> Iterator[Fault]:
+    """Rows that are not those of so many ranks, each with as many stages as the others."""
+    rows, rank_of = len(listed.rows), _ranks(listed)
+    missing = [stage for stage in range(listed.stages) if stage not in rank_of]
+    counts = Counter(rank_of.values())
+    if rows != ranks:
+        yield Fault(
+            place=_PLACE,
+            finding=f"the list has {rows} row{'s' * (rows > 1)}, and pp={ranks} ranks",
+            remedy=f"list a row for each rank, or write mesh.pp={rows}",
+        )
+    elif missing:
+        finding = f"stage {missing[0]} is in no row, and the list has stage {listed.stages - 1}"
+        yield Fault(place=_PLACE, finding=finding, remedy="count stages from 0")
+    elif len(set(counts.values())) > 1 or len(counts) < ranks:
+        of_ranks = ", ".join(str(counts[rank]) for rank in range(ranks))
+        finding = f"the ranks have {of_ranks} stages, and each needs as many as the others"
+        yield Fault(place=_PLACE, finding=finding, remedy="list as many stages in every row")
+
+
+def _sizes(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
+    if listed.stages != pipeline.stages:
+        finding = f"the list has {listed.stages} stages, and the pipeline {pipeline.stages}"
+        yield Fault(place="pipeline.stages", finding=finding, remedy="remove pipeline.stages")
+    there, wanted = listed.microbatches, pipeline.microbatches
+    if there != wanted:
+        yield Fault(
+            place=_PLACE,
+            finding=f"the list's micro-batches are 0 to {there - 1}, and a step has {wanted}",
+            remedy=f"list {wanted}, or make them {there} by batch.global or batch.micro",
+        )
+
+
+def _ranks(listed: ListedSchedule) -> dict[int, int]:
+    """Return by stage the first rank that has it; the simulator refuses a second one."""
+    rank_of: dict[int, int] = {}
+    for rank, order in enumerate(listed.orders):
+        for step in order:
+            for _, stage, _ in step:
+                rank_of.setdefault(stage, rank)
+    return rank_of
+
+
+def _step(passes: tuple[Pass, ...]) -> Step:
+    actions = [Action(*fields) for fields in passes]
+    return actions[0] if len(actions) == 1 else Pair(*actions)
+
+
+def _is_of(action: object, step: Step) -> bool:
+    return action == step or action in step.parts
+
 
 Need = Callable[[ScheduleName, PipelineShape], Iterator[Fault]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recipe:
+class ScheduleRow:
+    """A schedule: the order of a rank, what it costs, and what it needs.
+
+    `stages` is the only number of stages that a rank may have, None where it may have any;
+    `is_serial`: each micro-batch waits for the one before it; `is_mostly_whole`: of backward passes
+    in halves most are whole all the same.
+    """
+
     order: Callable[[PipelineShape, int], Iterator[Step]]
-    rank_of: Callable[[PipelineShape], tuple[int, ...]]
-    needs: tuple[Need, ...]
+    cost: ScheduleCost
+    stages: int | None = None
+    needs: tuple[Need, ...] = ()
+    is_serial: bool = False
+    is_mostly_whole: bool = False
 
 
 @lru_cache(maxsize=16)  # a command asks for the same one a few times
@@ -36,11 +147,22 @@ def schedule(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Sc
         raise SpecError(*problems)
     if isinstance(name, ListedSchedule):
         return as_schedule(name)
-    recipe = _RECIPES[name]
+    row = SCHEDULES[name]
     return Schedule(
         microbatches=pipeline.microbatches,
-        rank_of=recipe.rank_of(pipeline),
-        orders=tuple(tuple(recipe.order(pipeline, rank)) for rank in range(pipeline.ranks)),
+        rank_of=(v_shaped if row.cost.is_v_shaped else looped)(pipeline),
+        orders=tuple(tuple(row.order(pipeline, rank)) for rank in range(pipeline.ranks)),
+    )
+
+
+def size_of(name: ScheduleName, shape: PipelineShape) -> PipelineSize:
+    """Return a pipeline's shape with its schedule, and what that costs."""
+    return PipelineSize(
+        schedule=name,
+        cost=SCHEDULES[name].cost,
+        ranks=shape.ranks,
+        stages_per_rank=shape.stages_per_rank,
+        microbatches=shape.microbatches,
     )
 
 
@@ -58,27 +180,22 @@ def faults(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Iter
     if isinstance(name, ListedSchedule):
         yield from faults_of_list(name, pipeline)
         return
-    for need in _RECIPES[name].needs:
+    row = SCHEDULES[name]
+    if row.stages is not None and pipeline.stages_per_rank != row.stages:
+        yield Fault(
+            place="pipeline.stages",
+            finding=f"{name} has {counted(row.stages, 'stage')} a rank, and "
+            f"{pipeline.stages} over pp={pipeline.ranks} are {pipeline.stages_per_rank}",
+            remedy=f"write {row.stages * pipeline.ranks}, or a schedule over any number a rank: "
+            f"{', '.join(other for other in SCHEDULES if takes_any_stages(other))}",
+        )
+    for need in row.needs:
         yield from need(name, pipeline)
 
 
 def takes_any_stages(name: ScheduleName | ListedSchedule) -> bool:
     """Return whether a rank may have any number of stages."""
-    return name in _ANY_STAGES
-
-
-def _stages_per_rank(number: int) -> Need:
-    def need(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
-        if pipeline.stages_per_rank != number:
-            yield Fault(
-                place="pipeline.stages",
-                finding=f"{name} has {counted(number, 'stage')} a rank, and "
-                f"{pipeline.stages} over pp={pipeline.ranks} are {pipeline.stages_per_rank}",
-                remedy=f"write {number * pipeline.ranks}, or a schedule over any number a rank: "
-                f"{', '.join(_ANY_STAGES)}",
-            )
-
-    return need
+    return isinstance(name, ScheduleName) and SCHEDULES[name].stages is None
 
 
 def _fills_the_stages(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
@@ -123,35 +240,84 @@ def _are_equal_rounds(microbatches: int, pipeline: PipelineShape) -> bool:
     return microbatches % loops.rounds(microbatches, pipeline.ranks) == 0
 
 
-_ANY_STAGES = (ScheduleName.BFS, ScheduleName.INTERLEAVED, ScheduleName.ZERO_BUBBLE)
-
-_RECIPES = {
-    ScheduleName.NAIVE: _Recipe(
+SCHEDULES = {
+    ScheduleName.NAIVE: ScheduleRow(
         order=loops.naive,
-        rank_of=looped,
-        needs=(_stages_per_rank(1),),
+        stages=1,
+        cost=ScheduleCost(
+            bubble=cost.serial_bubble,
+            in_flight=cost.one_in_flight,
+            moments=cost.moments_of_loops,
+        ),
+        is_serial=True,
     ),
-    ScheduleName.GPIPE: _Recipe(
+    ScheduleName.GPIPE: ScheduleRow(
         order=loops.gpipe,
-        rank_of=looped,
-        needs=(_stages_per_rank(1),),
+        stages=1,
+        cost=ScheduleCost(
+            bubble=cost.fill_and_drain,
+            in_flight=cost.all_in_flight,
+            moments=cost.moments_of_loops,
+        ),
     ),
-    ScheduleName.ONE_F_ONE_B: _Recipe(
+    ScheduleName.ONE_F_ONE_B: ScheduleRow(
         order=loops.one_forward_one_backward,
-        rank_of=looped,
-        needs=(_stages_per_rank(1), _fills_the_stages),
+        stages=1,
+        cost=ScheduleCost(
+            bubble=cost.fill_and_drain,
+            in_flight=cost.in_flight_of_1f1b,
+            moments=cost.moments_of_loops,
+        ),
+        needs=(_fills_the_stages,),
     ),
-    ScheduleName.BFS: _Recipe(order=loops.breadth_first, rank_of=looped, needs=()),
-    ScheduleName.INTERLEAVED: _Recipe(
-        order=loops.interleaved, rank_of=looped, needs=(_equal_rounds,)
+    ScheduleName.BFS: ScheduleRow(
+        order=loops.breadth_first,
+        cost=ScheduleCost(
+            bubble=cost.fill_and_drain,
+            in_flight=cost.all_in_flight,
+            moments=partial(cost.moments_of_loops, is_by_stage=True),
+        ),
     ),
-    ScheduleName.ZERO_BUBBLE: _Recipe(
-        order=loops.zero_bubble, rank_of=looped, needs=(_equal_rounds,)
+    ScheduleName.INTERLEAVED: ScheduleRow(
+        order=loops.interleaved,
+        cost=ScheduleCost(
+            bubble=cost.fill_and_drain,
+            in_flight=cost.in_flight_of_interleaved,
+            moments=cost.moments_of_loops,
+        ),
+        needs=(_equal_rounds,),
     ),
-    ScheduleName.ZBV: _Recipe(order=vees.zbv, rank_of=v_shaped, needs=(_stages_per_rank(2),)),
-    ScheduleName.DUALPIPEV: _Recipe(
+    ScheduleName.ZERO_BUBBLE: ScheduleRow(
+        order=loops.zero_bubble,
+        cost=ScheduleCost(
+            bubble=cost.zero_bubble,
+            in_flight=cost.in_flight_of_zero_bubble,
+            warm_up=cost.warm_up_of_zero_bubble,
+            moments=partial(cost.moments_of_loops, is_split=True),
+        ),
+        needs=(_equal_rounds,),
+    ),
+    ScheduleName.ZBV: ScheduleRow(
+        order=vees.zbv,
+        stages=2,
+        cost=ScheduleCost(
+            bubble=cost.no_formula,
+            in_flight=cost.in_flight_of_zbv,
+            moments=cost.moments_of_zbv,
+            is_v_shaped=True,
+        ),
+    ),
+    ScheduleName.DUALPIPEV: ScheduleRow(
         order=vees.dualpipev,
-        rank_of=v_shaped,
-        needs=(_stages_per_rank(2), _fills_the_v),
+        stages=2,
+        cost=ScheduleCost(
+            bubble=cost.dualpipev_bubble,
+            in_flight=cost.in_flight_of_dualpipev,
+            warm_up=cost.warm_up_of_dualpipev,
+            moments=cost.moments_of_dualpipev,
+            is_v_shaped=True,
+        ),
+        needs=(_fills_the_v,),
+        is_mostly_whole=True,
     ),
 }

@@ -12,12 +12,11 @@ The mesh order is the spec's: with pp outermost a stage's replicas are consecuti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from ptrain.axes.data.form import ELEMENTWISE, Form, data_factors, form_of
-from ptrain.axes.pipeline.catalogue import faults, takes_any_stages
+from ptrain.axes.data.form import ELEMENTWISE, data_factors, form_of
+from ptrain.axes.pipeline.catalogue import faults, faults_of_rows, takes_any_stages
 from ptrain.axes.pipeline.form import pipeline_of
-from ptrain.axes.pipeline.user_schedule import faults_of_rows
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.facts.stages import unlike
@@ -25,9 +24,12 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
+from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import S_STAR, M, Placement, R, S, Tier
 from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
+from ptrain.spec.tuples import two_ranks
+from ptrain.steps.wraps import Form
 from ptrain.units import counted
 
 _DISJOINT = "Theorem 4 (state consistency)"
@@ -252,5 +254,32 @@ PIPELINE = AxisRules(
         SpecRule(name="saved slices are gathered once", theorem="", faults=_regathered),
         SpecRule(name="shared gradients meet before the update", theorem="", faults=_shared),
         SpecRule(name="matrices of a whole model", theorem="", faults=_whole_matrices),
+    ),
+)
+
+
+# Which spec obeys the dials of pp: one whose model is cut into stages. On one device they are
+# free, as all dials are.
+
+
+def _without_pp(spec: Spec) -> Iterator[Fault]:
+    if spec.degree(Axis.PP) > 1 or spec.world_size == 1:
+        return
+    default = PipelineSpec()
+    for field in fields(PipelineSpec):
+        if getattr(spec.pipeline, field.name) != getattr(default, field.name):
+            yield Fault(
+                place=f"pipeline.{field.name}",
+                finding="nothing obeys it: the model is not cut into stages, since pp has no two "
+                "ranks",
+                remedy=f"remove pipeline.{field.name}, or write {two_ranks(Axis.PP)}",
+            )
+
+
+DIALS = (
+    SpecRule(
+        name="the dials of pp need it",
+        theorem="every key of a spec has an effect",
+        faults=_without_pp,
     ),
 )

@@ -7,7 +7,7 @@ Who runs, predicts or draws a schedule reads this. When an action starts follows
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from ptrain.timeline import Kind
 
@@ -58,6 +58,29 @@ class PipelineShape:
     @property
     def stages(self) -> int:
         return self.ranks * self.stages_per_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Of one micro-batch on one stage, in any one unit of time. A whole backward is input and
+    weight. The first stage computes both in its weight step: nobody waits for its inputs."""
+
+    forward: float = 1
+    input: float = 1
+    weight: float = 1
+
+    def of(self, kind: Kind) -> float:
+        match kind:
+            case Kind.FORWARD:
+                return self.forward
+            case Kind.INPUT:
+                return self.input
+            case Kind.WEIGHT:
+                return self.weight
+            case Kind.BACKWARD:
+                return self.input + self.weight
+            case _:
+                assert_never(kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,18 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
-from ptrain.costs import Footprint, Traffic
-from ptrain.derivation.flat import Flat, flat_step_of, places_of
-from ptrain.derivation.flat_rows import FlatRows, flat_buffers, flat_rows, scalars
-from ptrain.derivation.ghosts.unit_notes import accumulation, kept_root
-from ptrain.derivation.ghosts.wrapping import Times, Wrapped
-from ptrain.derivation.tape import Scene
+from ptrain.axes.data.cost import padded_flat
+from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
+from ptrain.derivation.flat import SCALE_BYTES, Flat, cut_axes, flat_step_of, joined, places_of
+from ptrain.derivation.ghosts.wrapping import Times, Wrapped, accumulation, kept_root, micro_batches
+from ptrain.derivation.optimizer_state import needs_whole_tensors
+from ptrain.derivation.tape import Account, Scene, Tape
 from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.rooms.ghost import Ghost
 from ptrain.spec.layout import ranks_over
+from ptrain.spec.placement import Tier
+from ptrain.spec.spec import Spec
+from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
+from ptrain.timeline import Timeline
+
+# What flat units keep and send in one steady step: one unit of each kind is played through it, and
+# what it keeps, sends and copies counts for all of its kind.
+
+
+Sizes = Counter[tuple[State, Tier]]
+
+_NOTHING = Timeline(forward=(), backward=())  # what a unit sends depends on no other's turn
+_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRows:
+    """What flat units keep on rank 0, and so on every rank, for flat buffers are cut alike for all;
+    and what they send and copy between tiers."""
+
+    footprints: tuple[Footprint, ...]
+    sent: tuple[Traffic, ...]
+
+
+def flat_rows(spec: Spec, plan: Plan, wrap: FlatUnits, facts: ModelFacts) -> FlatRows:
+    """Return them of all units, one of each kind of which is played."""
+    sizes, sent = Sizes(), list[Traffic]()
+    for unit, times in _kinds(spec, plan, facts):
+        account = Account(spec, times)
+        for key, size in _play(spec, plan, wrap, facts, unit, account).items():
+            sizes[key] += times * size
+        sent += account.rows
+    return FlatRows(tuple(_footprints(sizes)), tuple(sent))
+
+
+def _footprints(sizes: Sizes) -> Iterator[Footprint]:
+    """Theta, Omega and G."""
+    for state in _STATES:
+        yield Footprint(
+            state=state,
+            rank=0,
+            device_bytes=sizes[state, Tier.DEVICE],
+            host_bytes=sizes[state, Tier.HOST],
+            file_bytes=sizes[state, Tier.FILE],
+        )
+
+
+def _kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
+    """One unit of each kind, and how many there are of it: they keep and send the same."""
+    kinds: dict[Hashable, list[UnitFacts]] = {}
+    for unit in joined(plan, facts.units):
+        if unit.numel:
+            kind = _kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)
+            kinds.setdefault(kind, []).append(unit)
+    return ((units[0], len(units)) for units in kinds.values())
+
+
+def _kind(spec: Spec, unit: UnitFacts) -> Hashable:
+    if not needs_whole_tensors(spec.optimizer):
+        return (unit.is_root, unit.numel, unit.trained_numel)
+    return (unit.is_root, unit.trained_shapes, unit.numel)
+
+
+def _play(
+    spec: Spec,
+    plan: Plan,
+    wrap: FlatUnits,
+    facts: ModelFacts,
+    unit: UnitFacts,
+    account: Account,
+) -> Sizes:
+    """What a unit keeps: G when the last backward pass is over, the rest when the step is."""
+    tape = Tape(account=account)
+    scene = Scene(tape=tape, spec=spec, facts=facts, plan=plan, timeline=_NOTHING)
+    flat = Flat(scene, wrap, chosen=[unit])
+    times = account.times
+    for is_first, is_last, repeated in micro_batches(plan.accumulate.micro_batches):
+        account.times = times * repeated
+        flat.begin(is_first=is_first, is_last=is_last)
+        tape.enter(Phase.FORWARD)
+        flat.enter(0)
+        flat.leave(0)
+        tape.enter(Phase.BACKWARD)
+        if not facts.is_passed_by(unit):
+            flat.before_backward(0)
+        flat.end()
+    account.times = times
+    gradients = _sizes(pair for pair in flat.storages() if pair[0] is State.GRADIENTS)
+    tape.enter(Phase.UPDATE)
+    flat.reduce()
+    flat.update(0)
+    flat.finish_update()
+    return gradients + _sizes(flat.storages())
+
+
+def _sizes(held: Iterable[tuple[State, Ghost]]) -> Sizes:
+    """Bytes of storages, each once."""
+    storages = {id(ghost.storage): (state, ghost.storage) for state, ghost in held}
+    sizes = Sizes()
+    for state, storage in storages.values():
+        sizes[state, storage.tier] += storage.size
+    return sizes
+
+
+def flat_buffers(spec: Spec, plan: Plan, facts: ModelFacts) -> Counter[int]:
+    """Elements of the units' flat buffers, padded for all the axes that cut any state."""
+    buffers = Counter[int]()
+    for unit in joined(plan, facts.units):
+        step = flat_step_of(plan, unit)
+        trained, frozen = unit.trained_numel, unit.numel - unit.trained_numel
+        for numel, own in ((trained, step), (frozen, step.of_frozen)):
+            buffers[padded_flat(numel, ranks_over(spec, cut_axes(own)))] += bool(numel)
+    return +buffers
+
+
+def scalars(plan: Plan, wrap: FlatUnits) -> Iterator[Traffic]:
+    """Yield the copies of scalars that gradients on the host need: the norm goes to the device to
+    be reduced and comes back; whether a gradient overflowed goes there, and comes back with the
+    scale of the loss where the host clips or updates."""
+    layout, on_host = plan.update.layout, wrap.gradients_tier is not Tier.DEVICE
+    if wrap.consumed:
+        return
+    if plan.clip is not None and plan.clip.reduced_axes and on_host:
+        norm = max(SCALE_BYTES, layout.gradients.itemsize)
+        yield _copies(Collective.HOST_TO_DEVICE, 1, norm)
+        yield _copies(Collective.DEVICE_TO_HOST, 1, norm)
+    if layout.scales_loss:
+        if on_host:
+            yield _copies(Collective.HOST_TO_DEVICE, 1, SCALE_BYTES)
+        if wrap.update_tier is not Tier.DEVICE or (plan.clip is not None and on_host):
+            yield _copies(Collective.DEVICE_TO_HOST, 2, SCALE_BYTES)
+
+
+def _copies(collective: Collective, calls: int, size: int) -> Traffic:
+    key = TrafficKey(axes=(), collective=collective, state=State.GRADIENTS, phase=Phase.UPDATE)
+    return Traffic(key=key, calls=calls, payload_bytes=calls * size, sent_bytes=0)
 
 
 class Units:

@@ -10,11 +10,16 @@ from functools import cached_property
 
 from ptrain.axes.data.cost import GatherCounts, reductions
 from ptrain.costs import Footprint, Phase, Traffic
-from ptrain.derivation.ghosts.fsdp2 import FullySharded
+from ptrain.derivation.ghosts.fsdp2 import FullySharded, UnitShards, index_over, shards_of
 from ptrain.derivation.ghosts.in_place import InPlace
-from ptrain.derivation.ghosts.unit_notes import accumulation, kept_root
-from ptrain.derivation.ghosts.unit_shards import UnitShards, index_over, shards_of
-from ptrain.derivation.ghosts.wrapping import Times, Wrapped, micro_batches, rows
+from ptrain.derivation.ghosts.wrapping import (
+    Times,
+    Wrapped,
+    accumulation,
+    kept_root,
+    micro_batches,
+    rows,
+)
 from ptrain.derivation.tape import Account, Scene
 from ptrain.facts.model import UnitFacts
 from ptrain.rooms.room import Shape

@@ -11,14 +11,15 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from ptrain.axes.data.cost import GatherCounts
+from ptrain.axes.data.cost import GatherCounts, gathers, reductions
 from ptrain.costs import Footprint, State, Traffic
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.spec.dials import SyncPolicy
+from ptrain.spec.dials import GradientSync, Reshard, SyncPolicy
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary, Mark, Timeline
+from ptrain.units import format_bytes
 
 # What a rank sends for one unit depends on no other's turn.
 ALONE = Timeline(
@@ -105,3 +106,46 @@ def micro_batches(count: int) -> Iterator[tuple[bool, bool, int]]:
         yield False, False, count - 2
     if count > 1:
         yield False, True, 1
+
+
+# Notes on what is gathered and reduced by unit, whoever does it.
+
+
+def accumulation(wrapped: Wrapped) -> Iterator[str]:
+    """Yield the factor per kind of call, where a step's micro-batches repeat what Theorem 2 has
+    once."""
+    plan, step = wrapped.plan, wrapped.plan.wrap
+    num_micro, sync = plan.accumulate.micro_batches, step.policy
+    if num_micro == 1 or sync is None:
+        return
+    times = gathers(sync, num_micro)
+    factors = []
+    if step.gathered_by_unit:
+        factors += [f"all_gather forward {times.forward}×", f"backward {times.backward}×"]
+    if step.reduced_by_unit:
+        factors.append(f"reduction of gradients {reductions(sync, num_micro)}×")
+    if factors:
+        yield (
+            f"{num_micro} micro-batches make a step, and the paper's step has one; by `sync` a "
+            f"unit moves: {', '.join(factors)}"
+        )
+    if step.reduced_by_unit and sync.gradients is GradientSync.LAST:
+        size = wrapped.facts.trained_numel * plan.update.layout.reduced.itemsize
+        yield (
+            "sync.gradients: last makes gradients R until the last micro-batch is reduced: each "
+            f"rank holds the unsharded sum of its own, {format_bytes(size)}, however many ranks "
+            "there are"
+        )
+
+
+def kept_root(wrapped: Wrapped) -> Iterator[str]:
+    """Yield how often a root comes that stays gathered."""
+    sync = wrapped.plan.wrap.policy
+    if sync is not None and sync.reshard_after_forward is Reshard.NON_ROOT:
+        times = gathers(sync, wrapped.plan.accumulate.micro_batches, is_root=True)
+        root = sum(unit.numel for unit in wrapped.facts.units if unit.is_root)
+        yield (
+            f"the root, {root:,} of {wrapped.facts.numel:,} parameters, stays gathered between "
+            f"its forward and its backward: it comes {times.forward}× forward, "
+            f"{times.backward}× backward"
+        )

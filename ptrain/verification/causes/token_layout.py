@@ -12,7 +12,7 @@ from torch import Tensor
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.tokens import Span
 from ptrain.report.finding import Culprit, Moment
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.causes.trials import directly
 from ptrain.verification.causes.values import Explanation, Sides

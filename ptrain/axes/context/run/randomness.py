@@ -20,7 +20,7 @@ from ptrain.axes.context.attention import spans_at
 from ptrain.axes.context.run.slices import taken
 from ptrain.axes.context.tokens import Span
 from ptrain.models.dropout import DropoutCall, dropout_by
-from ptrain.steps.context import ContextParallel
+from ptrain.steps.step import ContextParallel
 
 _TOKENS = 1  # the dimension of tokens, behind that of samples
 

@@ -15,7 +15,6 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ptrain.axes.data.buckets import buckets_of
 from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.run.flat_target import (
@@ -27,11 +26,11 @@ from ptrain.axes.data.run.flat_target import (
 )
 from ptrain.axes.data.run.local_part import Parameter, stored_part
 from ptrain.axes.data.run.members import OwnRows, ParameterMembers, RowWriter
-from ptrain.axes.data.run.target import NamedTarget
-from ptrain.axes.data.run.whole import OfWholeModel
-from ptrain.axes.data.units import ModelLife, UnitLife, UnitParts, UnitUse
+from ptrain.axes.data.run.target import NamedTarget, OfWholeModel
+from ptrain.axes.data.units import ModelLife, UnitLife, UnitParts, UnitUse, buckets_of
 from ptrain.axes.data.update import TensorsUpdate
 from ptrain.costs import State
+from ptrain.facts.stages import Units as UnitModules
 from ptrain.models.leaving import when_left
 from ptrain.models.recomputing import runs_again
 from ptrain.models.units import ROOT
@@ -41,7 +40,6 @@ from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
 from ptrain.steps.step import Plan
-from ptrain.steps.step import Units as UnitModules
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Kind
 

@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
 from ptrain.axes.data.run.summing import handing_over
 from ptrain.axes.data.run.wrapped import ParameterWrap
+from ptrain.facts.stages import Units
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
-from ptrain.steps.step import Units
 from ptrain.steps.wraps import Replicate
 from ptrain.timeline import Kind
 

@@ -3,7 +3,8 @@ the place where its optimizer state is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -164,3 +165,23 @@ def window_of(like: torch.Tensor) -> Window:
     )
     dims = zip(offsets, sizes, like.shape, strict=True)
     return tuple((min(offset, length), size) for offset, size, length in dims)
+
+
+class OfWholeModel(ABC):
+    """A wrap of a whole model, or of a stage by itself: it has each tensor once, under the model's
+    name."""
+
+    @abstractmethod
+    def targets(self) -> Sequence[Sequence[NamedTarget]]: ...
+
+    def gradients(self) -> list[torch.Tensor]:
+        return gradients_of(self.targets())
+
+    def copies(self) -> Sequence[NamedTarget]:
+        return ()
+
+    def canonical_name(self, name: str) -> str:
+        return name
+
+    def own(self, named: Mapping[str, torch.Tensor]) -> Named:
+        return dict(named)

@@ -12,14 +12,18 @@ import torch
 from torch import nn
 
 from ptrain.axes.data.run.flat import parameters_by_unit
-from ptrain.axes.data.run.target import Named, NamedTarget, ParameterTarget
-from ptrain.axes.data.run.whole import OfWholeModel
+from ptrain.axes.data.run.target import (
+    Named,
+    NamedTarget,
+    OfWholeModel,
+    ParameterTarget,
+)
 from ptrain.costs import State
+from ptrain.facts.stages import Units
 from ptrain.optimizers.update import Scale
 from ptrain.rooms.room import OptimizerLeaf
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
-from ptrain.steps.step import Units
 from ptrain.timeline import Kind
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ptrain.axes.context.run.routing import SampleSlices, route_slices
-from ptrain.axes.expert.run.exchange import Assumption, Travels
+from ptrain.axes.expert.run.exchange import Assumption, Counts, Routed, Travels
 from ptrain.axes.tensor.run.gradients import OwnSlices
+from ptrain.costs import Phase
 from ptrain.internals.dtensor import side_by_side
 from ptrain.models.moe import MoE
 from ptrain.models.routed_rows import NUMBER, RoutedRows, route
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.axis import Axis
-from ptrain.steps.experts import ExpertParallel
+from ptrain.spec.routing import Choices
+from ptrain.steps.experts import ExpertParallel, Loads
 
 
 def parallelize_experts(model: nn.Module, step: ExpertParallel, mesh: Mesh) -> None:
@@ -113,3 +116,36 @@ def _own(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTensor:
         shape=weight.shape,
         stride=weight.stride(),
     )
+
+
+# Routing as a spec states it, on a fake rank that nobody answers.
+
+
+class StatedRouting:
+    """Of the rank with the tokens of this place. It is told which micro-batch runs, as an observer
+    of a program."""
+
+    def __init__(self, loads: Loads, place: int) -> None:
+        self._loads, self._place, self._micro_batch = loads, place, 0
+
+    def phase(self, phase: Phase, micro_batch: int) -> None:
+        """The program enters a pass of a micro-batch."""
+        self._micro_batch = micro_batch
+
+    def lead(self, model: nn.Module) -> None:
+        """From now on rows of the model's layers go as stated."""
+        assume(model, lambda layer: partial(self._routed, layer))
+
+    def _routed(self, layer: str, rows: int, ranks: int, own: int, rank: int) -> Routed:
+        chosen = [
+            self._loads.choices(layer, source)[self._micro_batch]
+            for source in self._loads.group(self._place)
+        ]
+        assert (len(chosen), sum(chosen[rank])) == (ranks, rows), "a rule: counts fit the spec"
+        sent = _by_rank(chosen[rank], own)
+        return Routed(sent, [_by_rank(choices, own)[rank] for choices in chosen])
+
+
+def _by_rank(choices: Choices, own: int) -> Counts:
+    numbers: Sequence[int] = choices
+    return [numbers[first : first + own] for first in range(0, len(numbers), own)]

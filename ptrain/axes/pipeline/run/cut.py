@@ -8,21 +8,33 @@ gives, the others hidden states. All that is left keeps its name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ptrain.axes.pipeline.run.stand_ins import (
+    CalledOnce,
     Crossing,
     InFront,
     LayerBefore,
     LayerBehind,
     as_part,
+    run_stage,
 )
+from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.stages import Chain, Stage
+from ptrain.models.batch import SampleBatch, TokenPair
+from ptrain.models.boundary import boundary, said
+from ptrain.models.buffers import copied_buffers
+from ptrain.models.chain import probe
+from ptrain.models.generators import drawn_state, forked
+from ptrain.models.modes import in_mode, without_dropout
+from ptrain.models.objective import objective_of
 from ptrain.models.transformer import Transformer
+from ptrain.spec.spec import Spec
 
 
 @torch.no_grad()
@@ -85,3 +97,105 @@ def _copy(part: nn.Module, name: str, source: nn.Parameter) -> None:
         part.head = part.new_head(device="meta", dtype=source.dtype)
     own = nn.Parameter(source.detach().clone(), source.requires_grad)
     setattr(part.get_submodule(path), attribute, own)
+
+
+# Whether a model's stages, one after the other, compute what the model computes.
+#
+# A stage may need more of the ones before than their hidden states: a number that no gradient
+# flows through, or that is written into a buffer. Every stage runs the model's own forward, with
+# numbers that nobody needs in place of what is in front of its layers.
+
+
+Forward = Callable[[Any], Any]
+
+_ROUNDINGS = 4  # of the largest logit: the operators are the same, on tensors of the same sizes
+
+
+def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec: Spec) -> None:
+    """Raises SpecError where they do not: in training mode without dropout, or in evaluation mode
+    where the model still draws random numbers. Costs three forward passes of a few tokens, or of a
+    micro-batch of the user's."""
+    samples = probe(model, spec)
+    forward = partial(objective_of(spec.loss).forward, samples=samples)
+    with torch.no_grad(), forked(), without_dropout(model):
+        draws = _draws(model, forward)
+        with in_mode(model, training=not draws):
+            with copied_buffers(model):
+                whole = forward(model)
+                written = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            hidden = _through(model, stages, chain, samples, forward, written)
+    if not _is_alike(hidden, whole):
+        more = "more than hidden states goes from layer to layer (numbers without a gradient)"
+        raise _unlike(f"{more}: they do not give what the model gives")
+
+
+def _draws(model: nn.Module, forward: Forward) -> bool:
+    """Whether a forward pass in training mode draws random numbers."""
+    before = drawn_state()
+    with in_mode(model, training=True), copied_buffers(model):
+        forward(model)
+    return bool(drawn_state() != before)
+
+
+def _through(
+    model: nn.Module,
+    stages: Sequence[Stage],
+    chain: Chain,
+    samples: SampleBatch,
+    forward: Forward,
+    written: Mapping[str, Tensor],
+) -> Tensor:
+    """Return what the last stage gives, each given what the one before does. Raises SpecError for
+    other numbers than `written` in a buffer."""
+    hidden, last = None, len(stages) - 1
+    for index in range(len(stages)):
+        part = part_of(model, stages, index, chain)
+        hidden = _output(CalledOnce(part, hidden, is_last=index == last), index, forward)
+        _require_written_alike(part, index, written)
+        if index < last:
+            _require_shape(hidden, index, chain, samples)
+    assert hidden is not None, "there is a stage"
+    return hidden
+
+
+def _output(called: CalledOnce, index: int, forward: Forward) -> Tensor:
+    def fault(error: BaseException) -> Fault:
+        return _unlike(f"stage {index} does not run by itself: {said(error)}").faults[0]
+
+    with boundary(fault):
+        output = run_stage(called, forward)
+    if not isinstance(output, Tensor):
+        raise _unlike(f"stage {index} hands on a {type(output).__name__}, not one tensor")
+    return output
+
+
+def _require_shape(hidden: Tensor, index: int, chain: Chain, samples: SampleBatch) -> None:
+    tokens = samples.inputs.shape[1] if isinstance(samples.data, TokenPair) else 0
+    wanted = [samples.rows, *chain.sample_shape(tokens)]
+    if list(hidden.shape) != wanted:
+        finding = f"stage {index} hands on {list(hidden.shape)}, and hidden states are {wanted}"
+        raise _unlike(finding)
+
+
+def _require_written_alike(part: nn.Module, index: int, buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in part.named_buffers():
+        if name in buffers and not _is_alike(buffer, buffers[name]):
+            finding = f"the forward pass writes into {name}, and on stage {index} other numbers"
+            raise _unlike(finding)
+
+
+def _is_alike(own: Tensor, whole: Tensor) -> bool:
+    if own.dtype != whole.dtype or own.shape != whole.shape:
+        return False
+    if not own.is_floating_point():
+        return torch.equal(own, whole)
+    bound = _ROUNDINGS * torch.finfo(whole.dtype).eps * whole.abs().nan_to_num().max().item()
+    return torch.allclose(own, whole, rtol=0.0, atol=bound, equal_nan=True)
+
+
+def _unlike(finding: str) -> SpecError:
+    return refused(
+        "mesh.pp",
+        f"the model cannot be cut into stages by its modules: {finding}",
+        "choose a model whose layers hand on hidden states alone, or write no pp",
+    )

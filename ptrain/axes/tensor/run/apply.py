@@ -8,14 +8,23 @@ gradients are summed once: Megatron's two sums forward and two backward per bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,10 +35,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ptrain.axes.tensor.cost import shards_differ, slices
-from ptrain.axes.tensor.run.counts import OwnCounts
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.axes.tensor.run.gradients import GradientsAsKept, SummedGradients
-from ptrain.axes.tensor.run.randomness import OwnRandomness, drawn_by_rank
 from ptrain.axes.tensor.run.styles import (
     SEQUENCE,
     Addends,
@@ -43,15 +50,177 @@ from ptrain.axes.tensor.run.styles import (
     WholeInput,
     WholeOutput,
 )
-from ptrain.axes.tensor.run.transposed import TransposedColumn, TransposedRow
 from ptrain.errors import refused
 from ptrain.facts.stages import is_within
+from ptrain.internals.dtensor import RANDOM
+from ptrain.models.arguments import with_first
 from ptrain.models.chunked import LossInside
+from ptrain.models.dropout import drops_out
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.sub_blocks import standing_alone
 from ptrain.rooms.registry import Registry
 from ptrain.spec.role import COLUMNS, ROWS, Role, fits
 from ptrain.steps.step import ChunkedLoss, Parallelize
+
+# Dropout within a sub-block whose heads or features are cut: a rank's slice has a mask of its own,
+# while what all ranks have alike, before and behind it, has one mask.
+
+
+_SEED_BYTES = 7  # a seed is a positive 64-bit number
+
+
+class OwnRandomness:
+    """Within a module, or from its column layers to its row, a rank draws from a place of its own,
+    which follows from where the device's default generator stands, from the module and from the
+    rank: nothing is kept between steps. Nothing is done where a module draws nothing."""
+
+    def __init__(self, index: int, device_type: str) -> None:
+        self.index = index
+        self.device_type = device_type
+        self._common: torch.Tensor | None = None
+        self._num_modules = 0
+
+    def around(self, module: nn.Module) -> None:
+        """While `module` trains."""
+        if drops_out(module):
+            number = self._next_number()
+            module.register_forward_pre_hook(lambda module, _: self._enter(module, number))
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def between(self, module: nn.Module, columns: Iterable[nn.Module], row: nn.Module) -> None:
+        """From what the first of a module's `columns` gives, which is cut, to what `row` takes:
+        behind that every rank has the same again. Backward may stop a module that runs again."""
+        if drops_out(module):
+            number = self._next_number()
+            for column in columns:
+                column.register_forward_hook(lambda column, *_: self._enter(column, number))
+            row.register_forward_pre_hook(self._leave)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def _next_number(self) -> int:
+        self._num_modules += 1
+        return self._num_modules - 1
+
+    def _enter(self, module: nn.Module, number: int) -> None:
+        if not module.training or self._common is not None:
+            return
+        default = self._default()
+        self._common = default.get_state()
+        place = f"{number} {self.index} ".encode() + self._common.numpy().tobytes()
+        digest = hashlib.blake2b(place, digest_size=_SEED_BYTES).digest()
+        default.manual_seed(int.from_bytes(digest, "big"))
+
+    def _leave(self, *_: object) -> None:
+        if self._common is not None:
+            self._default().set_state(self._common)
+        self._common = None
+
+    def _default(self) -> torch.Generator:
+        if self.device_type == "cuda":
+            return torch.cuda.default_generators[torch.cuda.current_device()]
+        return torch.default_generator
+
+
+class _AsIs:
+    """Stands where torch keeps its tracker of DTensors' random numbers, and does nothing: torch's
+    own is the same for all ranks, takes a broadcast to begin with and warns on CPUs."""
+
+    distribute_region_enabled = False
+
+    def _distribute_region(self, *_: object, **__: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@contextmanager
+def drawn_by_rank() -> Iterator[None]:
+    """Within it a DTensor's random numbers are those of the rank's own generator, whose seed says
+    which ranks draw alike. Sets torch's tracker of them."""
+    module, tracker = RANDOM
+    before = getattr(module, tracker)
+    setattr(module, tracker, _AsIs())
+    try:
+        yield
+    finally:
+        setattr(module, tracker, before)
+
+
+# Torch's parallel styles for layers whose weight is stored inputs by outputs (transformers'
+# Conv1D), which torch's own do not know.
+
+
+class TransposedColumn(ColwiseParallel):
+    """A column layer: of its weight the second dimension is cut, of its bias the only one."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _distributed(self, module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
+
+
+class TransposedRow(RowwiseParallel):
+    """A row layer: of its weight the first dimension is cut, and its bias is whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.desired_input_layouts = (Shard(-1),)
+        return _distributed(self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()})
+
+
+def _distributed(
+    style: Any, module: nn.Module, device_mesh: DeviceMesh, placements: dict[str, Placement]
+) -> nn.Module:
+    def cut(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in list(child.named_parameters(recurse=False)):
+            part = distribute_tensor(
+                parameter, mesh, [placements[name]], src_data_rank=style.src_data_rank
+            )
+            child.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
+
+    return distribute_module(
+        module,
+        device_mesh,
+        cut,
+        partial(style._prepare_input_fn, style.input_layouts, style.desired_input_layouts),
+        partial(style._prepare_output_fn, style.output_layouts, style.use_local_output),
+    )
+
+
+# A sub-block whose code counts features or heads by attributes of its own, or by the width of what
+# it is given: it sees the rank's numbers, and its column layers the whole input all the same.
+
+
+class OwnCounts:
+    """While a module runs, its first floating tensor is as wide as the rank's part of it, for code
+    that reads its shape; `columns`, which take it, get all of it."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self._narrow: torch.Tensor | None = None
+        self._whole: torch.Tensor | None = None
+
+    def around(
+        self, module: nn.Module, attributes: Iterable[str], columns: list[nn.Module]
+    ) -> None:
+        """Called once the styles of the columns are applied, before which they are to look."""
+        for attribute in attributes:
+            setattr(module, attribute, getattr(module, attribute) // self.degree)
+        if columns:
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave, always_call=True)
+        for column in columns:
+            column.register_forward_pre_hook(self._give, prepend=True)
+
+    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_first(args, kwargs, self._narrowed)
+
+    def _narrowed(self, whole: torch.Tensor) -> torch.Tensor:
+        self._whole = whole
+        self._narrow = whole.narrow(-1, 0, whole.shape[-1] // self.degree)
+        return self._narrow
+
+    def _give(self, _: nn.Module, args: tuple[Any, ...]) -> Any:
+        assert args and args[0] is self._narrow, "a column takes what its sub-block is given"
+        return (self._whole, *args[1:])
+
+    def _leave(self, *_: object) -> None:
+        self._narrow = self._whole = None
 
 
 def parallelize(
