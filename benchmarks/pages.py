@@ -19,10 +19,10 @@ from functools import cache
 import _activations
 import _flags
 import _keys
+import _long_contexts
 import _methods
 import _pipelines
 import _rooms
-import long_context
 from _examples import printed
 from _machine import ROOT
 
@@ -38,7 +38,7 @@ TABLES = {
     **_methods.TABLES,
     **_pipelines.TABLES,
     **_rooms.TABLES,
-    **long_context.TABLES,
+    **_long_contexts.TABLES,
 }
 
 
