@@ -3,6 +3,7 @@ compared. Imported in the ranks too; torch only there."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from math import comb
 from typing import TYPE_CHECKING
@@ -115,3 +116,20 @@ def different(name: str, apart: float) -> list[str]:
     if apart < SAME:  # which no NaN is
         return []
     return [f"{name}: losses {apart:.1e} apart, not less than {SAME:g}"]
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return the correlation of ranks; of equal values the mean of theirs."""
+    return statistics.correlation(_ranks(left), _ranks(right))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    start = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or values[order[end]] != values[order[start]]:
+            for index in order[start:end]:
+                ranks[index] = (start + end - 1) / 2
+            start = end
+    return ranks

@@ -30,7 +30,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _machine import conclude, header, this_command
-from step_seconds import places
+from _steps import spearman
 
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
@@ -113,9 +113,8 @@ def table(rows: Sequence[Judged]) -> Iterator[str]:
 
 def correlation(rows: Sequence[Judged]) -> float:
     """Return Spearman's rank correlation of published and predicted tokens."""
-    published = places([judgement.row.tokens for judgement in rows])
-    predicted = places([judgement.tokens or 0.0 for judgement in rows])
-    return statistics.correlation(published, predicted)
+    published = [judgement.row.tokens for judgement in rows]
+    return spearman(published, [judgement.tokens or 0.0 for judgement in rows])
 
 
 def alike(rows: Sequence[Judged]) -> dict[tuple[str, str], list[Judged]]:

@@ -101,10 +101,10 @@ def test_the_mutation_page_counts_what_lives_and_takes_nothing_off_for_being_equ
     inside = found(900, ["killed"] * 16 + ["timeout", "survived", "broken"])  # one is not reached
     outside = found(100, ["killed"] * 18 + ["survived"] * 2)
     row = list(page.table({"spec": [inside, outside]}))[2]
-    counts = "900 | 20 | 17 | 100 | 20 | 18 | 1 | 1 | 0"
-    assert row == f"| spec | {counts} | 85.5% | 66.5% – 94.6% | 85.5% | holds |"
+    counts = "900 | 20 | 17 | 100 | 20 | 18 | 1 | 1"
+    assert row == f"| spec | {counts} | 85.5% | 66.5% – 94.6% | holds |"
     inside.verdicts["900 0"] = {"verdict": "survived"}
-    assert list(page.table({"spec": [inside, outside]}))[2].endswith("| 81.0% | fails |")
+    assert list(page.table({"spec": [inside, outside]}))[2].endswith("| fails |")
     assert "81.0%" in page.overall({"spec": [inside, outside]})
 
 
