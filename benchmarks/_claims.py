@@ -158,11 +158,15 @@ class Claim:
 _TEXTS = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text(encoding="utf-8"))
 
 
+PARTS: dict[str, dict[str, str]] = _TEXTS["parts"]
+INTRODUCTION = str(_TEXTS["introduction"]).rstrip()
+
+
 def claim(
     title: str, *, find: Callable[[], Said] | None = None, cases: tuple[Case, ...] = ()
 ) -> Claim:
     """Return the claim of this title in claims.yaml, and how it is worked out."""
-    return Claim(title=title, find=find, cases=cases, **_TEXTS[title])
+    return Claim(title=title, find=find, cases=cases, **_TEXTS["claims"][title])
 
 
 # Specs that several claims are about

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations, product
 
-from _claims import Claim, Said, claim
+from _claims import PARTS, Claim, Said, claim
 
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.catalogue import schedule
@@ -199,19 +199,8 @@ COMPOSITION = (
 
 
 def section() -> str:
-    """The page's part about compositions: a table, then why."""
-    lines = [
-        "## Composition",
-        "",
-        "Claims whose figures follow from plans, groups and schedules: worked out by the same "
-        "command, for every product of pp, dp_replicate, dp_shard and tp on "
-        f"{RANKS} ranks, and not measured here. That such products equal one device, and that the "
-        "calls that ran were those of the theorems, is tested (`tests/gloo/test_pipeline.py`, "
-        "`test_theorem6.py`, `test_theorem7.py`).",
-        "",
-        *table(COMPOSITION),
-    ]
-    return "\n".join(lines)
+    """Return the page's part about compositions."""
+    return part("composition", COMPOSITION, ranks=RANKS)
 
 
 def table(claims: Sequence[Claim]) -> Iterator[str]:
@@ -225,3 +214,11 @@ def table(claims: Sequence[Claim]) -> Iterator[str]:
         yield f"| **{row.title}** ({row.where}) | {row.printed} | {found} | {verdict} |"
     yield ""
     yield from (f"- *{row.title}*: {row.why}" for row in claims)
+
+
+def part(name: str, claims: Sequence[Claim], **figures: float) -> str:
+    """Return a part of the page: its heading and what it is about, as claims.yaml has them with
+    these figures, a table, and why."""
+    text = PARTS[name]
+    lines = [f"## {text['heading']}", "", text["intro"].format(**figures), "", *table(claims)]
+    return "\n".join([*lines, "", text["after"]] if "after" in text else lines)

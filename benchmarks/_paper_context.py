@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 
 from _claims import Said, claim
-from _paper_composition import table
+from _paper_composition import part
 from _paper_digest import exact
 from _paper_seconds import HIDDEN
 
@@ -141,15 +141,5 @@ CONTEXT = (
 
 
 def section() -> str:
-    """The page's part about long sequences: a table, why, and what is not judged."""
-    lines = [
-        "## What they say of sequences cut over ranks",
-        "",
-        f"Llama 3 8B, a sample of {TOKENS:,} tokens on {RANKS} devices.",
-        "",
-        *table(CONTEXT),
-        "",
-        "Not judged here: that activations are cut along the sequence, which takes a trace of each "
-        "rank and not the tables alone (`ptrain predict` makes it, and runs hold it to the byte).",
-    ]
-    return "\n".join(lines)
+    """Return the page's part about long sequences."""
+    return part("context", CONTEXT, tokens=TOKENS, ranks=RANKS)

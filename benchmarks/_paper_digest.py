@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 
 from _claims import Said, claim
-from _paper_composition import table
+from _paper_composition import part
 
 from ptrain.algebra.legality import require
 from ptrain.costs import Estimate, State
@@ -120,15 +120,5 @@ DIGEST = (
 
 
 def section() -> str:
-    """The page's part about the digest: a table, then why."""
-    lines = [
-        "## The digest's table of overheads",
-        "",
-        "A news digest of the text prints factors against plain data parallelism that stand in no "
-        "source, with no number of devices or tokens. Here: the text's 70B on 8 devices (tp and pp "
-        "on 2, against 2), one sample of 4096 tokens each; a figure is what was meant if it is off "
-        f"by {NEAR:.0%} at most.",
-        "",
-        *table(DIGEST),
-    ]
-    return "\n".join(lines)
+    """Return the page's part about the digest."""
+    return part("digest", DIGEST, near=NEAR)

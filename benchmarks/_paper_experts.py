@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from _claims import Said, claim
-from _paper_composition import table
+from _paper_composition import part
 from _paper_digest import exact
 
 from ptrain.algebra.legality import require
@@ -274,13 +274,5 @@ EXPERTS = (
 
 
 def section() -> str:
-    """The page's part about experts: a table, and why."""
-    lines = [
-        "## What they say of experts on ranks of their own",
-        "",
-        f"Mixtral 8x7B and DeepSeek-V3's shape, a sample of {TOKENS:,} tokens a rank, a capacity "
-        f"factor of {CAPACITY}, and `ep-dp`, where nothing else is said.",
-        "",
-        *table(EXPERTS),
-    ]
-    return "\n".join(lines)
+    """Return the page's part about experts."""
+    return part("experts", EXPERTS, tokens=TOKENS, capacity=CAPACITY)

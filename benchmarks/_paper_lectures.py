@@ -4,7 +4,7 @@ worked out from predictions and schedules; nothing is run, and seconds are not j
 from __future__ import annotations
 
 from _claims import Said, claim
-from _paper_composition import table
+from _paper_composition import part
 from _paper_context import section as long_sequences
 from _paper_digest import NEAR, exact, is_near, states
 from _paper_experts import section as experts
@@ -240,18 +240,5 @@ LECTURES = (
 
 
 def section() -> str:
-    """The page's parts about the blog and the lecture, those about long sequences and experts last:
-    tables, why, and what is not judged."""
-    lines = [
-        "## What the blog and the lecture say of tp, sp, activations, micro-batches and bubbles",
-        "",
-        "Llama 3 8B on 8 devices in bf16, and the text's 70B on 128, where nothing else is said; "
-        "bubbles as the simulator gives them for equal stages.",
-        "",
-        *table(LECTURES),
-        "",
-        long_sequences(),
-        "",
-        experts(),
-    ]
-    return "\n".join(lines)
+    """Return the page's parts about the blog and the lecture; long sequences and experts come last."""
+    return "\n\n".join([part("lectures", LECTURES), long_sequences(), experts()])

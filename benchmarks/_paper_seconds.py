@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 
 from _claims import Said, claim
-from _paper_composition import table
+from _paper_composition import part
 from _paper_digest import exact, is_near
 
 from ptrain.costs import Phase, Spent, StepTime
@@ -148,14 +148,5 @@ SECONDS = (
 
 
 def section() -> str:
-    """The page's part about seconds: a table, then why."""
-    lines = [
-        "## What they say of seconds",
-        "",
-        "By the predicted time of a step on nodes of 8 H100 (`cluster.preset=h100-…`), whose rates "
-        "were measured on parts or published, none on a training; nothing is run, and what no GPU "
-        "has confirmed is a prediction.",
-        "",
-        *table(SECONDS),
-    ]
-    return "\n".join(lines)
+    """Return the page's part about seconds."""
+    return part("seconds", SECONDS)
