@@ -240,5 +240,5 @@ LECTURES = (
 
 
 def section() -> str:
-    """Return the page's parts about the blog and the lecture; long sequences and experts come last."""
+    """Return the page's parts about the blog and the lecture, then long sequences and experts."""
     return "\n\n".join([part("lectures", LECTURES), long_sequences(), experts()])
