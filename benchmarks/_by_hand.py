@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from step_time import replicated, samples
+from _steps import replicated, samples
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -219,22 +219,25 @@ def loop(
     clip: Callable[[float], Any] | None = None,
     step: Callable[[], Any] | None = None,
     rows_of: Callable[[int], Tensor] | None = None,
+    own: slice | Tensor = slice(None),
+    share: float | None = None,
 ) -> Step:
     """The loop that one would write around a model that a library wrapped, with the library's own
-    backward, clipping and step; on ptrain's samples of this rank, or on these rows."""
+    backward, clipping and step; on ptrain's samples of this rank, or on these rows. Of a sample's
+    positions the rank has its `own`."""
     import torch
 
     parameters = list(model.parameters())
 
     def passes(rows: Tensor) -> Tensor:
-        loss = _loss(model(rows[:, :-1]), rows)
+        loss = _loss_of_targets(model(rows[:, :-1][:, own]), rows[:, 1:][:, own])
         backward(loss)
         return loss
 
     def clipped(limit: float) -> None:
         torch.nn.utils.clip_grad_norm_(parameters, limit)
 
-    share = 1 / spec.data_degree
+    share = 1 / spec.data_degree if share is None else share
     return _loop(spec, optimizer, passes, clip or clipped, share=share, step=step, rows_of=rows_of)
 
 

@@ -1,7 +1,7 @@
-"""What a claim of `paper.py` is made of: specs, figures of them, and cases.
+"""What a claim of `paper.py` is made of: its text, and specs, figures of them, and cases.
 
-A claim has one case or more; a case is a figure of one spec or two, at the text's own scale and
-shrunk to a model that four CPU ranks train.
+A case is a figure of one spec or two, at the text's own scale and shrunk to a model that four CPU
+ranks train. The texts of all claims stand in claims.yaml.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from pathlib import Path
+
+import yaml
 
 from ptrain.costs import Collective, Estimate, State
 from ptrain.facts.model import ModelFacts
@@ -132,18 +135,38 @@ class Case:
     loose: bool = False
 
 
+Said = tuple[bool | None, str]  # whether a claim is right, None if nobody knows; and the figures
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """The first case is the claim's own: where that fails, the claim does not hold. `why` says in a
-    sentence or two where the figure comes from, or what the text overlooks; `condition` which of
-    the cases hold, where the first does and another does not."""
+    """A printed claim. It has `cases`, of which the first is its own: where that fails, the claim
+    does not hold, and `condition` says which of the others do. Or it is worked out by `find`, and
+    `otherwise` is the verdict where it is not right as printed. `why` says in a sentence or two
+    where the figure comes from, or what the text overlooks."""
 
     title: str
     where: str
     printed: str
-    cases: tuple[Case, ...]
     why: str
+    cases: tuple[Case, ...] = ()
     condition: str = ""
+    find: Callable[[], Said] | None = None
+    otherwise: str = "does not hold"
+
+
+_TEXTS = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text(encoding="utf-8"))
+
+
+PARTS: dict[str, dict[str, str]] = _TEXTS["parts"]
+INTRODUCTION = str(_TEXTS["introduction"]).rstrip()
+
+
+def claim(
+    title: str, *, find: Callable[[], Said] | None = None, cases: tuple[Case, ...] = ()
+) -> Claim:
+    """Return the claim of this title in claims.yaml, and how it is worked out."""
+    return Claim(title=title, find=find, cases=cases, **_TEXTS["claims"][title])
 
 
 # Specs that several claims are about

@@ -3,10 +3,11 @@ of pipelines. Each claim is worked out from plans, predictions and schedules; no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations, product
+
+from _claims import PARTS, Claim, Said, claim
 
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.catalogue import schedule
@@ -29,20 +30,6 @@ SHAPE = {"layers": 8, "hidden": 64, "heads": 8, "kv_heads": 8, "ffn": 128, "voca
 HOLDS = "holds"
 
 UNDEFINED = "undefined"
-
-Said = tuple[bool | None, str]  # whether a claim is right, None if nobody knows; what was found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """`find` works it out; `otherwise` is the verdict where it is not right as printed."""
-
-    title: str
-    where: str
-    printed: str
-    find: Callable[[], Said]
-    why: str
-    otherwise: str = "does not hold"
 
 
 @cache
@@ -195,110 +182,44 @@ def _in_flight() -> Said:
 
 
 COMPOSITION = (
-    Claim(
-        title="A tp group is consecutive devices",
-        where="Theorem 6 (1)",
-        printed="tp group i is the devices iT … (i + 1)T − 1",
-        find=lambda: _first(*_of_theorem_6()),
-        otherwise="sufficient, not needed",
-        why="Which links carry the sums depends on it, and what is computed does not: the proof "
-        "asks that a group shares its samples. Another order is warned of, with its price.",
+    claim("A tp group is consecutive devices", find=lambda: _first(*_of_theorem_6())),
+    claim(
+        "Sums of operators first, gradients across groups", find=lambda: _others(_of_theorem_6()[1])
     ),
-    Claim(
-        title="Sums of operators first, gradients across groups",
-        where="Theorem 6 (2), (3)",
-        printed="a layer's sums end before gradients are synchronized; these are summed across tp "
-        "groups, not within",
-        find=lambda: _others(_of_theorem_6()[1]),
-        why="(2) of a unit's own sums: gradients of one unit may well be reduced while another's "
-        "backward pass still sums over tp.",
-    ),
-    Claim(
-        title="A stage's replicas are consecutive devices",
-        where="Theorem 7 (1)",
-        printed="stage k is replicated across devices kD … (k + 1)D − 1",
-        find=lambda: _first(*_of_theorem_7()),
-        otherwise="sufficient, not needed",
-        why="Remark 4 puts dp outermost, so that replicas are apart, and composes as well: nothing "
-        "in the proof uses the numbers of the devices. Which links carry what does depend on it. "
-        "Both orders equal one device in the tests.",
-    ),
-    Claim(
-        title="Gradients per stage, activations within a pipeline",
-        where="Theorem 7 (2), (3)",
-        printed="an all-reduce only among replicas of the same stage; activation transfer between "
-        "corresponding stages in the same pipeline",
+    claim("A stage's replicas are consecutive devices", find=lambda: _first(*_of_theorem_7())),
+    claim(
+        "Gradients per stage, activations within a pipeline",
         find=lambda: _others(_of_theorem_7()[1]),
-        why="In every order of the mesh. A tied embedding is one more sum, over the first and the "
-        "last stage.",
     ),
-    Claim(
-        title="Stages hold disjoint parameters",
-        where="Theorem 7, proof",
-        printed="within a pipeline, stages hold disjoint parameters (no overlap)",
-        find=_disjoint,
-        otherwise="holds with a condition: if no tensor is used by two stages",
-        why="A tied head is the embedding's tensor, needed by the first stage and by the last. "
-        "State consistency then asks for its gradients' sum over the two, which the proof lacks.",
-    ),
-    Claim(
-        title="tp across slow links costs O(L·α)",
-        where="Proposition 1",
-        printed="each layer needs at least one synchronous collective, so L latencies are added",
-        find=_hops,
-        why="As an order it holds; the constant is what decides. A layer takes two sums forward "
-        "and two backward for every micro-batch, each of 2(T − 1) hops in a ring.",
-    ),
-    Claim(
-        title="All forward, all backward: idle (P − 1)/m",
-        where="lecture, pipelines",
-        printed="the fraction of idle time is reduced to approximately (P − 1)/m",
-        find=_idle_of_gpipe,
-        why="(P − 1)/m is the ratio r to the ideal time; of the step it is r/(1 + r), "
-        "(P − 1)/(m + P − 1). With many micro-batches the two are close, with fewer than P − 1 the "
-        "first is more than all of the time.",
-    ),
-    Claim(
-        title="1F1B idles as long",
-        where="lecture, pipelines",
-        printed="the bubble size remains approximately (P − 1)/m",
-        find=_size_of_1f1b,
-        why="Of the ideal time, and not approximately. It holds fewer micro-batches for it; less "
-        "idle time takes several stages a rank, or gradients of weights apart.",
-    ),
-    Claim(
-        title="1F1B holds as many micro-batches as stages",
-        where="lecture, pipelines",
-        printed="peak activation memory is proportional to P rather than to m",
-        find=_in_flight,
-        why="The first stage holds min(m, P), each later one a micro-batch less.",
-    ),
+    claim("Stages hold disjoint parameters", find=_disjoint),
+    claim("tp across slow links costs O(L·α)", find=_hops),
+    claim("All forward, all backward: idle (P − 1)/m", find=_idle_of_gpipe),
+    claim("1F1B idles as long", find=_size_of_1f1b),
+    claim("1F1B holds as many micro-batches as stages", find=_in_flight),
 )
 
 
 def section() -> str:
-    """The page's part about compositions: a table, then why."""
-    lines = [
-        "## Composition",
-        "",
-        "Claims whose figures follow from plans, groups and schedules: worked out by the same "
-        "command, for every product of pp, dp_replicate, dp_shard and tp on "
-        f"{RANKS} ranks, and not measured here. That such products equal one device, and that the "
-        "calls that ran were those of the theorems, is tested (`tests/gloo/test_pipeline.py`, "
-        "`test_theorem6.py`, `test_theorem7.py`).",
-        "",
-        *table(COMPOSITION),
-    ]
-    return "\n".join(lines)
+    """Return the page's part about compositions."""
+    return part("composition", COMPOSITION, ranks=RANKS)
 
 
 def table(claims: Sequence[Claim]) -> Iterator[str]:
     """Yield a row for each claim with what is found and its verdict, then why."""
     yield "| claim | printed | found | verdict |"
     yield "|---|---|---|---|"
-    for claim in claims:
-        right, found = claim.find()
-        verdict = UNDEFINED if right is None else HOLDS if right else claim.otherwise
-        yield f"| **{claim.title}** ({claim.where}) | {claim.printed} | {found} | {verdict} |"
+    for row in claims:
+        assert row.find is not None
+        right, found = row.find()
+        verdict = UNDEFINED if right is None else HOLDS if right else row.otherwise
+        yield f"| **{row.title}** ({row.where}) | {row.printed} | {found} | {verdict} |"
     yield ""
-    yield from (f"- *{claim.title}*: {claim.why}" for claim in claims)
+    yield from (f"- *{row.title}*: {row.why}" for row in claims)
+
+
+def part(name: str, claims: Sequence[Claim], **figures: float) -> str:
+    """Return a part of the page: its heading and what it is about, as claims.yaml has them with
+    these figures, a table, and why."""
+    text = PARTS[name]
+    lines = [f"## {text['heading']}", "", text["intro"].format(**figures), "", *table(claims)]
+    return "\n".join([*lines, "", text["after"]] if "after" in text else lines)

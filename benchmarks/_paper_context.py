@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from _paper_composition import Claim, Said, table
+from _claims import Said, claim
+from _paper_composition import part
 from _paper_digest import exact
 from _paper_seconds import HIDDEN
 
@@ -132,58 +133,13 @@ def _summed() -> Said:
 
 
 CONTEXT = (
-    Claim(
-        title="A ring takes N − 1 steps",
-        where="lecture 6.5",
-        printed="the computation proceeds in N − 1 steps, in each of which a rank computes with "
-        "the keys and values it has and sends them on",
-        find=_steps,
-        otherwise="N blocks and N − 1 hops forward, N − 1 and N backward",
-        why="A rank computes with its own keys too, so that N blocks take N − 1 hops. In backward "
-        "keys and values go round again, and their gradients with them and once more, home. A "
-        "causal mask leaves the first of contiguous slices one block.",
-    ),
-    Claim(
-        title="Hops are hidden by attention",
-        where="lecture 6.5; blog, sequences",
-        printed="K/V travel while a rank computes, which hides much of the latency, so that the "
-        "length that can be trained scales with the devices",
-        find=_hidden,
-        why="Llama 3 8B, bf16. A block's operations grow with the square of a rank's tokens, what "
-        "travels with their number: of long sequences it is hidden. The last hop of backward, "
-        "which brings gradients home, has only a sum beside it; the exchanges of Ulysses and of "
-        "all-gather are awaited.",
-    ),
-    Claim(
-        title="Zigzag balances what contiguous slices do not",
-        where="lecture 6.5, figure 21",
-        printed="with sequential chunks workers that hold early ones have less computation; zigzag "
-        "assigns them non-contiguously and balances all",
-        find=_uneven,
-        why="Token t meets t + 1. The last of N slices has (2N − 1)/N of the mean, and a step "
-        "waits for it; of 2N chunks the n-th and the n-th from the end have as much as any two.",
-    ),
-    Claim(
-        title="Gradients are all-reduced over cp",
-        where="lecture 6.5",
-        printed="an AllReduce over the ranks of cp after the backward pass averages the gradients",
-        find=_summed,
-        why="They are added up and not averaged: each rank's loss is a sum over its tokens divided "
-        "by the global count. As on a data axis, G may be sharded in place of summed.",
-    ),
+    claim("A ring takes N − 1 steps", find=_steps),
+    claim("Hops are hidden by attention", find=_hidden),
+    claim("Zigzag balances what contiguous slices do not", find=_uneven),
+    claim("Gradients are all-reduced over cp", find=_summed),
 )
 
 
 def section() -> str:
-    """The page's part about long sequences: a table, why, and what is not judged."""
-    lines = [
-        "## What they say of sequences cut over ranks",
-        "",
-        f"Llama 3 8B, a sample of {TOKENS:,} tokens on {RANKS} devices.",
-        "",
-        *table(CONTEXT),
-        "",
-        "Not judged here: that activations are cut along the sequence, which takes a trace of each "
-        "rank and not the tables alone (`ptrain predict` makes it, and runs hold it to the byte).",
-    ]
-    return "\n".join(lines)
+    """Return the page's part about long sequences."""
+    return part("context", CONTEXT, tokens=TOKENS, ranks=RANKS)

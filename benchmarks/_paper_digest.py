@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from _paper_composition import Claim, Said, table
+from _claims import Said, claim
+from _paper_composition import part
 
 from ptrain.algebra.legality import require
 from ptrain.costs import Estimate, State
@@ -102,119 +103,22 @@ def _sends_by_tokens(claimed: float, name: tuple[str, ...]) -> Callable[[], Said
 
 
 DIGEST = (
-    Claim(
-        title="ZeRO-1 takes ~2× less memory",
-        where="digest",
-        printed="ZeRO-1: memory ~2× less than plain data parallelism",
-        find=_saves(2, _ZERO1, "dp_shard"),
-        why="16P become 4P + 12P/N, 4× less at most. The digest names no number of devices.",
-    ),
-    Claim(
-        title="ZeRO-1 sends ~1.2×",
-        where="digest",
-        printed="ZeRO-1: communication ~1.2×",
-        find=_sends(1.2, _ZERO1),
-        why="A reduce-scatter and an all-gather are an all-reduce: 1×, as its paper has it; 1.5× "
-        "by torch's ZeroRedundancyOptimizer, which all-reduces and broadcasts. 1.2 is neither.",
-    ),
-    Claim(
-        title="ZeRO-2 takes ~4× less memory",
-        where="digest",
-        printed="ZeRO-2: memory ~4× less",
-        find=_saves(4, _ZERO2, "dp_shard"),
-        why="16P become 2P + 14P/N, 8× less at most. On as many devices ZeRO-1 is not near 2×.",
-    ),
-    Claim(
-        title="ZeRO-2 sends ~1.4×",
-        where="digest",
-        printed="ZeRO-2: communication ~1.4×",
-        find=_sends(1.4, _ZERO2),
-        why="As ZeRO-1: 1×. The text's theorem would say 0.5×, which forgets a gather; nobody 1.4.",
-    ),
-    Claim(
-        title="ZeRO-3 sends 1.5×",
-        where="digest",
-        printed="ZeRO-3: 1.5×, as in the text",
-        find=_sends(1.5, _ZERO3),
-        why="Two gathers and a reduce-scatter against an all-reduce. The row has one figure for "
-        "two columns; 8×, which stands elsewhere in the digest, is the saving on 8 devices.",
-    ),
-    Claim(
-        title="FSDP takes ~6× less memory",
-        where="digest",
-        printed="FSDP (all sharded): memory ~6× less",
-        find=_saves(6, _ZERO3, "dp_shard"),
-        why="FSDP is the tuple (S*, S, S, R), the one of the row above it: as many times less as "
-        "there are devices. No number of devices gives 2×, 4× and 6× of the three rows at once.",
-    ),
-    Claim(
-        title="FSDP sends ~1.3×",
-        where="digest",
-        printed="FSDP: communication ~1.3×",
-        find=_sends(1.3, _ZERO3, (*_ZERO3, "reshard=non-root")),
-        why="The same tuple sends the same 1.5×; with fully_shard's own default, by which the root "
-        "stays gathered after forward (the second figure), a little less.",
-    ),
-    Claim(
-        title="tp 2 takes ~2× less memory",
-        where="digest",
-        printed="tensor parallelism, 2-way: memory ~2× less",
-        find=_saves(2, _TP2),
-        why="Of the states; norms are whole on both ranks. Activations are not halved (below).",
-    ),
-    Claim(
-        title="tp 2 sends ~1.1×",
-        where="digest",
-        printed="tensor parallelism, 2-way: communication ~1.1×",
-        find=_sends_by_tokens(1.1, _TP2),
-        otherwise="undefined: it names no number of tokens",
-        why="Data parallelism sends parameters, whatever the tokens; tp sends activations, in "
-        "proportion to them. A ratio of the two is one of a batch.",
-    ),
-    Claim(
-        title="pp 2 takes ~1.5× less memory",
-        where="digest",
-        printed="pipeline, 2 stages: memory ~1.5× less",
-        find=_saves(1.5, _PP2),
-        why="States are halved where stages are balanced by parameters, as they are here.",
-    ),
-    Claim(
-        title="pp 2 sends ~1.0×",
-        where="digest",
-        printed="pipeline, 2 stages: communication ~1.0×, no additional all-reduce",
-        find=_sends_by_tokens(1.0, _PP2),
-        why="There is no all-reduce at all: a boundary's activations and their gradients, a "
-        "thousandth of what data parallelism sends.",
-    ),
-    Claim(
-        title="ZeRO-3 with tp 4 takes ~32× less memory",
-        where="digest",
-        printed="ZeRO-3 with 4-way tensor parallelism: memory ~32× less",
-        find=_saves(32, _ZERO3_TP4),
-        why="8 × 4: savings of states multiply (Definition 5).",
-    ),
-    Claim(
-        title="ZeRO-3 with tp 4 sends ~1.65×",
-        where="digest",
-        printed="communication is predictable: 1.5× + 1.1× make 1.65×",
-        find=_sends(1.65, _ZERO3_TP4),
-        why="1.5 + 1.1 are 2.6, and 1.5 · 1.1 are 1.65: neither is a sum of volumes. tp cuts what "
-        "ZeRO-3 gathers by 4 and adds sums of activations, so that less is sent than by plain data "
-        "parallelism on as many devices.",
-    ),
+    claim("ZeRO-1 takes ~2× less memory", find=_saves(2, _ZERO1, "dp_shard")),
+    claim("ZeRO-1 sends ~1.2×", find=_sends(1.2, _ZERO1)),
+    claim("ZeRO-2 takes ~4× less memory", find=_saves(4, _ZERO2, "dp_shard")),
+    claim("ZeRO-2 sends ~1.4×", find=_sends(1.4, _ZERO2)),
+    claim("ZeRO-3 sends 1.5×", find=_sends(1.5, _ZERO3)),
+    claim("FSDP takes ~6× less memory", find=_saves(6, _ZERO3, "dp_shard")),
+    claim("FSDP sends ~1.3×", find=_sends(1.3, _ZERO3, (*_ZERO3, "reshard=non-root"))),
+    claim("tp 2 takes ~2× less memory", find=_saves(2, _TP2)),
+    claim("tp 2 sends ~1.1×", find=_sends_by_tokens(1.1, _TP2)),
+    claim("pp 2 takes ~1.5× less memory", find=_saves(1.5, _PP2)),
+    claim("pp 2 sends ~1.0×", find=_sends_by_tokens(1.0, _PP2)),
+    claim("ZeRO-3 with tp 4 takes ~32× less memory", find=_saves(32, _ZERO3_TP4)),
+    claim("ZeRO-3 with tp 4 sends ~1.65×", find=_sends(1.65, _ZERO3_TP4)),
 )
 
 
 def section() -> str:
-    """The page's part about the digest: a table, then why."""
-    lines = [
-        "## The digest's table of overheads",
-        "",
-        "A news digest of the text prints factors against plain data parallelism that stand in no "
-        "source, with no number of devices or tokens. Here: the text's 70B on 8 devices (tp and pp "
-        "on 2, against 2), one sample of 4096 tokens each; a figure is what was meant if it is off "
-        f"by {NEAR:.0%} at most.",
-        "",
-        *table(DIGEST),
-    ]
-    return "\n".join(lines)
+    """Return the page's part about the digest."""
+    return part("digest", DIGEST, near=NEAR)

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from _paper_composition import Claim, Said, table
+from _claims import Said, claim
+from _paper_composition import part
 from _paper_digest import exact
 
 from ptrain.algebra.legality import require
@@ -259,109 +260,19 @@ def _extension() -> Said:
 
 
 EXPERTS = (
-    Claim(
-        title="Conditional routing needs another framework",
-        where="paper, limitations",
-        printed="expert parallelism requires extending the framework to handle conditional "
-        "routing, where different inputs activate different parameter subsets",
-        find=_extension,
-        otherwise="holds with a condition: where no capacity fixes the sizes",
-        why="An axis with a tuple for the experts and one for all else is a product as any other. "
-        "Sizes that a router decides are predicted for tokens that fall evenly, and say so.",
-    ),
-    Claim(
-        title="Two all-to-alls a layer",
-        where="blog, sparse experts; lecture 6.7",
-        printed="an all-to-all to dispatch tokens, a second one to combine results; a similar "
-        "pattern in the backward pass",
-        find=_two_exchanges,
-        otherwise="holds with a condition: where a capacity fixes the sizes",
-        why="Without a capacity counts of rows go ahead of them, so that each rank knows what will "
-        "come; backward knows it from forward.",
-    ),
-    Claim(
-        title="A token's experts are usually elsewhere",
-        where="blog, sparse experts",
-        printed="each token is routed to its top-k experts, which usually live on other devices",
-        find=_usually_elsewhere,
-        otherwise="holds with a condition: from three ranks on",
-        why="(n − 1)/n of the rows, with a capacity whatever the router does.",
-    ),
-    Claim(
-        title="Only experts are on the axis",
-        where="blog, sparse experts",
-        printed="expert parallelism composes with the dense axes; only the expert FFNs ride the EP "
-        "axis",
-        find=_only_experts,
-        why="All else has ep as one more data axis: its gradients are summed over both.",
-    ),
-    Claim(
-        title="All but the experts is computed again on each rank",
-        where="lecture 6.7",
-        printed="other components would still be replicated and perform redundant computations "
-        "across the workers of EP, which is therefore almost always combined with DP",
-        find=_redundant,
-        otherwise="does not hold: ranks of ep have samples of their own",
-        why="ep borrows its ranks from the data axes. Copies of all but the experts it has where "
-        "their tuple says so, as on any data axis.",
-    ),
-    Claim(
-        title="Columns sum gradients, rows route tokens",
-        where="lecture 6.7, figure 25",
-        printed="non-expert gradients are all-reduced within each EP group (column), tokens are "
-        "routed within each DP group (row)",
-        find=_rows_and_columns,
-        otherwise="does not hold: the names are swapped, and a column is too few for the sum",
-        why="In the lecture's own grid a row is a fixed place on DP, and so a group of EP; a "
-        "column, a group of DP. A column sums what its experts have seen. All ranks have other "
-        "samples and the same dense parameters, which go apart unless the whole grid sums them.",
-    ),
-    Claim(
-        title="More experts, as much work",
-        where="lecture 6.7",
-        printed="extremely large parameter counts by increasing the number of experts, while the "
-        "computational cost per token stays low",
-        find=_large_and_cheap,
-        why="Eight times Mixtral's experts, of which two are a token's. The router alone grows.",
-    ),
-    Claim(
-        title="Overhead grows with experts and workers",
-        where="lecture 6.7",
-        printed="AlltoAll can be significant, especially as the number of experts and workers "
-        "increases",
-        find=_more_overhead,
-        otherwise="holds with a condition: of workers, and in bytes no further than twice",
-        why="k rows of a token travel, of however many experts: (n − 1)/n of them leave. What "
-        "grows further is the time between nodes.",
-    ),
-    Claim(
-        title="All-to-all feels the topology more than all-reduce",
-        where="blog, sparse experts",
-        printed="all-to-all is topology-sensitive in a way all-reduce is not",
-        find=_topology,
-        why="A sum is made within a node first, and one share of it goes between nodes; of an "
-        "all-to-all most bytes have another node as their end.",
-    ),
-    Claim(
-        title="Exchanges take longer than products",
-        where="blog, sparse experts",
-        printed="at scale it, not the matmuls, is what MoE training spends its time on",
-        find=_more_than_products,
-        otherwise="holds with a condition: between nodes, where experts are small",
-        why="Four exchanges and three times the forward pass's products of a layer, 4096 tokens a "
-        "rank, by the rates of an H100; what is hidden of an exchange is not counted.",
-    ),
+    claim("Conditional routing needs another framework", find=_extension),
+    claim("Two all-to-alls a layer", find=_two_exchanges),
+    claim("A token's experts are usually elsewhere", find=_usually_elsewhere),
+    claim("Only experts are on the axis", find=_only_experts),
+    claim("All but the experts is computed again on each rank", find=_redundant),
+    claim("Columns sum gradients, rows route tokens", find=_rows_and_columns),
+    claim("More experts, as much work", find=_large_and_cheap),
+    claim("Overhead grows with experts and workers", find=_more_overhead),
+    claim("All-to-all feels the topology more than all-reduce", find=_topology),
+    claim("Exchanges take longer than products", find=_more_than_products),
 )
 
 
 def section() -> str:
-    """The page's part about experts: a table, and why."""
-    lines = [
-        "## What they say of experts on ranks of their own",
-        "",
-        f"Mixtral 8x7B and DeepSeek-V3's shape, a sample of {TOKENS:,} tokens a rank, a capacity "
-        f"factor of {CAPACITY}, and `ep-dp`, where nothing else is said.",
-        "",
-        *table(EXPERTS),
-    ]
-    return "\n".join(lines)
+    """Return the page's part about experts."""
+    return part("experts", EXPERTS, tokens=TOKENS, capacity=CAPACITY)

@@ -3,7 +3,8 @@ worked out from predictions and schedules; nothing is run, and seconds are not j
 
 from __future__ import annotations
 
-from _paper_composition import Claim, Said, table
+from _claims import Said, claim
+from _paper_composition import part
 from _paper_context import section as long_sequences
 from _paper_digest import NEAR, exact, is_near, states
 from _paper_experts import section as experts
@@ -220,146 +221,24 @@ def _small_payloads() -> Said:
 
 
 LECTURES = (
-    Claim(
-        title="A 7.5B model needs 120 GB of states",
-        where="blog",
-        printed="16 bytes a parameter: roughly 120 GB before a single activation",
-        find=_states_of_7b5,
-        why="With 16-bit parameters and gradients, and a master and moments in fp32; layouts of 8, "
-        "18 and 20 bytes a parameter are as common.",
-    ),
-    Claim(
-        title="Four sums a layer and step on tp",
-        where="blog, tensor parallelism",
-        printed="two all-reduces per layer forward and two backward: four blocking collectives per "
-        "layer per step, each of b·s·h",
-        find=_sums_of_a_layer,
-        otherwise="holds with a condition: per micro-batch, of which a step has several",
-        why="Every micro-batch goes through the layer. A plan that sums for each column operator "
-        "by itself takes more (tp-naive).",
-    ),
-    Claim(
-        title="sp sends what tp sends",
-        where="lecture, sequence parallelism",
-        printed="the overall communication volume with SP is similar to that of TP alone",
-        find=_sp_sends_the_same,
-        why="An all-reduce is a reduce-scatter and an all-gather; sp puts the norm between them.",
-    ),
-    Claim(
-        title="tp shards the activations",
-        where="lecture, tensor parallelism",
-        printed="the memory for weights, gradients, optimizer states and activations of the "
-        "parallelized layers is sharded across the workers",
-        find=_tp_cuts_activations,
-        otherwise="holds with a condition: of what lies within the cut operators",
-        why="What lies between them, the inputs of norms and of column operators, every rank keeps "
-        "whole; sp cuts the most of it.",
-    ),
-    Claim(
-        title="sp saves activations beyond tp",
-        where="blog and lecture, sequence parallelism",
-        printed="SP reduces the activation memory beyond what TP alone achieves",
-        find=_sp_cuts_more,
-        why="What lies between the operators is cut by tokens.",
-    ),
-    Claim(
-        title="Activations grow linearly with batch and sequence",
-        where="lecture, the memory bottleneck",
-        printed="activation memory grows linearly with both",
-        find=_linear_activations,
-        otherwise="holds with a condition: where attention keeps no scores",
-        why="Operator by operator (eager) the scores are there, with the square of the sequence.",
-    ),
-    Claim(
-        title="Recomputation costs one more forward pass",
-        where="blog and lecture, recomputation",
-        printed="roughly one extra forward of compute",
-        find=_one_more_forward,
-        otherwise="at most: the embedding, the head and each block's last product are not repeated",
-        why="Of operations of matrix products, Llama 3 8B on 4096 tokens; seconds are another "
-        "matter.",
-    ),
-    Claim(
-        title="Selective recomputation is cheap to redo and memory-heavy to keep",
-        where="blog, levers",
-        printed="recompute only the cheap-to-redo, memory-heavy operators: the better default",
-        find=_selective,
-        why="No product is repeated. Whole blocks save several times as much, so that what is the "
-        "better default depends on how much is missing; that it is faster is not judged here.",
-    ),
-    Claim(
-        title="Accumulation takes no more memory",
-        where="lecture, data parallelism",
-        printed="a larger batch without increasing the instantaneous memory load per worker",
-        find=_accumulation_is_free,
-        otherwise="holds with a condition: where gradients are whole anyway, as in DP",
-        why="With one micro-batch no gradient is there in forward. Sharded sums that stay between "
-        "micro-batches are added to later peaks, and sums that are reduced once are whole.",
-    ),
-    Claim(
-        title="One reduction a step for FSDP",
-        where="blog, composing the axes",
-        printed="data parallelism and FSDP: one gradient reduce-scatter per step",
-        find=_one_reduction,
-        why="One for each unit and, unless gradients are reduced with the last, each micro-batch; "
-        "that is what lets it overlap. As a volume it is one.",
-    ),
-    Claim(
-        title="A pipeline's messages are small",
-        where="blog, pipeline parallelism",
-        printed="no collectives, small payloads: cheap point-to-point sends at stage boundaries",
-        find=_small_payloads,
-        why="A boundary has b·s·h a micro-batch, whatever the layers behind it; tp sends as much "
-        "four times a layer, and gathers are of parameters.",
-    ),
-    Claim(
-        title="Eight stages idle about 18 % and over 60 %",
-        where="blog, the bubble",
-        printed="eight stages with 32 micro-batches is about 18 % idle, with 4 over 60 %",
-        find=_idle_of_eight_stages,
-        why="(p − 1)/(m + p − 1) of the step.",
-    ),
-    Claim(
-        title="1F1B caps activations at the stages' number",
-        where="blog, the bubble",
-        printed="roughly p live micro-batches in place of m, with the same bubble",
-        find=_caps_activations,
-        why="The first stage holds min(m, p).",
-    ),
-    Claim(
-        title="Interleaving shrinks the bubble for more traffic",
-        where="blog, the bubble",
-        printed="several virtual stages a device shrink the bubble, paying with extra "
-        "point-to-point traffic",
-        find=_interleaving,
-        why="v stages a rank divide the ratio (p − 1)/m by v and multiply the boundaries.",
-    ),
-    Claim(
-        title="ZeroBubble and DualPipe idle near zero",
-        where="lecture, pipelines",
-        printed="complex schedules that achieve near-zero bubble size",
-        find=_near_zero,
-        otherwise="does not hold as simulated: equal stages, B twice F, nothing hidden",
-        why="ZB-H1, which holds as much memory as 1F1B, has a third of its bubble; the V of two "
-        "stages a rank comes closer. DualPipe's figure is of passes that hide communication, "
-        "which takes no time here.",
-    ),
+    claim("A 7.5B model needs 120 GB of states", find=_states_of_7b5),
+    claim("Four sums a layer and step on tp", find=_sums_of_a_layer),
+    claim("sp sends what tp sends", find=_sp_sends_the_same),
+    claim("tp shards the activations", find=_tp_cuts_activations),
+    claim("sp saves activations beyond tp", find=_sp_cuts_more),
+    claim("Activations grow linearly with batch and sequence", find=_linear_activations),
+    claim("Recomputation costs one more forward pass", find=_one_more_forward),
+    claim("Selective recomputation is cheap to redo and memory-heavy to keep", find=_selective),
+    claim("Accumulation takes no more memory", find=_accumulation_is_free),
+    claim("One reduction a step for FSDP", find=_one_reduction),
+    claim("A pipeline's messages are small", find=_small_payloads),
+    claim("Eight stages idle about 18 % and over 60 %", find=_idle_of_eight_stages),
+    claim("1F1B caps activations at the stages' number", find=_caps_activations),
+    claim("Interleaving shrinks the bubble for more traffic", find=_interleaving),
+    claim("ZeroBubble and DualPipe idle near zero", find=_near_zero),
 )
 
 
 def section() -> str:
-    """The page's parts about the blog and the lecture, those about long sequences and experts last:
-    tables, why, and what is not judged."""
-    lines = [
-        "## What the blog and the lecture say of tp, sp, activations, micro-batches and bubbles",
-        "",
-        "Llama 3 8B on 8 devices in bf16, and the text's 70B on 128, where nothing else is said; "
-        "bubbles as the simulator gives them for equal stages.",
-        "",
-        *table(LECTURES),
-        "",
-        long_sequences(),
-        "",
-        experts(),
-    ]
-    return "\n".join(lines)
+    """Return the page's parts about the blog and the lecture, then long sequences and experts."""
+    return "\n\n".join([part("lectures", LECTURES), long_sequences(), experts()])

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 
-from _paper_composition import Claim, Said, table
+from _claims import Said, claim
+from _paper_composition import part
 from _paper_digest import exact, is_near
 
 from ptrain.costs import Phase, Spent, StepTime
@@ -134,92 +135,18 @@ def _bubble_in_seconds() -> tuple[bool, str]:
 
 
 SECONDS = (
-    Claim(
-        title="Throughput per device falls beyond some 512 data ranks",
-        where="notes, scaling limits",
-        printed="decreases with each additional rank beyond a critical point, empirically around "
-        "512, as an all-reduce is no longer masked",
-        find=_beyond_512,
-        otherwise="not for this model, on these links: the sums stay hidden",
-        why="Llama 3 8B in plain replicas, two samples a rank. A ring's latency grows with the "
-        "ranks, and backward passes of fewer tokens hide less: the critical number is one of a "
-        "model, a batch and a network. Congestion, which no formula here has, would lower it.",
-    ),
-    Claim(
-        title="Data ranks are faster than accumulation",
-        where="notes, the batch equation",
-        printed="1024 samples: 128 devices accumulate 4 times, 512 not at all: faster",
-        find=_ranks_before_accumulation,
-        why="What is computed one after the other is computed at once, for four times the devices.",
-    ),
-    Claim(
-        title="FSDP's communication is nearly free",
-        where="blog, overlap",
-        printed="gathers ahead and reductions beside backward: nearly free if done well",
-        find=_sharding_is_free,
-        otherwise="holds with a condition: within a node, or with enough tokens a gather",
-        why="A unit's gather is hidden behind the unit before it if that computes longer.",
-    ),
-    Claim(
-        title="tp's sums are on the critical path",
-        where="blog and lecture, tensor parallelism",
-        printed="the next operation cannot start until the sum is there",
-        find=_sums_are_exposed,
-        why="Nothing else of the micro-batch is there to compute.",
-    ),
-    Claim(
-        title="tp across nodes swamps what it parallelized",
-        where="blog, tensor parallelism",
-        printed="stretched across slower links the communication tax swamps the compute",
-        find=_across_nodes,
-        otherwise="holds with a condition: where the link is slow enough",
-        why="Llama 3 8B, one sample of 4096 tokens; a larger hidden size computes more for each "
-        "byte of a sum.",
-    ),
-    Claim(
-        title="tp lowers the time of a layer",
-        where="lecture, tensor parallelism",
-        printed="can reduce the wall-clock time per layer if what is saved dominates what is sent, "
-        "up to 8 workers",
-        find=_layers_are_faster,
-        why="Within a node. By less than the number of ranks: sums are added, and smaller products "
-        "reach less of a device's rate.",
-    ),
-    Claim(
-        title="Recomputation takes one more forward pass",
-        where="lecture, recomputation",
-        printed="the increase in compute time is roughly equivalent to one extra forward pass",
-        find=_one_more_forward,
-        otherwise="at most: the ends and each block's last product are not repeated",
-        why="Three passes become four at most: a third of the step.",
-    ),
-    Claim(
-        title="Selective recomputation is faster than whole blocks",
-        where="blog, levers",
-        printed="the better default than checkpointing whole blocks",
-        find=_selective,
-        why="Only what lies between products is computed again.",
-    ),
-    Claim(
-        title="A pipeline idles (p − 1)/(m + p − 1)",
-        where="blog, the bubble",
-        printed="the idle fraction of the classic schedule",
-        find=_bubble_in_seconds,
-        otherwise="holds with a condition: if stages are equal and messages take no time",
-        why="The last stage has the head and the loss, and sends take time.",
-    ),
+    claim("Throughput per device falls beyond some 512 data ranks", find=_beyond_512),
+    claim("Data ranks are faster than accumulation", find=_ranks_before_accumulation),
+    claim("FSDP's communication is nearly free", find=_sharding_is_free),
+    claim("tp's sums are on the critical path", find=_sums_are_exposed),
+    claim("tp across nodes swamps what it parallelized", find=_across_nodes),
+    claim("tp lowers the time of a layer", find=_layers_are_faster),
+    claim("Recomputation takes one more forward pass", find=_one_more_forward),
+    claim("Selective recomputation is faster than whole blocks", find=_selective),
+    claim("A pipeline idles (p − 1)/(m + p − 1)", find=_bubble_in_seconds),
 )
 
 
 def section() -> str:
-    """The page's part about seconds: a table, then why."""
-    lines = [
-        "## What they say of seconds",
-        "",
-        "By the predicted time of a step on nodes of 8 H100 (`cluster.preset=h100-…`), whose rates "
-        "were measured on parts or published, none on a training; nothing is run, and what no GPU "
-        "has confirmed is a prediction.",
-        "",
-        *table(SECONDS),
-    ]
-    return "\n".join(lines)
+    """Return the page's part about seconds."""
+    return part("seconds", SECONDS)

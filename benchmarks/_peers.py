@@ -3,7 +3,7 @@
 Each maker wraps the spec's model with what its library documents, options as equal as it lets them
 be, and gives a function that makes one step and returns this rank's share of the loss. A peer is
 imported by its maker, in the ranks. What is written by hand on torch's own parts is in
-`_by_hand.py`.
+`_by_hand.py` and `_by_hand_axes.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from _by_hand import adamw, built, by_hand, loop, pipelined, tensor_parallel, zero_redundancy
-from step_time import RANKS, bucket_cap_mb
+from _by_hand_axes import experts, ring
+from _steps import RANKS, bucket_cap_mb
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,8 +64,8 @@ BY_BLOCK = {
 
 
 def sharding_accelerator(*, reshard: bool, **policy: Any) -> Any:
-    """An accelerator that shards on a CPU. Asked for that, it trains DDP (see the traps), so its
-    state is told afterwards what it was asked for."""
+    """An accelerator that shards on a CPU. Asked for that, it trains DDP (tests/gloo/traps.py), so
+    its state is told afterwards what it was asked for."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
@@ -213,6 +214,9 @@ GROUPS: dict[str, dict[str, tuple[str | None, Maker]]] = {
     "hsdp": {"by hand": (None, by_hand)},
     "tp": {"by hand": (None, tensor_parallel)},
     "pp-1f1b": {"by hand": (None, pipelined)},
+    "cp-ring": {"by hand": (None, ring)},
+    "cp-zigzag": {"by hand": (None, ring)},
+    "ep": {"by hand": (None, experts)},
 }
 
 

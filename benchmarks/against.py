@@ -1,16 +1,17 @@
 """What has become slower since a commit: the working tree and COMMIT in turns, in one run.
 
-    python benchmarks/against.py COMMIT [--rounds N] [--only predict,derive,steps,start-up]
+    python benchmarks/against.py COMMIT [--only predict,derive,start-up,steps] [--specs NAME ...]
 
 COMMIT is checked out into a folder of its own, which is removed at the end, and both trees are run
 by the same interpreter. In each round either tree takes each measure once, one right after the
 other, and who begins changes. `predict` is `ptrain predict SPEC` as a process, from start to exit;
-`derive` is the call of ptrain.derive in a process that has it; `steps` and `start-up` are of
-`ptrain train SPEC` on two ranks: the median of the later steps by the run's own metrics.jsonl, and
-the time from the command to the first step.
+`derive` is the call of ptrain.derive in a process that has it; `start-up` is the time from `ptrain
+train SPEC` on two ranks to its first step. For `steps` both trees train a spec at the same time,
+but only one of them runs (`_paused.py`); a round is a turn of either, a fraction of a second apart.
 
 Claim: nothing has become more than 5 % slower; that is, the lower 95 % bound of the median of the
-paired ratios is at most 1.05. Prints; writes a result only with --save. A round takes about 40 s.
+paired ratios is at most 1.05. Prints; writes a result only with --save. A round takes about 40 s;
+steps of all strategies take an hour.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from _machine import ROOT, commit, conclude, environment, header, this_command
+from _paused import STEPS, in_pairs
+from _steps import bound
 from predict_time import command_of, seconds, words_of
 from start_up import run as train
-from step_time import bound
 
 LIMIT = 1.05
 FEWEST = 6  # rounds of which there is an interval of 95 %
-MEASURES = ("predict", "derive", "steps", "start-up")
+MEASURES = ("predict", "derive", "start-up", "steps")
 PREDICTED = ("zero3", "70b-zero3", "70b-3d", "405b-4096")
 TRAINED = ("zero3", "ddp")
-STEPS = 20  # of each training, of which the later half counts
+SPECS = tuple(sorted(path.stem for path in (ROOT / "specs" / "strategies").glob("*.yaml")))
 SECONDS, MILLISECONDS = "s", "ms"
 
 
@@ -97,22 +99,31 @@ def derive(tree: Tree, side: Side) -> None:
         side.results["derive", spec] = result
 
 
-def trainings(tree: Tree, side: Side) -> None:
-    """One training of each spec: its steps and its start are two measures."""
+def start_up(tree: Tree, side: Side) -> None:
+    """One training of each spec, up to its first step."""
     for spec in TRAINED:
         if _has(tree, spec):
-            run = train([spec, f"train.steps={STEPS}"], tree.root)
-            side.note(Row("steps", spec, "wall"), statistics.median(run.steps[STEPS // 2 :]))
+            run = train([spec, "train.steps=4"], tree.root)
             side.note(Row("start-up", spec, "wall"), run.first_step)
-            side.results["steps", spec] = f"loss {run.last_loss}"
+
+
+def steps(trees: Sequence[Tree], specs: Sequence[str], rounds: int, sides: Sequence[Side]) -> None:
+    """Trainings of each spec that take turns."""
+    for spec in specs:
+        turns, losses = in_pairs([tree.root for tree in trees], spec, rounds)
+        for side, taken, own in zip(sides, turns, losses, strict=True):
+            for turn in taken:
+                side.note(Row("steps", spec, "wall", MILLISECONDS), 1e3 * turn.wall)
+                side.note(Row("steps", spec, "CPU", MILLISECONDS), 1e3 * turn.cpu)
+            side.results["steps", spec] = f"{len(own)} losses, the last {own[-1]}"
+        print(f"steps of {spec}: done", file=sys.stderr, flush=True)
 
 
 Taking = Callable[[Tree, Side], None]
 TAKEN: dict[str, Taking] = {
     "predict": predict,
     "derive": derive,
-    "steps": trainings,
-    "start-up": trainings,
+    "start-up": start_up,
 }
 
 
@@ -215,10 +226,10 @@ def heading(trees: Sequence[Tree], rounds: int) -> list[str]:
         "ratio is the median of the rounds' ratios, this tree over the commit, and not the "
         f"quotient of the two medians, with {interval}. "
         "`predict`: a process from start to exit, CPU time user and system. `derive`: CPU time of "
-        "a call in a process of its own, the median of many behind the first. `steps`: wall time "
-        f"of a training step, the median of the later half of {STEPS} on two gloo ranks of one "
-        "thread, by metrics.jsonl. `start-up`: wall time from the command to the line of "
-        "the first step.",
+        "a call in a process of its own, the median of many behind the first. `start-up`: wall "
+        "time from the command to the line of the first step. `steps`: both trees train, and all "
+        f"processes of one are stopped while the other does a turn of {STEPS} steps; wall time by "
+        "metrics.jsonl, the median of a turn's steps but the first, CPU time of all processes.",
         "",
         f"| measure | spec | time | {names[0]} | {names[1]} | median ratio | 95 % | verdict |",
         "|---|---|---|---|---|---|---|---|",
@@ -250,6 +261,14 @@ def main() -> int:
     parser.add_argument("commit", metavar="COMMIT", help="what git knows a commit by")
     parser.add_argument("--rounds", type=_rounds, default=12)
     parser.add_argument("--only", type=_measures, default=MEASURES, metavar=",".join(MEASURES))
+    parser.add_argument(
+        "--specs",
+        nargs="+",
+        default=TRAINED,
+        choices=(*SPECS, "all"),
+        metavar="NAME",
+        help="whose steps; `--specs all` is every strategy",
+    )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     if not is_commit(args.commit):
@@ -258,7 +277,9 @@ def main() -> int:
     with checked_out(args.commit) as other:
         trees = [Tree(commit(), ROOT), other]
         title = header(f"against: the working tree against {other.name}", this_command())
-        mine, its = in_turns(trees, args.only, args.rounds)
+        mine, its = in_turns(trees, [name for name in args.only if name in TAKEN], args.rounds)
+        if "steps" in args.only:
+            steps(trees, SPECS if "all" in args.specs else args.specs, args.rounds, (mine, its))
     lines, failed = compared(mine, its, args.only)
     return conclude(
         "against",

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from _by_hand import loop, settings_of
 from _machine import conclude, header, this_command
-from step_time import bound, legal, program_steps, replicated, samples
+from _steps import bound, legal, program_steps, replicated, samples
 from torch import nn
 from torch.distributed import GradBucket
 from torch.distributed.optim import ZeroRedundancyOptimizer

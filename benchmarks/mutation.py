@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from _equivalent import EQUIVALENT
 from _machine import conclude, header, this_command, version
 
 if TYPE_CHECKING:
@@ -65,8 +64,7 @@ a change too or where coverage is traced (they measure times), and all of tests/
 may still be killed by a test that was not asked: the score is a lower bound. A mutant that takes
 {times} times its tests' processor time and {start} s more counts as killed. One that no test
 reaches counts as alive. hypothesis draws the same examples every time and remembers none.
-Equivalent mutants are not taken off the score: a column of its own leaves out those that somebody
-judged so, for the reason in the list."""
+Equivalent mutants are not taken off the score."""
 
 
 @dataclass(kw_only=True)
@@ -95,24 +93,11 @@ class Found:
         return [each for each in self.sampled if self.verdict(each) not in ("killed", "timeout")]
 
     @property
-    def equivalent(self) -> list[Mutant]:
-        return [each for each in self.alive if reason(each)]
-
-    @property
     def score(self) -> float:
         return self.killed / len(self.sampled)
 
-    def without_equivalent(self) -> Found:
-        sampled = [each for each in self.sampled if each not in self.equivalent]
-        return Found(every=self.every, sampled=sampled, verdicts=self.verdicts)
-
 
 Strata = Sequence[Found]  # a package's, inside of functions and outside of them
-
-
-def reason(mutant: Mutant) -> str:
-    """Why no test can tell it from the code, as somebody judged it; empty if nobody did."""
-    return EQUIVALENT.get((mutant.file, mutant.function, mutant.before, mutant.after), "")
 
 
 def wilson(share: float, of: float) -> tuple[float, float]:
@@ -151,8 +136,8 @@ def drawn(tree: Path, package: str, *, inside: bool, number: int, seed: int) -> 
 
 _COLUMNS = (
     "package", "in functions", "sampled", "killed", "outside", "sampled", "killed",
-    "of the killed out of time", "of the alive reached by no test", "judged equivalent", "score",
-    "95 % interval", "without equivalent ones", "verdict",
+    "of the killed out of time", "of the alive reached by no test", "score", "95 % interval",
+    "verdict",
 )  # fmt: skip
 
 
@@ -167,10 +152,8 @@ def table(found: Mapping[str, Strata]) -> Iterator[str]:
             name,
             *(cell for each in strata for cell in (each.every, len(each.sampled), each.killed)),
             *(sum(len(each.of(word)) for each in strata) for word in ("timeout", "unreached")),
-            sum(len(each.equivalent) for each in strata),
             f"{score(strata):.1%}",
             f"{low:.1%} – {high:.1%}",
-            f"{score([each.without_equivalent() for each in strata]):.1%}",
             verdict if name in CLAIMED else "no claim",
         )
         yield f"| {' | '.join(map(str, cells))} |"
@@ -206,7 +189,7 @@ def overall(found: Mapping[str, Strata]) -> str:
 
 
 def survivors(tree: Path, found: Mapping[str, Strata]) -> Iterator[str]:
-    """Each change that lives, and why no test can see it where that was judged."""
+    """Each change that lives, and whether any test reaches it."""
     from _mutant import changed_lines
 
     yield "| where | function | the code | the mutant | |"
@@ -214,10 +197,7 @@ def survivors(tree: Path, found: Mapping[str, Strata]) -> Iterator[str]:
     for each in (each for strata in found.values() for each in strata):
         for mutant in each.alive:
             before, after = (code(text) for text in changed_lines(tree, mutant))
-            judged = reason(mutant)
-            said = f"equivalent: {judged}" if judged else ""
-            if each.verdict(mutant) == "unreached":
-                said = said or "no test reaches it"
+            said = "no test reaches it" if each.verdict(mutant) == "unreached" else ""
             place = f"{mutant.file.removeprefix('ptrain/')}:{mutant.line}"
             yield f"| {place} | {mutant.function or 'at import'} | {before} | {after} | {said} |"
 

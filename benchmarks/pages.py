@@ -16,13 +16,10 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-import _activations
-import _flags
-import _keys
 import _methods
 import _pipelines
 import _rooms
-import long_context
+import _tables
 from _examples import printed
 from _machine import ROOT
 
@@ -32,13 +29,10 @@ PAGES = ("README.md", *help.PAGES)
 BLOCK = re.compile(r"(<!-- (output|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 MEASURED = ("ptrain train", "ptrain validate", "ptrain verify", "ptrain simulate", "torchrun")
 TABLES = {
-    **_activations.TABLES,
-    **_flags.TABLES,
-    **_keys.TABLES,
     **_methods.TABLES,
     **_pipelines.TABLES,
     **_rooms.TABLES,
-    **long_context.TABLES,
+    **_tables.TABLES,
 }
 
 

@@ -3,9 +3,9 @@
 Claims: 64 devices are scored in 1 s of CPU time and 4096 in 5 s, the whole process takes 10 s
 there; over candidates drawn from every schedule and way to keep activations alike Spearman's
 correlation of closed-form and exact step time, and of peaks, is at least 0.98, and none of them is
-further above `exact` than what a search leaves for that at a bound; each of the best hundred is
-legal, fits, and is to the byte what `predict` says of its spec; an exhaustive search by `exact` on
-8 devices finds nothing better, where what takes longer by what it computes alone is not derived.
+further above `exact` than what a search leaves for that at a bound; an exhaustive search by
+`exact` on 8 devices finds nothing better, where what takes longer by what it computes alone is not
+derived.
 (The file has another name than the command: Python's own `select` is imported by that.)
 Prints; writes a result only with --save. All of it takes a quarter of an hour, so that it can be
 run by parts: `--part order --case 64 --into FILE` writes what it says to a file beside what others
@@ -21,24 +21,21 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from _machine import commit, conclude, header, this_command
 from _step_floor import StepFloor
+from _steps import spearman
 from predict_time import seconds as process_seconds
 
-from ptrain.algebra.legality import check, executed
-from ptrain.derivation.estimate import derive
 from ptrain.selection.arrays import numpy
 from ptrain.selection.choose import Chooser
 from ptrain.selection.figures import Ranked
 from ptrain.selection.job import SearchedJob, searched_job
 from ptrain.selection.task import SLACK, TIME_SLACK, Scored
-from ptrain.selection.words import words_of
-from ptrain.spec.load import load
 
 RHO = 0.98
 _LONG = ("batch.sequence=8192", "batch.global=2048")
@@ -82,27 +79,6 @@ CASES = (
 )
 # Of a model that fits eight devices in every way, in a batch that few micro-batches divide.
 SMALL = Case("gpt3-125m", "h100-8", 8, ("batch.sequence=1024", "batch.global=16"))
-
-
-def spearman(left: Sequence[float], right: Sequence[float]) -> float:
-    """Return the correlation of ranks; of equal values the mean of theirs."""
-    pairs = list(zip(_ranks(left), _ranks(right), strict=True))
-    mean = (len(pairs) - 1) / 2
-    covariance = sum((a - mean) * (b - mean) for a, b in pairs)
-    spread = sum((a - mean) ** 2 for a, _ in pairs) * sum((b - mean) ** 2 for _, b in pairs)
-    return float(covariance / spread**0.5)
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    for end in range(1, len(order) + 1):
-        if end == len(order) or values[order[end]] != values[order[start]]:
-            for index in order[start:end]:
-                ranks[index] = (start + end - 1) / 2
-            start = end
-    return ranks
 
 
 def drawn(chooser: Chooser, number: int, seed: int) -> Iterator[Ranked]:
@@ -182,31 +158,6 @@ def of_order(case: Case, number: int) -> Outcome:
     return Outcome([f"| {case.name} | {len(rows)} | {' | '.join(cells)} |"], failed)
 
 
-def of_best(case: Case, count: int) -> Outcome:
-    """Return the row of a case's best, and which of them are illegal, do not fit, or are something
-    else when their spec is written and read."""
-    chooser = Chooser(case.job(), count=count)
-    ranking = chooser.choose()
-    failed = []
-    for number, row in enumerate(ranking.ranking, 1):
-        source, *words = words_of(ranking.job, row.spec)
-        spec = load(source, words).spec
-        exact = derive(spec).exact
-        seconds = None if exact.step is None else exact.step.seconds
-        if check(spec) or executed(spec):
-            failed.append(f"{case.name}, number {number}: not legal")
-        elif not row.memory.fits:
-            failed.append(f"{case.name}, number {number}: does not fit")
-        elif (exact.peak_bytes(), seconds) != (row.peak_bytes, row.seconds):
-            failed.append(f"{case.name}, number {number}: its spec predicts something else")
-    best, ranked = ranking.best, sum(1 + row.alike for row in ranking.ranking)
-    if ranked < count:
-        failed.append(f"{case.name}: {ranked} ranked, and {count} were asked for")
-    time_ = "–" if best is None or best.seconds is None else f"{best.seconds:.4g} s"
-    figures = f"{ranked} | {len(ranking.ranking)} | {ranking.derived} | {time_}"
-    return Outcome([f"| {case.name} | {figures} |"], failed)
-
-
 def exhaustive(case: Case, number: int) -> Outcome:
     """Derive every candidate that may be faster than the search's best, and so many drawn of those
     that may not; return what is said of it, and what fails."""
@@ -245,7 +196,7 @@ def exhaustive(case: Case, number: int) -> Outcome:
     return Outcome([line], failed)
 
 
-PARTS = ("time", "order", "best", "exhaustive")
+PARTS = ("time", "order", "exhaustive")
 _ABOUT = {
     "time": (
         "CPU seconds of scoring every legal candidate in closed form, on one core; seconds of the "
@@ -263,20 +214,13 @@ _ABOUT = {
         "| job | drawn | ρ time | apart | at most | above | ρ peak | apart | at most | above |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ),
-    "best": (
-        "The best, each written as overrides, read again and predicted; those of the same figures "
-        "are one row.",
-        "",
-        "| job | ranked | rows | derived | fastest |",
-        "|---|---|---|---|---|",
-    ),
     "exhaustive": (),
 }
 
 
 def of_parts(cases: tuple[Case, ...]) -> dict[str, tuple[Case, ...]]:
     """Return the cases that a part is about."""
-    return {"time": cases, "order": (*cases, SMALL), "best": cases, "exhaustive": (SMALL,)}
+    return {"time": cases, "order": (*cases, SMALL), "exhaustive": (SMALL,)}
 
 
 def parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], Outcome]]]:
@@ -284,7 +228,6 @@ def parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], Out
     of_part = {
         "time": partial(of_time, with_process=not args.quick),
         "order": partial(of_order, number=args.drawn),
-        "best": partial(of_best, count=args.best),
         "exhaustive": partial(exhaustive, number=args.beyond),
     }
     cases = CASES[:1] if args.quick else CASES
@@ -321,7 +264,6 @@ def page(known: dict[str, dict[str, list[str]]]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drawn", type=int, default=300, help="candidates of a correlation")
-    parser.add_argument("--best", type=int, default=100, help="of the ranking that are checked")
     parser.add_argument(
         "--beyond", type=int, default=1000, help="derived of what cannot be the fastest"
     )

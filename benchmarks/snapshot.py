@@ -1,7 +1,7 @@
 """Does every spec predict what it did? `python benchmarks/snapshot.py` compares, `--write` freezes.
 
 Claim: of each file of specs/{strategies,node,paper}, of 405B on 4096 ranks and of 300 specs that
-were drawn at random (`_drawn_specs`), both predictions are those of tests/pure/snapshot.json.xz:
+were drawn at random, both predictions are those of tests/pure/snapshot.json.xz:
 resident bytes by state, tier and rank, peaks by phase and rank, calls, payload and sent bytes by
 kind of call, each kind of rank's account, operations, notes, warnings and what is undefined or not
 claimed. The drawn specs stand in the file as they would be written, so that another draw does not
@@ -19,15 +19,18 @@ import json
 import lzma
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from _drawn_specs import drawn
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from _machine import ROOT
 from _predictions import Data, changes, predictions
 
 from ptrain.algebra.legality import require
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
+from tests.adversary.covering_specs import drawn
 
 PAGE = ROOT / "tests" / "pure" / "snapshot.json.xz"
 FOLDERS = ("strategies", "node", "paper")

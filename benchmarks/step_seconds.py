@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _machine import ROOT, conclude, environment, header, this_command
 from _pace import Machine
+from _steps import spearman
 
 from ptrain.algebra.legality import check, executed
 from ptrain.cli.predict import facts_of
@@ -206,17 +207,7 @@ class Trainings:
 
 def rank_correlation(rows: Sequence[Timed]) -> float:
     """Return Spearman's rank correlation of predicted and measured seconds."""
-    orders = [places([getattr(row, name) for row in rows]) for name in ("predicted", "measured")]
-    return statistics.correlation(*orders)
-
-
-def places(values: Sequence[float]) -> list[float]:
-    """Return the place of each value in their order."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    places = [0.0] * len(values)
-    for place, index in enumerate(order):
-        places[index] = float(place)
-    return places
+    return spearman([row.predicted for row in rows], [row.measured for row in rows])
 
 
 def choices(

@@ -3,9 +3,9 @@
     python benchmarks/torch_versions.py [--save] [--suites pure unit ...] [--kept FILE] PYTHON ...
 
 PYTHON are interpreters of environments with ptrain's test dependencies, each with a torch of its
-own. Suite by suite: how many tests passed, failed and were skipped; and for how many strategies a
-simulated rank holds and sends what was derived, to the byte. Claim: nothing fails, no byte is off.
-It takes half an hour a version on two cores; what stands in FILE already is not run again.
+own. Suite by suite: how many tests passed, failed and were skipped; of simulated ranks those at
+night too. Claim: nothing fails. It takes half an hour a version on two cores; what stands in FILE
+already is not run again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any
 
 from _machine import ROOT, commit, conclude, header, this_command
 
-SUITES = ("pure", "unit", "gloo", "faults", "cuda")
-SIMULATED = "simulate"
+# By suite, what pytest is given: the default tests of each folder, and of `simulate` those at night
+# too, in which every distinct rank of every strategy holds and sends what was derived.
+SUITES = {suite: [f"tests/{suite}"] for suite in ("pure", "unit", "gloo", "faults", "cuda")}
+SUITES["simulate"] = ["-m", "nightly or not nightly", "tests/unit/test_simulation.py"]
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 _FAILED = re.compile(r"(?:FAILED|ERROR) (tests/\S+)")
 _ASKED = (
@@ -50,8 +52,8 @@ def versions(python: str) -> dict[str, str]:
 
 
 def tested(python: str, suite: str) -> Result:
-    """Run the default tests of a suite; return their counts and the names of those that failed."""
-    words = [python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", f"tests/{suite}"]
+    """Run the tests of a suite; return their counts and the names of those that failed."""
+    words = [python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *SUITES[suite]]
     ended = subprocess.run(
         words, capture_output=True, text=True, check=False, cwd=ROOT, env=environment()
     )
@@ -66,27 +68,6 @@ def summary(text: str) -> Result:
     return {"counts": counts, "failed": failures if lines else ["pytest gave no summary"]}
 
 
-def simulated(python: str) -> Result:
-    """Return for how many strategies no byte is off, and those of which one is."""
-    script = Path(__file__).with_name("_simulated.py")
-    ended = subprocess.run(
-        [python, script], capture_output=True, text=True, check=False, cwd=ROOT, env=environment()
-    )
-    if ended.returncode:
-        return {"counts": {}, "failed": [ended.stderr.strip().splitlines()[-1]]}
-    answers: dict[str, list[str] | str] = json.loads(ended.stdout)
-    refused = {name: text for name, text in answers.items() if isinstance(text, str)}
-    off = {name: rows for name, rows in answers.items() if isinstance(rows, list) and rows}
-    return {
-        "counts": {
-            "passed": len(answers) - len(refused) - len(off),
-            "failed": len(off),
-            "skipped": len(refused),
-        },
-        "failed": [f"{name}: {rows[0]}" for name, rows in off.items()],
-    }
-
-
 def measured(pythons: Sequence[str], suites: Sequence[str], kept: Path | None) -> list[Result]:
     """Run every suite with every interpreter, in turn; what is kept of it is not run again."""
     results: list[Result] = json.loads(kept.read_text()) if kept and kept.exists() else []
@@ -96,7 +77,7 @@ def measured(pythons: Sequence[str], suites: Sequence[str], kept: Path | None) -
             if any((r["torch"], r["suite"]) == (packages["torch"], suite) for r in results):
                 continue
             begun = time.monotonic()
-            outcome = simulated(python) if suite == SIMULATED else tested(python, suite)
+            outcome = tested(python, suite)
             results.append(
                 {
                     **packages,
@@ -134,23 +115,19 @@ def table(results: Sequence[Result]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     yield from map(row, sorted(results, key=lambda r: (r["torch"], r["suite"])))
     yield ""
-    yield (
-        "`simulate`: strategies whose last rank, simulated, holds, sends and computes what was "
-        "derived; skipped are those that are refused at this size."
-    )
+    yield "`simulate`: the tests of simulated ranks beside what was derived, those at night too."
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run all, print tables and verdict; return 1 where anything fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pythons", nargs="+", metavar="PYTHON")
-    parser.add_argument("--suites", nargs="+", choices=(*SUITES, SIMULATED), default=None)
+    parser.add_argument("--suites", nargs="+", choices=(*SUITES,), default=[*SUITES])
     parser.add_argument("--kept", type=Path, help="a file of results, which is added to")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     options = parser.parse_args(arguments)
     head = header("torch_versions: the tests with several versions of torch", this_command())
-    suites = options.suites or (*SUITES, SIMULATED)
-    results = measured(options.pythons, suites, options.kept)
+    results = measured(options.pythons, options.suites, options.kept)
     failed = [
         f"torch {result['torch']}, {result['suite']}: {name}"
         for result in results

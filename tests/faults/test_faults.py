@@ -1,5 +1,5 @@
 """Faults that are planted in running programs: the verdict fails, and says what is wrong. All of
-them at night; benchmarks/faults.py makes a page of them."""
+them at night."""
 
 from __future__ import annotations
 

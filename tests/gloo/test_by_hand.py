@@ -24,7 +24,7 @@ def losses(name: str, steps: int) -> list[tuple[float, float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         from _by_hand import by_hand
-        from step_time import legal, program_steps
+        from _steps import legal, program_steps
     spec = legal(name, SMALL)
     own, other = program_steps(spec), by_hand(spec)
     return [(own(), other()) for _ in range(steps)]

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.gloo import traps
+from tests.gloo.traps import Trapped
 from tests.ranks import Ranks
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # here and in the ranks
-
-import _traps
 
 pytestmark = pytest.mark.gloo
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
 
 
-def ask(which: str) -> _traps.Trapped:
-    return _traps.ask(which)
+def trapped_in(ranks: Ranks, which: str) -> Trapped:
+    of_ranks: list[Trapped] = ranks.run(2, traps.ask, which)
+    assert len({trapped.ran for trapped in of_ranks}) == 1
+    return of_ranks[0]
 
 
-def asked(ranks: Ranks, which: str) -> _traps.Trapped:
-    found: list[_traps.Trapped] = ranks.run(2, ask, which)
-    assert len({each.ran for each in found}) == 1
-    return found[0]
-
-
-def names(trapped: _traps.Trapped) -> str:
+def names(trapped: Trapped) -> str:
     return "\n".join(check.name for check in trapped.failing)
 
 
 def test_a_plugin_that_shards_is_dropped_on_a_cpu_and_the_verdict_says_so(ranks: Ranks) -> None:
-    trapped = asked(ranks, "cpu")
+    trapped = trapped_in(ranks, "cpu")
     assert trapped.ran.startswith("DistributedDataParallel")
     for state in ("parameters", "optimizer", "gradients"):
         assert f"memory {state} rank 0" in names(trapped)
@@ -43,7 +34,7 @@ def test_a_plugin_that_shards_is_dropped_on_a_cpu_and_the_verdict_says_so(ranks:
 def test_a_policy_whose_argument_is_lost_leaves_one_unit_and_the_verdict_says_so(
     ranks: Ranks,
 ) -> None:
-    trapped = asked(ranks, "policy")
+    trapped = trapped_in(ranks, "policy")
     assert trapped.ran == "fully_shard in 1 unit"
     failing = {check.name: check for check in trapped.failing}
     calls = failing["traffic dp_shard all_gather forward parameters calls"]
@@ -51,7 +42,7 @@ def test_a_policy_whose_argument_is_lost_leaves_one_unit_and_the_verdict_says_so
 
 
 def test_named_by_its_own_setting_the_same_model_holds(ranks: Ranks) -> None:
-    trapped = asked(ranks, "control")
+    trapped = trapped_in(ranks, "control")
     assert trapped.ran == "fully_shard in 5 units"
     # three states, and three counts of the gathers and of the reductions
     assert len(trapped.checks) == 9 and not trapped.failing

@@ -21,7 +21,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import CreateMesh
 from ptrain.traces.facts import facts_of
-from tests.gloo.runs import train
+from tests.gloo.runs import judged, train
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -33,7 +33,7 @@ LARGE = (
     "model.ffn=683", "model.vocab=4096",
     "batch.micro=1", "batch.sequence=16",
 )  # fmt: skip
-CONTEXT = ("cp-zigzag", "cp-all-gather", "cp-ulysses", "cp-hybrid")
+CONTEXT = ("cp-ring", "cp-zigzag", "cp-all-gather", "cp-ulysses", "cp-hybrid")
 AXES = {
     "ddp": ("dp_replicate",),
     "hsdp": ("dp_shard", "dp_replicate"),
@@ -59,6 +59,7 @@ def spec_of(strategy: str, size: int, via: str) -> Spec:
         ("zero2", 4, "all_to_all"),
         ("zero3", 4, "native"),
         pytest.param("zero3", 2, "all_to_all", marks=pytest.mark.nightly),
+        pytest.param("zero3", 4, "all_to_all", marks=pytest.mark.nightly),
         ("hsdp", 4, "native"),
         *(pytest.param(name, 4, "native", marks=pytest.mark.nightly) for name in CONTEXT),
     ],
@@ -81,6 +82,38 @@ def test_the_kernel_counts_what_was_predicted(
     assert any("reduce_scatter 2" in row.factor for row in rows) == (is_doubled and via == "native")
     recorded = record("wire", [exact, measured])["wire"]
     assert isinstance(recorded, list) and len(recorded) == len(rows)
+
+
+# Two layers of 2048 tokens a rank, each of which chooses two of eight experts on four ranks: 4 MiB
+# of rows set out at once, and about a quarter of them goes to each rank.
+ROUTED = (
+    "model.preset=moe-tiny", "model.layers=2", "model.hidden=256", "model.heads=4",
+    "model.expert_ffn=512", "model.experts=8", "model.experts_per_token=2", "model.vocab=4096",
+    "batch={global: 4, micro: 1, sequence: 2048}", "data.tokenizer=bytes", "mesh.ep=4",
+)  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("ep", ("model.capacity_factor=null",)),
+        ("ep-zero3", ("model.capacity_factor=null", "mesh.dp_shard=1")),
+        ("ep", ("model.capacity_factor=1.25",)),
+    ],
+)
+def test_the_kernel_counts_what_was_predicted_of_rows_that_travel_to_experts(
+    ranks: Ranks, strategy: str, more: tuple[str, ...]
+) -> None:
+    """Without a capacity by what the routers chose in the measured step."""
+    spec = require(load(strategy, (*ROUTED, *more)))
+    reports = ranks.run(4, train, spec, MEASURED_STEP + 1, MEASURED_STEP)
+    measured = join_estimates([report.measured for report in reports if report.measured])
+    assert not measured.undefined
+    exact = judged(derive(spec, facts_of(spec)), reports, MEASURED_STEP)
+    rows = wire_rows(exact, measured)
+    assert [row.axes for row in rows] == [("ep",)]
+    assert 0 < rows[0].measured_bytes / rows[0].predicted_bytes - 1 < TOLERANCE
 
 
 def _sent_over_one_axis(size: int) -> tuple[dict[tuple[str, ...], int], str]:

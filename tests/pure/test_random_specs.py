@@ -3,27 +3,21 @@ drawn, what is drawn is legal, and a draw is a function of its seed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
-from types import ModuleType
 
 import pytest
 
 from ptrain.selection.recompute import settled
 from ptrain.spec.leaf import Leaf, Text
 from ptrain.spec.load import load
+from tests.adversary import key_values as keys
+from tests.adversary.coverage import Coverage
+from tests.adversary.random_specs import drawn
 
-NAMES = ("_key_values", "_random_specs", "_coverage")
 SEEDS = range(12)
 
 
-@pytest.fixture(scope="module")
-def modules(benchmark_module: Callable[[str], ModuleType]) -> dict[str, ModuleType]:
-    return {name: benchmark_module(name) for name in NAMES}
-
-
-def test_every_key_of_the_grammar_is_drawn_or_left_out_with_a_reason(modules):
-    keys = modules["_key_values"]
+def test_every_key_of_the_grammar_is_drawn_or_left_out_with_a_reason():
     declared = dict(keys.declared())
     drawn, left_out = set(keys.values()), set(keys.LEFT_OUT)
     assert not left_out - set(declared) and not drawn & left_out
@@ -32,18 +26,16 @@ def test_every_key_of_the_grammar_is_drawn_or_left_out_with_a_reason(modules):
         for place, holds in declared.items()
         if isinstance(holds, Leaf) and holds.executed != ()
     }
-    assert executed - drawn == left_out, "new keys need texts or limits in _key_values"
+    assert executed - drawn == left_out, "new keys need texts or limits in key_values"
 
 
-def test_limits_and_texts_are_of_keys_that_there_are(modules):
-    keys = modules["_key_values"]
+def test_limits_and_texts_are_of_keys_that_there_are():
     assert set(keys.LIMITS) <= set(keys.values())
     places = {place for place in keys.texts() if not place.startswith("^")}
     assert places <= set(keys.values())
 
 
-def test_every_kind_of_value_is_one_that_its_key_takes(modules):
-    keys = modules["_key_values"]
+def test_every_kind_of_value_is_one_that_its_key_takes():
     declared = dict(keys.declared())
     for place, kinds in keys.values().items():
         for kind in kinds:
@@ -53,22 +45,21 @@ def test_every_kind_of_value_is_one_that_its_key_takes(modules):
                 holds.check(value)
 
 
-def test_a_key_of_which_nobody_knows_a_text_is_named(modules):
+def test_a_key_of_which_nobody_knows_a_text_is_named():
     with pytest.raises(LookupError, match=r"new\.key: any text will do"):
-        [*modules["_key_values"].of_key("new.key", Text("what is new"))]
+        [*keys.of_key("new.key", Text("what is new"))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_drawn_is_legal_and_a_function_of_its_seed(modules, seed):
-    drawn = modules["_random_specs"].drawn
+def test_what_is_drawn_is_legal_and_a_function_of_its_seed(seed):
     draw = drawn(seed)
     spec = settled(load(dict(draw.written)))
     assert draw.ranks[0] == 0 and draw.ranks[-1] == spec.world_size - 1
     assert draw == drawn(seed)
 
 
-def test_pairs_are_counted_of_values_of_different_keys_whatever_form_a_tuple_has(modules):
-    coverage = modules["_coverage"].Coverage()
+def test_pairs_are_counted_of_values_of_different_keys_whatever_form_a_tuple_has():
+    coverage = Coverage()
     coverage.add(
         {
             "model": {"preset": "llama-tiny"},
@@ -86,9 +77,9 @@ def test_pairs_are_counted_of_values_of_different_keys_whatever_form_a_tuple_has
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_a_few_hundred_draws_have_every_key(modules):
-    coverage = modules["_coverage"].Coverage()
+def test_a_few_hundred_draws_have_every_key():
+    coverage = Coverage()
     for seed in range(300):
-        coverage.add(modules["_random_specs"].drawn(seed).written)
+        coverage.add(drawn(seed).written)
     places = {label.partition("=")[0] for label in coverage.specs}
-    assert places == set(modules["_key_values"].values())
+    assert places == set(keys.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse_value
+from tests.adversary.shrinking import Shrinking, command
 
 LARGE: dict[str, Any] = {
     "model": {"layers": 4, "hidden": 24, "heads": 4, "ffn": 40, "vocab": 262, "tied": True},
@@ -52,17 +52,12 @@ SMALLEST = {
 }
 
 
-@pytest.fixture(scope="module")
-def shrinking(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
-    return benchmark_module("_shrinking")
-
-
 @pytest.mark.parametrize("name", FAILING)
-def test_what_is_left_is_what_makes_it_fail(shrinking, name):
+def test_what_is_left_is_what_makes_it_fail(name):
     def fails(written: dict[str, Any]) -> bool:
         return FAILING[name](load(written).spec)
 
-    small = shrinking.Shrinking(LARGE, fails).smallest()
+    small = Shrinking(LARGE, fails).smallest()
     assert fails(small)
     assert {key: small[key] for key in SMALLEST[name]} == SMALLEST[name]
     assert "log" not in small and "optimizer" not in small
@@ -70,13 +65,13 @@ def test_what_is_left_is_what_makes_it_fail(shrinking, name):
     assert ("micro" in small["batch"]) is (name == "three samples at once")
 
 
-def test_no_more_specs_are_run_than_allowed(shrinking):
-    way = shrinking.Shrinking(LARGE, lambda written: True, most=3)
+def test_no_more_specs_are_run_than_allowed():
+    way = Shrinking(LARGE, lambda written: True, most=3)
     way.smallest()
     assert way.tries == 3
 
 
-def test_a_strategys_policies_are_kept_when_its_tuples_are_written_out(shrinking):
+def test_a_strategys_policies_are_kept_when_its_tuples_are_written_out():
     written = {
         "model": {"preset": "llama-tiny", "hidden": 24, "ffn": 40, "heads": 4, "vocab": 262},
         "mesh": {"dp_shard": 2},
@@ -87,12 +82,12 @@ def test_a_strategys_policies_are_kept_when_its_tuples_are_written_out(shrinking
     def fails(smaller: dict[str, Any]) -> bool:
         return load(smaller).spec.sync.reshard_after_forward is False
 
-    small = shrinking.Shrinking(written, fails).smallest()
+    small = Shrinking(written, fails).smallest()
     assert small["sync"] == {"reshard_after_forward": False}
 
 
-def test_the_command_has_the_whole_spec(shrinking):
-    text = shrinking.command(LARGE, rank=5)
+def test_the_command_has_the_whole_spec():
+    text = command(LARGE, rank=5)
     echo, spec, *rest = shlex.split(text)
     assert (echo, rest) == ("echo", ["|", "ptrain", "simulate", "/dev/stdin", "--rank", "5"])
     tree = parse_value(spec, "the command")

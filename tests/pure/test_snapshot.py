@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ptrain.spec.load import load
+from tests.adversary import covering_specs as draw
 
 ROOT = Path(__file__).parents[2]
 NAMES = [
@@ -24,7 +25,7 @@ DRAWN, AT_ONCE = 300, 10
 
 @pytest.fixture(scope="module")
 def modules(benchmark_module: Callable[[str], ModuleType]) -> dict[str, ModuleType]:
-    return {name: benchmark_module(name) for name in ("snapshot", "_predictions", "_drawn_specs")}
+    return {name: benchmark_module(name) for name in ("snapshot", "_predictions")}
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +60,13 @@ def test_a_drawn_spec_predicts_what_it_did(snapshot, frozen, first):
     assert not changed, "\n".join(["", *changed])
 
 
-def test_what_is_drawn_has_every_mode_tier_layout_optimizer_dial_and_schedule(modules, frozen):
-    draw = modules["_drawn_specs"]
+def test_what_is_drawn_has_every_mode_tier_layout_optimizer_dial_and_schedule(frozen):
     specs = [row["written"] for row in frozen["drawn"].values()]
     assert not draw.rare(specs, draw.choices(), draw.labels)
 
 
 @pytest.mark.nightly
-def test_specs_can_be_drawn_anew_from_the_grammar_of_today(modules):
-    draw = modules["_drawn_specs"]
+def test_specs_can_be_drawn_anew_from_the_grammar_of_today():
     specs = draw.drawn()
     assert len(specs) == DRAWN
     assert not draw.rare(specs, draw.choices(), draw.labels)

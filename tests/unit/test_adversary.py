@@ -3,32 +3,26 @@ the whole grammar, and of those in which they once were not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 
 from ptrain.report.record import Check
+from tests.adversary import disagreements, search
+from tests.adversary.disagreements import compared
+from tests.adversary.random_specs import drawn
 from tests.torch_release import is_since
 from tests.unit.seen_failures import SEEN
 
-NAMES = ("_disagreements", "_random_specs", "adversary")
 # Small draws, a second each.
 SEEDS = (42, 55, 75, 136)
 AT_ONCE, NIGHTLY = 10, 300
 
 
-@pytest.fixture(scope="module")
-def modules(benchmark_module: Callable[[str], ModuleType]) -> dict[str, ModuleType]:
-    return {name: benchmark_module(name) for name in NAMES}
-
-
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_drawn_spec_holds_sends_and_computes_what_was_derived(modules, seed):
+def test_a_drawn_spec_holds_sends_and_computes_what_was_derived(seed):
     """One of its three ranks, by the seed."""
-    draw = modules["_random_specs"].drawn(seed)
+    draw = drawn(seed)
     rank = draw.ranks[seed % len(draw.ranks)]
-    comparison = modules["_disagreements"].compared(draw.written, (rank,))
+    comparison = compared(draw.written, (rank,))
     assert comparison.figures and not comparison.refused
     assert not comparison.differing, "\n".join(map(str, comparison.differing))
 
@@ -36,11 +30,11 @@ def test_a_drawn_spec_holds_sends_and_computes_what_was_derived(modules, seed):
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(0, NIGHTLY, AT_ONCE))
-def test_hundreds_of_drawn_specs_do(modules, first):
+def test_hundreds_of_drawn_specs_do(first):
     failing, num_compared = [], 0
     for seed in range(first, first + AT_ONCE):
-        draw = modules["_random_specs"].drawn(seed)
-        comparison = modules["_disagreements"].compared(draw.written, draw.ranks)
+        draw = drawn(seed)
+        comparison = compared(draw.written, draw.ranks)
         num_compared += comparison.figures > 0
         failing += [f"seed {seed}: {row}" for row in comparison.differing]
     assert not failing, "\n".join(failing)
@@ -48,33 +42,30 @@ def test_hundreds_of_drawn_specs_do(modules, first):
 
 
 @pytest.mark.parametrize("seen", SEEN, ids=lambda seen: seen.wrong[:40])
-def test_a_spec_that_once_failed_does(modules, seen):
+def test_a_spec_that_once_failed_does(seen):
     if not is_since("2.13"):
         if "fp64" in str(seen.written):
             pytest.skip("its fake tensors have attention's statistics of fp64 in fp32")
         if "fused" in str(seen.written):
             pytest.skip("it has no loss that is fused")
-    comparison = modules["_disagreements"].compared(seen.written, (seen.rank,))
+    comparison = compared(seen.written, (seen.rank,))
     assert comparison.figures and not comparison.refused
     assert not comparison.differing, "\n".join(map(str, comparison.differing))
 
 
-def test_a_spec_that_simulate_refuses_and_one_that_raises_are_told_apart(modules, monkeypatch):
-    disagreements = modules["_disagreements"]
-    refused = disagreements.compared(SEEN[0].written | {"attention": "flex"}, (0,))
+def test_a_spec_that_simulate_refuses_and_one_that_raises_are_told_apart(monkeypatch):
+    refused = compared(SEEN[0].written | {"attention": "flex"}, (0,))
     assert "flex_attention" in refused.refused and not refused.differing
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("by 0")
 
     monkeypatch.setattr(disagreements, "simulate", broken)
-    (row,) = disagreements.compared(SEEN[0].written, (0,)).differing
+    (row,) = compared(SEEN[0].written, (0,)).differing
     assert str(row) == "rank 0: crash ZeroDivisionError: by 0"
 
 
-def test_a_failing_seed_ends_with_the_smallest_spec_and_its_command(modules, monkeypatch):
-    adversary, disagreements = modules["adversary"], modules["_disagreements"]
-
+def test_a_failing_seed_ends_with_the_smallest_spec_and_its_command(monkeypatch):
     def always(written: object, ranks: tuple[int, ...]) -> object:
         check = Check(name="operations again", predicted=4, measured=1, tolerance=0.0, holds=False)
         row = disagreements.Disagreement(
@@ -82,10 +73,10 @@ def test_a_failing_seed_ends_with_the_smallest_spec_and_its_command(modules, mon
         )
         return disagreements.Comparison(figures=3, differing=(row,))
 
-    monkeypatch.setattr(adversary, "compared", always)
-    account = adversary.Account()
-    adversary.examine(55, account)
-    adversary.examine(56, account)
+    monkeypatch.setattr(search, "compared", always)
+    account = search.Account()
+    search.examine(55, account)
+    search.examine(56, account)
     failure, again = account.failures
     assert again.smallest is None, "its kind of figure was seen"
     page = "\n".join(account.page())
@@ -95,6 +86,6 @@ def test_a_failing_seed_ends_with_the_smallest_spec_and_its_command(modules, mon
     assert "rank 0: operations again: exact 4, simulated 1 (-3)" in page
 
 
-def test_seeds_are_a_span_with_both_ends(modules):
-    assert list(modules["adversary"].seeds("3-5")) == [3, 4, 5]
-    assert list(modules["adversary"].seeds("7")) == [7]
+def test_seeds_are_a_span_with_both_ends():
+    assert list(search.seeds("3-5")) == [3, 4, 5]
+    assert list(search.seeds("7")) == [7]

@@ -13,10 +13,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.nightly
 
 
-def quick(name: str, *arguments: str) -> str:
-    """What `benchmarks/NAME.py --quick` prints; it fails where the claim does."""
+def quick(name: str) -> str:
+    """Return what `benchmarks/NAME.py --quick` prints; fail where its claim does."""
     found = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", *arguments],
+        [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick"],
         capture_output=True,
         text=True,
         timeout=240,
@@ -28,21 +28,9 @@ def quick(name: str, *arguments: str) -> str:
     return found.stdout
 
 
-def test_activations_in_every_mode_are_as_predicted():
-    text = quick("activations")
-    assert text.count("| holds |\n") == 28  # modes, lengths and kinds of attention
-    assert "Verdict: holds.\n" in text
-
-
 def test_ranks_that_load_published_weights_read_and_hold_what_they_keep():
     text = quick("loading")
     assert text.count("| holds |\n") == 8  # placements
-    assert "Verdict: holds.\n" in text
-
-
-def test_the_peak_of_a_loss_in_chunks_is_as_predicted():
-    text = quick("logits")
-    assert text.count("| holds |\n") >= 7  # 5 losses on one device, fused where torch has it; 2
     assert "Verdict: holds.\n" in text
 
 

@@ -1,0 +1,135 @@
+"""What scripts that time steps have in common: ptrain's step, its samples, and how two times are
+compared. Imported in the ranks too; torch only there."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from math import comb
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ptrain.rooms.world import World
+    from ptrain.spec.spec import Spec
+
+SAME = 1e-4  # losses of the same work, relative: sums are taken in another order
+RANKS = 2
+STOCK_BUCKET_MB = 25  # of DistributedDataParallel, torch 2.11 to 2.15
+
+
+def program_steps(spec: Spec, world: World | None = None) -> Callable[[], float]:
+    """Return ptrain's next step: its sampler, its program, its counter; on the ranks that are
+    there, or of a world of fake ones, which count nothing."""
+    from ptrain.data.corpus import corpus
+    from ptrain.interpreter.program import interpret
+    from ptrain.meters.counter import Counter
+    from ptrain.rooms.world import World
+    from ptrain.train.loop import local_batch
+    from ptrain.train.schedule import learning_rate
+
+    program = interpret(spec, world=world or World.join(spec.timeout))
+    source, steps = corpus(spec.data), iter(range(10**9))
+    counter = None if world else Counter()
+
+    def step() -> float:
+        number = next(steps)
+        share = program.forward_backward(local_batch(program, source, number))
+        program.step(learning_rate(spec.optimizer, number))
+        if counter and number % spec.log_every == 0:
+            counter.read()
+        return float(share)  # as late as the hand-written loop reads its own
+
+    return step
+
+
+def own_samples(spec: Spec) -> Callable[[int], Tensor]:
+    """Return the rows of a step on this rank, each of which has samples of its own."""
+    from torch.distributed import get_rank
+
+    return samples(spec, index=get_rank(), groups=RANKS)
+
+
+def samples(spec: Spec, *, index: int, groups: int) -> Callable[[int], Tensor]:
+    """A step's rows of one of so many groups of ranks with samples of their own: ptrain's samples,
+    but drawn beforehand. Of several micro-batches all, where one group has all samples."""
+    import torch
+
+    from ptrain.data.corpus import corpus
+    from ptrain.data.order import sample
+
+    source = corpus(spec.data)
+    tokens = torch.from_numpy(source.train.astype("int64"))
+    windows, length = source.num_samples(spec.batch.sequence), spec.batch.sequence
+    drawn = [sample(i, windows=windows, seed=spec.train.seed) % windows for i in range(4096)]
+    own = spec.batch.micro * spec.batch.accumulate
+    assert groups == 1 or spec.batch.accumulate == 1, "else its samples are no stretch"
+
+    def rows(number: int) -> Tensor:
+        first = (number * groups + index) * own
+        starts = drawn[first : first + own]
+        return torch.stack([tokens[length * at : length * (at + 1) + 1] for at in starts])
+
+    return rows
+
+
+def replicated(model: nn.Module, spec: Spec) -> nn.Module:
+    """Wrap a model in DistributedDataParallel with the spec's options."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(
+        model,
+        bucket_cap_mb=bucket_cap_mb(spec),
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        init_sync=False,
+    )
+
+
+def bucket_cap_mb(spec: Spec) -> float | None:
+    """Return what DistributedDataParallel is told of its buckets' size. Torch's own is not named:
+    its first bucket would be as large as the others."""
+    cap = spec.bucket_bytes / 2**20
+    return None if cap == STOCK_BUCKET_MB else cap
+
+
+def legal(strategy: str, overrides: Sequence[str]) -> Spec:
+    """Return a legal spec."""
+    from ptrain.algebra.legality import require
+    from ptrain.spec.load import load
+
+    return require(load(strategy, overrides))
+
+
+def bound(ratios: list[float]) -> tuple[float, float]:
+    """The two-sided 95 % interval of the median, by order statistics (binomial, no assumption)."""
+    ordered, count = sorted(ratios), len(ratios)
+    tail, below = 0.0, 0
+    while (tail := tail + comb(count, below) / 2**count) <= 0.025:
+        below += 1
+    return ordered[max(0, below - 1)], ordered[min(count - 1, count - below)]
+
+
+def different(name: str, apart: float) -> list[str]:
+    """Losses that say that the work was not the same."""
+    if apart < SAME:  # which no NaN is
+        return []
+    return [f"{name}: losses {apart:.1e} apart, not less than {SAME:g}"]
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return the correlation of ranks; of equal values the mean of theirs."""
+    return statistics.correlation(_ranks(left), _ranks(right))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    start = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or values[order[end]] != values[order[start]]:
+            for index in order[start:end]:
+                ranks[index] = (start + end - 1) / 2
+            start = end
+    return ranks

@@ -1,0 +1,179 @@
+"""The smallest spec that still fails: keys dropped to their defaults, axes dropped with their
+tuples, numbers and lists made smaller, modes made R; each step is taken where the spec is still
+legal and still fails."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ptrain.costs import PLACED
+from ptrain.errors import SpecError
+from ptrain.spec.load import load
+from ptrain.spec.text import flow
+from ptrain.spec.tuples import POLICIES
+from tests.adversary.random_specs import TooLarge, Written, accepted
+
+Route = tuple[str, ...]
+Fails = Callable[[Written], bool]
+
+MOST_TRIES = 200  # of which each that is legal is simulated
+
+
+class Shrinking:
+    """A failing spec on its way to a smaller one; `tries` counts the specs that were run."""
+
+    def __init__(self, written: Written, fails: Fails, most: int = MOST_TRIES) -> None:
+        self.written = copy.deepcopy(written)
+        self.tries = 0
+        self._fails, self._most = fails, most
+        self._known: set[str] = set()
+
+    def smallest(self) -> Written:
+        """Return a spec of which no single step leads to a smaller one that fails."""
+        self._take(_written_out(self.written))
+        self._drop(list(_droppable(self.written)))
+        while any(self._take(smaller) for smaller in _smaller(self.written)):
+            pass
+        return self.written
+
+    def _drop(self, routes: Sequence[Route]) -> None:
+        """Drop keys together where they do not matter, else in halves."""
+        if not routes or self._take(_without(self.written, routes)) or len(routes) == 1:
+            return
+        half = len(routes) // 2
+        self._drop(routes[:half])
+        self._drop(routes[half:])
+
+    def _take(self, smaller: Written) -> bool:
+        """Go on with a spec, if it is another, is legal and fails."""
+        text = flow(smaller)
+        if text == flow(self.written) or text in self._known or self.tries >= self._most:
+            return False
+        self._known.add(text)
+        if not is_legal(smaller):
+            return False
+        self.tries += 1
+        if self._fails(smaller):
+            self.written = smaller
+            return True
+        return False
+
+
+def is_legal(written: Written) -> bool:
+    """Whether a spec is one that is drawn."""
+    try:
+        accepted(written)
+    except (SpecError, TooLarge):
+        return False
+    return True
+
+
+def command(written: Written, rank: int) -> str:
+    """Return one line that simulates a rank of the spec."""
+    return f"echo {shlex.quote(flow(written))} | ptrain simulate /dev/stdin --rank {rank}"
+
+
+def lines(written: Written) -> str:
+    """Return the spec as YAML, a section a line."""
+    return "\n".join(f"{key}: {flow(value)}" for key, value in written.items())
+
+
+# ---- the steps
+
+
+def _written_out(written: Written) -> Written:
+    """The spec with its tuples as texts, whichever form they had, a strategy's policies beside."""
+    spec = load(copy.deepcopy(written)).spec
+    plain = copy.deepcopy(written)
+    placement: dict[str, Any] = {
+        factor.axis.value: str(factor.placement) for factor in spec.factors
+    }
+    degrees = {factor.axis.value: factor.degree for factor in spec.factors}
+    if isinstance(written.get("placement"), str):
+        for section in POLICIES:
+            if section in spec.resolved:
+                plain[section] = copy.deepcopy(spec.resolved[section])
+    return plain | {"mesh": degrees, "placement": placement}
+
+
+def _droppable(node: Any, above: Route = ()) -> Iterator[Route]:
+    """Yield the routes of keys, sections before what is in them."""
+    for key, inner in node.items():
+        route = (*above, key)
+        if route[0] in ("mesh", "placement"):
+            continue
+        if route[0] not in ("model", "batch") or len(route) > 1:
+            yield route
+        if isinstance(inner, dict) and len(inner) > 1:
+            yield from _droppable(inner, route)
+
+
+def _without(written: Written, routes: Sequence[Route]) -> Written:
+    smaller = copy.deepcopy(written)
+    for *above, key in routes:
+        node = smaller
+        for name in above:
+            node = node.get(name, {})
+        node.pop(key, None)
+    return smaller
+
+
+def _smaller(written: Written) -> Iterator[Written]:
+    """Yield specs that are one step smaller, large steps first."""
+    sections = [(key,) for key in written if key not in ("model", "mesh", "placement", "batch")]
+    for axis in written["mesh"]:
+        factor = [("mesh", axis), ("placement", axis)]
+        yield _without(written, factor)
+        yield from (_without(written, [*factor, section]) for section in sections)
+    for route in _droppable(written):
+        yield _without(written, [route])
+    for route, value in _leaves(written):
+        for other in _less(route, value):
+            yield _with(written, route, other)
+
+
+def _leaves(node: Any, above: Route = ()) -> Iterator[tuple[Route, Any]]:
+    for key, inner in node.items():
+        if isinstance(inner, dict):
+            yield from _leaves(inner, (*above, key))
+        else:
+            yield (*above, key), inner
+
+
+def _less(route: Route, value: Any) -> Iterator[Any]:
+    """Yield smaller values, the smallest first."""
+    match value:
+        case bool() | None:
+            return
+        case int():
+            yield from (other for other in (1, 2, value // 2, value - 1) if 0 < other < value)
+        case float() if value != 1.0:
+            yield 1.0
+        case list():
+            yield from (value[:index] + value[index + 1 :] for index in range(len(value)))
+            for index, inner in enumerate(value):
+                for other in _less(route, inner):
+                    yield [*value[:index], other, *value[index + 1 :]]
+        case str() if route[0] == "placement" and value.count(",") == len(PLACED) - 1:
+            modes = value.split(",")
+            for index in range(len(PLACED)):
+                for mode in _plainer(modes[index]):
+                    yield ",".join([*modes[:index], mode, *modes[index + 1 :]])
+
+
+def _plainer(mode: str) -> tuple[str, ...]:
+    """R, and the same distribution on the device."""
+    head = mode.partition("@")[0].replace("O", "S")
+    return tuple(other for other in ("R", head) if other != mode and mode != "R")
+
+
+def _with(written: Written, route: Route, value: Any) -> Written:
+    changed = copy.deepcopy(written)
+    node = changed
+    for name in route[:-1]:
+        node = node[name]
+    node[route[-1]] = value
+    return changed
